@@ -1,0 +1,190 @@
+"""The run's YAML as frozen dataclasses. A field's docstring is its help text and carries its unit.
+
+A field whose default is None and whose docstring says "or from the JSON" has one more place where it may
+stand: the DeepSpeed JSON. `config/deepspeed.py` joins the two; after that no such field is None.
+Nothing here imports torch, and no field can name code (no callables, no class paths).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it computes. Exactly one of `pretrained` and `config` is given."""
+
+    pretrained: str | None = None
+    """Local Hugging Face folder (config.json and safetensors) whose weights training starts from."""
+    config: dict[str, Any] | str | None = None
+    """Random weights: the fields of a Hugging Face config.json, with model_type; or a folder or file that holds one."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """Attention implementation. sdpa picks the fastest kernel of the device."""
+    loss_chunk_tokens: int = 2048
+    """Tokens whose logits exist at one time in the loss."""
+    compile_layers: bool = False
+    """torch.compile each decoder layer (not under ZeRO 3)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What to train on: folders made by `llmtrain prepare`. Exactly one of `path` and `mixture` is given."""
+
+    path: str | None = None
+    """One prepared folder."""
+    mixture: dict[str, float] | None = None
+    """Several prepared folders with their weights (shares of the sequences; they need not sum to 1)."""
+    sequence_length: int = 1024
+    """Tokens per sequence that the model sees."""
+    seed: int = 0
+    """Seed of the order of the sequences."""
+    mask_document_starts: bool = True
+    """Do not count the prediction of a document's first token: nothing before it tells it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer. Matrices decay; biases, norms and other vectors do not."""
+
+    name: Literal["adamw", "muon"] | None = None
+    """adamw (default), or muon: Muon for the matrices of the decoder layers, AdamW for the rest. Or from the JSON."""
+    lr: float | None = None
+    """Peak learning rate (of AdamW). Default 3e-4, or from the JSON."""
+    muon_lr: float = 0.02
+    """Peak learning rate of the Muon group, used with `name: muon`."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon."""
+    betas: tuple[float, float] | None = None
+    """AdamW's decay rates of the two moments. Default (0.9, 0.95), or from the JSON."""
+    eps: float | None = None
+    """AdamW's epsilon. Default 1e-8, or from the JSON."""
+    weight_decay: float | None = None
+    """Decoupled weight decay of matrices. Default 0.1, or from the JSON."""
+    clip_norm: float | None = None
+    """Largest global gradient norm; 0 turns clipping off. Default 1.0, or from the JSON (gradient_clipping)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate over optimizer steps, as a factor of `optim.lr`."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after the warm-up; wsd = warm-up, stable, decay."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: int | None = None
+    """wsd: optimizer steps of the final linear decay. Default: a tenth of the run."""
+    min_ratio: float = 0.1
+    """Factor at the end of the run (cosine, linear, wsd)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Batch, length, evaluation. Two of (global_batch, micro_batch, accumulation) give the third."""
+
+    run_dir: str | None = None
+    """The run's folder. Default: runs/NAME, where NAME is the YAML's file name."""
+    seed: int = 0
+    """Seed of the initial weights and of dropout."""
+    global_batch: int | None = None
+    """Sequences per optimizer step over all ranks. Or from the JSON (train_batch_size)."""
+    micro_batch: int | None = None
+    """Sequences per forward pass of one rank. Or from the JSON (train_micro_batch_size_per_gpu)."""
+    accumulation: int | None = None
+    """Micro-batches per optimizer step. Or from the JSON (gradient_accumulation_steps)."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps."""
+    max_tokens: int | None = None
+    """Stop after this many training tokens."""
+    max_minutes: float | None = None
+    """Stop after this many minutes of training in this launch."""
+    log_every: int = 10
+    """Optimizer steps between log points."""
+    eval_every: int | None = None
+    """Optimizer steps between evaluations; null evaluates at the end only."""
+    eval_sequences: int = 256
+    """Validation sequences of one evaluation (all of them if there are fewer)."""
+    export: bool = True
+    """Write a Hugging Face folder at the end."""
+    sample_prompt: str | None = None
+    """Print a continuation of this prompt at the end of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save and what to keep. A checkpoint is always written at the end and on SIGTERM, SIGINT, SIGUSR1."""
+
+    every_steps: int | None = None
+    """Optimizer steps between checkpoints."""
+    every_minutes: float | None = None
+    """Minutes between checkpoints."""
+    keep: int = 2
+    """Newest checkpoints that stay; older ones are deleted after a newer one is complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Weights & Biases. The local files metrics.jsonl and events.jsonl are always written."""
+
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online with an API key and a network, else offline."""
+    project: str = "llmtrain"
+    """W&B project."""
+    entity: str | None = None
+    """W&B team or user."""
+    name: str | None = None
+    """W&B run name. Default: the run folder's name."""
+    tags: list[str] = field(default_factory=list)
+    """W&B tags."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultConfig:
+    """What ends a run."""
+
+    max_skipped: int = 10
+    """Steps skipped in a row (non-finite loss or gradient) before the run stops."""
+    timeout_s: float = 600.0
+    """Seconds that a collective may wait for a rank, in every process group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run."""
+
+    deepspeed: str
+    """The DeepSpeed JSON (ds_configs/ holds real ones)."""
+    resume: str = "auto"
+    """auto: continue from the newest complete checkpoint of the run folder; none: the folder must be new; or a checkpoint's path."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """A run whose YAML, JSON and command line have been joined for a number of ranks: no None is left that matters."""
+
+    run: RunConfig
+    """Every shared field filled in; run_dir set."""
+    deepspeed: dict[str, Any]
+    """The exact dict for deepspeed.initialize: no "auto", batch keys solved."""
+    world_size: int
+    data_parallel: int
+    """Ranks that see different data."""
+    precision: Literal["fp32", "bf16", "fp16"]
+    zero_stage: int
+    offload_optimizer: bool
+    offload_param: bool
+    activation_checkpointing: bool
+    """The JSON has an `activation_checkpointing` section."""
+    max_steps: int | None
+    """Optimizer steps of the whole run (from max_steps and max_tokens); None when only max_minutes limits it."""
+    notes: tuple[str, ...] = ()
+    """What was filled in or adapted, for the user to read."""

@@ -1,0 +1,34 @@
+"""Errors that a user can mend. Everything else is a bug and keeps its traceback."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave us. The command line prints the message and exits with `exit_code`.
+
+    A message names the key (or file), the value, the rule and the remedy.
+    """
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """The YAML, the DeepSpeed JSON or the command line is wrong, or they contradict each other."""
+
+
+class DataError(UserError):
+    """A data source, a prepared folder or a tokenizer cannot be used."""
+
+
+class ModelError(UserError):
+    """A model folder or a model configuration cannot be used."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint or a run directory cannot be used."""
+
+
+class TrainingStopped(UserError):
+    """Training ended itself: it would only have burnt time (for example: too many skipped steps in a row)."""
+
+    exit_code = 3

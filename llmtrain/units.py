@@ -1,0 +1,33 @@
+"""Numbers as people read them. Standard library only."""
+
+from __future__ import annotations
+
+GIB = 1024**3
+
+
+def count(n: float) -> str:
+    """1_234_567 -> '1.23M'. Decimal thousands, three figures."""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(n) >= limit:
+            return f"{n / limit:.3g}{suffix}"
+    return f"{n:.3g}" if isinstance(n, float) else str(n)
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in binary units: 1536 -> '1.5 KiB'."""
+    value = float(n_bytes)
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.4g} {suffix}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as '1h02m', '3m05s' or '4.2s'."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
