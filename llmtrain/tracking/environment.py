@@ -1,0 +1,106 @@
+"""environment.json: what the run ran on. Versions come from package metadata: nothing heavy loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from llmtrain.tracking.local import to_json, write_atomic
+from llmtrain.tracking.redact import redact, redact_argv
+
+_PACKAGES = (
+    "llmtrain",
+    "torch",
+    "deepspeed",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pyarrow",
+    "wandb",
+    "liger-kernel",
+)
+# An allow-list: whatever else stands in the environment (keys included) is nobody's business.
+_VARIABLES = (
+    "CUDA_",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "DS_",
+    "TORCH_",
+    "PYTORCH_",
+    "TRITON_",
+    "SLURM_JOB_ID",
+    "WORLD_SIZE",
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions by package; None where a package is missing."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _git(*words: str) -> str | None:
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", *words],
+            cwd=folder,
+            # Reading must not take the index lock away from the user.
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the code, and whether tracked files differ from it; None outside a checkout of llmtrain."""
+    # An installed copy may lie inside somebody else's repository: that commit would say nothing about us.
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return {"commit": None, "dirty": None}
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": _git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+
+
+def describe_environment(
+    *, ranks: Iterable[Mapping[str, Any]], argv: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """What environment.json holds, secrets redacted. `ranks`: per rank its rank, host and device."""
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    return {
+        "versions": versions(),
+        "git": git_state(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "pid": os.getpid(),
+        "cwd": redact(os.getcwd()),
+        "argv": redact_argv(sys.argv if argv is None else argv),
+        "ranks": [redact(dict(rank)) for rank in ranks],
+        "variables": redact(variables),
+    }
+
+
+def write_environment(run_dir: Path | str, environment: Mapping[str, Any]) -> None:
+    """Write environment.json into the run folder, atomically. Raises OSError."""
+    text = json.dumps(to_json(dict(environment)), indent=2, allow_nan=False)
+    write_atomic(Path(run_dir) / "environment.json", text.encode() + b"\n")

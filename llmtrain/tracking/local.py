@@ -1,0 +1,150 @@
+"""metrics.jsonl and events.jsonl: one JSON object a line, whole lines only, valid JSON always.
+
+A line is one write() to a file opened for appending, so a kill leaves at most one torn line, the last; it is
+cut off when the file is opened again. NaN and infinities have no JSON form: they are written as the strings
+"NaN", "Infinity" and "-Infinity" (the proto3 JSON mapping), which Python's float() reads back.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from llmtrain import log
+
+
+def to_json(value: Any) -> Any:
+    """`value` as JSON knows it: non-finite floats as strings, NumPy and torch scalars as numbers."""
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [to_json(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if callable(item := getattr(value, "item", None)):
+        return to_json(item())
+    return str(value)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: after a crash there is the old file or the new one. Raises OSError."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # UnicodeDecodeError included
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The objects of a JSON-lines file, and the number of lines that could not be read. No file: ([], 0)."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return [], 0
+    rows = [_parse(line) for line in lines if line.strip()]
+    good = [row for row in rows if row is not None]
+    return good, len(rows) - len(good)
+
+
+def repair(path: Path) -> None:
+    """Cut off a torn last line (a kill, a full disk); end a whole one with a newline. Raises OSError."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    tail = data[whole:]
+    if not tail:
+        return
+    if _parse(tail) is not None:
+        with open(path, "ab") as file:
+            file.write(b"\n")
+    else:
+        os.truncate(path, whole)
+
+
+def truncate_after(path: Path, step: int) -> int:
+    """Drop the rows whose `step` is above `step`, atomically; return how many. Raises OSError.
+
+    A run that resumes from an older checkpoint does those steps again, and each step must stand once.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = []
+    for line in lines:
+        row = _parse(line)
+        at = row.get("step") if row is not None else None
+        if row is None or not isinstance(at, (int, float)) or at <= step:
+            kept.append(line)
+    if len(kept) < len(lines):
+        write_atomic(path, b"".join(kept))
+    return len(lines) - len(kept)
+
+
+class JsonLines:
+    """Append rows to one file. If that fails it is said once and never raised: training goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_file():
+                repair(path)
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        log.warn_once(
+            f"{self._path} cannot be written ({error.strerror}): training goes on, its rows are lost until "
+            "there is room. Free disk space or check the permissions."
+        )
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One line, in one write()."""
+        if self._fd is None:
+            return
+        line = json.dumps(to_json(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        try:
+            written = os.write(self._fd, line)
+            if written < len(line):
+                # The disk filled up within the line: take the half back, so that the next line starts clean.
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        """Flush to the disk and close. Safe to call twice."""
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # EINVAL: pipes and character devices have nothing to flush.
+            if error.errno != errno.EINVAL:
+                self._warn(error)
+        finally:
+            os.close(fd)

@@ -1,0 +1,212 @@
+"""Names and units of the metrics, model FLOPs, peak FLOP/s of known devices, throughput.
+
+No torch here: numbers come in as Python floats.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """What one key of metrics.jsonl means."""
+
+    unit: str
+    meaning: str
+
+
+def _metric(unit: str, meaning: str) -> Metric:
+    return Metric(unit=unit, meaning=meaning)
+
+
+METRICS: dict[str, Metric] = {
+    "step": _metric("optimizer steps", "Steps done in the whole run, resumes included."),
+    "tokens": _metric("tokens", "Training tokens read so far by all ranks."),
+    "time_unix_s": _metric("s", "Wall-clock time of the row (Unix)."),
+    "elapsed_s": _metric("s", "Time since this launch began tracking."),
+    "loss": _metric(
+        "nats/token", "Training loss of the step: mean over all counted tokens of the global batch."
+    ),
+    "lr": _metric("1", "Learning rate that the step used."),
+    "grad_norm": _metric("1", "Global L2 norm of the gradient before clipping."),
+    "loss_scale": _metric("1", "Dynamic loss scale (fp16 only)."),
+    "skipped_steps": _metric("steps", "Steps skipped so far: non-finite loss or gradient."),
+    "tokens_per_s": _metric("tokens/s", "All ranks together, evaluation and checkpoint time left out."),
+    "tokens_per_s_per_device": _metric("tokens/s", "`tokens_per_s` divided by the number of devices."),
+    "model_tflops_per_s_causal": _metric(
+        "TFLOP/s", "Model FLOP/s of all devices; attention counted as causal (half the square)."
+    ),
+    "model_tflops_per_s_noncausal": _metric(
+        "TFLOP/s",
+        "Model FLOP/s of all devices; attention counted as the whole square (torchtitan, Megatron-LM).",
+    ),
+    "mfu_causal": _metric(
+        "0 to 1", "Causal model FLOP/s over the devices' dense peak; only for known devices."
+    ),
+    "mfu_noncausal": _metric("0 to 1", "The same with the non-causal count."),
+    "max_memory_gib": _metric("GiB", "Peak of rank 0: allocated device memory, or resident memory on CPU."),
+    "data_wait_share": _metric("0 to 1", "Share of training time spent waiting for the next batch."),
+    "checkpoint_stall_s": _metric("s", "Time since the last log point in which saving held up training."),
+    "eval/loss": _metric("nats/token", "Validation loss: mean over all counted validation tokens."),
+    "eval/perplexity": _metric("1", "exp(eval/loss)."),
+}
+"""Every key of metrics.jsonl and W&B. docs/tracking.md shows the same table; a test compares them."""
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss in nats/token); infinity where that overflows a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFlops:
+    """Training FLOPs (forward and backward) per token, in the two conventions that papers use."""
+
+    causal: float
+    noncausal: float
+
+
+def flops_per_token(
+    *, matmul_params: int, layers: int, attention_width: int, sequence_length: int
+) -> TokenFlops:
+    """Training FLOPs per token of a decoder.
+
+    `matmul_params` are the weights that multiply (output head included, embedding lookup not; of a mixture of
+    experts only the active ones), `attention_width` is heads * head size.
+
+    A weight costs 2 FLOPs per token forward and 4 backward: 6 N (Kaplan et al. 2020, section 2.1). Scores and
+    weighted values are two products of width * T each: 4 W T per layer forward, 12 W T with the backward pass
+    (PaLM, Chowdhery et al. 2022, appendix B; torchtitan and Megatron-LM count so). A causal mask needs half
+    of them. Recomputed activations are not counted: this is model FLOPs, not hardware FLOPs.
+    """
+    square = 12.0 * layers * attention_width * sequence_length
+    return TokenFlops(causal=6.0 * matmul_params + square / 2, noncausal=6.0 * matmul_params + square)
+
+
+# Dense bf16/fp16 tensor-core peaks in TFLOP/s (fp32 accumulation) from the vendors' data sheets; where a
+# sheet states the sparse figure, half of it. A longer name comes before the shorter one that it contains.
+_PEAK_TFLOPS_16BIT: tuple[tuple[str, float], ...] = (
+    ("GB300", 2500.0),
+    ("GB200", 2500.0),
+    ("B300", 2250.0),
+    ("B200", 2250.0),
+    ("GH200", 989.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("H100 NVL", 835.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("RTX A6000", 154.8),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("RTX 4090", 165.2),
+    ("RTX 5090", 209.5),
+    ("MI355X", 2500.0),
+    ("MI325X", 1307.4),
+    ("MI300X", 1307.4),
+)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense peak FLOP/s of one device as its driver names it, for dtype "bf16" or "fp16".
+
+    None if it is not known: another device, a MIG slice (a part of one), or fp32, whose peak depends on
+    whether TF32 is allowed.
+    """
+    if dtype not in ("bf16", "fp16") or " MIG " in device_name:
+        return None
+    # Spaces and hyphens both separate words: "A100-SXM4-80GB" is an A100, "L40S" is no L4.
+    name = f" {device_name.replace('-', ' ').upper()} "
+    for known, tflops in _PEAK_TFLOPS_16BIT:
+        if f" {known.upper()} " in name:
+            return tflops * 1e12
+    return None
+
+
+class Throughput:
+    """Speed between two log points.
+
+    `step` once per optimizer step; `pause` around evaluation and `checkpoint_stall` around saving, whose time
+    is left out of the speed; `take` at a log point, after the loss was read (that read waits for the device,
+    so the clock is right on CUDA, too).
+    """
+
+    def __init__(
+        self,
+        *,
+        flops: TokenFlops,
+        devices: int,
+        peak: float | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._flops = flops
+        self._devices = devices
+        self._peak = peak
+        self._clock = clock
+        self._reset()
+
+    def _reset(self) -> None:
+        self._began_s = self._clock()
+        self._tokens = 0
+        self._data_wait_s = 0.0
+        self._paused_s = 0.0
+        self._stall_s = 0.0
+
+    def step(self, *, tokens: int, data_wait_s: float = 0.0) -> None:
+        """One optimizer step over `tokens` tokens of all ranks; it waited `data_wait_s` for its batches."""
+        self._tokens += tokens
+        self._data_wait_s += data_wait_s
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time in here does not count as training."""
+        began_s = self._clock()
+        try:
+            yield
+        finally:
+            self._paused_s += self._clock() - began_s
+
+    @contextmanager
+    def checkpoint_stall(self) -> Iterator[None]:
+        """Like `pause`, and reported as `checkpoint_stall_s`."""
+        before_s = self._paused_s
+        try:
+            with self.pause():
+                yield
+        finally:
+            self._stall_s += self._paused_s - before_s
+
+    def take(self) -> dict[str, float]:
+        """The metrics since the last call, keyed as in METRICS; starts the next interval."""
+        busy_s = max(self._clock() - self._began_s - self._paused_s, 1e-9)
+        tokens_per_s = self._tokens / busy_s
+        causal = tokens_per_s * self._flops.causal
+        noncausal = tokens_per_s * self._flops.noncausal
+        row = {
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_device": tokens_per_s / self._devices,
+            "model_tflops_per_s_causal": causal / 1e12,
+            "model_tflops_per_s_noncausal": noncausal / 1e12,
+            "data_wait_share": min(self._data_wait_s / busy_s, 1.0),
+            "checkpoint_stall_s": self._stall_s,
+        }
+        if self._peak is not None:
+            row["mfu_causal"] = causal / (self._peak * self._devices)
+            row["mfu_noncausal"] = noncausal / (self._peak * self._devices)
+        self._reset()
+        return row

@@ -1,0 +1,275 @@
+"""Weights & Biases, best effort: whatever it does, training neither waits for it nor ends because of it.
+
+A daemon thread owns the W&B run: init, every log call and finish happen there. The training thread only puts
+rows into a bounded queue; when that is full, rows are dropped and counted (metrics.jsonl has them all).
+
+History: rows carry our `step` and W&B plots against it (define_metric), while W&B's own counter only ever
+goes up. So a run that resumes from an older checkpoint logs the repeated steps again instead of losing them,
+which is what W&B does with rows whose own step goes back.
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import netrc
+import os
+import queue
+import secrets
+import socket
+import string
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from llmtrain import log
+from llmtrain.config.run import TrackingConfig
+from llmtrain.tracking.redact import redact, redact_text
+
+Mode = Literal["online", "offline", "disabled"]
+
+_QUEUE_ROWS = 4096
+_CONNECT_TIMEOUT_S = 3.0
+_INIT_TIMEOUT_S = 60.0
+_DEFAULT_URL = "https://api.wandb.ai"
+
+
+def new_run_id() -> str:
+    """A fresh W&B run id (8 characters; touches no seeded generator). It belongs in the checkpoint."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+
+
+def base_url() -> str:
+    """The W&B server: WANDB_BASE_URL, else the user's W&B settings file, else the public one."""
+    if url := os.environ.get("WANDB_BASE_URL"):
+        return url
+    folder = os.environ.get("WANDB_CONFIG_DIR") or os.path.expanduser("~/.config/wandb")
+    settings = configparser.ConfigParser()
+    try:
+        settings.read(Path(folder) / "settings")
+        return settings.get("default", "base_url", fallback=_DEFAULT_URL)
+    except (configparser.Error, OSError, UnicodeDecodeError):
+        return _DEFAULT_URL
+
+
+def has_api_key(url: str) -> bool:
+    """Whether W&B will find credentials by itself: an environment variable or netrc. The key is not kept."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for name in names:
+        try:
+            if urlsplit(url).hostname in netrc.netrc(os.path.expanduser(name)).hosts:
+                return True
+        except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            continue
+    return False
+
+
+def reachable(url: str) -> bool:
+    """Whether a TCP connection to the server, or to the proxy before it, opens within 3 s."""
+    scheme = urlsplit(url).scheme or "https"
+    proxy = urllib.request.getproxies().get(scheme)
+    host = urlsplit(url).hostname or ""
+    via = urlsplit(proxy) if proxy and not urllib.request.proxy_bypass(host) else urlsplit(url)
+    try:
+        port = via.port or (80 if via.scheme == "http" else 443)
+        with socket.create_connection((via.hostname or "", port), timeout=_CONNECT_TIMEOUT_S):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def choose_mode(asked: str) -> tuple[Mode, str]:
+    """The W&B mode for `tracking.wandb`, and why. WANDB_MODE decides where the configuration says auto.
+
+    May take seconds (a connection is tried), so this runs in the sink's thread.
+    """
+    if asked == "auto" and (said := os.environ.get("WANDB_MODE")) in ("online", "offline", "disabled"):
+        asked = said
+    if asked == "disabled":
+        return "disabled", "switched off"
+    if asked == "offline":
+        return "offline", "as configured"
+    url = base_url()
+    # Without a key wandb.init would ask for one on the terminal and wait.
+    if not has_api_key(url):
+        return "offline", "no API key (set WANDB_API_KEY or run `wandb login`)"
+    if asked == "auto" and not reachable(url):
+        return "offline", f"{urlsplit(url).hostname} cannot be reached"
+    return "online", "as configured"
+
+
+class WandbSink:
+    """One W&B run that continues under the same id in every launch of the training run.
+
+    Construct it on the rank that tracks; then `log` and `close`. None of them raises.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, tracking: TrackingConfig, run_id: str, config: dict[str, Any]
+    ) -> None:
+        self._run_dir = run_dir
+        self._tracking = tracking
+        self._run_id = run_id
+        self._config: dict[str, Any] = redact(config)
+        self._rows: queue.Queue[dict[str, Any] | int] = queue.Queue()
+        self._dropped = 0
+        self._failed = False
+        self._sync_dir = str(run_dir / "wandb")
+        self._thread: threading.Thread | None = None
+        self._wandb: Any = None
+        if tracking.wandb == "disabled":
+            return
+        # No source code, and no error reports of W&B's own telemetry, leave the machine unasked.
+        os.environ.setdefault("WANDB_DISABLE_CODE", "true")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        try:
+            # Here and not in the thread: two threads that import large packages at once can deadlock on
+            # module locks, which Python resolves by handing out half-initialised modules.
+            self._wandb = importlib.import_module("wandb")
+            _remove_temporary_folders()
+        except Exception as error:
+            self._give_up("cannot be imported", error)
+            return
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Hand a row over; never waits."""
+        if self._thread is None or self._failed:
+            return
+        if self._rows.qsize() >= _QUEUE_ROWS:
+            self._dropped += 1
+            return
+        self._rows.put_nowait(dict(row))
+
+    def close(self, *, exit_code: int, timeout_s: float = 20.0) -> None:
+        """Upload what is left and end the run; after `timeout_s` leave the rest to `wandb sync`."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._rows.put_nowait(exit_code)
+        thread.join(timeout_s)
+        if thread.is_alive():
+            log.warn(
+                f"W&B did not finish within {timeout_s:.0f} s; metrics.jsonl holds everything. "
+                f"To upload what W&B has: wandb sync {self._sync_dir}"
+            )
+            self._abandon()
+        if self._dropped:
+            log.warn(f"W&B was too slow: {self._dropped} rows are only in {self._run_dir / 'metrics.jsonl'}.")
+
+    def _give_up(self, what: str, error: Exception) -> None:
+        self._failed = True
+        reason = redact_text(f"{type(error).__name__}: {error}".strip().splitlines()[0])
+        log.warn_once(f"W&B {what} ({reason}); training goes on, metrics.jsonl holds everything.")
+
+    def _work(self) -> None:
+        try:
+            run = self._start()
+        except Exception as error:
+            self._give_up("could not start", error)
+            return
+        if run is None:
+            self._failed = True
+            return
+        while isinstance(row := self._rows.get(), dict):
+            try:
+                run.log(row)
+            except Exception as error:
+                self._give_up("stopped taking metrics", error)
+                break
+        try:
+            run.finish(exit_code=row if isinstance(row, int) else 1)
+            # Ends wandb-core and takes away W&B's exit hook, which could hold up the interpreter's end.
+            self._wandb.teardown()
+        except Exception as error:
+            self._give_up("could not finish", error)
+
+    def _start(self) -> Any:
+        mode, why = choose_mode(self._tracking.wandb)
+        if mode == "disabled":
+            return None
+        if mode == "online":
+            try:
+                run = self._init("online")
+                log.info(f"W&B: online, {getattr(run, 'url', self._run_id)}")
+                return run
+            except Exception as error:
+                why = redact_text(f"online failed, {type(error).__name__}: {error}".strip().splitlines()[0])
+        run = self._init("offline")
+        log.info(f"W&B: offline, {why}. To upload later: wandb sync {self._sync_dir}")
+        return run
+
+    def _init(self, mode: Mode) -> Any:
+        run = self._wandb.init(
+            id=self._run_id,
+            resume="allow",
+            mode=mode,
+            dir=str(self._run_dir),
+            project=self._tracking.project,
+            entity=self._tracking.entity,
+            name=self._tracking.name or self._run_dir.resolve().name,
+            tags=list(self._tracking.tags),
+            config=self._config,
+            settings=self._settings(),
+        )
+        self._sync_dir = str(getattr(getattr(run, "settings", None), "sync_dir", None) or self._sync_dir)
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _settings(self) -> Any:
+        wanted: dict[str, Any] = {
+            "allow_val_change": True,  # a resumed run may have another learning rate
+            "console": "off",
+            "disable_code": True,
+            "disable_git": True,
+            "save_code": False,
+            "silent": True,
+            "symlink": False,
+            "init_timeout": _INIT_TIMEOUT_S,
+            # W&B's own metadata file holds the raw command line; our redacted environment is in the config.
+            "x_disable_meta": True,
+            "x_save_requirements": False,
+        }
+        # Settings with x_ come and go between W&B versions; one that is gone must not cost the dashboard.
+        known = self._wandb.Settings.model_fields
+        return self._wandb.Settings(**{name: value for name, value in wanted.items() if name in known})
+
+    def _abandon(self) -> None:
+        """End wandb-core and W&B's exit hook, which waits without limit for an upload that does not move."""
+        import psutil
+
+        try:
+            setup = sys.modules.get("wandb.sdk.wandb_setup")
+            connection = getattr(getattr(setup, "_singleton", None), "_connection", None)
+            if connection is not None:
+                connection._cleanup()
+        except Exception as error:
+            log.warn(f"W&B's exit hook stays ({type(error).__name__}: {error}); the process may end late.")
+        for child in psutil.Process().children():
+            try:
+                if child.name().startswith("wandb-core"):
+                    child.kill()
+                    child.wait(timeout=2)
+            except psutil.Error:
+                continue
+
+
+def _remove_temporary_folders() -> None:
+    """Delete the two folders that W&B makes in /tmp on import for media and artifacts: we log neither, and a
+    killed run would leave them behind. They have no public name; where they are elsewhere, they stay."""
+    for module, path in (
+        ("wandb.sdk.data_types._private", ("MEDIA_TMP",)),
+        ("wandb.sdk.artifacts.artifact", ("Artifact", "_TMP_DIR")),
+    ):
+        found: Any = sys.modules.get(module)
+        for name in path:
+            found = getattr(found, name, None)
+        if found is not None:
+            found.cleanup()
