@@ -156,7 +156,8 @@ class RunConfig:
     deepspeed: str
     """The DeepSpeed JSON (ds_configs/ holds real ones)."""
     resume: str = "auto"
-    """auto: continue from the newest complete checkpoint of the run folder; none: the folder must be new; or a checkpoint's path."""
+    """auto: continue from the newest complete checkpoint of the run folder; none: the folder must be new; or
+    a checkpoint's path."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

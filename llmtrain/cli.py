@@ -1,0 +1,68 @@
+"""`llmtrain COMMAND ...`. Imports the chosen command and nothing else: a typo answers in milliseconds."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+from llmtrain.errors import UserError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "config": ("llmtrain.config.commands", "check a run's configuration, or show it resolved"),
+    "prepare": ("llmtrain.data.prepare", "make a data folder from text, code, jsonl, parquet"),
+    "train": ("llmtrain.train", "train (started by `deepspeed ... launch/train.py` on many ranks)"),
+    "generate": ("llmtrain.generate", "print a continuation of a prompt"),
+    "report": ("llmtrain.tracking.report", "draw a run's loss, throughput and memory"),
+    "checkpoint": ("llmtrain.checkpoint.commands", "list, verify and export checkpoints"),
+}
+
+
+def usage() -> str:
+    lines = ["usage: llmtrain COMMAND ...", ""]
+    lines += [f"  {name:<11} {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join([*lines, "", "`llmtrain COMMAND --help` tells more."])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. A UserError becomes its message and its exit code; Ctrl-C becomes 130.
+
+    Any other exception is a bug and keeps its traceback.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"llmtrain {_version()}")
+        return 0
+    try:
+        return _command(words[0])(words[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    """The `main(argv) -> int` of a command."""
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        remedy = f"did you mean `llmtrain {near[0]}`?" if near else f"one of: {', '.join(COMMANDS)}"
+        raise UserError(f"there is no command {name!r}: {remedy}")
+    return importlib.import_module(COMMANDS[name][0]).main
+
+
+def _version() -> str:
+    try:
+        return version("llmtrain")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

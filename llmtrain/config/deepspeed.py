@@ -1,0 +1,179 @@
+"""From the user's DeepSpeed JSON to the exact dict for deepspeed.initialize. No DeepSpeed, no torch.
+
+`deep_check` alone imports DeepSpeed, and only when it is called.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmtrain.config import ds_keys
+from llmtrain.config.batch import Batch
+from llmtrain.config.ds_json import lookup
+from llmtrain.config.problems import Problems, show, stop
+from llmtrain.errors import ConfigError
+from llmtrain.topology import Mix, clashes
+
+# DeepSpeed prints a line every `steps_per_print` steps, and its pipeline engine divides by it: so not None.
+NEVER = 2**31 - 1
+
+_FORCED: dict[str, Any] = {
+    # Our optimizers are client optimizers: DeepSpeed wants to be told that this is meant,
+    "zero_allow_untested_optimizer": True,
+    # and under offload it would insist on building its own CPUAdam.
+    "zero_force_ds_cpu_optimizer": False,
+    "steps_per_print": NEVER,
+}
+_NOT_FOR_DEEPSPEED = ("optimizer", "scheduler", "checkpoint", "wandb", "tensorboard", "csv_monitor", "comet")
+# Degrees of parallelism are all 1 in this version (the table of topology.py sees to that), and some of these
+# sections switch DeepSpeed into another mode merely by being there.
+_DEGREES = ("pipeline", "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "expert_parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a JSON decides, read off once. `tree` has no "auto" in it any more."""
+
+    tree: dict[str, Any]
+    precision: Literal["fp32", "bf16", "fp16"]
+    zero_stage: int
+    offload_optimizer: bool
+    offload_param: bool
+    activation_checkpointing: bool
+    notes: tuple[str, ...]
+
+
+def read_facts(tree: dict[str, Any], path: str, compile_layers: bool, problems: Problems) -> Facts:
+    """Resolve every "auto" that is not shared with the YAML, and refuse illegal mixes."""
+    tree = copy.deepcopy(tree)
+    notes: list[str] = []
+    if "bfloat16" in tree:
+        tree.setdefault("bf16", tree.pop("bfloat16"))
+    _resolve_precision(tree, path, notes)
+    dropped = _drop_auto(tree, "")
+    if dropped:
+        notes.append(f'{path}: "auto" means DeepSpeed\'s default for {", ".join(dropped)}')
+    fp16, bf16 = bool(lookup(tree, "fp16.enabled")), bool(lookup(tree, "bf16.enabled"))
+    zero = tree.get("zero_optimization") or {}
+    offload = {
+        name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none" or bool(zero.get(old))
+        for name, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param"))
+    }
+    mix = Mix(
+        zero_stage=int(zero.get("stage", 0)),
+        fp16=fp16,
+        bf16=bf16,
+        offload_optimizer=offload["optimizer"],
+        offload_param=offload["param"],
+        compile_layers=compile_layers,
+        pipeline_stages=_degree(tree, "pipeline.stages"),
+        tensor_parallel=_degree(tree, "tensor_parallel.autotp_size"),
+        sequence_parallel=_degree(tree, "sequence_parallel_size"),
+        expert_parallel=_degree(tree, "expert_parallel.autoep_size"),
+    )
+    for rule in clashes(mix):
+        values = {key: lookup(tree, key) for key in rule.keys}
+        values["model.compile_layers"] = compile_layers
+        what = " with ".join(f"{key} = {show(values[key])}" for key in rule.keys)
+        if rule.keys[0] not in problems:
+            problems.add_text(rule.keys[0], what, rule.reason, rule.remedy, path)
+    return Facts(
+        tree=tree,
+        precision="fp16" if fp16 else "bf16" if bf16 else "fp32",
+        zero_stage=mix.zero_stage,
+        offload_optimizer=offload["optimizer"],
+        offload_param=offload["param"],
+        activation_checkpointing=isinstance(tree.get("activation_checkpointing"), dict),
+        notes=tuple(notes),
+    )
+
+
+def exact_dict(facts: Facts, path: str, batch: Batch, clip_norm: float) -> tuple[dict[str, Any], list[str]]:
+    """The dict for deepspeed.initialize, and notes about what was taken out or overruled."""
+    exact = {key: value for key, value in facts.tree.items() if key not in (*_NOT_FOR_DEEPSPEED, *_DEGREES)}
+    notes = [
+        f"{path}: {key} = {show(facts.tree[key])} is overruled with {show(value)}: llmtrain needs it"
+        for key, value in _FORCED.items()
+        if key in facts.tree and facts.tree[key] != value
+    ]
+    if facts.tree.get("checkpoint"):
+        notes.append(f"{path}: the checkpoint section has no effect: llmtrain writes its own checkpoints")
+    exact |= {
+        "train_batch_size": batch.global_batch,
+        "train_micro_batch_size_per_gpu": batch.micro_batch,
+        "gradient_accumulation_steps": batch.accumulation,
+        "gradient_clipping": clip_norm,
+        **_FORCED,
+    }
+    exact.setdefault("wall_clock_breakdown", False)
+    # DeepSpeed's throughput timer is on by default and synchronises the device twice a step; ours does not.
+    exact.setdefault("timers", {"throughput": {"enabled": False}})
+    return exact, notes
+
+
+def deep_check(exact: dict[str, Any], path: str) -> None:
+    """Build DeepSpeed's own configuration object from the dict: its validators see every section.
+
+    Takes seconds (imports torch and DeepSpeed), needs no device and starts no process group.
+    Raises: ConfigError with DeepSpeed's own words.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or the import would probe the devices
+    import logging
+
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    single = copy.deepcopy(exact)
+    # Without a process group DeepSpeed takes the world for one rank.
+    single["train_batch_size"] = single["train_micro_batch_size_per_gpu"] * single["gradient_accumulation_steps"]
+    try:
+        DeepSpeedConfig(single)
+    except (ValueError, TypeError, AssertionError, KeyError, AttributeError, DeepSpeedConfigError) as error:
+        raise _told_by_deepspeed(error, path) from error
+
+
+def _told_by_deepspeed(error: Exception, path: str) -> ConfigError:
+    details = getattr(error, "errors", None)  # pydantic tells which key
+    if callable(details):
+        problems = Problems()
+        for item in details():
+            key = ".".join(str(part) for part in item["loc"]) or "deepspeed"
+            problems.add(key, item.get("input"), f"DeepSpeed says: {item['msg']}", "correct this value", path)
+        try:
+            problems.raise_if_any()
+        except ConfigError as collected:
+            return collected
+    text = str(error) or type(error).__name__
+    return stop("deepspeed", path, f"DeepSpeed refuses it: {text}", "correct the file as this says", path)
+
+
+def _resolve_precision(tree: dict[str, Any], path: str, notes: list[str]) -> None:
+    """An "auto" for fp16.enabled is false; for bf16.enabled it is true unless fp16 is on."""
+    for name in ("fp16", "bf16"):
+        section = tree.get(name)
+        if isinstance(section, dict) and section.get("enabled") == "auto":
+            section["enabled"] = name == "bf16" and not lookup(tree, "fp16.enabled")
+            notes.append(f'{path}: {name}.enabled "auto" -> {show(section["enabled"])}')
+
+
+def _drop_auto(section: dict[str, Any], prefix: str) -> list[str]:
+    """Delete each remaining "auto", in place; returns the keys, without those of optimizer and scheduler."""
+    dropped = []
+    for key, value in list(section.items()):
+        dotted = f"{prefix}{key}"
+        if isinstance(value, dict):
+            dropped += _drop_auto(value, f"{dotted}.")
+        elif value == "auto" and dotted not in ds_keys.AUTO_MEANS_SOMETHING:
+            del section[key]
+            dropped.append(dotted)
+    shared = ("optimizer.", "scheduler.", "train_", "gradient_accumulation", "gradient_clipping")
+    return [key for key in dropped if not key.startswith(shared)]
+
+
+def _degree(tree: dict[str, Any], key: str) -> int:
+    value = lookup(tree, key)
+    return int(value) if isinstance(value, (int, float)) and value > 1 else 1

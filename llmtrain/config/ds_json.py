@@ -1,0 +1,164 @@
+"""Read a DeepSpeed JSON and lint it against the tables of `ds_keys`. No DeepSpeed, no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from llmtrain.config import ds_keys
+from llmtrain.config.problems import Problems, closest, stop
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "num": ((int, float), "a number"),
+    "str": ((str,), "a string"),
+    "list": ((list,), "a list"),
+    "dict": ((dict,), "a section { ... }"),
+}
+
+
+def read(path: str) -> dict[str, Any]:
+    """The file as a dict; comments (#, //, /* */) are allowed, duplicate keys are not.
+
+    Raises: ConfigError if the file is missing, broken, or not one object.
+    """
+    file = Path(path)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise stop(
+                    key, value, f"duplicate key: it stands twice, first with {seen[key]!r}", "keep one of the two", path
+                )
+            seen[key] = value
+        return seen
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise stop(
+            "deepspeed", path, f"no such file (looked from {Path.cwd()})",
+            "give the path of a DeepSpeed JSON; ds_configs/ holds ready ones",
+        ) from None  # fmt: skip
+    except (OSError, UnicodeDecodeError) as error:
+        raise stop("deepspeed", path, f"cannot be read: {error}", "give the path of a DeepSpeed JSON") from None
+    try:
+        tree = hjson.loads(text, object_pairs_hook=unique) if text.strip() else None
+    except hjson.HjsonDecodeError as error:
+        lines = text.splitlines()
+        at = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
+        raise stop(
+            "deepspeed", at, f"not valid JSON: {error.msg}", "look for a missing comma, quote or bracket just before",
+            f"{path}, line {error.lineno}",
+        ) from None  # fmt: skip
+    if not isinstance(tree, dict):
+        raise stop("deepspeed", path, "a DeepSpeed JSON is one object { ... }", "see ds_configs/zero1.json", path)
+    return tree
+
+
+def lint(tree: dict[str, Any], path: str, problems: Problems) -> None:
+    """Report unknown keys, removed keys, wrong types, and sections that do not work with llmtrain."""
+    _lint_section(tree, ds_keys.KEYS, "", path, problems)
+    for section, (rule, remedy) in ds_keys.REFUSED_WHEN_ENABLED.items():
+        value = tree.get(section)
+        if isinstance(value, dict) and (value.get("enabled") is True or section == "datastates_ckpt"):
+            problems.add(f"{section}.enabled", True, rule, remedy, path)
+    for key, (refused, rule, remedy) in ds_keys.REFUSED_VALUES.items():
+        value = lookup(tree, key)
+        if value == refused and type(value) is type(refused) and key not in problems:
+            problems.add(key, value, rule, remedy, path)
+    if isinstance(lookup(tree, "zero_optimization.zenflow"), dict):
+        problems.add(
+            "zero_optimization.zenflow", lookup(tree, "zero_optimization.zenflow"),
+            "ZenFlow brings its own optimizer and is not built yet", "remove the section", path,
+        )  # fmt: skip
+    stage = lookup(tree, "zero_optimization.stage")
+    if type(stage) is int and stage not in (0, 1, 2, 3):
+        problems.add("zero_optimization.stage", stage, "ZeRO has the stages 0, 1, 2 and 3", "choose one of them", path)
+    for key in ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"):
+        device = lookup(tree, key)
+        if isinstance(device, str) and device not in ("none", "cpu", "nvme", "auto"):
+            problems.add(key, device, "a device is cpu or none", 'write "cpu"', path)
+
+
+def lookup(tree: dict[str, Any], dotted: str) -> Any:
+    """The value at a dotted key, or None where a section or the key is missing."""
+    value: Any = tree
+    for part in dotted.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def _lint_section(tree: dict[str, Any], known: ds_keys.Section, prefix: str, path: str, problems: Problems) -> None:
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        kind = known.get(key)
+        if kind is not None:
+            _lint_value(dotted, value, kind, path, problems)
+        elif dotted in ds_keys.REMOVED:
+            problems.add(dotted, value, "DeepSpeed 0.19 has removed it", ds_keys.REMOVED[dotted], path)
+        else:
+            problems.add(dotted, value, "DeepSpeed knows no such key", _unknown_remedy(key, known, prefix), path)
+
+
+def _unknown_remedy(key: str, known: ds_keys.Section, prefix: str) -> str:
+    near = closest(key, known)
+    if near:
+        return f"did you mean {prefix}{near}?"
+    if elsewhere := _home_of(key, ds_keys.KEYS, ""):
+        return f"did you mean {elsewhere}?"
+    if key.startswith("_") or "comment" in key.lower():
+        return "remove it; comments start with # or //"
+    return "remove it"
+
+
+def _home_of(key: str, known: ds_keys.Section, prefix: str) -> str | None:
+    """The dotted path under which a key of this exact name is known."""
+    for name, kind in known.items():
+        if name == key:
+            return f"{prefix}{name}"
+        if isinstance(kind, dict) and (found := _home_of(key, kind, f"{prefix}{name}.")):
+            return found
+    return None
+
+
+def _lint_value(dotted: str, value: Any, kind: Any, path: str, problems: Problems) -> None:
+    if value is None or value == "auto" or kind == "any":
+        return
+    if isinstance(kind, dict):
+        if isinstance(value, dict):
+            _lint_section(value, kind, f"{dotted}.", path, problems)
+        else:
+            remedy = '{"stage": 1}' if dotted == "zero_optimization" else "{ ... } or remove it"
+            problems.add(dotted, value, "must be a section { ... }", f"write {remedy}", path)
+        return
+    types, words = _KINDS[kind]
+    # bool is an int in Python, and 5e8 a float: the first is a mistake here, the second is not.
+    whole = kind == "int" and isinstance(value, float) and value.is_integer()
+    if whole or (isinstance(value, types) and not (isinstance(value, bool) and kind != "bool")):
+        return
+    remedy = f"write {words}, or remove it for DeepSpeed's default"
+    if isinstance(value, str) and kind in ("int", "num", "bool") and _reads_as(value, kind):
+        remedy = f"remove the quotes: {value.lower()}"
+    problems.add(dotted, value, f"must be {words}, and is {_name(value)}", remedy, path)
+
+
+def _reads_as(text: str, kind: str) -> bool:
+    if kind == "bool":
+        return text.lower() in ("true", "false")
+    try:
+        (int if kind == "int" else float)(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _name(value: Any) -> str:
+    names = {bool: "true/false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "a section"}
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,196 @@
+"""Join the values that may stand in the YAML or in the DeepSpeed JSON: one owner for each.
+
+A value in both places must be the same; "auto" in the JSON means the YAML's. What stands in neither gets
+llmtrain's default, which is written down here once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from llmtrain.config.ds_json import lookup
+from llmtrain.config.problems import Places, Problems, closest, show
+from llmtrain.config.run import RunConfig
+
+SHARED: dict[str, str] = {
+    "train.global_batch": "train_batch_size",
+    "train.micro_batch": "train_micro_batch_size_per_gpu",
+    "train.accumulation": "gradient_accumulation_steps",
+    "optim.clip_norm": "gradient_clipping",
+    "optim.lr": "optimizer.params.lr",
+    "optim.betas": "optimizer.params.betas",
+    "optim.eps": "optimizer.params.eps",
+    "optim.weight_decay": "optimizer.params.weight_decay",
+}
+"""YAML key -> JSON key of the same value. optim.name and optimizer.type are joined by `_join_name`."""
+
+DEFAULTS: dict[str, Any] = {
+    "optim.name": "adamw",
+    "optim.lr": 3e-4,
+    "optim.betas": (0.9, 0.95),
+    "optim.eps": 1e-8,
+    "optim.weight_decay": 0.1,
+    "optim.clip_norm": 1.0,
+}
+
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "muon": "muon"}
+_ONLY_VALUE = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "fp32_optimizer_states": True}
+_NO_EFFECT = ("torch_adam", "fused")
+_ALSO_IN_YAML = {"muon_lr": "muon_lr", "momentum": "muon_momentum"}
+
+
+def differ(
+    problems: Problems, yaml_key: str, ours: Any, yaml_place: str, json_key: str, theirs: Any, json_path: str
+) -> None:
+    """Report one value that stands in two places with two contents."""
+    problems.add_text(
+        yaml_key,
+        f"{yaml_key} = {show(ours)}  ({yaml_place}), but {json_key} = {show(theirs)}  ({json_path})",
+        "a value that stands in both files must be the same",
+        f'remove one of the two, or write "auto" for {json_key} in the JSON',
+    )
+
+
+def join_values(
+    run: RunConfig, tree: dict[str, Any], places: Places, problems: Problems
+) -> tuple[RunConfig, dict[str, str]]:
+    """The run with every shared field filled in from YAML, JSON or default, except the three batch sizes.
+
+    Returns also where each value from the JSON stands (YAML key -> "FILE, JSON key"). Batch sizes that stand
+    nowhere stay None: `batch.solve` finds them.
+    """
+    path = run.deepspeed
+    values: dict[str, dict[str, Any]] = {"optim": {}, "train": {}}
+    origin: dict[str, str] = {}
+    for yaml_key, json_key in SHARED.items():
+        section, name = yaml_key.split(".")
+        ours = getattr(getattr(run, section), name)
+        theirs = lookup(tree, json_key)
+        if theirs == "auto":
+            theirs = None
+        theirs = _typed(yaml_key, json_key, theirs, path, problems)
+        if ours is not None and theirs is not None and ours != theirs:
+            differ(problems, yaml_key, ours, places.get(yaml_key, "the YAML"), json_key, theirs, path)
+        if ours is None and theirs is not None:
+            origin[yaml_key] = f"{path}, {json_key}"
+        value = ours if ours is not None else theirs
+        values[section][name] = DEFAULTS.get(yaml_key) if value is None else value
+    values["optim"]["name"] = _join_name(run, tree, places, problems)
+    _check_optimizer_params(run, tree, places, problems)
+    run = replace(run, optim=replace(run.optim, **values["optim"]), train=replace(run.train, **values["train"]))
+    return run, origin
+
+
+def _typed(yaml_key: str, json_key: str, value: Any, path: str, problems: Problems) -> Any:
+    """A JSON value in the type of its YAML field; sections with free keys have not been linted yet."""
+    if value is None:
+        return None
+    if yaml_key == "optim.betas":
+        if isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value):
+            return (float(value[0]), float(value[1]))
+        problems.add(json_key, value, "must be a list of two numbers", "write [0.9, 0.95]", path)
+        return None
+    if not _is_number(value):
+        remedy = "remove the quotes" if isinstance(value, str) else "write a number"
+        problems.add(json_key, value, "must be a number", remedy, path)
+        return None
+    return float(value) if yaml_key.startswith("optim.") else int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _join_name(run: RunConfig, tree: dict[str, Any], places: Places, problems: Problems) -> str:
+    json_type = lookup(tree, "optimizer.type")
+    theirs = None
+    if isinstance(json_type, str) and json_type.lower() != "auto":
+        theirs = _OPTIMIZERS.get(json_type.lower())
+        if theirs is None:
+            problems.add(
+                "optimizer.type", json_type, "llmtrain trains with Adam, AdamW or Muon",
+                'write "AdamW" or "Muon", or remove the optimizer section and set optim.name in the YAML',
+                run.deepspeed,
+            )  # fmt: skip
+    ours = run.optim.name
+    if ours is not None and theirs is not None and ours != theirs:
+        differ(
+            problems, "optim.name", ours, places.get("optim.name", "the YAML"),
+            "optimizer.type", json_type, run.deepspeed,
+        )  # fmt: skip
+    return ours or theirs or DEFAULTS["optim.name"]
+
+
+def _check_optimizer_params(run: RunConfig, tree: dict[str, Any], places: Places, problems: Problems) -> None:
+    """Optimizer parameters that are not shared: each is harmless, or an error. None is ignored silently."""
+    params = lookup(tree, "optimizer.params") or {}
+    shared = [key.rsplit(".", 1)[1] for key in SHARED.values() if key.startswith("optimizer.params.")]
+    for name, value in params.items():
+        key = f"optimizer.params.{name}"
+        if value == "auto" or name in shared or name in _NO_EFFECT:
+            continue
+        if name in _ALSO_IN_YAML:
+            field = _ALSO_IN_YAML[name]
+            ours = getattr(run.optim, field)
+            if ours != value:
+                place = places.get(f"optim.{field}", "the YAML or its default")
+                differ(problems, f"optim.{field}", ours, place, key, value, run.deepspeed)
+        elif name in _ONLY_VALUE:
+            if value != _ONLY_VALUE[name]:
+                problems.add(
+                    key, value, f"llmtrain's AdamW has {name} = {show(_ONLY_VALUE[name])}", "remove it", run.deepspeed
+                )
+        elif name == "max_grad_norm":
+            remedy = "write gradient_clipping at the top level of the JSON, or optim.clip_norm in the YAML"
+            problems.add(key, value, "clipping is not an optimizer parameter", remedy, run.deepspeed)
+        else:
+            near = closest(name, [*shared, *_ONLY_VALUE, *_NO_EFFECT, *_ALSO_IN_YAML])
+            remedy = f"did you mean optimizer.params.{near}?" if near else "remove it"
+            problems.add(key, value, "no such parameter of AdamW or Muon", remedy, run.deepspeed)
+
+
+# DeepSpeed scheduler -> our schedule, and its parameters in our words.
+_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+def check_scheduler(
+    run: RunConfig, tree: dict[str, Any], max_steps: int | None, places: Places, problems: Problems
+) -> list[str]:
+    """A `scheduler` section must say what the YAML's `schedule` says. Returns notes.
+
+    `run` is joined (optim.lr is known). A section whose parameters are all "auto" agrees with any schedule.
+    """
+    section = tree.get("scheduler")
+    if not isinstance(section, dict):
+        return []
+    path, kind = run.deepspeed, section.get("type")
+    params = {k: v for k, v in (section.get("params") or {}).items() if v != "auto"}
+    if kind not in _SCHEDULERS:
+        problems.add(
+            "scheduler.type", kind, f"llmtrain understands {', '.join(_SCHEDULERS)}",
+            "remove the scheduler section and set `schedule` in the YAML", path,
+        )  # fmt: skip
+        return []
+    if not params:
+        return [f"{path}: scheduler {kind} is all auto; the YAML's schedule ({run.schedule.name}) decides"]
+    warmup_min = params.get("warmup_min_lr", params.get("warmup_min_ratio", 0))
+    expected: list[tuple[str, Any, str, Any]] = [
+        ("schedule.name", run.schedule.name, "scheduler.type", _SCHEDULERS[kind]),
+        ("schedule.warmup_steps", run.schedule.warmup_steps, "scheduler.params.warmup_num_steps",
+         params.get("warmup_num_steps", run.schedule.warmup_steps)),
+        ("optim.lr", run.optim.lr, "scheduler.params.warmup_max_lr", params.get("warmup_max_lr", run.optim.lr)),
+        ("train.max_steps", max_steps, "scheduler.params.total_num_steps", params.get("total_num_steps", max_steps)),
+        ("schedule (its warm-up starts at)", 0, "scheduler.params.warmup_min_lr", warmup_min),
+        ("schedule (its warm-up is)", "linear", "scheduler.params.warmup_type", params.get("warmup_type", "log")),
+    ]  # fmt: skip
+    if kind == "WarmupDecayLR":
+        expected.append(("schedule.min_ratio", run.schedule.min_ratio, f"the end of {kind}", 0))
+    if kind == "WarmupCosineLR":
+        floor = params.get("cos_min_ratio", 1e-4)
+        expected.append(("schedule.min_ratio", run.schedule.min_ratio, "scheduler.params.cos_min_ratio", floor))
+    for yaml_key, ours, json_key, theirs in expected:
+        if ours != theirs and yaml_key not in problems:
+            place = places.get(yaml_key, "the YAML or its default")
+            differ(problems, yaml_key, ours, place, json_key, theirs, path)
+    return [f"{path}: scheduler {kind} agrees with the YAML's schedule, which decides"]

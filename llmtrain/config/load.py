@@ -1,0 +1,300 @@
+"""Command line and YAML to a typed run. Touches no network, no device, and imports no torch.
+
+jsonargparse does the typing. It only ever sees keys that are fields of the schema, with plain values: it
+imports a `class_path` before it checks it, so everything else is refused here first.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from llmtrain.config import model_tree, rules, strict_yaml
+from llmtrain.config.dump import dump
+from llmtrain.config.problems import Problems, closest, show, stop
+from llmtrain.config.reference import help_text, schema, type_name
+from llmtrain.config.resolve import resolve
+from llmtrain.config.run import ResolvedRun, RunConfig
+
+__all__ = ["Parsed", "dump", "load", "parse", "parse_run", "resolve"]
+
+COMMAND_LINE = "command line"
+_LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
+_FREE_KEYS = ("model.config", "data.mixture")  # maps whose keys are the user's own
+
+# Names that people bring from other stacks.
+_OTHER_NAMES = {
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.clip_norm",
+    "gradient_clipping": "optim.clip_norm",
+    "batch_size": "train.global_batch",
+    "train_batch_size": "train.global_batch",
+    "per_device_train_batch_size": "train.micro_batch",
+    "train_micro_batch_size_per_gpu": "train.micro_batch",
+    "gradient_accumulation_steps": "train.accumulation",
+    "seq_len": "data.sequence_length",
+    "max_length": "data.sequence_length",
+    "output_dir": "train.run_dir",
+    "save_steps": "checkpoint.every_steps",
+    "model_name_or_path": "model.pretrained",
+}
+_JSON_DECIDES = ("bf16", "fp16", "zero", "zero_stage", "precision", "dtype", "offload", "activation_checkpointing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parsed:
+    """A typed run, and for each dotted key where the user wrote it."""
+
+    run: RunConfig
+    places: dict[str, str]
+
+
+def load(argv: list[str], world_size: int, world_size_source: str | None = None) -> ResolvedRun:
+    """`parse` and `resolve` in one: what the training process calls.
+
+    Raises: ConfigError.
+    """
+    if world_size_source is None:
+        started = "WORLD_SIZE" in os.environ
+        world_size_source = "WORLD_SIZE, set by the launcher" if started else "no launcher set WORLD_SIZE"
+    parsed = parse(argv)
+    return resolve(parsed.run, world_size, world_size_source, places=parsed.places)
+
+
+def parse_run(argv: list[str], *, check_paths: bool = True) -> RunConfig:
+    """The typed run of `--config RUN.yaml [--SECTION.FIELD VALUE ...]`, not yet joined with the JSON.
+
+    Raises: ConfigError with every mistake found. `check_paths=False` leaves out what is on disk, except the YAML.
+    """
+    return parse(argv, check_paths=check_paths).run
+
+
+def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
+    """`parse_run`, with the places for later messages. `--help` prints every field and exits."""
+    if "-h" in argv or "--help" in argv:
+        print(help_text())
+        raise SystemExit(0)
+    config_path, overrides = _split(argv)
+    tree, places = _read(config_path)
+    problems = Problems()
+    for key, text in overrides:
+        _override(tree, places, key, text, problems)
+    free = _take_free(tree, places, problems)
+    _check_keys(tree, "", places, problems)
+    problems.raise_if_any()
+    run = _typed(tree, places, problems)
+    problems.raise_if_any()
+    run = _put_free(run, free)
+    if run.train.run_dir is None:
+        run = replace(run, train=replace(run.train, run_dir=f"runs/{Path(config_path).stem}"))
+    if isinstance(run.model.config, dict):
+        model_tree.check(run.model.config, places, problems)
+    rules.check_values(run, places, problems)
+    if check_paths:
+        rules.check_on_disk(run, places, problems)
+    problems.raise_if_any()
+    return Parsed(run=run, places=places)
+
+
+def _split(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The config path and the (dotted key, text) overrides; the launcher's --local_rank is dropped."""
+    pairs: list[tuple[str, str]] = []
+    words = iter(argv)
+    for word in words:
+        flag, has_value, value = word.partition("=")
+        if not word.startswith("--"):
+            remedy = f"write --config {word}" if word.endswith((".yaml", ".yml")) else "write --SECTION.FIELD VALUE"
+            raise stop("command line", word, "is not a flag", remedy, COMMAND_LINE)
+        if not has_value:
+            following = next(words, None)
+            if following is None or following.startswith("--"):
+                raise stop(flag, following, "needs a value", f"write {flag} VALUE", COMMAND_LINE)
+            value = following
+        if flag not in _LAUNCHER_FLAGS:
+            pairs.append((flag[2:], value))
+    configs = [value for key, value in pairs if key == "config"]
+    if len(configs) != 1:
+        rule = "names the run's YAML, once"
+        raise stop("--config", configs or None, rule, "write --config launch/recipes/NAME.yaml", COMMAND_LINE)
+    return configs[0], [(key, value) for key, value in pairs if key != "config"]
+
+
+def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        rule = f"no such file (looked from {Path.cwd()})"
+        raise stop("--config", path, rule, "give the path of a run's YAML; see launch/recipes") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise stop("--config", path, f"cannot be read: {error}", "give the path of a run's YAML") from None
+    document = strict_yaml.parse(text, path)
+    tree = {} if document.tree is None else document.tree
+    if not isinstance(tree, dict):
+        raise stop("--config", show(tree), "a run is a map of sections", "write `deepspeed: ...`, `model: ...`", path)
+    return tree, {key: f"{path}, line {line}" for key, line in document.lines.items()}
+
+
+def _override(tree: dict[str, Any], places: dict[str, str], key: str, text: str, problems: Problems) -> None:
+    """Lay one command-line value over the tree. Text stays text: jsonargparse reads it by the field's type."""
+    value: Any = text
+    free = next((f for f in _FREE_KEYS if key == f or key.startswith(f"{f}.")), None)
+    if free is None and key not in schema():
+        _unknown(key, text, COMMAND_LINE, problems, flag=True)
+        return
+    parts = key.split(".")
+    if free is not None:
+        value = strict_yaml.parse(text, f"{COMMAND_LINE}, --{key}").tree
+        if free == "data.mixture" and key != free:  # the rest is a path, dots and all
+            parts = [*free.split("."), key[len(free) + 1 :]]
+    node = tree
+    for part in parts[:-1]:
+        if node.get(part) is None:
+            node[part] = {}
+        if not isinstance(node[part], dict):
+            rule = f"{part} is {show(node[part])} in the YAML, not a map with fields to override"
+            problems.add(f"--{key}", text, rule, "change the YAML", COMMAND_LINE)
+            return
+        node = node[part]
+    node[parts[-1]] = value
+    places[key] = COMMAND_LINE
+
+
+def _take_free(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> dict[str, Any]:
+    """Remove model.config and data.mixture, whose keys are the user's, from the tree and check their types."""
+    taken: dict[str, Any] = {}
+    for key in _FREE_KEYS:
+        section, name = key.split(".")
+        holder = tree.get(section)
+        if isinstance(holder, dict) and holder.get(name) is not None:
+            taken[key] = holder.pop(name)
+    config, mixture = taken.get("model.config", {}), taken.get("data.mixture", {})
+    if not isinstance(config, (dict, str)):
+        problems.add("model.config", config, "must be a map of config.json fields, or a path",
+                     "write `model_type: llama` and the other fields below it", places.get("model.config"))  # fmt: skip
+    if not isinstance(mixture, dict):
+        problems.add("data.mixture", mixture, "must be a map of folders and weights",
+                     "write `FOLDER: WEIGHT` lines below it", places.get("data.mixture"))  # fmt: skip
+        return taken
+    for path, weight in mixture.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+            key = f"data.mixture.{path}"
+            problems.add(key, weight, "a weight is a number", f"write `{path}: 1.0`", places.get(key))
+    return taken
+
+
+def _put_free(run: RunConfig, free: dict[str, Any]) -> RunConfig:
+    if (config := free.get("model.config")) is not None:
+        run = replace(run, model=replace(run.model, config=config))
+    if (mixture := free.get("data.mixture")) is not None:
+        weights = {path: float(weight) for path, weight in mixture.items()}
+        run = replace(run, data=replace(run.data, mixture=weights))
+    return run
+
+
+def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], problems: Problems) -> None:
+    """Every key is a field, every section a map, every value a scalar or a list of scalars."""
+    known = schema()
+    sections = {key.split(".")[0] for key in known if "." in key}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if not prefix and name in sections:
+            if value is None:
+                tree[name] = {}
+            elif isinstance(value, dict):
+                _check_keys(value, f"{name}.", places, problems)
+            else:
+                example = next(k for k in known if k.startswith(f"{name}.")).split(".")[1]
+                problems.add(key, value, "is a section", f"write its fields below it, such as `{example}: ...`",
+                             places.get(key))  # fmt: skip
+        elif key not in known:
+            _unknown(key, value, places.get(key), problems)
+        elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)):
+            problems.add(key, value, *_type_words(key, value), places.get(key))
+    if not prefix and tree.get("deepspeed") is None:
+        remedy = "write `deepspeed: ds_configs/zero1.json`; see ds_configs/README.md"
+        problems.add("deepspeed", None, "is required", remedy, places.get("deepspeed"))
+
+
+def _unknown(key: str, value: Any, place: str | None, problems: Problems, flag: bool = False) -> None:
+    known = schema()
+    name = key.rsplit(".", 1)[-1]
+    same_name = [k for k in known if k.rsplit(".", 1)[-1] == name]
+    by_name = closest(name, [k.rsplit(".", 1)[-1] for k in known])
+    near = (
+        (same_name[0] if same_name else None)
+        or _OTHER_NAMES.get(name)
+        or closest(key, known)
+        or next((k for k in known if by_name and k.rsplit(".", 1)[-1] == by_name), None)
+    )
+    if name in _JSON_DECIDES:
+        remedy = "the DeepSpeed JSON decides this: write it there"
+    elif near:
+        remedy = f"did you mean {'--' if flag else ''}{near}?"
+    else:
+        remedy = "remove it; docs/configuration.md lists every field"
+    problems.add(f"--{key}" if flag else key, value, "there is no such field", remedy, place)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False, default_env=False)
+    parser.add_class_arguments(RunConfig)
+    return parser
+
+
+def _typed(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> RunConfig:
+    """Types by jsonargparse: the whole tree at once, and key by key only to name what is wrong."""
+    parser = _parser()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _build(RunConfig, parser.parse_object(tree))
+    except (ArgumentError, TypeError, ValueError) as error:
+        for key, value in _leaves(tree):
+            one: dict[str, Any] = {"deepspeed": "x"}
+            section, _, name = key.rpartition(".")
+            (one.setdefault(section, {}) if section else one)[name] = value
+            try:
+                parser.parse_object(one)
+            except (ArgumentError, TypeError, ValueError):
+                problems.add(key, value, *_type_words(key, value), places.get(key))
+        if not problems:
+            problems.add("run", None, f"cannot be read: {error}", "see docs/configuration.md")
+        problems.raise_if_any()
+        raise
+
+
+def _build(cls: type, values: Any) -> Any:
+    """Dataclasses from jsonargparse's nested namespace."""
+    hints = get_type_hints(cls)
+    built = {}
+    for item in fields(cls):
+        kind, value = hints[item.name], values[item.name]
+        built[item.name] = _build(kind, value) if is_dataclass(kind) and isinstance(kind, type) else value
+    return cls(**built)
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{leaf}", inner) for leaf, inner in value.items())
+        else:
+            yield name, value
+
+
+def _type_words(key: str, value: Any) -> tuple[str, str]:
+    """Rule and remedy for a value of the wrong type."""
+    kind = schema()[key]
+    words = type_name(kind)
+    kinds = (kind, *get_args(kind))
+    literals = [str(a) for k in kinds if get_origin(k) is Literal for a in get_args(k)]
+    if near := closest(str(value), literals):
+        return f"must be {words}", f"did you mean {near}?"
+    if isinstance(value, (int, float)) and str in kinds:
+        return f"must be {words}", f'put it in quotes: "{value}"'
+    return f"must be {words}", f"write {words}; `llmtrain train --help` tells what {key} means"

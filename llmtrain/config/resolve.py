@@ -1,0 +1,109 @@
+"""Join YAML, JSON and world size into one ResolvedRun."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmtrain.config import ds_json, rules
+from llmtrain.config.batch import Batch, solve
+from llmtrain.config.deepspeed import exact_dict, read_facts
+from llmtrain.config.join import SHARED, check_scheduler, join_values
+from llmtrain.config.problems import Places, Problems
+from llmtrain.config.run import ResolvedRun, RunConfig
+
+
+def resolve(
+    run: RunConfig,
+    world_size: int,
+    world_size_source: str = "WORLD_SIZE",
+    *,
+    places: Places | None = None,
+) -> ResolvedRun:
+    """The run for this number of ranks: every shared value filled in, the exact DeepSpeed dict made.
+
+    `world_size_source` and `places` (dotted key -> where it was written) appear in errors only.
+    Raises: ConfigError.
+    """
+    places = places or {}
+    path = run.deepspeed
+    problems = Problems()
+    tree = ds_json.read(path)
+    ds_json.lint(tree, path, problems)
+    problems.raise_if_any()
+
+    run, origin = join_values(run, tree, places, problems)
+    places = {**places, **origin}
+    rules.check_values(run, places, problems)
+    facts = read_facts(tree, path, run.model.compile_layers, problems)
+    if (declared := tree.get("data_parallel_size")) not in (None, "auto", world_size):
+        rule = f"the data-parallel degree is {world_size}: {_world(world_size, world_size_source)}"
+        problems.add("data_parallel_size", declared, rule, "remove it: the launcher decides it", path)
+    problems.raise_if_any()
+
+    train = run.train
+    batch = solve(
+        global_batch=train.global_batch,
+        micro_batch=train.micro_batch,
+        accumulation=train.accumulation,
+        data_parallel=world_size,  # until there are other degrees, see topology.py
+        world=_world(world_size, world_size_source),
+        problems=problems,
+        place=_batch_places(run, places),
+    )
+    problems.raise_if_any()
+    assert batch is not None and run.optim.clip_norm is not None
+    max_steps = total_steps(run, batch)
+    run = _fill_in(run, batch, max_steps)
+    rules.check_schedule(run, max_steps, places, problems)
+    notes = check_scheduler(run, tree, max_steps, places, problems)
+    problems.raise_if_any()
+
+    exact, more_notes = exact_dict(facts, path, batch, run.optim.clip_norm)
+    return ResolvedRun(
+        run=run,
+        deepspeed=exact,
+        world_size=world_size,
+        data_parallel=batch.data_parallel,
+        precision=facts.precision,
+        zero_stage=facts.zero_stage,
+        offload_optimizer=facts.offload_optimizer,
+        offload_param=facts.offload_param,
+        activation_checkpointing=facts.activation_checkpointing,
+        max_steps=max_steps,
+        notes=(*facts.notes, *notes, *more_notes),
+    )
+
+
+def total_steps(run: RunConfig, batch: Batch) -> int | None:
+    """Optimizer steps of the whole run: the smaller of max_steps and max_tokens in steps, rounded up."""
+    limits = [] if run.train.max_steps is None else [run.train.max_steps]
+    if run.train.max_tokens is not None:
+        limits.append(-(-run.train.max_tokens // (batch.global_batch * run.data.sequence_length)))
+    return min(limits, default=None)
+
+
+def _fill_in(run: RunConfig, batch: Batch, max_steps: int | None) -> RunConfig:
+    schedule = run.schedule
+    if schedule.name == "wsd" and schedule.decay_steps is None and max_steps is not None:
+        schedule = replace(schedule, decay_steps=max(1, max_steps // 10))
+    train = replace(
+        run.train,
+        global_batch=batch.global_batch,
+        micro_batch=batch.micro_batch,
+        accumulation=batch.accumulation,
+    )
+    return replace(run, schedule=schedule, train=train)
+
+
+def _world(world_size: int, source: str) -> str:
+    return f"world size {world_size} ({source})"
+
+
+def _batch_places(run: RunConfig, places: Places) -> str:
+    """Where the batch sizes stand, for an equation that has no solution."""
+    named = [
+        f"{key}: {places.get(key, 'the YAML')}"
+        for key in list(SHARED)[:3]
+        if getattr(run.train, key.split(".")[1]) is not None
+    ]
+    return "; ".join(named)

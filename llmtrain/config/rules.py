@@ -1,0 +1,192 @@
+"""What a value must be. Types were checked before; here are ranges, exclusions, and things on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config.problems import Places, Problems
+from llmtrain.config.run import RunConfig
+
+_Test = Callable[[Any], bool]
+_POSITIVE: tuple[_Test, str] = (lambda x: x > 0, "must be greater than 0")
+_AT_LEAST_1: tuple[_Test, str] = (lambda x: x >= 1, "must be at least 1")
+_NOT_NEGATIVE: tuple[_Test, str] = (lambda x: x >= 0, "must be 0 or greater")
+_SHARE: tuple[_Test, str] = (lambda x: 0 <= x <= 1, "must be from 0 to 1")
+_DECAY: tuple[_Test, str] = (lambda x: 0 <= x < 1, "must be from 0 to just under 1")
+
+_RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
+    "model.loss_chunk_tokens": (_AT_LEAST_1, "2048 suits most models"),
+    "data.sequence_length": ((lambda x: x >= 2, "must be at least 2"), "1024 is the default"),
+    "data.seed": (_NOT_NEGATIVE, "write 0"),
+    "optim.lr": (_POSITIVE, "3e-4 is the default"),
+    "optim.muon_lr": (_POSITIVE, "0.02 is the default"),
+    "optim.muon_momentum": (_DECAY, "0.95 is the default"),
+    "optim.betas": ((lambda b: all(0 <= x < 1 for x in b), "both must be from 0 to just under 1"), "[0.9, 0.95]"),
+    "optim.eps": (_POSITIVE, "1e-8 is the default"),
+    "optim.weight_decay": (_NOT_NEGATIVE, "0.1 is the default, 0 turns it off"),
+    "optim.clip_norm": (_NOT_NEGATIVE, "1.0 is the default, 0 turns it off"),
+    "schedule.warmup_steps": (_NOT_NEGATIVE, "0 means no warm-up"),
+    "schedule.decay_steps": (_AT_LEAST_1, "leave it out for a tenth of the run"),
+    "schedule.min_ratio": (_SHARE, "0.1 is the default"),
+    "train.seed": (_NOT_NEGATIVE, "write 0"),
+    "train.global_batch": (_AT_LEAST_1, "count sequences over all ranks"),
+    "train.micro_batch": (_AT_LEAST_1, "count sequences of one forward pass of one rank"),
+    "train.accumulation": (_AT_LEAST_1, "1 means no accumulation"),
+    "train.max_steps": (_AT_LEAST_1, "count optimizer steps"),
+    "train.max_tokens": (_AT_LEAST_1, "count tokens of the whole run"),
+    "train.max_minutes": (_POSITIVE, "count minutes of this launch"),
+    "train.log_every": (_AT_LEAST_1, "10 is the default"),
+    "train.eval_every": (_AT_LEAST_1, "leave it out to evaluate at the end only"),
+    "train.eval_sequences": (_AT_LEAST_1, "256 is the default"),
+    "checkpoint.every_steps": (_AT_LEAST_1, "leave it out to save at the end and on signals only"),
+    "checkpoint.every_minutes": (_POSITIVE, "leave it out to save at the end and on signals only"),
+    "checkpoint.keep": (_AT_LEAST_1, "2 is the default"),
+    "fault.max_skipped": (_AT_LEAST_1, "10 is the default"),
+    "fault.timeout_s": (_POSITIVE, "600 is the default"),
+}
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value for every leaf field of nested dataclasses."""
+    flat: dict[str, Any] = {}
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{item.name}.")
+        else:
+            flat[f"{prefix}{item.name}"] = value
+    return flat
+
+
+def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
+    """Ranges, exclusions and requirements that hold for any number of ranks."""
+    flat = flatten(run)
+    for key, value in flat.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
+            problems.add(key, value, "must be a finite number", "correct the number", places.get(key))
+        elif key in _RANGES and value is not None:
+            (test, rule), remedy = _RANGES[key]
+            if not test(value):
+                problems.add(key, value, rule, remedy, places.get(key))
+    _check_one_of(flat, ("model.pretrained", "model.config"), "the model", places, problems)
+    _check_one_of(flat, ("data.path", "data.mixture"), "the data", places, problems)
+    for path, weight in (run.data.mixture or {}).items():
+        if not (math.isfinite(weight) and weight > 0):
+            key = f"data.mixture.{path}"
+            problems.add(key, weight, "a weight must be greater than 0", "remove the folder from the mixture",
+                         places.get(key))  # fmt: skip
+    if run.data.mixture == {}:
+        problems.add("data.mixture", {}, "names no folder", "write `FOLDER: WEIGHT` lines, or use data.path",
+                     places.get("data.mixture"))  # fmt: skip
+    if run.train.max_steps is None and run.train.max_tokens is None and run.train.max_minutes is None:
+        problems.add("train.max_steps", None, "nothing says when the run ends",
+                     "set train.max_steps, train.max_tokens or train.max_minutes")  # fmt: skip
+    elif run.schedule.name != "constant" and run.train.max_steps is None and run.train.max_tokens is None:
+        problems.add("schedule.name", run.schedule.name, "this shape needs the number of steps in advance",
+                     "set train.max_steps or train.max_tokens, or schedule.name: constant",
+                     places.get("schedule.name"))  # fmt: skip
+    if run.schedule.decay_steps is not None and run.schedule.name != "wsd":
+        problems.add("schedule.decay_steps", run.schedule.decay_steps, "belongs to schedule.name: wsd only",
+                     "remove it, or set schedule.name to wsd", places.get("schedule.decay_steps"))  # fmt: skip
+
+
+def _check_one_of(flat: dict[str, Any], keys: tuple[str, str], what: str, places: Places, problems: Problems) -> None:
+    given = [key for key in keys if flat[key] is not None]
+    if len(given) == 1:
+        return
+    rule = "is given twice" if given else "is missing"
+    both = " and ".join(f"{key} = {flat[key]!r}" for key in given) or f"{keys[0]} and {keys[1]} are both null"
+    where = ", ".join(places[key] for key in given if key in places) or None
+    problems.add_text(keys[0], both, f"{what} {rule}", f"give exactly one of {keys[0]} and {keys[1]}", where)
+
+
+def check_schedule(run: RunConfig, max_steps: int | None, places: Places, problems: Problems) -> None:
+    """The warm-up and the decay must fit into the run."""
+    if max_steps is None:
+        return
+    warmup, decay = run.schedule.warmup_steps, run.schedule.decay_steps or 0
+    if warmup >= max_steps:
+        problems.add("schedule.warmup_steps", warmup, f"must be less than the run's {max_steps} steps",
+                     "shorten the warm-up, or raise train.max_steps or train.max_tokens",
+                     places.get("schedule.warmup_steps"))  # fmt: skip
+    elif warmup + decay > max_steps:
+        problems.add("schedule.decay_steps", decay,
+                     f"warm-up {warmup} + decay {decay} exceed the run's {max_steps} steps",
+                     "shorten one of them", places.get("schedule.decay_steps"))  # fmt: skip
+
+
+def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
+    """Paths exist; data folders are prepared; the tokenizer fits into the model's vocabulary."""
+    folders = [("data.path", run.data.path)] if run.data.path else []
+    folders += [(f"data.mixture.{path}", path) for path in run.data.mixture or {}]
+    data_vocab: dict[str, int] = {}
+    for key, path in folders:
+        manifest = _read_manifest(key, path, places.get(key), problems)
+        if isinstance(vocab := (manifest or {}).get("vocab_size"), int):
+            data_vocab[path] = vocab
+    model = _read_model_config(run, places, problems)
+    if run.resume not in ("auto", "none"):
+        _exists("resume", run.resume, "write auto, none or the path of a checkpoint", places, problems)
+    model_vocab = (model or {}).get("vocab_size")
+    for path, vocab in data_vocab.items():
+        if isinstance(model_vocab, int) and model_vocab < vocab:
+            problems.add(
+                "model.config.vocab_size" if run.model.config is not None else "model.pretrained",
+                model_vocab if run.model.config is not None else run.model.pretrained,
+                f"the tokenizer of {path} has {vocab} tokens, the model room for {model_vocab}",
+                f"set model.config.vocab_size to {vocab} or more, or prepare the data with the model's tokenizer",
+                places.get("model.config.vocab_size"),
+            )
+
+
+def _exists(key: str, path: str, remedy: str, places: Places, problems: Problems) -> bool:
+    if Path(path).exists():
+        return True
+    problems.add(key, path, f"no such file or folder (looked from {Path.cwd()})", remedy, places.get(key))
+    return False
+
+
+def _read_manifest(key: str, path: str, place: str | None, problems: Problems) -> dict[str, Any] | None:
+    remedy = f"make it with `llmtrain prepare --out {path} ...`, or correct the path"
+    folder = Path(path)
+    if not folder.is_dir():
+        problems.add(key, path, f"no such folder (looked from {Path.cwd()})", remedy, place)
+        return None
+    if not (folder / "manifest.json").is_file():
+        problems.add(key, path, "not a prepared folder: it has no manifest.json", remedy, place)
+        return None
+    return _read_json(key, folder / "manifest.json", place, problems)
+
+
+def _read_model_config(run: RunConfig, places: Places, problems: Problems) -> dict[str, Any] | None:
+    if isinstance(run.model.config, dict):
+        return run.model.config
+    key, path = ("model.config", run.model.config) if run.model.config else ("model.pretrained", run.model.pretrained)
+    if not path:
+        return None
+    remedy = "give a local Hugging Face folder; nothing is downloaded"
+    if not _exists(key, path, remedy, places, problems):
+        return None
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        problems.add(key, path, "the folder has no config.json", remedy, places.get(key))
+        return None
+    return _read_json(key, file, places.get(key), problems)
+
+
+def _read_json(key: str, file: Path, place: str | None, problems: Problems) -> dict[str, Any] | None:
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problems.add(key, str(file), f"cannot be read as JSON: {error}", "make or copy the folder again", place)
+        return None
+    if not isinstance(tree, dict):
+        problems.add(key, str(file), "must hold one JSON object", "make or copy the folder again", place)
+        return None
+    return tree

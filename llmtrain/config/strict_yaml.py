@@ -1,0 +1,132 @@
+"""YAML without its traps: plain scalars, maps and lists only.
+
+PyYAML keeps the last of two equal keys, reads `3e-4` as a string, `off` as false and `1:30` as 90, and builds
+Python objects for tags. Here a duplicate key, a tag, an anchor or an alias is an error with its line number,
+and scalars mean what YAML 1.2 says. The reader works on parser events: no constructor is ever looked up.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from llmtrain.config.problems import stop
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_INT = re.compile(r"[-+]?[0-9][0-9_]*")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
+_WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
+_MAX_DEPTH = 20
+
+
+@dataclass
+class Document:
+    """A parsed file: the tree, and for each dotted key the line (from 1) where it stands."""
+
+    tree: Any
+    lines: dict[str, int] = field(default_factory=dict)
+
+
+def plain_scalar(text: str) -> Any:
+    """An unquoted YAML scalar as Python: null, bool, int, float (3e-4 included) or the text itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _INT.fullmatch(text):
+        return int(text.replace("_", ""))
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    if text.lower().lstrip("+-") in (".inf", ".nan"):
+        return float(text.replace(".", "", 1))
+    return text
+
+
+class _Reader:
+    def __init__(self, text: str, name: str) -> None:
+        self.name = name
+        self.lines: dict[str, int] = {}
+        self.events = iter(yaml.parse(text, Loader=_LOADER))
+
+    def fail(self, event: Any, key: str, value: Any, rule: str, remedy: str) -> Exception:
+        return stop(key or "YAML", value, rule, remedy, f"{self.name}, line {event.start_mark.line + 1}")
+
+    def refuse_extras(self, event: Any, key: str) -> None:
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise self.fail(
+                event, key, f"&/*{event.anchor}", "no anchors and aliases", "write the value out where it is used"
+            )
+        if getattr(event, "tag", None) not in (None, "!"):
+            raise self.fail(
+                event, key, event.tag, "no tags: a run is plain data", "remove the tag and write the plain value"
+            )
+
+    def node(self, event: Any, key: str, depth: int) -> Any:
+        self.refuse_extras(event, key)
+        if depth > _MAX_DEPTH:
+            raise self.fail(event, key, "...", f"nested deeper than {_MAX_DEPTH}", "flatten it")
+        if isinstance(event, yaml.ScalarEvent):
+            # Plain style is None from the Python parser and "" from libyaml.
+            return event.value if event.style else plain_scalar(event.value)
+        if isinstance(event, yaml.SequenceStartEvent):
+            items: list[Any] = []
+            for child in self.events:
+                if isinstance(child, yaml.SequenceEndEvent):
+                    return items
+                items.append(self.node(child, key, depth + 1))
+        return self.mapping(key, depth)
+
+    def mapping(self, key: str, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        first_line: dict[str, int] = {}
+        for event in self.events:
+            if isinstance(event, yaml.MappingEndEvent):
+                break
+            self.refuse_extras(event, key)
+            if not isinstance(event, yaml.ScalarEvent):
+                raise self.fail(event, key, "[...]: ", "a key is one word", "write `key: value`")
+            name, line = event.value, event.start_mark.line + 1
+            dotted = f"{key}.{name}" if key else name
+            value = self.node(next(self.events), dotted, depth + 1)
+            if name in result:
+                raise self.fail(
+                    event,
+                    dotted,
+                    value,
+                    f"duplicate key: it stands on line {first_line[name]} too, with {result[name]!r}",
+                    "keep one of the two lines",
+                )
+            result[name], first_line[name] = value, line
+            self.lines[dotted] = line
+        return result
+
+
+def parse(text: str, name: str) -> Document:
+    """Parse one YAML document; `name` is told in errors.
+
+    Raises: ConfigError for broken YAML, duplicate keys, tags, anchors and several documents.
+    """
+    reader = _Reader(text, name)
+    tree: Any = None
+    documents = 0
+    try:
+        for event in reader.events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise reader.fail(event, "YAML", "---", "one document in a file", "remove the second document")
+            elif not isinstance(event, (yaml.StreamStartEvent, yaml.StreamEndEvent, yaml.DocumentEndEvent)):
+                tree = reader.node(event, "", 0)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise stop(
+            "YAML",
+            text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else "",
+            f"not valid YAML: {what}",
+            "look at the indentation, colons and quotes on this line and the one above",
+            f"{name}{line}",
+        ) from None
+    return Document(tree=tree, lines=reader.lines)

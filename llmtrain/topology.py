@@ -1,0 +1,97 @@
+"""Which ways of training can be combined. One table; every part asks it. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """What a run asks for, as far as it decides whether the parts can work together."""
+
+    zero_stage: int = 0
+    fp16: bool = False
+    bf16: bool = False
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    compile_layers: bool = False
+    pipeline_stages: int = 1
+    tensor_parallel: int = 1
+    sequence_parallel: int = 1
+    expert_parallel: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A combination that is refused: `keys` name the values that clash."""
+
+    keys: tuple[str, ...]
+    broken: Callable[[Mix], bool]
+    reason: str
+    remedy: str
+
+
+_ONE = "set it to 1 or remove it; the ranks then all work data-parallel (ZeRO 3 holds the largest models)"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        keys=("fp16.enabled", "bf16.enabled"),
+        broken=lambda m: m.fp16 and m.bf16,
+        reason="fp16 and bf16 are two answers to one question",
+        remedy="set one of them to false (bf16 on Ampere and later: it needs no loss scaling)",
+    ),
+    Rule(
+        keys=("zero_optimization.offload_param.device", "zero_optimization.stage"),
+        broken=lambda m: m.offload_param and m.zero_stage != 3,
+        reason="only ZeRO 3 partitions parameters, so only it can offload them",
+        remedy="set zero_optimization.stage to 3, or remove offload_param",
+    ),
+    Rule(
+        keys=("zero_optimization.offload_optimizer.device", "zero_optimization.stage"),
+        broken=lambda m: m.offload_optimizer and m.zero_stage < 1,
+        reason="the optimizer that offloads is ZeRO's",
+        remedy="set zero_optimization.stage to 1, 2 or 3, or remove offload_optimizer",
+    ),
+    Rule(
+        keys=("model.compile_layers", "zero_optimization.stage"),
+        broken=lambda m: m.compile_layers and m.zero_stage == 3,
+        reason="ZeRO 3 gathers parameters in hooks that torch.compile breaks into small graphs",
+        remedy="set model.compile_layers to false, or use ZeRO 1 or 2",
+    ),
+    Rule(
+        keys=("pipeline.stages", "zero_optimization.stage"),
+        broken=lambda m: m.pipeline_stages > 1 and m.zero_stage >= 2,
+        reason="a pipeline accumulates whole gradients over its micro-batches; ZeRO 2 and 3 partition them",
+        remedy="use zero_optimization.stage 0 or 1 with a pipeline, or no pipeline",
+    ),
+    Rule(
+        keys=("pipeline.stages",),
+        broken=lambda m: m.pipeline_stages > 1,
+        reason="pipeline parallelism is not built yet",
+        remedy=_ONE,
+    ),
+    Rule(
+        keys=("tensor_parallel.autotp_size",),
+        broken=lambda m: m.tensor_parallel > 1,
+        reason="tensor parallelism is not built yet",
+        remedy=_ONE,
+    ),
+    Rule(
+        keys=("sequence_parallel_size",),
+        broken=lambda m: m.sequence_parallel > 1,
+        reason="sequence parallelism is not built yet",
+        remedy=_ONE,
+    ),
+    Rule(
+        keys=("expert_parallel.autoep_size",),
+        broken=lambda m: m.expert_parallel > 1,
+        reason="expert parallelism is not built yet",
+        remedy=_ONE,
+    ),
+)
+
+
+def clashes(mix: Mix) -> list[Rule]:
+    """The rules that this mix breaks, in the order of the table; empty when it is legal."""
+    return [rule for rule in RULES if rule.broken(mix)]
