@@ -1,0 +1,197 @@
+"""Batches for one rank: TrainLoader reads ahead in a thread, validation_batches goes over a fixed set once.
+
+Every rank computes its rows from the same integers, so all ranks see the same number of steps and micro-batches
+by construction, and the sequences of a global batch do not depend on how many ranks share it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from llmtrain.data.manifest import check_vocabulary
+from llmtrain.data.packing import IGNORED, TrainData
+from llmtrain.errors import DataError
+
+__all__ = [
+    "MicroBatch",
+    "StepBatch",
+    "TrainData",
+    "TrainLoader",
+    "check_vocabulary",
+    "validation_batches",
+]
+
+_STEPS_AHEAD = 4
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one forward pass of one rank gets: b sequences of T tokens."""
+
+    inputs: torch.Tensor
+    """int64 [b, T]."""
+    labels: torch.Tensor
+    """int64 [b, T], already shifted: labels[:, t] follows inputs[:, t]. -100 is not counted."""
+    sample_indices: list[int]
+    """Global index of each row (rows that only pad a validation batch have none)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """One optimizer step of one rank."""
+
+    micro_batches: list[MicroBatch]
+    counted_tokens: int
+    """Labels of this rank that count (are not -100)."""
+    first_index: int
+    """Global index of the step's first sample, over all ranks."""
+
+
+def _micro_batch(
+    read: Callable[[int], tuple[np.ndarray, np.ndarray]], indices: list[int], rows: int, pin_memory: bool
+) -> MicroBatch:
+    """Sequences `indices` as a micro-batch of `rows` >= len(indices) rows; missing rows repeat and do not count."""
+    pairs = [read(index) for index in indices]
+    inputs = torch.from_numpy(np.stack([pairs[min(row, len(pairs) - 1)][0] for row in range(rows)]))
+    labels = torch.from_numpy(np.stack([pairs[min(row, len(pairs) - 1)][1] for row in range(rows)]))
+    labels[len(pairs) :] = IGNORED
+    if pin_memory:
+        inputs, labels = inputs.pin_memory(), labels.pin_memory()
+    return MicroBatch(inputs=inputs, labels=labels, sample_indices=indices)
+
+
+class TrainLoader:
+    """Iterator over optimizer steps, without end. Its state is `next_index`, the sample where the next step begins.
+
+    Step at sample i covers samples [i, i + global_batch). Micro-batch m of rank r takes rows
+    (m * data_parallel + r) * micro_batch and the micro_batch - 1 after it. Steps are built a few ahead by one
+    daemon thread; what goes wrong there is raised by `next`. Close it (or use it as a context) to end the thread.
+    """
+
+    def __init__(
+        self,
+        data: TrainData,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        accumulation: int,
+        rank: int,
+        data_parallel: int,
+        start_index: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        assert global_batch == micro_batch * accumulation * data_parallel, (
+            global_batch,
+            micro_batch,
+            accumulation,
+            data_parallel,
+        )
+        assert 0 <= rank < data_parallel and start_index >= 0, (rank, data_parallel, start_index)
+        self._data = data
+        self._global_batch = global_batch
+        self._micro_batch = micro_batch
+        self._accumulation = accumulation
+        self._rank = rank
+        self._data_parallel = data_parallel
+        self._pin_memory = pin_memory
+        self.next_index = start_index
+        self.data_wait_s = 0.0
+        """Seconds that `next` has waited for data since the start."""
+        self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=_STEPS_AHEAD)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._read_ahead, args=(start_index,), name="data", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> TrainLoader:
+        return self
+
+    def __next__(self) -> StepBatch:
+        if self._closed.is_set():
+            raise StopIteration
+        waited_from = time.perf_counter()
+        item = self._ready.get()
+        self.data_wait_s += time.perf_counter() - waited_from
+        if isinstance(item, BaseException):
+            self.close()
+            raise item
+        self.next_index = item.first_index + self._global_batch
+        return item
+
+    def __enter__(self) -> TrainLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread. Further calls do nothing; `next` then stops the iteration."""
+        self._closed.set()
+        self._thread.join()
+
+    def build(self, first_index: int) -> StepBatch:
+        """This rank's part of the step that begins at sample `first_index`. A pure function."""
+        b = self._micro_batch
+        micro_batches = []
+        for m in range(self._accumulation):
+            first = first_index + (m * self._data_parallel + self._rank) * b
+            indices = list(range(first, first + b))
+            micro_batches.append(_micro_batch(self._data.sequence, indices, b, self._pin_memory))
+        counted = sum(int((micro.labels != IGNORED).sum()) for micro in micro_batches)
+        return StepBatch(micro_batches=micro_batches, counted_tokens=counted, first_index=first_index)
+
+    def _read_ahead(self, index: int) -> None:
+        item: StepBatch | BaseException
+        while not self._closed.is_set():
+            try:
+                item = self.build(index)
+            except BaseException as error:  # the consumer's to raise: dying here would leave it waiting for ever
+                item = error
+            while not self._closed.is_set():
+                try:
+                    self._ready.put(item, timeout=_POLL_S)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(item, BaseException):
+                return
+            index += self._global_batch
+
+
+def validation_batches(
+    data: TrainData, *, sequences: int, micro_batch: int, rank: int, data_parallel: int, pin_memory: bool = False
+) -> Iterator[MicroBatch]:
+    """The first `sequences` validation sequences (all, if there are fewer), dealt out to the ranks.
+
+    Every rank gets the same number of micro-batches of the same shape: under ZeRO 3 a rank with one fewer would
+    leave the others waiting in a collective. Rows beyond the end carry no counted label. Raises DataError when the
+    data has no validation sequence.
+    """
+    assert sequences >= 1 and 0 <= rank < data_parallel, (sequences, rank, data_parallel)
+    if data.validation_sequences == 0:
+        raise DataError(
+            f"{data.tokenizer_dir.parent}: its validation split does not fill one sequence of data.sequence_length "
+            f"{data.sequence_length}; prepare it with a larger --validation-fraction, or more text"
+        )
+    total = min(sequences, data.validation_sequences)
+    return _validation_batches(data, total, micro_batch, rank, data_parallel, pin_memory)
+
+
+def _validation_batches(
+    data: TrainData, total: int, micro_batch: int, rank: int, data_parallel: int, pin_memory: bool
+) -> Iterator[MicroBatch]:
+    for start in range(0, total, micro_batch * data_parallel):
+        first = start + rank * micro_batch
+        indices = list(range(first, min(first + micro_batch, total)))
+        if indices:
+            yield _micro_batch(data.validation_sequence, indices, micro_batch, pin_memory)
+        else:  # nothing left for this rank: the first sequence once more, not counted
+            inputs = torch.from_numpy(data.validation_sequence(0)[0]).repeat(micro_batch, 1)
+            yield MicroBatch(inputs=inputs, labels=torch.full_like(inputs, IGNORED), sample_indices=[])

@@ -1,0 +1,118 @@
+"""manifest.json of a prepared folder: what is in it, and the fingerprints that resume and checks compare.
+
+It is written last. A folder without it is not prepared, whatever else lies there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from llmtrain.errors import DataError
+
+NAME = "manifest.json"
+FORMAT = "llmtrain-data"
+VERSION = 1
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, Split] = ("train", "validation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One file of token ids: the documents of one unit, each followed by the separator."""
+
+    file: str
+    tokens: int
+    documents: int
+    xxh3: str
+    """xxh3_64 of the file's bytes, in hexadecimal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Contents of a prepared folder. Token counts include the separators."""
+
+    dtype: str
+    """uint16 or uint32, little-endian."""
+    vocab_size: int
+    """Largest token id + 1, added tokens included."""
+    separator_id: int
+    """The token after every document (the tokenizer's eos_token)."""
+    tokens: dict[str, int]
+    """Tokens per split."""
+    documents: dict[str, int]
+    """Documents per split."""
+    rejected: int
+    """Records listed in rejected.jsonl."""
+    tokenizer_fingerprint: str
+    """Hash of tokenizer/tokenizer.json."""
+    source_fingerprint: str
+    """Hash of the input files' relative names, sizes and contents."""
+    data_fingerprint: str
+    """Hash of all that training sees: dtype, vocabulary, separator, tokenizer, and every shard in order."""
+    source: dict[str, Any]
+    """files, bytes, and `stat`: hash of names, sizes and modification times."""
+    settings: dict[str, Any]
+    """What `llmtrain prepare` was asked for."""
+    shards: dict[str, tuple[Shard, ...]]
+    """Shards per split, in order."""
+
+
+def data_fingerprint(
+    dtype: str, vocab_size: int, separator_id: int, tokenizer: str, shards: dict[str, tuple[Shard, ...]]
+) -> str:
+    parts = [dtype, vocab_size, separator_id, tokenizer]
+    listed = [[split, shard.tokens, shard.xxh3] for split in SPLITS for shard in shards[split]]
+    return xxhash.xxh3_128_hexdigest(json.dumps([VERSION, parts, listed]).encode())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Atomically: the manifest is there whole, or not at all."""
+    write_atomically(
+        folder / NAME, json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}, indent=1).encode() + b"\n"
+    )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises DataError when the folder is not a complete prepared folder of this format."""
+    path = folder / NAME
+    if not path.is_file():
+        state = "is not there" if not folder.exists() else f"holds no {NAME}, so it is not (or not fully) prepared"
+        raise DataError(f"{folder}: {state}; run `llmtrain prepare --source ... --out {folder}`")
+    try:
+        values = json.loads(path.read_bytes())
+        if values.pop("format") != FORMAT:
+            raise ValueError("its format is another")
+        if (version := values.pop("version")) != VERSION:
+            raise ValueError(f"its version is {version}, this program reads {VERSION}")
+        listed = values.pop("shards")
+        shards = {split: tuple(Shard(**entry) for entry in listed[split]) for split in SPLITS}
+        return Manifest(shards=shards, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: is not a manifest of prepared data ({error}); prepare the folder again") from error
+
+
+def check_vocabulary(manifest: Manifest, model_vocab_size: int) -> None:
+    """Raises DataError when the tokenizer has ids that the model has no embedding for. A larger model is fine."""
+    if manifest.vocab_size > model_vocab_size:
+        raise DataError(
+            f"model vocab_size {model_vocab_size} is smaller than the tokenizer's {manifest.vocab_size}: ids from "
+            f"{model_vocab_size} on would index past the embedding; set the model's vocab_size to at least "
+            f"{manifest.vocab_size}, or prepare the data with the model's own tokenizer (--tokenizer FOLDER)"
+        )
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write, fsync, rename: after a crash the file is the old one or the new one."""
+    partial = path.with_name(path.name + ".tmp")
+    with open(partial, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)

@@ -1,0 +1,156 @@
+"""Prepared folders as training sequences: fixed windows over the token streams, in a reproducible order.
+
+Documents are packed end to end, each followed by the separator. Window i of a split is its tokens
+[i*T, i*T + T + 1): inputs are the first T, labels the last T, so labels are already shifted by one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from llmtrain.config.run import DataConfig
+from llmtrain.data.manifest import Manifest, Split
+from llmtrain.data.mixture import Mixture
+from llmtrain.data.order import permute
+from llmtrain.data.shards import PreparedSet, TokenStream
+from llmtrain.errors import DataError
+
+IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's default
+
+
+def labels_of(tokens: np.ndarray, separator_id: int, mask_document_starts: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, labels), int64 [T] each, of a window of T + 1 tokens.
+
+    With `mask_document_starts` the label after a separator is -100: the first token of the next document, which
+    nothing before it tells.
+    """
+    inputs = tokens[:-1].astype(np.int64)
+    labels = tokens[1:].astype(np.int64)
+    if mask_document_starts:
+        labels[inputs == separator_id] = IGNORED
+    return inputs, labels
+
+
+def windows_in(tokens: int, sequence_length: int) -> int:
+    """How many windows a stream of `tokens` has: the last label of a window is the first input of the next."""
+    return max(0, (tokens - 1) // sequence_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Member:
+    """One prepared set of the mixture."""
+
+    prepared: PreparedSet
+    train: TokenStream
+    validation: TokenStream
+
+
+class TrainData:
+    """The sequences of a run: training sequence 0, 1, 2, ... without end, and the validation sequences.
+
+    Training sequence k belongs to one set of the mixture; each set goes through its own epochs, every epoch in
+    its own order. Both are pure functions of k and the seed, so a position is one integer and a seek costs nothing.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        """Raises DataError when a folder is not prepared, too small, or does not fit the others."""
+        if (config.path is None) == (not config.mixture):
+            raise DataError("data.path and data.mixture: give exactly one of the two")
+        weights = config.mixture or {str(config.path): 1.0}
+        for folder, weight in weights.items():
+            if not 0 < weight < float("inf"):
+                raise DataError(
+                    f"data.mixture {folder}: {weight}: a weight must be a positive number; or leave the set out"
+                )
+        if config.sequence_length < 1:
+            raise DataError(f"data.sequence_length {config.sequence_length}: must be at least 1")
+        self._config = config
+        self._mixture = Mixture(list(weights.values()))
+        self._members = [_open_member(Path(folder)) for folder in weights]
+        self._check_members()
+        self.sequence_length = config.sequence_length
+        self.manifests: tuple[Manifest, ...] = tuple(member.prepared.manifest for member in self._members)
+        self.vocab_size: int = self.manifests[0].vocab_size
+        self.separator_id: int = self.manifests[0].separator_id
+        self.tokenizer_dir: Path = self._members[0].prepared.tokenizer_dir
+        length = config.sequence_length
+        self._windows = [windows_in(member.train.tokens, length) for member in self._members]
+        self.sequences_per_epoch: int = min(
+            int(windows / share) for windows, share in zip(self._windows, self._mixture.shares, strict=True)
+        )
+        """Training sequences until the first set of the mixture has been read once."""
+        self.validation_sequences: int = self._count_validation()
+        """Validation sequences there are; a mixture's end when one of its sets does."""
+        self.fingerprint: str = self._fingerprint()
+        """Hash of the data, the sequence length, the seed and the mixture: what decides every training sequence."""
+
+    def _check_members(self) -> None:
+        first = self._members[0].prepared
+        for member in self._members:
+            other = member.prepared
+            if other.manifest.tokenizer_fingerprint != first.manifest.tokenizer_fingerprint:
+                raise DataError(
+                    f"data.mixture: {other.folder} and {first.folder} were prepared with different tokenizers; "
+                    f"prepare one again with --tokenizer {first.tokenizer_dir}"
+                )
+            if windows_in(member.train.tokens, self._config.sequence_length) == 0:
+                raise DataError(
+                    f"{other.folder}: its {member.train.tokens} training tokens do not fill one sequence of "
+                    f"data.sequence_length {self._config.sequence_length}; lower that, or prepare more text"
+                )
+
+    def _count_validation(self) -> int:
+        windows = [windows_in(member.validation.tokens, self.sequence_length) for member in self._members]
+        # Largest k whose share of every set is there, by bisection: the counts grow with k.
+        low, high = 0, sum(windows)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if all(count <= have for count, have in zip(self._mixture.counts(middle), windows, strict=True)):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _fingerprint(self) -> str:
+        sets = [
+            [manifest.data_fingerprint, str(share)]
+            for manifest, share in zip(self.manifests, self._mixture.shares, strict=True)
+        ]
+        parts = [sets, self.sequence_length, self._config.seed]
+        return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, labels), int64 [T] each, of training sequence `index` >= 0."""
+        member, own_index = self._mixture.locate(index)
+        epoch, position = divmod(own_index, self._windows[member])
+        window = permute(self._windows[member], self._config.seed, epoch, member, position)
+        return self._window(self._members[member].train, window)
+
+    def validation_sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, labels), int64 [T] each, of validation sequence `index` < validation_sequences; not shuffled."""
+        member, window = self._mixture.locate(index)
+        return self._window(self._members[member].validation, window)
+
+    def streams(self, split: Split) -> list[TokenStream]:
+        """The token stream of each set of the mixture."""
+        return [member.train if split == "train" else member.validation for member in self._members]
+
+    def _window(self, stream: TokenStream, window: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens = stream.read(window * self.sequence_length, self.sequence_length + 1)
+        if (largest := int(tokens.max())) >= self.vocab_size:
+            # A wrong id would read past the embedding: on a GPU an assertion that kills the process without a name.
+            raise DataError(
+                f"{self.tokenizer_dir.parent}: holds the id {largest}, outside the vocabulary [0, {self.vocab_size}): "
+                "a shard is damaged; copy the folder again, or delete it and prepare it again"
+            )
+        return labels_of(tokens, self.separator_id, self._config.mask_document_starts)
+
+
+def _open_member(folder: Path) -> _Member:
+    prepared = PreparedSet(folder)
+    return _Member(prepared=prepared, train=prepared.split("train"), validation=prepared.split("validation"))

@@ -1,0 +1,331 @@
+"""From a piece of a file to its documents, one at a time; whatever is wrong with a record becomes a `Rejection`.
+
+Memory stays flat: compressed files are streamed, jsonl is read line by line with a limit, parquet and Arrow
+in small batches. A file that breaks in the middle (truncated gzip, corrupt row group) gives what came before
+it and one rejection.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
+
+from llmtrain.data.sources import Piece
+from llmtrain.errors import DataError
+from llmtrain.units import size
+
+_CHUNK = 1 << 20
+_ROWS = 64  # rows decoded at a time: 64 documents of the largest allowed size still fit in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """An accepted record. `data` is `text` in UTF-8; `number` is its line or row within the piece's file or range."""
+
+    text: str
+    data: bytes
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A record that cannot be used. `unit` is "line" (counted from 1) or "row" (counted from 0)."""
+
+    file: str
+    unit: str
+    number: int
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"file": self.file, self.unit: self.number, "reason": self.reason}
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.unit} {self.number}: {self.reason}"
+
+
+def read_piece(piece: Piece, field: str, max_bytes: int) -> Iterator[Document | Rejection]:
+    """The documents of `piece`. Raises DataError when the file cannot be opened at all (gone, no permission)."""
+    reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "arrow": _read_arrow}[piece.kind]
+    lines_before: int | None = None
+    try:
+        for item in reader(piece, field, max_bytes):
+            if isinstance(item, Rejection) and piece.kind == "jsonl" and piece.start:
+                # Counted at the first bad line only: a cut file would otherwise be read once per piece.
+                if lines_before is None:
+                    lines_before = _lines_before(piece)
+                item = replace(item, number=item.number + lines_before)
+            yield item
+    except OSError as error:
+        raise DataError(f"{piece.path}: cannot be read ({error}); check the file and its permissions") from error
+
+
+def reject(piece: Piece, document: Document, reason: str) -> Rejection:
+    """Reject a document after all."""
+    unit = "row" if piece.kind in ("parquet", "arrow") else "line"
+    before = _lines_before(piece) if piece.kind == "jsonl" and piece.start else 0
+    return Rejection(piece.label, unit, before + document.number, reason)
+
+
+def _check(value: object, piece: Piece, unit: str, number: int, max_bytes: int, field: str) -> Document | Rejection:
+    if not isinstance(value, str):
+        kind = "null" if value is None else type(value).__name__
+        return Rejection(piece.label, unit, number, f"field {field!r} is {kind}, not a string")
+    try:
+        data = value.encode()
+    except UnicodeEncodeError:
+        return Rejection(piece.label, unit, number, "invalid Unicode: a lone surrogate")
+    if not value.strip():
+        return Rejection(piece.label, unit, number, "empty document")
+    if len(data) > max_bytes:
+        return Rejection(piece.label, unit, number, _huge(size(len(data)), max_bytes))
+    return Document(value, data, number)
+
+
+def _huge(found: str, max_bytes: int) -> str:
+    return f"huge document: {found}, the limit --max-document-bytes is {size(max_bytes)}"
+
+
+# --- plain and compressed byte streams ------------------------------------------------------------
+
+
+class _ZstdStream(io.RawIOBase):
+    """Decompressed bytes of a .zst file of any number of frames; EOFError when the last frame is not complete.
+
+    zstandard's own `stream_reader` ends quietly at a truncated frame: half a corpus would be taken for a whole one.
+    """
+
+    def __init__(self, raw: BinaryIO) -> None:
+        import zstandard
+
+        self._raw = raw
+        self._start_frame = zstandard.ZstdDecompressor().decompressobj
+        self._frame: Any = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        import zstandard
+
+        while not self._ready:
+            unused = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            data = unused or self._raw.read(1 << 16)
+            if not data:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("truncated")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._start_frame()
+            try:
+                self._ready = memoryview(self._frame.decompress(data))
+            except zstandard.ZstdError as error:
+                raise zlib.error(str(error)) from error
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _open(path: str) -> BinaryIO:
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    raw = open(path, "rb")  # noqa: SIM115  # the caller closes it
+    return io.BufferedReader(_ZstdStream(raw), _CHUNK) if path.endswith(".zst") else raw
+
+
+def _broken(error: Exception) -> str | None:
+    """Why a compressed stream cannot be read on; None when the error is the machine's and not the file's."""
+    if isinstance(error, EOFError):
+        return "truncated: the compressed data ends before its end marker"
+    if isinstance(error, (zlib.error, gzip.BadGzipFile)):
+        return f"corrupt compressed data ({error})"
+    return None
+
+
+# --- text: one document a file --------------------------------------------------------------------
+
+
+def _read_text(piece: Piece, field: str, max_bytes: int) -> Iterator[Document | Rejection]:
+    with _open(piece.path) as stream:
+        try:
+            data = stream.read(max_bytes + 1)
+        except (EOFError, zlib.error, OSError) as error:
+            if (reason := _broken(error)) is None:
+                raise
+            yield Rejection(piece.label, "line", 1, reason)
+            return
+    if len(data) > max_bytes:
+        yield Rejection(piece.label, "line", 1, _huge(f"over {size(max_bytes)}", max_bytes))
+        return
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        yield Rejection(piece.label, "line", line, f"invalid UTF-8: byte 0x{data[error.start]:02x}")
+        return
+    yield _check(text, piece, "line", 1, max_bytes, field)
+
+
+# --- jsonl: one object a line ---------------------------------------------------------------------
+
+
+def _read_jsonl(piece: Piece, field: str, max_bytes: int) -> Iterator[Document | Rejection]:
+    # JSON may spell a character in six bytes (\u00e9), and a record has other fields: such a line still fits.
+    limit = 6 * max_bytes + _CHUNK
+    number = 0
+    with _open(piece.path) as stream:
+        lines = _lines(stream, piece, limit)
+        while True:
+            number += 1
+            try:
+                line = next(lines, None)
+            except (EOFError, zlib.error, OSError) as error:
+                if (reason := _broken(error)) is None:
+                    raise
+                yield Rejection(piece.label, "line", number, reason)
+                return
+            if line is None:
+                break
+            if len(line) > limit:
+                yield Rejection(piece.label, "line", number, _huge(f"a line of over {size(limit)}", max_bytes))
+            elif line.strip():  # a blank line is no record
+                yield _parse(line, piece, number, field, max_bytes)
+    if piece.stop == 0 or (piece.compressed and number == 1):
+        yield Rejection(piece.label, "line", 1, "empty file")
+
+
+def _parse(line: bytes, piece: Piece, number: int, field: str, max_bytes: int) -> Document | Rejection:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return Rejection(piece.label, "line", number, f"invalid UTF-8: byte 0x{line[error.start]:02x}")
+    except (ValueError, RecursionError) as error:
+        return Rejection(piece.label, "line", number, f"broken JSON ({error})")
+    if not isinstance(record, dict):
+        return Rejection(piece.label, "line", number, f"a JSON {type(record).__name__}, not an object")
+    if field not in record:
+        names = ", ".join(sorted(record)[:8]) or "none"
+        return Rejection(piece.label, "line", number, f"no field {field!r} (its fields: {names}); see --field")
+    return _check(record[field], piece, "line", number, max_bytes, field)
+
+
+def _lines_before(piece: Piece) -> int:
+    """Lines of the file that start before the piece's first line."""
+    count = 0
+    last = b""
+    with open(piece.path, "rb") as stream:
+        left = piece.start
+        while left and (block := stream.read(min(left, _CHUNK))):
+            count += block.count(b"\n")
+            left -= len(block)
+            last = block[-1:]
+    # A line that begins before the piece and ends in it belongs to the piece before.
+    return count if last == b"\n" else count + 1
+
+
+def _lines(stream: BinaryIO, piece: Piece, limit: int) -> Iterator[bytes]:
+    """Lines whose first byte lies in [start, stop); of one longer than `limit` only its first limit + 1 bytes."""
+    position = 0
+    if piece.start:
+        stream.seek(piece.start - 1)
+        position = piece.start - 1 + _skip_line(stream)
+    while piece.compressed or position < piece.stop:
+        line = stream.readline(limit + 1)
+        if not line:
+            return
+        position += len(line)
+        if len(line) > limit and not line.endswith(b"\n"):
+            position += _skip_line(stream)
+        yield line
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    """Read up to and including the next newline; the bytes read."""
+    skipped = 0
+    while chunk := stream.readline(_CHUNK):
+        skipped += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return skipped
+
+
+# --- columns: parquet and Arrow -------------------------------------------------------------------
+
+
+def _no_column(piece: Piece, field: str, names: list[str]) -> Rejection:
+    found = ", ".join(names[:8])
+    return Rejection(piece.label, "row", 0, f"no field {field!r} in the whole file (its fields: {found}); see --field")
+
+
+def _read_parquet(piece: Piece, field: str, max_bytes: int) -> Iterator[Document | Rejection]:
+    import pyarrow
+    import pyarrow.parquet
+
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(piece.path) as file:
+            row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+            if field not in file.schema_arrow.names:
+                yield _no_column(piece, field, file.schema_arrow.names)
+                return
+            if file.metadata.num_rows == 0:
+                yield Rejection(piece.label, "row", 0, "empty file")
+                return
+            groups = list(range(piece.start, piece.stop))
+            for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[field], use_threads=False):
+                for value in _values(batch.column(0)):
+                    yield _check(value, piece, "row", row, max_bytes, field)
+                    row += 1
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the machine's fault, not the file's
+            raise
+        yield Rejection(piece.label, "row", row, f"truncated or corrupt parquet ({_first_line(error)})")
+
+
+def _read_arrow(piece: Piece, field: str, max_bytes: int) -> Iterator[Document | Rejection]:
+    import pyarrow
+
+    row = 0
+    try:
+        with pyarrow.memory_map(piece.path) as stream, pyarrow.ipc.open_stream(stream) as reader:
+            if field not in reader.schema.names:
+                yield _no_column(piece, field, reader.schema.names)
+                return
+            for index, batch in enumerate(reader):
+                if index >= piece.stop > 0:
+                    return
+                if index < piece.start:
+                    row += batch.num_rows
+                    continue
+                column = batch.column(field)
+                for start in range(0, len(column), _ROWS):
+                    for value in _values(column.slice(start, _ROWS)):
+                        yield _check(value, piece, "row", row, max_bytes, field)
+                        row += 1
+    except (OSError, pyarrow.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        yield Rejection(piece.label, "row", row, f"truncated or corrupt Arrow file ({_first_line(error)})")
+
+
+def _values(column: Any) -> Iterator[object]:
+    """The column's values; one string that is not UTF-8 must not take the other rows with it."""
+    for scalar in column:
+        try:
+            yield scalar.as_py()
+        except UnicodeDecodeError:
+            yield "\udcff"  # a lone surrogate: `_check` rejects the row as invalid Unicode
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

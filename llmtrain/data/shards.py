@@ -1,0 +1,87 @@
+"""A prepared folder as token streams: shards are mapped into memory, and reads cross their borders."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from llmtrain.data.manifest import SPLITS, Shard, Split, read_manifest
+from llmtrain.errors import DataError
+
+
+class TokenStream:
+    """The tokens of one split, shard after shard. Reading maps pages in; nothing is held in memory."""
+
+    def __init__(self, folder: Path, shards: tuple[Shard, ...], dtype: np.dtype) -> None:
+        self._paths = [folder / shard.file for shard in shards]
+        self._starts = [0, *accumulate(shard.tokens for shard in shards)]
+        self._maps: list[np.ndarray | None] = [None] * len(shards)
+        self._dtype = dtype
+        self.tokens: int = self._starts[-1]
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Tokens [start, start + length) as an array [length] of the shards' dtype (a view if one shard holds them)."""
+        assert start >= 0 and start + length <= self.tokens, (start, length, self.tokens)
+        parts: list[np.ndarray] = []
+        index = bisect_right(self._starts, start) - 1
+        while length > 0:
+            offset = start - self._starts[index]
+            part = self._map(index)[offset : offset + length]
+            parts.append(part)
+            start += len(part)
+            length -= len(part)
+            index += 1
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
+
+    def _map(self, index: int) -> np.ndarray:
+        mapped = self._maps[index]
+        if mapped is None:
+            mapped = self._maps[index] = np.memmap(self._paths[index], dtype=self._dtype, mode="r")
+        return mapped
+
+
+class PreparedSet:
+    """A complete folder of `llmtrain prepare`. Opening it checks that every shard is there with its full size."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises DataError when the folder is not complete."""
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self.tokenizer_dir = self.folder / "tokenizer"
+        self.dtype = np.dtype("<u2" if self.manifest.dtype == "uint16" else "<u4")
+        for split in SPLITS:
+            for shard in self.manifest.shards[split]:
+                self._check_size(shard)
+
+    def split(self, name: Split) -> TokenStream:
+        return TokenStream(self.folder, self.manifest.shards[name], self.dtype)
+
+    def verify(self) -> None:
+        """Read every shard and compare its checksum and its largest id with the manifest. Raises DataError."""
+        for split in SPLITS:
+            for shard in self.manifest.shards[split]:
+                data = np.memmap(self.folder / shard.file, dtype=self.dtype, mode="r")
+                if xxhash.xxh3_64(data.data).hexdigest() != shard.xxh3:
+                    raise DataError(
+                        f"{self.folder / shard.file}: its checksum is not that of {self.folder}/manifest.json: the "
+                        "file is damaged; copy it again, or delete the folder and prepare it again"
+                    )
+                if (largest := int(data.max())) >= self.manifest.vocab_size:
+                    raise DataError(
+                        f"{self.folder / shard.file}: holds the id {largest}, outside the vocabulary "
+                        f"[0, {self.manifest.vocab_size}); delete the folder and prepare it again"
+                    )
+
+    def _check_size(self, shard: Shard) -> None:
+        path = self.folder / shard.file
+        expected = shard.tokens * self.dtype.itemsize
+        found = path.stat().st_size if path.is_file() else None
+        if found != expected:
+            state = "is missing" if found is None else f"has {found} bytes, the manifest says {expected}"
+            raise DataError(f"{path}: {state}; copy the folder again, or delete it and prepare it again")

@@ -1,0 +1,265 @@
+"""From what a user names (files, folders, globs, `stdlib`) to work units: a fixed list that only the input decides.
+
+A unit is what one worker turns into one pair of shards (train and validation). How the input is cut into
+units never depends on the number of processes; that is why any number of them writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from llmtrain.errors import DataError
+
+Kind = Literal["text", "jsonl", "parquet", "arrow"]
+
+STDLIB = "stdlib"
+# Folders of the standard library that are not library code. The name decides: `test` is the big one,
+# `tests`, `idle_test` and the like lie next to the modules they test, and differ between distributions.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+_MIN_UNIT_BYTES = 1 << 20
+_MAX_UNIT_BYTES = 256 << 20
+_UNITS_WANTED = 64  # enough that cores finish together and a restart loses little; few enough shards to map
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """One input file. `label` is its path relative to what the user named; fingerprints and messages use it."""
+
+    path: str
+    label: str
+    kind: Kind
+    bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A range of one file: bytes (text, jsonl), row groups (parquet) or record batches (arrow) [start, stop)."""
+
+    path: str
+    label: str
+    kind: Kind
+    start: int
+    stop: int
+    bytes: int
+
+    @property
+    def compressed(self) -> bool:
+        return self.path.endswith((".gz", ".zst"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What one worker does in one go; `index` names its shards."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Unit:
+        return Unit(index=values["index"], pieces=tuple(Piece(**piece) for piece in values["pieces"]))
+
+
+def find_files(sources: Iterable[str], form: str = "auto") -> list[SourceFile]:
+    """All input files of `sources`, each once, in an order that only their names decide.
+
+    `form` is auto (the file name decides), text, jsonl or parquet. Raises DataError for a source that is not there.
+    """
+    found: dict[str, SourceFile] = {}
+    for source in sources:
+        for file in _expand(source, form):
+            found.setdefault(os.path.realpath(file.path), file)
+    if not found:
+        raise DataError(f"--source {' '.join(sources)}: no file in it; name files, folders, globs or {STDLIB!r}")
+    return list(found.values())
+
+
+def _expand(source: str, form: str) -> list[SourceFile]:
+    if source == STDLIB and not os.path.exists(source):
+        return _stdlib_files()
+    if os.path.isdir(source):
+        if _is_saved_dataset(source):
+            return _dataset_files(source)
+        paths = glob.glob(os.path.join(glob.escape(source), "**"), recursive=True)
+        root = source
+    elif os.path.exists(source):
+        paths, root = [source], os.path.dirname(source)
+    else:
+        paths = glob.glob(source, recursive=True)
+        root = _glob_root(source)
+        if not any(os.path.isfile(path) for path in paths):
+            raise DataError(
+                f"--source {source}: there is no such file or folder, and as a glob it matches no file; "
+                f"check the path (quote a glob so that the shell leaves it alone), or use {STDLIB!r}"
+            )
+    labels = sorted((os.path.relpath(path, root or "."), path) for path in paths if os.path.isfile(path))
+    return [_file(path, label, _kind(path, form)) for label, path in labels]
+
+
+def _glob_root(pattern: str) -> str:
+    """The folder part before the first wildcard: 'a/b*/c' -> 'a'."""
+    fixed: list[str] = []
+    for part in Path(pattern).parts:
+        if glob.has_magic(part):
+            break
+        fixed.append(part)
+    return str(Path(*fixed)) if fixed else ""
+
+
+def _file(path: str, label: str, kind: Kind) -> SourceFile:
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+    return SourceFile(path=os.path.abspath(path), label=label, kind=kind, bytes=stat.st_size, mtime_ns=stat.st_mtime_ns)
+
+
+def _kind(path: str, form: str) -> Kind:
+    if form != "auto":
+        return form  # type: ignore[return-value]  # argparse has checked it
+    name = os.path.basename(path).lower()
+    if name.endswith(".parquet"):
+        return "parquet"
+    bare = name.removesuffix(".gz").removesuffix(".zst")
+    # Compressed .json is one object a line everywhere it is used for corpora (C4, Dolma); plain .json is one document.
+    if bare.endswith((".jsonl", ".ndjson")) or (bare != name and bare.endswith(".json")):
+        return "jsonl"
+    return "text"
+
+
+def _stdlib_files() -> list[SourceFile]:
+    """The running Python's library code without tests, site-packages and empty files (such an __init__.py is no fault)."""
+    root = sysconfig.get_paths()["stdlib"]
+    files: list[SourceFile] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]
+        for name in names:
+            path = os.path.join(folder, name)
+            if name.endswith(".py") and os.path.getsize(path) > 0:
+                files.append(_file(path, os.path.join(STDLIB, os.path.relpath(path, root)), "text"))
+    return sorted(files, key=lambda file: file.label)
+
+
+# --- saved `datasets` folders: Arrow IPC streams next to a state.json that lists them -------------
+
+
+def _is_saved_dataset(folder: str) -> bool:
+    if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+        splits = _read_json(os.path.join(folder, "dataset_dict.json")).get("splits", [])
+        named = " or ".join(os.path.join(folder, str(split)) for split in splits)
+        raise DataError(f"--source {folder}: it holds several splits of a dataset; name the one to use: {named}")
+    return os.path.isfile(os.path.join(folder, "state.json")) and os.path.isfile(
+        os.path.join(folder, "dataset_info.json")
+    )
+
+
+def _dataset_files(folder: str) -> list[SourceFile]:
+    """The Arrow files that `Dataset.save_to_disk` wrote, in row order (it has already applied any selection)."""
+    entries = _read_json(os.path.join(folder, "state.json")).get("_data_files") or []
+    name = os.path.basename(os.path.abspath(folder))
+    return [
+        _file(os.path.join(folder, entry["filename"]), os.path.join(name, entry["filename"]), "arrow")
+        for entry in entries
+    ]
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    try:
+        values = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: is not a readable JSON file ({error}); save the dataset again") from error
+    return values if isinstance(values, dict) else {}
+
+
+# --- cutting into units ---------------------------------------------------------------------------
+
+
+def unit_bytes_for(total_bytes: int) -> int:
+    """Input bytes of a unit: a 64th of the input, between 1 MiB and 256 MiB."""
+    return min(_MAX_UNIT_BYTES, max(_MIN_UNIT_BYTES, total_bytes // _UNITS_WANTED))
+
+
+def plan_units(files: list[SourceFile], unit_bytes: int) -> list[Unit]:
+    """Cut `files` into units of about `unit_bytes` input bytes; a compressed file is never cut."""
+    units: list[Unit] = []
+    pieces: list[Piece] = []
+    filled = 0
+    for file in files:
+        for piece in _split(file, unit_bytes):
+            pieces.append(piece)
+            filled += piece.bytes
+            if filled >= unit_bytes:
+                units.append(Unit(index=len(units), pieces=tuple(pieces)))
+                pieces, filled = [], 0
+    if pieces:
+        units.append(Unit(index=len(units), pieces=tuple(pieces)))
+    return units
+
+
+def _split(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
+    if file.kind == "jsonl" and not file.path.endswith((".gz", ".zst")):
+        for start in range(0, max(file.bytes, 1), unit_bytes):
+            stop = min(start + unit_bytes, file.bytes)
+            yield _piece(file, start, stop, stop - start)
+    elif file.kind in ("parquet", "arrow"):
+        sizes = _row_group_sizes(file.path) if file.kind == "parquet" else _batch_sizes(file.path)
+        if not sizes:  # unreadable: the worker meets the same error and lists the file as rejected
+            yield _piece(file, 0, 0, file.bytes)
+        start = total = 0
+        for index, size in enumerate(sizes):
+            total += size
+            if total >= unit_bytes or index == len(sizes) - 1:
+                yield _piece(file, start, index + 1, total)
+                start, total = index + 1, 0
+    else:
+        yield _piece(file, 0, file.bytes, file.bytes)
+
+
+def _piece(file: SourceFile, start: int, stop: int, size: int) -> Piece:
+    return Piece(path=file.path, label=file.label, kind=file.kind, start=start, stop=stop, bytes=size)
+
+
+def _row_group_sizes(path: str) -> list[int]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        metadata = pyarrow.parquet.read_metadata(path)
+        return [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
+    except (OSError, pyarrow.ArrowException):
+        return []
+
+
+def _batch_sizes(path: str) -> list[int]:
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(path) as stream:
+            return [batch.nbytes for batch in pyarrow.ipc.open_stream(stream)]
+    except (OSError, pyarrow.ArrowException):
+        return []
+
+
+def stat_fingerprint(files: list[SourceFile]) -> str:
+    """Hash of names, sizes and modification times: tells at once, without reading, whether the input changed."""
+    digest = xxhash.xxh3_128()
+    for file in files:
+        digest.update(json.dumps([file.label, file.kind, file.bytes, file.mtime_ns]).encode())
+    return digest.hexdigest()

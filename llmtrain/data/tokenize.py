@@ -1,0 +1,187 @@
+"""Tokenizers: a Hugging Face folder, or a byte-level BPE trained on the spot; and the encoder that workers use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from llmtrain.errors import DataError
+
+SEPARATOR = "<|endoftext|>"
+# Everything a Hugging Face folder may hold that belongs to its tokenizer, and nothing that is code.
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_BYTES = 256  # a byte-level BPE has a token for every byte
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+    """Train a byte-level BPE of exactly `vocab_size` tokens (separator included) and save it as a Hugging Face folder.
+
+    The result depends on the texts alone, not on the number of cores: merges are chosen by count, then by id.
+    Raises DataError when vocab_size cannot hold the bytes or the texts are too few for so many tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < _BYTES + 1:
+        raise DataError(
+            f"--vocab-size {vocab_size}: a byte-level BPE needs at least {_BYTES + 1} (256 bytes and the separator)"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() < vocab_size:
+        raise DataError(
+            f"--vocab-size {vocab_size}: the source gives a BPE of {tokenizer.get_vocab_size()} tokens and no more; "
+            "choose at most that, or add text"
+        )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SEPARATOR,
+        "bos_token": SEPARATOR,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000_000_000,
+    }
+
+    def write(target: Path) -> None:
+        tokenizer.save(str(target / "tokenizer.json"))
+        (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+    _write_folder(folder, write)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer files of a Hugging Face folder. Raises DataError when it has no tokenizer.json."""
+    _require(source)
+
+    def write(target: Path) -> None:
+        for name in _FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, target / name)
+
+    _write_folder(folder, write)
+
+
+def _write_folder(folder: Path, write: Any) -> None:
+    """All of the folder or nothing: a kill in between leaves only `*.tmp`, which the next start removes."""
+    partial = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write(partial)
+    for path in partial.iterdir():
+        with open(path, "rb") as stream:
+            os.fsync(stream.fileno())
+    partial.rename(folder)
+
+
+def _require(folder: Path) -> Path:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(
+            f"--tokenizer {folder}: no tokenizer.json in it; give the folder of a fast Hugging Face tokenizer "
+            "(AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) writes one), or use --vocab-size"
+        )
+    return path
+
+
+def fingerprint(folder: Path) -> str:
+    """Hash of tokenizer.json: two folders with the same one give the same tokens."""
+    return xxhash.xxh3_128_hexdigest(_require(folder).read_bytes())
+
+
+def separator_token(folder: Path) -> str:
+    """The text of the token that ends a document: the tokenizer's eos_token. DataError when it names none."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            token = json.loads(path.read_text()).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"{path}: is not a JSON object ({error}); save the tokenizer again") from error
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            return token
+    raise DataError(
+        f"{folder}: the tokenizer names no eos_token, which separates the documents; "
+        'add "eos_token": "..." to its tokenizer_config.json'
+    )
+
+
+class Encoder:
+    """A tokenizer made safe for corpora: no truncation, no padding, and special tokens in a text stay text.
+
+    The last matters: a document that contains "<|endoftext|>" must not be able to end itself.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises DataError when the folder is no usable tokenizer."""
+        from tokenizers import Tokenizer
+
+        path = _require(folder)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{path}: the tokenizers library cannot read it ({error}); save it again") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        token = separator_token(folder)
+        separator = self._tokenizer.token_to_id(token)
+        if separator is None:
+            raise DataError(
+                f"{folder}: its eos_token {token!r} is not in its vocabulary; "
+                "correct tokenizer_config.json or add the token"
+            )
+        self.separator_id: int = separator
+        # Ids may have gaps, so the largest one counts and not the number of tokens.
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(max(ids) + 1, len(ids))
+        self.dtype = dtype_for(self.vocab_size)
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids of each text, without any special token; dtype [tokens] is `self.dtype`."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [as_ids(encoding.ids, self.vocab_size) for encoding in encodings]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def dtype_for(vocab_size: int) -> np.dtype:
+    """uint16 while every id fits in it, else uint32 (little-endian both)."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def as_ids(ids: list[int], vocab_size: int) -> np.ndarray:
+    """`ids` in the shards' dtype. DataError for an id outside [0, vocab_size)."""
+    array = np.array(ids, dtype=np.int64)
+    if len(array) and not (array.min() >= 0 and array.max() < vocab_size):
+        wrong = int(array.max() if array.max() >= vocab_size else array.min())
+        raise DataError(
+            f"the tokenizer gave the id {wrong}, outside its own vocabulary [0, {vocab_size}); it is inconsistent: "
+            "save it again with the library that made it"
+        )
+    return array.astype(dtype_for(vocab_size))

@@ -1,0 +1,211 @@
+"""One worker process of `llmtrain prepare`: units come in as JSON lines, shards go to the folder, results go out.
+
+Started as `python -m llmtrain.data.worker` (see pool.py). A unit leaves `train-NNNNN.bin`, `validation-NNNNN.bin`
+and, last, its record `unfinished/unit-NNNNN.json`; without the record the unit does not count as done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from llmtrain.data.manifest import SPLITS, write_atomically
+from llmtrain.data.records import Document, Rejection, read_piece, reject
+from llmtrain.data.sources import Piece, Unit
+from llmtrain.data.tokenize import Encoder
+from llmtrain.errors import DataError
+
+UNFINISHED = "unfinished"
+_BATCH_BYTES = 1 << 19  # text encoded in one call: enough to amortise it, little enough to stay flat
+_BATCH_DOCUMENTS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What every unit is processed with."""
+
+    out: str
+    field: str
+    max_document_bytes: int
+    validation_fraction: float
+    reject_limit: int
+    """Give a unit up after this many rejections: the run will stop anyway, and the list must not fill the memory."""
+
+
+def unit_record_path(out: Path, index: int) -> Path:
+    return out / UNFINISHED / f"unit-{index:05d}.json"
+
+
+class _ShardWriter:
+    """One shard under its temporary name until `commit`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._partial = path.with_name(path.name + ".tmp")
+        self._stream = open(self._partial, "wb")  # noqa: SIM115  # closed by commit or discard
+        self._digest = xxhash.xxh3_64()
+        self.tokens = self.documents = 0
+
+    def write(self, documents: list[np.ndarray], separator_id: int) -> None:
+        if not documents:
+            return
+        end = np.array([separator_id], dtype=documents[0].dtype)
+        block = np.concatenate([part for document in documents for part in (document, end)])
+        data = block.tobytes()
+        self._stream.write(data)
+        self._digest.update(data)
+        self.tokens += len(block)
+        self.documents += len(documents)
+
+    def commit(self) -> dict[str, Any] | None:
+        """The shard's manifest entry; None (and no file) when it got no document."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        if not self.documents:
+            self._partial.unlink()
+            return None
+        self._partial.replace(self.path)
+        return {
+            "file": self.path.name,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "xxh3": self._digest.hexdigest(),
+        }
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):  # the disk is full: what is buffered cannot be written, and need not be
+            self._stream.close()
+        self._partial.unlink(missing_ok=True)
+
+
+def is_validation(data: bytes, fraction: float) -> bool:
+    """Which split a document belongs to: decided by its bytes alone, so that equal documents never lie in both."""
+    return xxhash.xxh3_64_intdigest(data) < fraction * 2.0**64
+
+
+def process_unit(
+    unit: Unit, settings: WorkerSettings, encoder: Encoder, progress: Callable[[int], None]
+) -> dict[str, Any]:
+    """Tokenize `unit` and leave its shards and its record; returns the record. `progress` gets bytes of text done.
+
+    Raises DataError, leaving nothing behind, when the output cannot be written.
+    """
+    out = Path(settings.out)
+    writers: dict[str, _ShardWriter] = {}
+    try:
+        for split in SPLITS:
+            writers[split] = _ShardWriter(out / f"{split}-{unit.index:05d}.bin")
+        rejected, content = _write_documents(unit, settings, encoder, writers, progress)
+        record = {
+            "unit": unit.index,
+            "shards": {split: writers[split].commit() for split in SPLITS},
+            "rejected": [rejection.as_dict() for rejection in rejected],
+            "content": f"{content:032x}",
+        }
+        write_atomically(unit_record_path(out, unit.index), json.dumps(record).encode())
+        return record
+    except OSError as error:
+        raise DataError(
+            f"{settings.out}: shard {unit.index} cannot be written ({error.strerror or error}); it was removed and the "
+            "finished shards are kept: make room (or correct the folder) and run the same command again"
+        ) from error
+    finally:
+        for writer in writers.values():
+            writer.discard()
+
+
+def _write_documents(
+    unit: Unit,
+    settings: WorkerSettings,
+    encoder: Encoder,
+    writers: dict[str, _ShardWriter],
+    progress: Callable[[int], None],
+) -> tuple[list[Rejection], int]:
+    """(rejections, content): content is the sum of the documents' hashes, the same however the input is cut."""
+    rejected: list[Rejection] = []
+    batch: list[tuple[Piece, Document]] = []
+    content = filled = 0
+
+    def flush() -> None:
+        nonlocal filled
+        ids = encoder.encode([document.text for _, document in batch])
+        for split in SPLITS:
+            chosen = []
+            for (piece, document), tokens in zip(batch, ids, strict=True):
+                if (split == "validation") != is_validation(document.data, settings.validation_fraction):
+                    continue
+                if len(tokens):
+                    chosen.append(tokens)
+                else:  # a tokenizer may drop all characters that it does not know
+                    rejected.append(reject(piece, document, "the tokenizer gives no token for it"))
+            writers[split].write(chosen, encoder.separator_id)
+        progress(filled)
+        batch.clear()
+        filled = 0
+
+    for piece in unit.pieces:
+        for item in read_piece(piece, settings.field, settings.max_document_bytes):
+            if isinstance(item, Rejection):
+                rejected.append(item)
+                if len(rejected) > settings.reject_limit:
+                    return rejected, content
+                continue
+            content = (content + xxhash.xxh3_128_intdigest(item.data)) % (1 << 128)
+            batch.append((piece, item))
+            filled += len(item.data)
+            if filled >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
+                flush()
+    if batch:
+        flush()
+    return rejected, content
+
+
+def _jobs_from(stream: Any) -> queue.Queue[str]:
+    """Lines of `stream` as they come. When it ends, the parent is gone (even by kill -9) and so is this process."""
+    jobs: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in stream:
+            jobs.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return jobs
+
+
+def main() -> None:
+    """The worker's loop. Its first line is the settings, each further line a unit; it ends when the input ends."""
+    # Standard output carries the answers; whatever a library prints must not get between them.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    jobs = _jobs_from(sys.stdin)
+    settings = WorkerSettings(**json.loads(jobs.get()))
+    try:
+        encoder = Encoder(Path(settings.out) / "tokenizer")
+        while True:
+            unit = Unit.from_dict(json.loads(jobs.get()))
+            record = process_unit(unit, settings, encoder, lambda size: answer({"progress": size}))
+            answer({"done": record})
+    except DataError as error:
+        answer({"error": str(error)})
+
+
+if __name__ == "__main__":
+    main()
