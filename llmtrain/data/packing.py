@@ -74,14 +74,18 @@ class TrainData:
         self._members = [_open_member(Path(folder)) for folder in weights]
         self._check_members()
         self.sequence_length = config.sequence_length
+        self.mask_document_starts = config.mask_document_starts
+        self.shares = self._mixture.shares
+        """Each set's exact share of the sequences."""
         self.manifests: tuple[Manifest, ...] = tuple(member.prepared.manifest for member in self._members)
         self.vocab_size: int = self.manifests[0].vocab_size
         self.separator_id: int = self.manifests[0].separator_id
         self.tokenizer_dir: Path = self._members[0].prepared.tokenizer_dir
         length = config.sequence_length
         self._windows = [windows_in(member.train.tokens, length) for member in self._members]
+        self._validation_windows = [windows_in(member.validation.tokens, length) for member in self._members]
         self.sequences_per_epoch: int = min(
-            int(windows / share) for windows, share in zip(self._windows, self._mixture.shares, strict=True)
+            int(windows / share) for windows, share in zip(self._windows, self.shares, strict=True)
         )
         """Training sequences until the first set of the mixture has been read once."""
         self.validation_sequences: int = self._count_validation()
@@ -105,7 +109,7 @@ class TrainData:
                 )
 
     def _count_validation(self) -> int:
-        windows = [windows_in(member.validation.tokens, self.sequence_length) for member in self._members]
+        windows = self._validation_windows
         # Largest k whose share of every set is there, by bisection: the counts grow with k.
         low, high = 0, sum(windows)
         while low < high:
@@ -118,8 +122,7 @@ class TrainData:
 
     def _fingerprint(self) -> str:
         sets = [
-            [manifest.data_fingerprint, str(share)]
-            for manifest, share in zip(self.manifests, self._mixture.shares, strict=True)
+            [manifest.data_fingerprint, str(share)] for manifest, share in zip(self.manifests, self.shares, strict=True)
         ]
         parts = [sets, self.sequence_length, self._config.seed]
         return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
@@ -132,8 +135,13 @@ class TrainData:
         return self._window(self._members[member].train, window)
 
     def validation_sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels), int64 [T] each, of validation sequence `index` < validation_sequences; not shuffled."""
-        member, window = self._mixture.locate(index)
+        """(inputs, labels), int64 [T] each, of validation sequence `index` < validation_sequences.
+
+        The order is fixed, whatever the run's seed, and shuffled: so the first few hundred stand for all of them
+        and not for the first shard.
+        """
+        member, position = self._mixture.locate(index)
+        window = permute(self._validation_windows[member], 0, 0, member, position)
         return self._window(self._members[member].validation, window)
 
     def streams(self, split: Split) -> list[TokenStream]:
@@ -148,7 +156,7 @@ class TrainData:
                 f"{self.tokenizer_dir.parent}: holds the id {largest}, outside the vocabulary [0, {self.vocab_size}): "
                 "a shard is damaged; copy the folder again, or delete it and prepare it again"
             )
-        return labels_of(tokens, self.separator_id, self._config.mask_document_starts)
+        return labels_of(tokens, self.separator_id, self.mask_document_starts)
 
 
 def _open_member(folder: Path) -> _Member:

@@ -145,7 +145,7 @@ def _kind(path: str, form: str) -> Kind:
 
 
 def _stdlib_files() -> list[SourceFile]:
-    """The running Python's library code without tests, site-packages and empty files (such an __init__.py is no fault)."""
+    """The running Python's library code without tests, site-packages and empty files (an empty __init__.py is fine)."""
     root = sysconfig.get_paths()["stdlib"]
     files: list[SourceFile] = []
     for folder, subfolders, names in os.walk(root):
