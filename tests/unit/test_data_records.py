@@ -1,0 +1,224 @@
+"""Reading records: every format gives its documents, and every kind of bad record is named with file and place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from llmtrain.data.records import Document, Rejection, read_piece
+from llmtrain.data.sources import find_files, plan_units
+from llmtrain.errors import DataError
+
+LIMIT = 1000
+UNIT = 1 << 20
+
+
+def read(source: Path | str, unit_bytes: int = UNIT, form: str = "auto") -> tuple[list[str], list[str]]:
+    """(texts, rejections as text) of everything in `source`."""
+    texts, rejected = [], []
+    for unit in plan_units(find_files([str(source)], form), unit_bytes):
+        for piece in unit.pieces:
+            for item in read_piece(piece, "text", LIMIT):
+                if isinstance(item, Document):
+                    assert item.data == item.text.encode()
+                    texts.append(item.text)
+                else:
+                    assert isinstance(item, Rejection)
+                    rejected.append(str(item))
+    return texts, rejected
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+GOOD = [f"document {i}: äöü € 𝄞" + " word" * (i % 50) for i in range(300)]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_jsonl_plain_and_compressed(tmp_path: Path, suffix: str) -> None:
+    data = jsonl(GOOD)
+    half = len(data) // 2
+    if suffix == ".gz":
+        data = gzip.compress(data[:half]) + gzip.compress(data[half:])  # members, as pigz and cat make them
+    elif suffix == ".zst":
+        data = zstandard.compress(data[:half]) + zstandard.compress(data[half:])
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(data)
+    assert read(path) == (GOOD, [])
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 7, 100, 1001, 10_000])
+def test_a_cut_jsonl_gives_each_line_once_and_its_true_number(tmp_path: Path, unit_bytes: int) -> None:
+    lines = jsonl(GOOD[:60]).splitlines()
+    lines[17] = b"{broken"
+    lines[41] = b'{"text": 5}'
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))  # no newline at the end either
+    texts, rejected = read(path, unit_bytes)
+    assert texts == [text for i, text in enumerate(GOOD[:60]) if i not in (17, 41)]
+    assert [entry.split(":")[0] for entry in rejected] == ["a.jsonl, line 18", "a.jsonl, line 42"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "a\xff"}', "invalid UTF-8: byte 0xff"),
+        (b'{"text": "a"', "broken JSON"),
+        (b"[" * 100_000, "broken JSON"),
+        (b'["text"]', "a JSON list, not an object"),
+        (b'{"body": "a", "id": 3}', "no field 'text' (its fields: body, id)"),
+        (b'{"text": null}', "field 'text' is null, not a string"),
+        (b'{"text": 5}', "field 'text' is int, not a string"),
+        (b'{"text": "\\ud800"}', "lone surrogate"),
+        (b'{"text": " \\n "}', "empty document"),
+        (b'{"text": "' + b"x" * (LIMIT + 1) + b'"}', "huge document: 1001 B"),
+        (b'{"text": "' + b"x" * (8 * LIMIT + UNIT) + b'"}', "huge document: a line of over"),
+    ],
+)
+def test_bad_lines(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n\n' + line + b'\n{"text": "two"}\n')
+    texts, rejected = read(path)
+    assert texts == ["one", "two"]  # the others are not lost
+    assert len(rejected) == 1 and rejected[0].startswith("a.jsonl, line 3: ") and reason in rejected[0]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_truncated_and_corrupt_streams(tmp_path: Path, suffix: str) -> None:
+    whole = jsonl(GOOD)
+    packed = gzip.compress(whole) if suffix == ".gz" else zstandard.compress(whole)
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(packed[: len(packed) * 2 // 3])
+    texts, rejected = read(path)
+    assert texts == GOOD[: len(texts)]
+    assert len(rejected) == 1 and f"line {len(texts) + 1}: truncated" in rejected[0]
+    path.write_bytes(b"not compressed at all")
+    assert "line 1: corrupt compressed data" in read(path)[1][0]
+    path.write_bytes(b"")
+    assert "line 1: empty file" in read(path)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        (b"one\ntwo\xff\n", "line 2: invalid UTF-8: byte 0xff"),
+        (b"", "line 1: empty document"),
+        (b" \n\t\n", "line 1: empty document"),
+        (b"x" * (LIMIT + 1), "line 1: huge document"),
+    ],
+)
+def test_bad_text_files(tmp_path: Path, data: bytes, place: str) -> None:
+    (tmp_path / "a.py").write_bytes(data)
+    (tmp_path / "b.txt").write_text("fine")
+    texts, rejected = read(tmp_path)
+    assert texts == ["fine"] and len(rejected) == 1 and rejected[0].startswith(f"a.py, {place}")
+
+
+def test_text_compressed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"hello"))
+    (tmp_path / "b.txt.zst").write_bytes(zstandard.compress(b"world")[:-2])
+    texts, rejected = read(tmp_path)
+    assert texts == ["hello"] and "b.txt.zst, line 1: truncated" in rejected[0]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": range(300), "text": GOOD}), path, row_group_size=70)
+    assert read(path) == (GOOD, [])
+    assert read(path, unit_bytes=100) == (GOOD, [])  # a unit a row group
+
+
+def test_bad_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    values = ["one", None, "", "x" * (LIMIT + 1), "two"]
+    pq.write_table(pa.table({"text": values}), path, row_group_size=2)
+    for unit_bytes in (1, UNIT):
+        texts, rejected = read(path, unit_bytes)
+        assert texts == ["one", "two"]
+        assert [r.split(": ")[1] for r in rejected] == [
+            "field 'text' is null, not a string",
+            "empty document",
+            "huge document",
+        ]
+        assert [r.split(":")[0] for r in rejected] == [f"a.parquet, row {i}" for i in (1, 2, 3)]
+    pq.write_table(pa.table({"body": ["a"]}), path)
+    assert "no field 'text' in the whole file (its fields: body)" in read(path)[1][0]
+    pq.write_table(pa.table({"text": [1, 2]}), path)
+    assert "row 1: field 'text' is int" in read(path)[1][1]
+    not_utf8 = pa.Array.from_buffers(pa.utf8(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
+    pq.write_table(pa.table({"text": not_utf8}), path)
+    assert "row 0: invalid Unicode" in read(path)[1][0]
+    pq.write_table(pa.table({"text": GOOD}), path)
+    whole = path.read_bytes()
+    for damaged in (whole[:-100], whole[:500], b"", b"nonsense"):
+        path.write_bytes(damaged)
+        texts, rejected = read(path)
+        assert texts == [] and "row 0: truncated or corrupt parquet" in rejected[0]
+    path.write_bytes(whole[:40] + b"\xff" * 600 + whole[640:])  # the footer is whole, a page is not
+    assert "truncated or corrupt parquet" in read(path)[1][-1]
+
+
+def test_saved_datasets_folder(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    made = datasets.Dataset.from_dict({"text": GOOD, "id": list(range(300))})
+    made.select(range(299, -1, -1)).save_to_disk(str(tmp_path / "saved"), num_shards=3)
+    assert read(tmp_path / "saved") == (GOOD[::-1], [])
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(DataError, match=r"name the one to use: .*both/train or .*both/test"):
+        read(tmp_path / "both")
+    assert read(tmp_path / "both" / "train") == (GOOD, [])
+    file = sorted((tmp_path / "saved").glob("*.arrow"))[0]
+    file.write_bytes(file.read_bytes()[:3000])
+    texts, rejected = read(tmp_path / "saved")
+    assert len(texts) == 200 and len(rejected) == 1 and "row 0: truncated or corrupt Arrow file" in rejected[0]
+
+
+def test_bad_rows_of_a_saved_dataset(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"text": ["one", None, " ", "two"]}).save_to_disk(str(tmp_path / "saved"))
+    texts, rejected = read(tmp_path / "saved")
+    assert texts == ["one", "two"] and len(rejected) == 2 and "row 1: field 'text' is null" in rejected[0]
+    datasets.Dataset.from_dict({"body": ["one"]}).save_to_disk(str(tmp_path / "other"))
+    assert "no field 'text' in the whole file (its fields: body)" in read(tmp_path / "other")[1][0]
+
+
+# --- which files
+
+
+def test_sources_are_found_once_and_in_an_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b/z.py", "b/a.py", "a.txt", "c.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    texts = ["a.txt", "b/a.py", "b/z.py", "c.md"]
+    assert read(tmp_path)[0] == texts
+    assert read(f"{tmp_path}/**/*.py")[0] == ["b/a.py", "b/z.py"]
+    twice = find_files([f"{tmp_path}/b/z.py", str(tmp_path)])
+    assert [file.label for file in twice] == ["z.py", "a.txt", "b/a.py", "c.md"]
+    with pytest.raises(DataError, match="no such file or folder, and as a glob it matches no file"):
+        find_files([f"{tmp_path}/*.rs"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no file in it"):
+        find_files([str(tmp_path / "empty")])
+
+
+def test_the_format_can_be_forced(tmp_path: Path) -> None:
+    (tmp_path / "a.data").write_bytes(jsonl(["one"]))
+    assert read(tmp_path / "a.data", form="jsonl")[0] == ["one"]
+    assert read(tmp_path / "a.data", form="text")[0] == [jsonl(["one"]).decode()]
+
+
+def test_the_standard_library_is_library_code_without_tests() -> None:
+    files = find_files(["stdlib"])
+    labels = [file.label for file in files]
+    assert labels == sorted(labels) and {"stdlib/json/decoder.py", "stdlib/os.py"} <= set(labels)
+    assert not [label for label in labels if {"test", "tests", "site-packages"} & set(label.split("/"))]
+    assert all(file.bytes > 0 for file in files) and sum(file.bytes for file in files) > 8_000_000
