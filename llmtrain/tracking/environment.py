@@ -81,9 +81,7 @@ def git_state() -> dict[str, Any]:
     return {"commit": _git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
-def describe_environment(
-    *, ranks: Iterable[Mapping[str, Any]], argv: Iterable[str] | None = None
-) -> dict[str, Any]:
+def describe_environment(*, ranks: Iterable[Mapping[str, Any]], argv: Iterable[str] | None = None) -> dict[str, Any]:
     """What environment.json holds, secrets redacted. `ranks`: per rank its rank, host and device."""
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     return {

@@ -68,7 +68,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def repair(path: Path) -> None:
     """Cut off a torn last line (a kill, a full disk); end a whole one with a newline. Raises OSError."""
-    if not path.exists():
+    if not path.is_file():
         return
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
@@ -87,7 +87,7 @@ def truncate_after(path: Path, step: int) -> int:
 
     A run that resumes from an older checkpoint does those steps again, and each step must stand once.
     """
-    if not path.exists():
+    if not path.is_file():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
     kept = []
@@ -109,8 +109,7 @@ class JsonLines:
         self._fd: int | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_file():
-                repair(path)
+            repair(path)
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             self._warn(error)

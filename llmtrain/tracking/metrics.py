@@ -29,9 +29,7 @@ METRICS: dict[str, Metric] = {
     "tokens": _metric("tokens", "Training tokens read so far by all ranks."),
     "time_unix_s": _metric("s", "Wall-clock time of the row (Unix)."),
     "elapsed_s": _metric("s", "Time since this launch began tracking."),
-    "loss": _metric(
-        "nats/token", "Training loss of the step: mean over all counted tokens of the global batch."
-    ),
+    "loss": _metric("nats/token", "Training loss of the step: mean over all counted tokens of the global batch."),
     "lr": _metric("1", "Learning rate that the step used."),
     "grad_norm": _metric("1", "Global L2 norm of the gradient before clipping."),
     "loss_scale": _metric("1", "Dynamic loss scale (fp16 only)."),
@@ -45,9 +43,7 @@ METRICS: dict[str, Metric] = {
         "TFLOP/s",
         "Model FLOP/s of all devices; attention counted as the whole square (torchtitan, Megatron-LM).",
     ),
-    "mfu_causal": _metric(
-        "0 to 1", "Causal model FLOP/s over the devices' dense peak; only for known devices."
-    ),
+    "mfu_causal": _metric("0 to 1", "Causal model FLOP/s over the devices' dense peak; only for known devices."),
     "mfu_noncausal": _metric("0 to 1", "The same with the non-causal count."),
     "max_memory_gib": _metric("GiB", "Peak of rank 0: allocated device memory, or resident memory on CPU."),
     "data_wait_share": _metric("0 to 1", "Share of training time spent waiting for the next batch."),
@@ -74,9 +70,7 @@ class TokenFlops:
     noncausal: float
 
 
-def flops_per_token(
-    *, matmul_params: int, layers: int, attention_width: int, sequence_length: int
-) -> TokenFlops:
+def flops_per_token(*, matmul_params: int, layers: int, attention_width: int, sequence_length: int) -> TokenFlops:
     """Training FLOPs per token of a decoder.
 
     `matmul_params` are the weights that multiply (output head included, embedding lookup not; of a mixture of

@@ -21,9 +21,7 @@ _TEXT_TOKENS = frozenset(
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _URL_USERINFO = re.compile(r"(?<=://)[^/\s@]+(?=@)")
-_KNOWN_FORMS = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|wandb_v\d_\w{20,}|AKIA[0-9A-Z]{16})\b"
-)
+_KNOWN_FORMS = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|wandb_v\d_\w{20,}|AKIA[0-9A-Z]{16})\b")
 
 
 def is_secret(key: str) -> bool:

@@ -20,8 +20,8 @@ Status = Literal["finished", "stopped", "failed"]
 class Tracker:
     """Metrics and events of one launch.
 
-    `config` is what W&B shows as the configuration (resolved YAML, DeepSpeed dict, environment); secrets in it
-    are redacted. `start_step` is the step of the checkpoint that training goes on from (0: a new run):
+    `config` is what W&B shows as the configuration (YAML, DeepSpeed dict, environment); secrets in it are
+    redacted. `start_step` is the step of the checkpoint that training goes on from (0: a new run):
     rows of later steps, from before a crash, are dropped, because training writes them again. With
     `enabled=False` (ranks other than 0) every call is a no-op. No method raises for a full disk or a failing
     W&B.
@@ -49,9 +49,7 @@ class Tracker:
             # A run that starts again from nothing repeats its step 0 as well.
             dropped = truncate_after(metrics, start_step if start_step > 0 else -1)
         except OSError as error:
-            log.warn(
-                f"{metrics} keeps rows after step {start_step} that this launch repeats ({error.strerror})."
-            )
+            log.warn(f"{metrics} keeps rows after step {start_step} that this launch repeats ({error.strerror}).")
         self._metrics = JsonLines(metrics)
         self._events = JsonLines(run_dir / "events.jsonl")
         self._console = Console(total_steps=total_steps)

@@ -109,9 +109,7 @@ class WandbSink:
     Construct it on the rank that tracks; then `log` and `close`. None of them raises.
     """
 
-    def __init__(
-        self, run_dir: Path, *, tracking: TrackingConfig, run_id: str, config: dict[str, Any]
-    ) -> None:
+    def __init__(self, run_dir: Path, *, tracking: TrackingConfig, run_id: str, config: dict[str, Any]) -> None:
         self._run_dir = run_dir
         self._tracking = tracking
         self._run_id = run_id
@@ -119,6 +117,7 @@ class WandbSink:
         self._rows: queue.Queue[dict[str, Any] | int] = queue.Queue()
         self._dropped = 0
         self._failed = False
+        self._abandoned = False
         self._sync_dir = str(run_dir / "wandb")
         self._thread: threading.Thread | None = None
         self._wandb: Any = None
@@ -127,6 +126,8 @@ class WandbSink:
         # No source code, and no error reports of W&B's own telemetry, leave the machine unasked.
         os.environ.setdefault("WANDB_DISABLE_CODE", "true")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # Its banners would break into the progress line; what matters of them we say ourselves.
+        os.environ.setdefault("WANDB_SILENT", "true")
         try:
             # Here and not in the thread: two threads that import large packages at once can deadlock on
             # module locks, which Python resolves by handing out half-initialised modules.
@@ -165,6 +166,8 @@ class WandbSink:
 
     def _give_up(self, what: str, error: Exception) -> None:
         self._failed = True
+        if self._abandoned:
+            return  # `close` has said so, and ended what the thread was talking to
         reason = redact_text(f"{type(error).__name__}: {error}".strip().splitlines()[0])
         log.warn_once(f"W&B {what} ({reason}); training goes on, metrics.jsonl holds everything.")
 
@@ -200,6 +203,8 @@ class WandbSink:
                 log.info(f"W&B: online, {getattr(run, 'url', self._run_id)}")
                 return run
             except Exception as error:
+                if self._abandoned:
+                    raise
                 why = redact_text(f"online failed, {type(error).__name__}: {error}".strip().splitlines()[0])
         run = self._init("offline")
         log.info(f"W&B: offline, {why}. To upload later: wandb sync {self._sync_dir}")
@@ -245,6 +250,7 @@ class WandbSink:
         """End wandb-core and W&B's exit hook, which waits without limit for an upload that does not move."""
         import psutil
 
+        self._abandoned = True
         try:
             setup = sys.modules.get("wandb.sdk.wandb_setup")
             connection = getattr(getattr(setup, "_singleton", None), "_connection", None)
@@ -255,8 +261,12 @@ class WandbSink:
         for child in psutil.Process().children():
             try:
                 if child.name().startswith("wandb-core"):
-                    child.kill()
-                    child.wait(timeout=2)
+                    child.terminate()  # it removes its socket in /tmp, which a plain kill would leave
+                    try:
+                        child.wait(timeout=2)
+                    except psutil.TimeoutExpired:
+                        child.kill()
+                        child.wait(timeout=2)
             except psutil.Error:
                 continue
 

@@ -1,0 +1,205 @@
+"""The plots of a report. matplotlib loads on the first call, with a backend that needs no display."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BLUE, _ORANGE, _GREEN, _GREY = "#2563a8", "#d9622b", "#2f855a", "#718096"
+_STYLE: Any = {
+    "figure.dpi": 150,
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e5e9ef",
+    "axes.edgecolor": "#a0aec0",
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Finite values of one metric over steps, in order."""
+
+    steps: Sequence[float] = ()
+    values: Sequence[float] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """What the plots show: curves by metric name, resume points (steps), baselines (name -> nats/token)."""
+
+    by_name: dict[str, Curve]
+    resumes: Sequence[float] = ()
+    baselines: dict[str, float] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Curve:
+        return self.by_name.get(name, Curve())
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean over a centred window of about a fiftieth of the curve (at least 5 points), narrower at the ends.
+
+    Centred, because a running average lags behind a loss that falls fast.
+    """
+    reach = max(2, len(values) // 100)
+    sums = [0.0, *accumulate(values)]
+    averaged = []
+    for index in range(len(values)):
+        near = min(reach, index, len(values) - 1 - index)
+        averaged.append((sums[index + near + 1] - sums[index - near]) / (2 * near + 1))
+    return averaged
+
+
+def draw(curves: Curves) -> dict[str, bytes]:
+    """PNG files by name (loss, throughput, memory, learning_rate); a plot without any data is left out."""
+    import matplotlib
+
+    pictures = {}
+    painters = {
+        "loss": (_loss, ("loss", "eval/loss")),
+        "throughput": (_throughput, ("tokens_per_s",)),
+        "memory": (_memory, ("max_memory_gib",)),
+        "learning_rate": (_learning_rate, ("lr", "grad_norm")),
+    }
+    with matplotlib.rc_context(_STYLE):
+        for name, (paint, needs) in painters.items():
+            if any(curves[need] for need in needs):
+                pictures[name] = _png(paint(curves))
+    return pictures
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _figure(rows: int) -> tuple[Figure, list[Axes]]:
+    # Not pyplot: it keeps global state and may pick a backend with windows.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 1.6 + 2.4 * rows), layout="constrained")
+    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
+    return figure, list(axes)
+
+
+def _line(axes: Axes, curve: Curve, *, color: str, label: str) -> None:
+    """The raw values, light, under their average; few points get no average but marks."""
+    if len(curve.steps) < 10:
+        axes.plot(curve.steps, curve.values, color=color, marker="o", markersize=4, label=label)
+        return
+    axes.plot(curve.steps, curve.values, color=color, alpha=0.3, linewidth=0.8)
+    axes.plot(curve.steps, smooth(curve.values), color=color, linewidth=1.8, label=f"{label} (smoothed)")
+
+
+def _finish(axes: Sequence[Axes], curves: Curves) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for index, part in enumerate(axes):
+        for number, step in enumerate(curves.resumes):
+            label = "resume" if number == 0 and index == 0 else None
+            part.axvline(step, color=_GREY, linestyle=":", linewidth=1.2, label=label, zorder=1)
+    axes[-1].set_xlabel("optimizer step")
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    handles, _ = axes[0].get_legend_handles_labels()
+    if len(handles) > 1:
+        axes[0].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), borderaxespad=0.2)
+
+
+def _counts(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    from llmtrain import units
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.count(float(value))))
+
+
+def _loss(curves: Curves) -> Figure:
+    figure, (axes,) = _figure(1)
+    figure.set_size_inches(8.0, 4.8)
+    axes.set_title("Loss")
+    axes.set_ylabel("loss [nats/token]")
+    if train := curves["loss"]:
+        _line(axes, train, color=_BLUE, label="training")
+    if evaluation := curves["eval/loss"]:
+        axes.plot(evaluation.steps, evaluation.values, color=_ORANGE, marker="o", markersize=4, label="validation")
+    _finish([axes], curves)
+    for name, value in curves.baselines.items():
+        axes.axhline(value, color=_GREEN, linestyle="--", linewidth=1.0)
+        axes.annotate(
+            f"{name} model {value:.3f}",
+            # At the right end, where the curves lie below the baselines that they are meant to beat.
+            xy=(1.0, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 3),
+            textcoords="offset points",
+            ha="right",
+            color=_GREEN,
+            fontsize=9,
+        )
+    return figure
+
+
+def _throughput(curves: Curves) -> Figure:
+    causal = curves["mfu_causal"]
+    figure, axes = _figure(2 if causal else 1)
+    axes[0].set_title("Throughput")
+    axes[0].set_ylabel("tokens/s, all devices")
+    _line(axes[0], curves["tokens_per_s"], color=_BLUE, label="tokens/s")
+    axes[0].set_ylim(bottom=0)
+    _counts(axes[0])
+    if causal:
+        noncausal = curves["mfu_noncausal"]
+        for curve, color, label in ((noncausal, _ORANGE, "non-causal"), (causal, _BLUE, "causal")):
+            if curve:
+                percent = Curve(steps=curve.steps, values=[100 * value for value in curve.values])
+                _line(axes[1], percent, color=color, label=label)
+        axes[1].set_ylabel("MFU [%]")
+        axes[1].set_ylim(bottom=0)
+        axes[1].legend(loc="lower right")
+    _finish(axes, curves)
+    return figure
+
+
+def _memory(curves: Curves) -> Figure:
+    figure, (axes,) = _figure(1)
+    axes.set_title("Peak memory")
+    axes.set_ylabel("rank 0 [GiB]")
+    curve = curves["max_memory_gib"]
+    axes.plot(curve.steps, curve.values, color=_BLUE, linewidth=1.8, label="peak memory")
+    axes.set_ylim(bottom=0, top=max(curve.values) * 1.15 or 1.0)
+    _finish([axes], curves)
+    return figure
+
+
+def _learning_rate(curves: Curves) -> Figure:
+    parts = [name for name in ("lr", "grad_norm") if curves[name]]
+    figure, axes = _figure(len(parts))
+    for part, name in zip(axes, parts, strict=True):
+        if name == "lr":
+            part.plot(curves["lr"].steps, curves["lr"].values, color=_BLUE, linewidth=1.8, label="learning rate")
+            part.set_ylabel("learning rate")
+            part.set_ylim(bottom=0)
+            part.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+        else:
+            _line(part, curves["grad_norm"], color=_GREEN, label="gradient norm")
+            part.set_ylabel("gradient norm")
+    axes[0].set_title(" and ".join({"lr": "Learning rate", "grad_norm": "gradient norm"}[n] for n in parts))
+    _finish(axes, curves)
+    return figure
