@@ -108,13 +108,13 @@ def _lint_section(tree: dict[str, Any], known: ds_keys.Section, prefix: str, pat
 
 
 def _unknown_remedy(key: str, known: ds_keys.Section, prefix: str) -> str:
+    if key.startswith("_") or "comment" in key.lower():
+        return "remove it; comments start with # or //"
     near = closest(key, known)
     if near:
         return f"did you mean {prefix}{near}?"
     if elsewhere := _home_of(key, ds_keys.KEYS, ""):
         return f"did you mean {elsewhere}?"
-    if key.startswith("_") or "comment" in key.lower():
-        return "remove it; comments start with # or //"
     return "remove it"
 
 

@@ -6,6 +6,7 @@ imports a `class_path` before it checks it, so everything else is refused here f
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -241,6 +242,7 @@ def _unknown(key: str, value: Any, place: str | None, problems: Problems, flag: 
     problems.add(f"--{key}" if flag else key, value, "there is no such field", remedy, place)
 
 
+@functools.cache
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False, default_env=False)
     parser.add_class_arguments(RunConfig)

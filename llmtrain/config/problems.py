@@ -46,23 +46,23 @@ class Problems:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def raise_if_any(self) -> None:
-        if not self._entries:
-            return
+    def error(self) -> ConfigError:
+        """All mistakes in one; there must be at least one."""
+        assert self._entries
         if len(self._entries) == 1:
-            raise ConfigError(self._entries[0])
-        raise ConfigError(f"{len(self._entries)} mistakes\n  " + "\n  ".join(self._entries))
+            return ConfigError(self._entries[0])
+        return ConfigError(f"{len(self._entries)} mistakes\n  " + "\n  ".join(self._entries))
+
+    def raise_if_any(self) -> None:
+        if self._entries:
+            raise self.error()
 
 
 def stop(key: str, value: Any, rule: str, remedy: str, place: str | None = None) -> ConfigError:
     """The ConfigError of a single mistake after which nothing more can be checked."""
     problems = Problems()
     problems.add(key, value, rule, remedy, place)
-    try:
-        problems.raise_if_any()
-    except ConfigError as error:
-        return error
-    raise AssertionError("unreachable: one problem was added")
+    return problems.error()
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

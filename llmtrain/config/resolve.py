@@ -51,14 +51,15 @@ def resolve(
         place=_batch_places(run, places),
     )
     problems.raise_if_any()
-    assert batch is not None and run.optim.clip_norm is not None
+    clip_norm = run.optim.clip_norm
+    assert batch is not None and clip_norm is not None
     max_steps = total_steps(run, batch)
     run = _fill_in(run, batch, max_steps)
     rules.check_schedule(run, max_steps, places, problems)
     notes = check_scheduler(run, tree, max_steps, places, problems)
     problems.raise_if_any()
 
-    exact, more_notes = exact_dict(facts, path, batch, run.optim.clip_norm)
+    exact, more_notes = exact_dict(facts, path, batch, clip_norm)
     return ResolvedRun(
         run=run,
         deepspeed=exact,

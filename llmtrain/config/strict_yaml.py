@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from llmtrain.config.problems import stop
+from llmtrain.errors import ConfigError
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9][0-9_]*")
@@ -59,7 +60,11 @@ class _Reader:
             )
         if getattr(event, "tag", None) not in (None, "!"):
             raise self.fail(
-                event, key, event.tag, "no tags: a run is plain data", "remove the tag and write the plain value"
+                event,
+                key,
+                event.tag.replace("tag:yaml.org,2002:", "!!"),
+                "no tags: a run is plain data",
+                "remove the tag and write the plain value",
             )
 
     def node(self, event: Any, key: str, depth: int) -> Any:
@@ -119,14 +124,15 @@ def parse(text: str, name: str) -> Document:
             elif not isinstance(event, (yaml.StreamStartEvent, yaml.StreamEndEvent, yaml.DocumentEndEvent)):
                 tree = reader.node(event, "", 0)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise stop(
-            "YAML",
-            text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else "",
-            f"not valid YAML: {what}",
-            "look at the indentation, colons and quotes on this line and the one above",
-            f"{name}{line}",
-        ) from None
+        raise _broken(error, text, name) from None
     return Document(tree=tree, lines=reader.lines)
+
+
+def _broken(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
+    """PyYAML's complaint, with the line that it is about (at the end of the file: the last one)."""
+    mark = getattr(error, "problem_mark", None)
+    lines = text.rstrip().splitlines() or [""]
+    number = min(mark.line + 1 if mark else len(lines), len(lines))
+    what = getattr(error, "problem", None) or str(error).splitlines()[0]
+    remedy = "look at the indentation, colons and quotes on this line and the one above"
+    return stop("YAML", lines[number - 1].strip(), f"not valid YAML: {what}", remedy, f"{name}, line {number}")

@@ -1,0 +1,88 @@
+"""The front door: help, version, unknown commands, exit codes; and that it imports only what was chosen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from llmtrain import cli
+from llmtrain.errors import TrainingStopped, UserError
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["-h"], ["help"]):
+        assert cli.main(argv) == 0
+        told = capsys.readouterr().out
+        assert all(name in told for name in cli.COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("llmtrain ")
+
+
+@pytest.mark.parametrize(("word", "remedy"), [("trian", "llmtrain train"), ("xyz", "one of: config, prepare")])
+def test_an_unknown_command(word: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([word]) == 2
+    told = capsys.readouterr().err
+    assert repr(word) in told
+    assert remedy in told
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (UserError("key = 1: rule"), 2, "error: key = 1: rule"),
+        (TrainingStopped("ten skipped steps"), 3, "error: ten skipped steps"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_errors_become_exit_codes(
+    error: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "llmtrain.train", SimpleNamespace(main=fail))
+    assert cli.main(["train"]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: list[str]) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(sys.modules, "llmtrain.train", SimpleNamespace(main=fail))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train"])
+
+
+def test_the_words_after_the_command_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setitem(sys.modules, "llmtrain.train", SimpleNamespace(main=lambda argv: seen.append(argv) or 7))
+    assert cli.main(["train", "--config", "a.yaml"]) == 7
+    assert seen == [["--config", "a.yaml"]]
+
+
+def test_the_door_imports_no_command() -> None:
+    code = "import sys, llmtrain.cli; print(*[m for m in sys.modules if m.startswith('llmtrain')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert set(done.stdout.split()) <= {"llmtrain", "llmtrain.cli", "llmtrain.errors"}
+
+
+def test_every_command_has_its_module() -> None:
+    package = Path(cli.__file__).parent
+    for module, _ in cli.COMMANDS.values():
+        assert (package.parent / (module.replace(".", "/") + ".py")).is_file(), module
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "llmtrain", "confg"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "llmtrain config" in done.stderr

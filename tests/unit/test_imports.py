@@ -1,0 +1,121 @@
+"""Imports go one way, and the light parts stay light. Lazy imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "llmtrain"
+
+# A part may import from its own layer's own part and from every layer above it in this list.
+# Parts that share a layer are siblings: they never import each other.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "units", "log", "topology"),
+    ("config",),
+    ("plan", "cluster", "data", "models", "tracking"),
+    ("engine",),
+    ("checkpoint",),
+    ("sites",),
+    ("generate",),
+    ("finish",),
+    ("loop",),
+    ("train",),
+    ("cli",),
+    ("__main__",),
+)
+LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
+HEAVY = {"torch", "deepspeed", "transformers", "numpy", "pandas"}
+LIGHT = ("errors", "units", "log", "topology", "config", "plan", "cluster", "cli", "__main__")
+# `config check --deep` asks the installed DeepSpeed, inside one function.
+MAY_ASK_DEEPSPEED = "config/deepspeed.py"
+LAZY_DISPATCH = ("cli", "__main__")
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(file: Path) -> str:
+    """llmtrain/data/loader.py -> data; llmtrain/cli.py -> cli."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def imported(file: Path) -> Iterator[tuple[str, int]]:
+    """(dotted module, line) of every import of the file, relative ones resolved."""
+    package = list(file.relative_to(ROOT).parent.parts)
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            # `from llmtrain import units` names the part in the second half
+            yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {part_of(file) for file in FILES} - {"__init__"}
+    assert parts <= set(LAYER_OF), "name the new part in LAYERS"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_go_one_way(file: Path) -> None:
+    part = part_of(file)
+    wrong = []
+    for module, line in imported(file):
+        names = module.split(".")
+        if names[0] != "llmtrain" or len(names) < 2 or names[1] not in LAYER_OF or names[1] == part:
+            continue
+        if LAYER_OF[names[1]] >= LAYER_OF.get(part, -1) and part not in LAZY_DISPATCH:
+            wrong.append(f"line {line}: {part} may not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if part_of(f) in LIGHT], ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_light_parts_import_nothing_heavy(file: Path) -> None:
+    wrong = [f"line {line}: {module}" for module, line in imported(file) if module.split(".")[0] in HEAVY]
+    if str(file.relative_to(PACKAGE)) == MAY_ASK_DEEPSPEED:
+        top_level = [n for n in tree_of(file).body if isinstance(n, (ast.Import, ast.ImportFrom))]
+        lines = {n.lineno for n in top_level}
+        wrong = [w for w in wrong if int(w.split(":")[0].removeprefix("line ")) in lines]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_deepspeed_initialize_is_called_in_one_file() -> None:
+    """By whatever name: deepspeed.initialize(...), ds.initialize(...), from deepspeed import initialize."""
+    callers = set()
+    for file in FILES:
+        aliases = {
+            alias.asname or alias.name
+            for node in ast.walk(tree_of(file))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+            if alias.name == "deepspeed"
+        }
+        for node in ast.walk(tree_of(file)):
+            called = (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "initialize"
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id in aliases
+            )
+            if called:
+                callers.add(str(file.relative_to(PACKAGE)))
+        if any(module == "deepspeed.initialize" for module, _ in imported(file)):
+            callers.add(str(file.relative_to(PACKAGE)))
+    assert callers <= {"engine/build.py"}
+
+
+def test_the_walker_sees_lazy_and_plain_imports() -> None:
+    assert "llmtrain.errors.UserError" in {module for module, _ in imported(PACKAGE / "cli.py")}
+    lazy = {module for module, _ in imported(PACKAGE / "config/deepspeed.py")}
+    assert "deepspeed.runtime.config.DeepSpeedConfig" in lazy

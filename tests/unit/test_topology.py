@@ -1,0 +1,42 @@
+"""The table of legal mixes: each rule fires for its own mix and is silent for the one that its remedy names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmtrain.topology import RULES, Mix, clashes
+
+# (a mix that is refused, the first key that the refusal names, the change that its remedy proposes)
+CASES = [
+    (Mix(fp16=True, bf16=True), "fp16.enabled", {"fp16": False}),
+    (Mix(zero_stage=2, offload_param=True), "zero_optimization.offload_param.device", {"zero_stage": 3}),
+    (Mix(offload_optimizer=True), "zero_optimization.offload_optimizer.device", {"zero_stage": 1}),
+    (Mix(zero_stage=3, compile_layers=True), "model.compile_layers", {"zero_stage": 2}),
+    (Mix(zero_stage=2, pipeline_stages=2), "pipeline.stages", {"pipeline_stages": 1}),
+    (Mix(pipeline_stages=2), "pipeline.stages", {"pipeline_stages": 1}),
+    (Mix(tensor_parallel=2), "tensor_parallel.autotp_size", {"tensor_parallel": 1}),
+    (Mix(sequence_parallel=2), "sequence_parallel_size", {"sequence_parallel": 1}),
+    (Mix(expert_parallel=2), "expert_parallel.autoep_size", {"expert_parallel": 1}),
+]
+
+
+@pytest.mark.parametrize(("mix", "key", "change"), CASES)
+def test_a_refused_mix_and_its_remedy(mix: Mix, key: str, change: dict[str, int]) -> None:
+    broken = clashes(mix)
+    assert broken[0].keys[0] == key
+    assert broken[0].reason
+    assert broken[0].remedy
+    assert clashes(replace(mix, **change)) == []
+
+
+def test_every_rule_is_fired_by_a_case() -> None:
+    fired = {id(rule) for mix, _, _ in CASES for rule in clashes(mix)}
+    assert fired == {id(rule) for rule in RULES}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", None])
+def test_plain_zero_is_legal(stage: int, precision: str | None) -> None:
+    assert clashes(Mix(zero_stage=stage, fp16=precision == "fp16", bf16=precision == "bf16")) == []
