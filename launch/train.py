@@ -1,0 +1,14 @@
+"""What DeepSpeed's launcher starts on every rank:
+
+deepspeed --hostfile hosts launch/train.py --config launch/recipes/NAME.yaml [--section.key value ...]
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a clone that is not installed
+
+from llmtrain.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

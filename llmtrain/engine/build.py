@@ -1,0 +1,194 @@
+"""Process groups, the optimizer, and the one call of deepspeed.initialize."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from llmtrain.config.run import OptimConfig, ResolvedRun
+from llmtrain.errors import ConfigError
+from llmtrain.log import warn
+from llmtrain.models.build import LanguageModel, decoder_layers, hf_names
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: Any
+    """gloo group over all ranks for small host-side messages: reading its results never waits for the device."""
+
+
+def join_process_group(timeout_s: float) -> Ranks:
+    """Start torch.distributed for the launcher's RANK, WORLD_SIZE, LOCAL_RANK; alone (one rank) without a launcher."""
+    for key, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(key, value)
+    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # DeepSpeed's shared-memory all-reduce leaves 69 MB a rank in /dev/shm for ever; gloo carries it instead.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "OMP_NUM_THREADS" not in os.environ:
+            local = int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+        device = torch.device("cpu")
+    else:
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device(accelerator.current_device_name())
+    timeout = timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name(), timeout=timeout, verbose=False
+        )
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, control=control)
+
+
+def apply_group_timeout(timeout_s: float) -> None:
+    """Give the run's timeout to every process group.
+
+    DeepSpeed makes its subgroups without one (comm/torch.py new_group), so a hung rank would go
+    unnoticed for torch's default of 10 (NCCL) or 30 (gloo) minutes whatever the user asked for.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def check_device(resolved: ResolvedRun) -> None:
+    """Refuse a precision that this machine's device lacks. Raises ConfigError."""
+    accelerator = get_accelerator()
+    name = accelerator.device_name()
+    supported = {
+        "fp32": True,
+        "bf16": accelerator.is_bf16_supported(),
+        "fp16": accelerator.is_fp16_supported(),
+    }
+    if not supported[resolved.precision]:
+        raise ConfigError(
+            f"{resolved.run.deepspeed}: {resolved.precision}.enabled is true, but the device ({name}) does not "
+            f"support {resolved.precision}. Set {resolved.precision}.enabled to false, or use bf16."
+        )
+
+
+def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Matrices decay; vectors (biases, norms) do not. With Muon the decoder layers' matrices are a group of their own.
+
+    Each group carries `peak_lr`; the schedule multiplies it.
+    """
+    muon_ids = set()
+    if optim.name == "muon":
+        muon_ids = {id(p) for p in decoder_layers(model.hf).parameters() if _dim(p) >= 2}
+    groups: dict[str, dict[str, Any]] = {}
+    adam = {"lr": optim.lr, "peak_lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    muon = {"lr": optim.muon_lr, "peak_lr": optim.muon_lr, "momentum": optim.muon_momentum}
+    for parameter in hf_names(model).values():
+        is_muon = id(parameter) in muon_ids
+        parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
+        decays = _dim(parameter) >= 2
+        name = "muon" if is_muon else ("decay" if decays else "no_decay")
+        settings = dict(muon if is_muon else adam, weight_decay=optim.weight_decay if decays else 0.0)
+        if optim.name == "muon":
+            settings["use_muon"] = is_muon
+        groups.setdefault(name, {"name": name, "params": [], **settings})["params"].append(parameter)
+    return list(groups.values())
+
+
+def _dim(parameter: nn.Parameter) -> int:
+    """Dimensions of the whole tensor; under ZeRO 3 the local one is flat."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.Optimizer:
+    """AdamW (fused), DeepSpeed's CPUAdam under offload, or Muon with AdamW for the rest."""
+    optim = resolved.run.optim
+    groups = parameter_groups(model, optim)
+    if optim.name == "muon":
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+        return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
+    if resolved.offload_optimizer:
+        with _op_build_lock():
+            try:
+                from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+                return DeepSpeedCPUAdam(groups, adamw_mode=True)
+            except Exception as error:  # no compiler, an unsupported CPU, a broken build: DeepSpeed raises them all
+                warn(f"DeepSpeed's CPUAdam cannot be built here, torch's AdamW runs on the CPU instead: {error}")
+    return torch.optim.AdamW(groups, fused=True)
+
+
+@contextlib.contextmanager
+def _op_build_lock() -> Iterator[None]:
+    """One op build at a time on this machine, and none that waits for the dead.
+
+    torch guards a build with a file that a killed process leaves behind; every later run then waits for
+    ever, in silence. We hold a lock that the kernel releases with its process: whoever has it knows that
+    nobody else of ours builds, so a torch lock file that is still there is stale.
+    """
+    from torch.utils.cpp_extension import _get_build_directory
+
+    folder = Path(_get_build_directory("cpu_adam", verbose=False))
+    with _open_folder(folder.parent) as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        stale = folder / "lock"
+        if stale.exists():
+            warn(f"removed {stale}: a killed process left it behind")
+            stale.unlink(missing_ok=True)
+        yield
+
+
+@contextlib.contextmanager
+def _open_folder(folder: Path) -> Iterator[int]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def build_engine(model: LanguageModel, resolved: ResolvedRun) -> deepspeed.DeepSpeedEngine:
+    """The DeepSpeed engine for a model whose parameters have not been given values yet."""
+    optimizer = build_optimizer(model, resolved)
+    config = dict(resolved.deepspeed)
+    if resolved.zero_stage == 0 and resolved.precision == "fp32":
+        # DeepSpeed steps on a NaN here: it neither checks nor reports the gradient norm without a wrapper.
+        config["gradient_clipping"] = 0.0
+        _guard_step(optimizer, resolved.run.optim.clip_norm or 0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    apply_group_timeout(resolved.run.fault.timeout_s)
+    return engine
+
+
+def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
+    """Make step() clip, publish the norm, and skip when it is not finite, as DeepSpeed's ZeRO optimizers do."""
+    plain_step: Callable[..., Any] = optimizer.step
+
+    def step(closure: None = None) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        optimizer._global_grad_norm = norm  # type: ignore[attr-defined]
+        optimizer.overflow = not bool(torch.isfinite(norm))  # type: ignore[attr-defined]
+        if optimizer.overflow:  # type: ignore[attr-defined]
+            return
+        if clip_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        plain_step()
+
+    optimizer.step = step  # type: ignore[method-assign]

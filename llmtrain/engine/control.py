@@ -1,0 +1,134 @@
+"""Wishes from outside (signals, a vanished launcher) and how the ranks agree on them.
+
+DeepSpeed's launcher signals its ranks one after another, up to 30 s apart, and kills each 30 s after its
+signal (launcher/launch.py). So a rank never acts on a signal alone: it raises a flag, the flags of all ranks
+are joined at the next step boundary, and then all save and leave together, well before the first kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from llmtrain.engine.build import Ranks
+from llmtrain.errors import UserError
+
+
+class Wishes:
+    """SIGTERM and SIGINT ask to stop, SIGUSR1 asks to save now. A vanished launcher asks to stop as well.
+
+    Use as a context manager: the handlers that were there before are put back.
+    """
+
+    def __init__(self) -> None:
+        self.stop_reason: str | None = None
+        self.save_now = False
+        self._before: dict[int, Any] = {}
+        self._done = threading.Event()
+
+    def __enter__(self) -> Wishes:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._on_signal)
+        threading.Thread(target=self._watch_launcher, name="launcher-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def take_save(self) -> bool:
+        """Whether a save was asked for since the last call."""
+        asked, self.save_now = self.save_now, False
+        return asked
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.save_now = True
+        else:
+            self.stop_reason = self.stop_reason or signal.Signals(number).name
+
+    def _watch_launcher(self) -> None:
+        """Stop when the launcher or its own parent dies: `deepspeed` killed with SIGKILL leaves its ranks running."""
+        if "LOCAL_SIZE" not in os.environ:  # not started by DeepSpeed's launcher
+            return
+        me = psutil.Process()
+        ancestors = [process for process in me.parents()[:2] if process.pid != 1]
+        while not self._done.wait(1.0):
+            for process in ancestors:
+                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                    self.stop_reason = self.stop_reason or f"launcher process {process.pid} is gone"
+                    return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What all ranks know about one step."""
+
+    counted_tokens: int
+    """Tokens of the global batch that count in the loss."""
+    stop: bool
+    """A rank was asked to stop."""
+    time_up: bool
+    """The run's time limit is reached."""
+    save: bool
+    """A rank was asked to save now, or the time for a checkpoint has come."""
+
+
+class Agree:
+    """One small all-reduce a step, on the host, started early and read late: it costs no device synchronisation."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._group = ranks.control
+
+    def start(self, *, counted_tokens: int, stop: bool, time_up: bool, save: bool) -> Callable[[], Agreement]:
+        """Send this rank's part; the returned function waits for the sum (and may be called again)."""
+        message = torch.tensor([counted_tokens, int(stop), int(time_up), int(save)], dtype=torch.int64)
+        work = dist.all_reduce(message, group=self._group, async_op=True)
+
+        @functools.cache
+        def result() -> Agreement:
+            work.wait()
+            tokens, stops, times, saves = message.tolist()
+            return Agreement(counted_tokens=tokens, stop=stops > 0, time_up=times > 0, save=saves > 0)
+
+        return result
+
+
+class AgreedError(UserError):
+    """A user's mistake that one rank met and all ranks know of: only rank 0 needs to print it."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@contextlib.contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """If one rank meets a UserError in here, all ranks end with it; alone it would leave the others in a collective.
+
+    Raises:
+        AgreedError: on every rank.
+    """
+    mine: tuple[str, int] | None = None
+    try:
+        yield
+    except UserError as error:
+        mine = (str(error), error.exit_code)
+    errors: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(errors, mine, group=ranks.control)
+    for rank, error in enumerate(errors):
+        if error is not None:
+            where = f"rank {rank}: " if rank > 0 else ""
+            raise AgreedError(f"{where}{error[0]}", error[1])

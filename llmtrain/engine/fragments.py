@@ -1,0 +1,268 @@
+"""The live optimizer state of this rank as slices of Hugging Face tensors.
+
+One view for every form that DeepSpeed gives it: whole tensors (ZeRO 0), flat partitions with an address
+per parameter (ZeRO 1 and 2, bf16), flat sub-groups of parameter partitions (ZeRO 3), on the device or on
+the host. Writing into a fragment's view changes the optimizer; `refresh` then updates what the forward reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmtrain.engine.build import DTYPES
+from llmtrain.models.build import LanguageModel, hf_names
+
+PARAM = "param"
+"""Kind of a fragment that holds the fp32 master values; the other kinds are the optimizer's names of its moments."""
+
+_ADAM_KINDS = ("exp_avg", "exp_avg_sq")
+_MOMENTUM = "momentum_buffer"
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A slice of one tensor that this rank holds."""
+
+    name: str
+    """Hugging Face name of the parameter."""
+    kind: str
+    start: int
+    """Position of the slice in the flat Hugging Face tensor, in elements."""
+    view: Tensor
+    """[n] live values."""
+    own: slice
+    """The part of `view` that this rank writes to checkpoints: replicas share the work, every element has one owner."""
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where the optimizer keeps a parameter: `flat[offset : offset + numel]` is the tensor's [start, start + numel)."""
+
+    name: str
+    flat: Tensor
+    offset: int
+    start: int
+    numel: int
+
+
+def whole_shapes(engine: Any) -> dict[str, tuple[int, ...]]:
+    """Full shape of every parameter, by Hugging Face name."""
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in hf_names(_model(engine)).items()}
+
+
+def fragments(engine: Any) -> list[Fragment]:
+    """All of this rank's slices. Optimizer state that DeepSpeed would create at the first step is created now."""
+    state = base_optimizer(engine).state
+    found = []
+    for home in _homes(engine):
+        _create_state(engine, home.flat)
+        replicated = engine.zero_optimization_stage() == 0
+        own = _share(home.numel) if replicated else slice(0, home.numel)
+        for kind in (PARAM, *_ADAM_KINDS, *([_MOMENTUM] if replicated or _is_zero3(engine) else [])):
+            tensor = home.flat if kind == PARAM else state[home.flat].get(kind)
+            if tensor is not None:
+                view = tensor.detach().reshape(-1).narrow(0, home.offset, home.numel)
+                found.append(Fragment(home.name, kind, home.start, view, own))
+    if not _is_zero3(engine) and engine.zero_optimization_stage() > 0:
+        found.extend(_zero12_momentum(engine))
+    return found
+
+
+def owned(fragment: Fragment) -> tuple[int, Tensor]:
+    """(start in the flat tensor, values) of the part that this rank writes."""
+    return fragment.start + fragment.own.start, fragment.view[fragment.own]
+
+
+@torch.no_grad()
+def refresh(engine: Any) -> None:
+    """Make the parameters that the forward pass reads equal to the (rounded) fp32 masters."""
+    optimizer = engine.optimizer
+    if _is_zero3(engine):
+        for index in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        # Small parameters stay gathered between steps: the partitions alone would leave them as they were.
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    elif hasattr(optimizer, "fp32_groups"):
+        for masters, copies in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, copy in zip(masters, copies, strict=True):
+                copy.data.copy_(master.data)
+
+
+def optimizer_step(engine: Any) -> int:
+    """Applied optimizer steps (skipped ones do not count), as the optimizer's bias correction knows them."""
+    for state in base_optimizer(engine).state.values():
+        if "step" in state:
+            return int(state["step"])
+    return 0
+
+
+def set_optimizer_step(engine: Any, step: int) -> None:
+    """Set every step counter of the optimizer."""
+    for state in base_optimizer(engine).state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"].fill_(step)
+        elif "step" in state:
+            state["step"] = step
+
+
+def loss_scale_state(engine: Any) -> dict[str, float]:
+    """The dynamic loss scaler's numbers (fp16); empty in other precisions."""
+    scaler = _scaler(engine)
+    return {} if scaler is None else {key: getattr(scaler, key) for key in _SCALER_KEYS if hasattr(scaler, key)}
+
+
+def set_loss_scale_state(engine: Any, numbers: dict[str, float]) -> None:
+    """Restore what `loss_scale_state` gave."""
+    scaler = _scaler(engine)
+    if scaler is not None:
+        for key, value in numbers.items():
+            setattr(scaler, key, value)
+
+
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _scaler(engine: Any) -> Any:
+    if not engine.fp16_enabled():
+        return None
+    return getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
+
+
+def base_optimizer(engine: Any) -> Any:
+    """The torch optimizer inside DeepSpeed's wrapper."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def forward_copies(engine: Any) -> Iterator[tuple[str, int, Tensor, bool]]:
+    """(name, start, values, whole) of the parameters that the forward pass reads on this rank.
+
+    `whole`: the rank holds the full tensor; else (ZeRO 3) its partition.
+    """
+    for name, parameter in hf_names(_model(engine)).items():
+        if _is_zero3(engine):
+            partition = parameter.ds_tensor.detach().reshape(-1)  # type: ignore[attr-defined]
+            start, numel = _zero3_slice(parameter)
+            yield name, start, partition[:numel], False
+            if parameter.data.numel() == parameter.ds_numel:  # type: ignore[attr-defined]
+                yield name, 0, parameter.detach().reshape(-1), True
+        else:
+            yield name, 0, parameter.detach().reshape(-1), True
+
+
+def _model(engine: Any) -> LanguageModel:
+    return engine.module
+
+
+def _is_zero3(engine: Any) -> bool:
+    return engine.zero_optimization_stage() == 3
+
+
+def _share(numel: int) -> slice:
+    """This rank's part of a tensor that every rank holds."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return slice(numel * rank // world, numel * (rank + 1) // world)
+
+
+def _homes(engine: Any) -> Iterator[_Home]:
+    names = {id(p): name for name, p in hf_names(_model(engine)).items()}
+    optimizer = engine.optimizer
+    if _is_zero3(engine):
+        for parameter in _model(engine).parameters():
+            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start, numel = _zero3_slice(parameter)
+            flat = optimizer.fp32_partitioned_groups_flat[group]
+            yield _Home(names[id(parameter)], flat, offset, start, numel)
+    elif engine.zero_optimization_stage() > 0:
+        groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
+        for parameters, flat in zip(groups, _flat_masters(optimizer), strict=True):
+            for parameter in parameters:
+                mapping = parameter._hp_mapping
+                if mapping is not None:
+                    lp, hp = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+                    yield _Home(names[id(parameter)], flat, hp.start, lp.start, lp.numel)
+    elif hasattr(optimizer, "fp32_groups"):
+        for masters, copies in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, copy in zip(masters, copies, strict=True):
+                yield _Home(names[id(copy)], master, 0, 0, master.numel())
+    else:
+        for parameter in _model(engine).parameters():
+            yield _Home(names[id(parameter)], parameter, 0, 0, parameter.numel())
+
+
+def _flat_masters(optimizer: Any) -> list[Tensor]:
+    flats = getattr(optimizer, "single_partition_of_fp32_groups", None)
+    return flats if flats is not None else optimizer.fp32_groups_flat_partition
+
+
+def _zero3_slice(parameter: Any) -> tuple[int, int]:
+    """(start, elements without padding) of this rank's partition."""
+    size = parameter.partition_numel()
+    start = size * dist.get_rank(group=parameter.ds_process_group)
+    return start, max(0, min(size, parameter.ds_numel - start))
+
+
+def _create_state(engine: Any, flat: Tensor) -> None:
+    """What the optimizer itself creates lazily for one tensor at its first step, with the step counter at 0."""
+    optimizer = base_optimizer(engine)
+    state = optimizer.state[flat]
+    group = next((g for g in optimizer.param_groups if any(p is flat for p in g["params"])), None)
+    is_muon = _muon_group(engine, flat, group)
+    if is_muon:
+        if (engine.zero_optimization_stage() == 0 or _is_zero3(engine)) and _MOMENTUM not in state:
+            state[_MOMENTUM] = torch.zeros_like(flat, requires_grad=False)
+        return
+    if "exp_avg" in state:
+        return
+    if type(optimizer).__name__ == "DeepSpeedCPUAdam":
+        dtype = torch.float32 if optimizer.fp32_optimizer_states else flat.dtype
+        state["step"] = 0
+    else:
+        dtype = flat.dtype
+        device = flat.device if optimizer.defaults.get("fused", True) else torch.device("cpu")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    for kind in _ADAM_KINDS:
+        state[kind] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
+
+
+def _muon_group(engine: Any, flat: Tensor, group: dict[str, Any] | None) -> bool:
+    if group is not None:
+        return bool(group.get("use_muon", False))
+    optimizer = engine.optimizer  # ZeRO 3 takes the flat tensors out of the groups between steps
+    if not getattr(optimizer, "use_muon", False):
+        return False
+    index = next(i for i, other in enumerate(optimizer.fp32_partitioned_groups_flat) if other is flat)
+    return bool(optimizer.sub_groups_using_muon[index])
+
+
+def _zero12_momentum(engine: Any) -> Iterator[Fragment]:
+    """Muon under ZeRO 1 and 2: the momentum of every parameter that touches this rank's partition, in full."""
+    optimizer = engine.optimizer
+    names = {id(p): name for name, p in hf_names(_model(engine)).items()}
+    for index, group in enumerate(base_optimizer(engine).param_groups):
+        if not group.get("use_muon"):
+            continue
+        parameters = optimizer.params_in_partition[index]
+        flat = group["params"][0]
+        state = base_optimizer(engine).state[flat]
+        if _MOMENTUM not in state:
+            total = sum(p.numel() for p in parameters)
+            dtype = DTYPES["fp32"] if optimizer.use_grad_accum_attribute else parameters[0].dtype
+            state[_MOMENTUM] = torch.zeros(total, dtype=dtype, device=flat.device)
+        offset = 0
+        for parameter in parameters:
+            view = state[_MOMENTUM].narrow(0, offset, parameter.numel())
+            offset += parameter.numel()
+            mapping = parameter._hp_mapping
+            # Two ranks may hold it: the one with the parameter's first element writes it.
+            writes = mapping is not None and mapping.lp_fragment_address.start == 0
+            own = slice(0, parameter.numel() if writes else 0)
+            yield Fragment(names[id(parameter)], _MOMENTUM, 0, view, own)

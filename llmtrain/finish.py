@@ -1,0 +1,54 @@
+"""The end of a run, on rank 0: export, a sample, the figures, and where everything lies."""
+
+from __future__ import annotations
+
+from llmtrain import log, units
+from llmtrain.checkpoint.format import complete_checkpoints
+from llmtrain.checkpoint.hf import export_hf
+from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.config.run import ResolvedRun
+from llmtrain.data.baseline import ngram_baselines
+from llmtrain.data.loader import TrainData
+from llmtrain.generate import generate
+from llmtrain.tracking.metrics import perplexity
+from llmtrain.tracking.tracker import Tracker
+
+_BASELINE_TOKENS = 20_000_000
+"""Counting n-grams of more training tokens than this would hold up the end of a run."""
+
+
+def finish(
+    resolved: ResolvedRun, folder: RunDirectory, data: TrainData, tracker: Tracker, validation_loss: float | None
+) -> None:
+    """Print the run's result; write the Hugging Face folder and the sample if the run asks for them."""
+    run = resolved.run
+    newest = complete_checkpoints(folder.checkpoints)[0]
+    lines = [("run folder", str(folder.path)), ("checkpoint", str(newest))]
+    if run.train.export:
+        export_hf(newest, folder.export)
+        tracker.event("export", path=str(folder.export))
+        lines.append(("Hugging Face", str(folder.export)))
+    lines.append(("plots", f"llmtrain report {folder.path}"))
+    if validation_loss is not None:
+        log.info(f"validation loss {validation_loss:.4f} (perplexity {perplexity(validation_loss):.2f})")
+    _print_baselines(resolved, data, tracker)
+    if run.train.export and run.train.sample_prompt is not None:
+        text = generate(folder.export, run.train.sample_prompt, max_tokens=64, temperature=0.8, seed=run.train.seed)
+        tracker.event("sample", text=text)
+        log.info(f"sample: {text}")
+        lines.append(("more text", f'llmtrain generate {folder.path} --prompt "..."'))
+    for what, where in lines:
+        log.info(f"{what:<13} {where}")
+
+
+def _print_baselines(resolved: ResolvedRun, data: TrainData, tracker: Tracker) -> None:
+    """Unigram and bigram losses of the same training tokens, where that takes a moment only."""
+    train_tokens = sum(stream.tokens for stream in data.streams("train"))
+    if train_tokens > _BASELINE_TOKENS:
+        return
+    unigram, bigram = ngram_baselines(data, sequences=resolved.run.train.eval_sequences)
+    tracker.event("baselines", unigram_loss=unigram, bigram_loss=bigram)
+    log.info(
+        f"for comparison, on the same {units.count(train_tokens)} training tokens: "
+        f"a unigram model {unigram:.4f}, a bigram model {bigram:.4f}"
+    )

@@ -1,0 +1,424 @@
+"""A training run from the process group to the exported folder. Reads as a recipe: `train` at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import resource
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmtrain import log, units
+from llmtrain.checkpoint.format import read_trainer
+from llmtrain.checkpoint.load import (
+    CheckpointReader,
+    choose_checkpoint,
+    differences,
+    load_checkpoint,
+    refuse_other_run,
+)
+from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.checkpoint.save import keep_newest, save_checkpoint
+from llmtrain.config.load import dump
+from llmtrain.config.run import ResolvedRun
+from llmtrain.data.loader import StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
+from llmtrain.engine.build import DTYPES, Ranks, build_engine, check_device, join_process_group
+from llmtrain.engine.control import Agree, AgreedError, Wishes, together
+from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.step import Stepper, StepResult, learning_rate_factor, seed_step
+from llmtrain.engine.weights import prove_weights, write_parameters
+from llmtrain.errors import CheckpointError, TrainingStopped
+from llmtrain.finish import finish
+from llmtrain.models.build import build_model, facts, initial_weights
+from llmtrain.tracking.environment import describe_environment, versions, write_environment
+from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity
+from llmtrain.tracking.tracker import Tracker
+from llmtrain.tracking.wandb_sink import new_run_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands; with the parameters and moments it is all that a checkpoint needs."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    tokens: int = 0
+    """Training tokens read by all ranks."""
+    sample_index: int = 0
+    """Global index of the next sequence."""
+    skipped_steps: int = 0
+
+
+class Training:
+    """One launch: everything that lives between the first and the last step."""
+
+    def __init__(self, resolved: ResolvedRun, ranks: Ranks, folder: RunDirectory, wishes: Wishes) -> None:
+        self.resolved, self.run, self.ranks = resolved, resolved.run, ranks
+        self.folder, self.wishes = folder, wishes
+        with together(ranks):
+            check_device(resolved)
+            self.data = TrainData(self.run.data)
+            self.model_facts = facts(self.run.model)
+            for manifest in self.data.manifests:
+                check_vocabulary(manifest, self.model_facts.vocab_size)
+        with together(ranks):
+            model = build_model(
+                self.run.model,
+                dtype=DTYPES[resolved.precision],
+                device=ranks.device,
+                zero3_config=resolved.deepspeed if resolved.zero_stage == 3 else None,
+                checkpoint_activations=resolved.deepspeed.get("activation_checkpointing")
+                if resolved.activation_checkpointing
+                else None,
+            )
+        self.engine = build_engine(model, resolved)
+        self.stepper = Stepper(self.engine, ranks)
+        self.position = Position()
+        self.wandb_id = _from_rank_0(ranks, new_run_id)
+        self.started_s = self.saved_s = time.monotonic()
+        self.skipped_in_a_row = 0
+        self.saved_step: int | None = None
+
+    def check_loss(self) -> None:
+        """Prove on a few tokens that our loss is the one of the model's own logits. Raises AgreedError."""
+        inputs, _ = self.data.sequence(0)
+        with together(self.ranks):
+            self.stepper.check_head(torch.from_numpy(inputs[:32]).unsqueeze(0))
+
+    def resume_or_start(self) -> list[str]:
+        """Give the parameters their values: from a checkpoint, or from the model section. Returns lines to log."""
+        resume = self.run.resume
+        with together(self.ranks):
+            if resume == "none" and self.ranks.rank == 0:
+                self.folder.refuse_old_checkpoints()
+        with together(self.ranks):
+            chosen, rejected = choose_checkpoint(resume, self.folder.checkpoints, self.ranks)
+        if chosen is None:
+            source = initial_weights(self.run.model, self.run.train.seed, self.ranks.device)
+            with together(self.ranks):
+                write_parameters(self.engine, source)
+                prove_weights(self.engine, source, self.ranks)
+            return []
+        saved = read_trainer(chosen)
+        now = self.trainer_state()
+        with together(self.ranks):
+            refuse_other_run(saved, now, chosen)
+        with together(self.ranks):
+            load_checkpoint(self.engine, CheckpointReader(chosen), saved, self.ranks)
+        self.position = Position(**{key: saved[key] for key in asdict(self.position)})
+        self.wandb_id = saved["wandb_id"]
+        if chosen.parent == self.folder.checkpoints:
+            self.saved_step = self.position.step
+        compared = ("run", "deepspeed", "versions", "layout")
+        changed = differences({k: saved[k] for k in compared}, {k: now[k] for k in compared})
+        return [
+            *(f"skipped {text}" for text in rejected),
+            f"resumed from {chosen} at step {self.position.step}",
+            *(f"changed since: {line}" for line in changed),
+        ]
+
+    def trainer_state(self) -> dict[str, Any]:
+        """trainer.json: what a resume needs beside the tensors, and what it compares."""
+        return {
+            **asdict(self.position),
+            "optimizer_step": optimizer_step(self.engine),
+            "loss_scale": loss_scale_state(self.engine),
+            "wandb_id": self.wandb_id,
+            "optimizer": self.run.optim.name,
+            "vocab_size": self.model_facts.vocab_size,
+            "data_fingerprint": self.data.fingerprint,
+            "separator_id": self.data.separator_id,
+            "tokenizer_dir": str(self.data.tokenizer_dir),
+            "model_config": self.engine.module.hf.config.to_dict(),
+            "run": asdict(self.run),
+            "deepspeed": self.resolved.deepspeed,
+            "versions": versions(),
+            "layout": {"world_size": self.ranks.world_size, "zero_stage": self.resolved.zero_stage},
+        }
+
+    def loop(self, tracker: Tracker) -> bool:
+        """Train until the run is over (True) or someone asks to stop (False)."""
+        run, ranks = self.run, self.ranks
+        agree = Agree(ranks)
+        speed = self._throughput()
+        loader = TrainLoader(
+            self.data,
+            global_batch=run.train.global_batch or 0,
+            micro_batch=run.train.micro_batch or 0,
+            accumulation=run.train.accumulation or 0,
+            rank=ranks.rank,
+            data_parallel=self.resolved.data_parallel,
+            start_index=self.position.sample_index,
+            pin_memory=ranks.device.type == "cuda",
+        )
+        last = self._complete()
+        stopped = False
+        with contextlib.closing(loader):
+            while not last:
+                waited_s = loader.data_wait_s
+                batch = next(loader)
+                waited_s = loader.data_wait_s - waited_s
+                agreement = agree.start(
+                    counted_tokens=batch.counted_tokens,
+                    stop=self.wishes.stop_reason is not None,
+                    time_up=self._time_is_up(),
+                    save=self.wishes.take_save() or self._save_is_due(),
+                )
+                seed_step(run.train.seed, self.position.step, ranks.rank)
+                lr_factor = learning_rate_factor(run.schedule, self.position.step, self.resolved.max_steps)
+                result = self.stepper.step(batch, agreement, lr_factor)
+                agreed = agreement()
+                self._advance(batch, result, tracker)
+                speed.step(tokens=self._tokens_per_step(), data_wait_s=waited_s)
+                stopped = agreed.stop and not self._complete()
+                last = agreed.stop or agreed.time_up or self._complete()
+                if last or self.position.step % run.train.log_every == 0:
+                    self._log(tracker, speed, result, agreed.counted_tokens, lr_factor)
+                if (run.train.eval_every and self.position.step % run.train.eval_every == 0) and not last:
+                    with speed.pause():
+                        self.evaluate(tracker)
+                every = run.checkpoint.every_steps
+                if not last and (agreed.save or (every and self.position.step % every == 0)):
+                    with speed.checkpoint_stall():
+                        self.save(tracker)
+        return not stopped
+
+    def evaluate(self, tracker: Tracker) -> float:
+        """Validation loss in nats per token, over all ranks."""
+        batches = validation_batches(
+            self.data,
+            sequences=self.run.train.eval_sequences,
+            micro_batch=self.run.train.micro_batch or 1,
+            rank=self.ranks.rank,
+            data_parallel=self.resolved.data_parallel,
+        )
+        loss, _ = self.stepper.evaluate(batches)
+        tracker.log({"step": self.position.step, "eval/loss": loss, "eval/perplexity": perplexity(loss)})
+        return loss
+
+    def save(self, tracker: Tracker, *, must: bool = False) -> None:
+        """Write a checkpoint. A failed save is reported and training goes on, unless it `must` succeed."""
+        if self.saved_step == self.position.step:
+            return
+        began_s = time.monotonic()
+        try:
+            path = save_checkpoint(
+                self.engine,
+                self.folder.checkpoints,
+                self.position.step,
+                self.trainer_state(),
+                self.resolved,
+                self.ranks,
+            )
+        except CheckpointError as error:
+            tracker.event("save_failed", step=self.position.step, error=str(error))
+            if must:
+                raise
+            log.warn(f"checkpoint at step {self.position.step} failed, training goes on: {error}")
+            return
+        finally:
+            self.saved_s = time.monotonic()
+        self.saved_step = self.position.step
+        seconds = time.monotonic() - began_s
+        tracker.event("save", step=self.position.step, path=str(path), seconds=round(seconds, 3))
+        if self.ranks.rank == 0:
+            keep_newest(self.folder.checkpoints, self.run.checkpoint.keep)
+
+    def _advance(self, batch: StepBatch, result: StepResult, tracker: Tracker) -> None:
+        """Count the step; report a skipped one with its samples; stop after too many in a row."""
+        self.position = replace(
+            self.position,
+            step=self.position.step + 1,
+            tokens=self.position.tokens + self._tokens_per_step(),
+            sample_index=self.position.sample_index + (self.run.train.global_batch or 0),
+            skipped_steps=self.position.skipped_steps + int(result.skipped),
+        )
+        if not result.skipped:
+            self.skipped_in_a_row = 0
+            return
+        bad = [
+            index
+            for micro, loss in zip(batch.micro_batches, result.micro_losses, strict=True)
+            if not math.isfinite(float(loss))
+            for index in micro.sample_indices
+        ]
+        shares: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(shares, bad, group=self.ranks.control)
+        samples = sorted(index for share in shares for index in share)
+        # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
+        scaling = self.resolved.precision == "fp16" and not samples
+        what = "gradient" if not samples else "loss"
+        first, count = batch.first_index, self.run.train.global_batch or 0
+        named = samples or list(range(first, first + count))
+        tracker.event("skip", step=self.position.step, what=f"non-finite {what}", samples=named, loss_scaling=scaling)
+        if scaling:
+            return
+        self.skipped_in_a_row += 1
+        log.warn(
+            f"step {self.position.step} skipped: non-finite {what}; samples {_shortened(named)} "
+            f"({self.skipped_in_a_row} in a row)"
+        )
+        if self.skipped_in_a_row >= self.run.fault.max_skipped:
+            raise TrainingStopped(
+                f"{self.skipped_in_a_row} steps in a row were skipped for a non-finite {what}; fault.max_skipped is "
+                f"{self.run.fault.max_skipped}. Last samples: {_shortened(named)}. Look at them, lower optim.lr, or "
+                f"resume from an earlier checkpoint in {self.folder.checkpoints}."
+            )
+
+    def _log(
+        self, tracker: Tracker, speed: Throughput, result: StepResult, counted_tokens: int, lr_factor: float
+    ) -> None:
+        scale = loss_scale_state(self.engine).get("cur_scale")
+        tracker.log(
+            {
+                "step": self.position.step,
+                "tokens": self.position.tokens,
+                "loss": self.stepper.global_loss(result.local_loss_sum, counted_tokens),
+                "lr": (self.run.optim.lr or 0.0) * lr_factor,
+                "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
+                **({} if scale is None else {"loss_scale": scale}),
+                "skipped_steps": self.position.skipped_steps,
+                "max_memory_gib": _max_memory_gib(self.ranks.device),
+                **speed.take(),
+            }
+        )
+
+    def _throughput(self) -> Throughput:
+        sizes = self.model_facts
+        flops = flops_per_token(
+            matmul_params=sizes.matmul_parameters,
+            layers=sizes.layers,
+            attention_width=sizes.attention_width,
+            sequence_length=self.run.data.sequence_length,
+        )
+        peak = peak_flops(_device_name(self.ranks.device), self.resolved.precision)
+        return Throughput(flops=flops, devices=self.ranks.world_size, peak=peak)
+
+    def _tokens_per_step(self) -> int:
+        return (self.run.train.global_batch or 0) * self.run.data.sequence_length
+
+    def _complete(self) -> bool:
+        limit = self.resolved.max_steps
+        return limit is not None and self.position.step >= limit
+
+    def _time_is_up(self) -> bool:
+        minutes = self.run.train.max_minutes
+        return minutes is not None and self.ranks.rank == 0 and time.monotonic() - self.started_s > 60 * minutes
+
+    def _save_is_due(self) -> bool:
+        minutes = self.run.checkpoint.every_minutes
+        return minutes is not None and self.ranks.rank == 0 and time.monotonic() - self.saved_s > 60 * minutes
+
+
+def train(resolved: ResolvedRun) -> int:
+    """One launch of a run on this rank. Returns the exit code; raises UserError, AgreedError on all ranks."""
+    run = resolved.run
+    ranks = join_process_group(run.fault.timeout_s)
+    folder = RunDirectory(str(run.train.run_dir))
+    with contextlib.ExitStack() as stack:
+        stack.callback(_leave)
+        wishes = stack.enter_context(Wishes())
+        with together(ranks):
+            if ranks.rank == 0:
+                stack.enter_context(folder)
+        training = Training(resolved, ranks, folder, wishes)
+        lines = training.resume_or_start()
+        training.check_loss()
+        environment = _write_run_files(training)
+        tracker = Tracker(
+            folder.path,
+            tracking=run.tracking,
+            run_id=training.wandb_id,
+            config={"run": asdict(run), "deepspeed": resolved.deepspeed, "environment": environment},
+            total_steps=resolved.max_steps,
+            enabled=ranks.rank == 0,
+            start_step=training.position.step,
+        )
+        status: str = "failed"
+        try:
+            _announce(training, tracker, lines)
+            complete = training.loop(tracker)
+            validation_loss = training.evaluate(tracker) if complete else None
+            training.save(tracker, must=True)
+            status = "finished" if complete else "stopped"
+            if ranks.rank == 0:
+                reason = wishes.stop_reason or "another rank was asked to stop"
+                tracker.event(
+                    "stop", step=training.position.step, complete=complete, reason=None if complete else reason
+                )
+                if complete:
+                    finish(resolved, folder, training.data, tracker, validation_loss)
+                else:
+                    log.info(f"stopped ({reason}) at step {training.position.step}; the same command continues")
+        except TrainingStopped as error:
+            tracker.event("stop", step=training.position.step, complete=False, reason=str(error))
+            raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
+        finally:
+            tracker.close(status)
+    return 0
+
+
+def _leave() -> None:
+    """Leave the process group without waiting for ranks that may be gone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _write_run_files(training: Training) -> dict[str, Any]:
+    """config.yaml, deepspeed.json and environment.json, as used. Returns the environment (rank 0; else empty)."""
+    ranks = training.ranks
+    device = _device_name(ranks.device)
+    about = {"rank": ranks.rank, "host": socket.gethostname(), "device": device}
+    everyone: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everyone, about, group=ranks.control)
+    if ranks.rank != 0:
+        return {}
+    path = training.folder.path
+    (path / "config.yaml").write_text(dump(training.run))
+    (path / "deepspeed.json").write_text(json.dumps(training.resolved.deepspeed, indent=2) + "\n")
+    environment = describe_environment(ranks=everyone)
+    write_environment(path, environment)
+    return environment
+
+
+def _announce(training: Training, tracker: Tracker, lines: list[str]) -> None:
+    resolved, sizes, run = training.resolved, training.model_facts, training.run
+    resumed = training.position.step > 0
+    tracker.event("resume" if resumed else "start", step=training.position.step, lines=lines)
+    log.info(
+        f"{units.count(sizes.parameters)} parameters, {resolved.precision}, ZeRO {resolved.zero_stage}, "
+        f"{training.ranks.world_size} rank(s) on {_device_name(training.ranks.device)}; "
+        f"{run.train.global_batch} x {run.data.sequence_length} tokens a step "
+        f"({run.train.micro_batch} x {run.train.accumulation} x {resolved.data_parallel} ranks); run folder "
+        f"{training.folder.path}"
+    )
+    for line in (*resolved.notes, *lines):
+        log.info(line)
+
+
+def _from_rank_0(ranks: Ranks, make: Callable[[], str]) -> str:
+    box = [make() if ranks.rank == 0 else None]
+    dist.broadcast_object_list(box, src=0, group=ranks.control)
+    return str(box[0])
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _max_memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / units.GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / units.GIB
+
+
+def _shortened(samples: list[int]) -> str:
+    shown = ", ".join(map(str, samples[:8]))
+    return shown if len(samples) <= 8 else f"{shown}, ... ({len(samples)} in all)"

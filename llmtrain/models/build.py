@@ -1,0 +1,189 @@
+"""From the model section of a run to a module that maps (inputs, labels) to a summed loss."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmtrain.config.run import ModelConfig
+from llmtrain.errors import ModelError
+from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Sizes that the throughput figures need."""
+
+    parameters: int
+    matmul_parameters: int
+    """Weights that are multiplied with activations: all matrices but the embedding, with a tied head counted once."""
+    layers: int
+    attention_width: int
+    """heads x head size."""
+    vocab_size: int
+
+
+class LanguageModel(nn.Module):
+    """A transformers causal LM whose forward gives the summed loss. Its parameters are `hf.` + Hugging Face names."""
+
+    def __init__(self, hf: nn.Module, chunk: int) -> None:
+        super().__init__()
+        self.hf = hf
+        self._chunk = chunk
+        self._form = HeadForm.of(hf.config)
+        head = hf.get_output_embeddings()  # type: ignore[operator]
+        if not isinstance(head, nn.Linear):
+            raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(head).__name__}).")
+        # The loss must run inside the head's own forward: ZeRO 3 has the head's weight only there.
+        head.forward = types.MethodType(_head_forward, head)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """inputs [B, T], labels [B, T] already shifted (IGNORE = not counted) -> summed loss, fp32 scalar, in nats."""
+        hidden_BTH = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
+        return self.hf.get_output_embeddings()(hidden_BTH, labels, self._chunk, self._form)  # type: ignore[operator]
+
+
+def _head_forward(
+    head: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor | None = None,
+    chunk: int = 0,
+    form: HeadForm | None = None,
+) -> Tensor:
+    """The head as it was (logits) without labels; with labels the summed loss."""
+    if labels is None or form is None:
+        return F.linear(hidden, head.weight, head.bias)
+    return chunked_nll_sum(hidden, head.weight, head.bias, labels, chunk=chunk, form=form)
+
+
+def hf_names(model: LanguageModel) -> dict[str, nn.Parameter]:
+    """Parameters by Hugging Face name; a tied parameter appears once."""
+    return dict(model.hf.named_parameters())
+
+
+def load_config(model: ModelConfig) -> Any:
+    """The transformers config of `model.pretrained` or `model.config`. Never runs code that a folder carries."""
+    from transformers import AutoConfig
+
+    given = model.pretrained or model.config
+    try:
+        if isinstance(given, dict):
+            fields = dict(given)
+            return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        path = Path(str(given))
+        file = path / "config.json" if path.is_dir() else path
+        fields = json.loads(file.read_text())
+        if "auto_map" in fields:
+            raise ModelError(f"{file}: it asks for code of its own (auto_map), which is never run.")
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except ModelError:
+        raise
+    except Exception as error:
+        key = "model.pretrained" if model.pretrained else "model.config"
+        raise ModelError(f"{key}: {given!r} is not a model configuration: {error}") from error
+
+
+def build_model(
+    model: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    zero3_config: dict[str, Any] | None,
+    checkpoint_activations: dict[str, Any] | None,
+) -> LanguageModel:
+    """The module with uninitialised parameters; the engine writes the values afterwards, slice by slice.
+
+    Args:
+        zero3_config: the DeepSpeed dict when parameters must be born partitioned (ZeRO 3), else None.
+        checkpoint_activations: the JSON's activation_checkpointing section, or None for no recomputation.
+    """
+    config = load_config(model)
+    with contextlib.ExitStack() as stack:
+        if zero3_config is not None:
+            import deepspeed
+
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=zero3_config, dtype=dtype))
+        else:
+            stack.enter_context(device)
+        hf = _construct(config, model.attention, dtype)
+    hf.config.use_cache = False
+    if checkpoint_activations is not None:
+        _checkpoint_activations(hf, checkpoint_activations)
+    if model.compile_layers:
+        for layer in decoder_layers(hf):
+            layer.compile()
+    return LanguageModel(hf, model.loss_chunk_tokens)
+
+
+def _construct(config: Any, attention: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    try:
+        with no_init_weights():  # skips transformers' tying as well
+            hf = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        hf.tie_weights()
+        return hf
+    except (ValueError, ImportError, KeyError) as error:
+        raise ModelError(f"model: transformers cannot build a causal language model of it: {error}") from error
+
+
+def skeleton(model: ModelConfig) -> Any:
+    """The transformers model on the meta device: names and shapes, no memory."""
+    with torch.device("meta"):
+        return _construct(load_config(model), "eager", torch.float32)
+
+
+def initial_weights(model: ModelConfig, seed: int, device: torch.device) -> ParameterSource:
+    """Where the weights of a new run come from."""
+    if model.pretrained is not None:
+        return SafetensorsSource(model.pretrained)
+    return RandomSource(skeleton(model), seed, device)
+
+
+def decoder_layers(hf: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers: the longest module list of the decoder."""
+    lists = [m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList)]  # type: ignore[union-attr, operator]
+    if not lists:
+        raise ModelError(f"model: {type(hf).__name__} has no list of decoder layers.")
+    return max(lists, key=lambda m: sum(1 for _ in m.parameters()))
+
+
+def facts(model: ModelConfig) -> ModelFacts:
+    """Sizes, from the skeleton."""
+    hf = skeleton(model)
+    text = hf.config.get_text_config()
+    embedding = hf.get_input_embeddings().weight
+    tied = hf.get_output_embeddings().weight is embedding
+    total = sum(p.numel() for p in hf.parameters())
+    matrices = sum(p.numel() for p in hf.parameters() if p.dim() >= 2)
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return ModelFacts(
+        parameters=total,
+        matmul_parameters=matrices if tied else matrices - embedding.numel(),
+        layers=text.num_hidden_layers,
+        attention_width=text.num_attention_heads * head_size,
+        vocab_size=text.vocab_size,
+    )
+
+
+def _checkpoint_activations(hf: Any, section: dict[str, Any]) -> None:
+    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if not section.get("cpu_checkpointing"):
+        return
+    # transformers keeps each layer's input on the device; DeepSpeed's own function can move it to the host.
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    checkpointing.configure(None, deepspeed_config={"train_batch_size": 1, "activation_checkpointing": section})
+    for module in hf.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module._gradient_checkpointing_func = checkpointing.non_reentrant_checkpoint

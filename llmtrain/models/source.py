@@ -1,0 +1,174 @@
+"""Where the values of parameters come from: random numbers, a Hugging Face folder, or a checkpoint.
+
+Whatever the source, the engine asks for slices of flat tensors by Hugging Face name, so no rank ever needs
+the whole model, and the result does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from llmtrain.errors import ModelError
+
+
+class ParameterSource(Protocol):
+    """Values of parameters by Hugging Face name."""
+
+    def order(self) -> list[str]:
+        """All names, in the order in which reading them is cheapest."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flat tensor `name`, on any device, in the source's precision."""
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    """Elements of a tensor of that shape."""
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+class RandomSource:
+    """The model's own initialisation, one block (decoder layer, embedding, ...) at a time.
+
+    Each block has its own seed, made of the run's seed and the block's name: the values depend neither on
+    the number of ranks nor on the ZeRO stage, and only one block exists in full at any time.
+    """
+
+    def __init__(self, skeleton: nn.Module, seed: int, device: torch.device) -> None:
+        """`skeleton`: the transformers model on the meta device."""
+        self._model = skeleton
+        self._seed = seed
+        self._device = device
+        self._shapes = {name: tuple(p.shape) for name, p in skeleton.named_parameters()}
+        self._block_of: dict[str, str] = {}
+        for block, module in _blocks(skeleton):
+            for name, _ in module.named_parameters():
+                full = f"{block}.{name}" if block else name
+                if full in self._shapes:  # a tied parameter has one name only
+                    self._block_of[full] = block
+        self._cached: tuple[str, dict[str, Tensor]] | None = None
+
+    def order(self) -> list[str]:
+        return sorted(self._shapes, key=lambda name: (self._block_of[name], name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        block = self._block_of[name]
+        if self._cached is None or self._cached[0] != block:
+            self._cached = None  # free the old block before the new one is made
+            self._cached = (block, self._draw(block))
+        return self._cached[1][name].reshape(-1)[start:stop]
+
+    @torch.no_grad()
+    def _draw(self, block: str) -> dict[str, Tensor]:
+        module = copy.deepcopy(self._model.get_submodule(block)).to_empty(device=self._device).float()
+        for parameter in module.parameters():
+            parameter.fill_(float("nan"))  # what the model's own code leaves out must not pass as a weight
+        digest = hashlib.sha256(f"{self._seed}:{block}".encode()).digest()
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            module.apply(self._model._init_weights)  # type: ignore[arg-type]
+        values = {f"{block}.{name}" if block else name: p for name, p in module.named_parameters()}
+        for name, value in values.items():
+            if name in self._shapes and bool(torch.isnan(value).any()):
+                raise ModelError(
+                    f"model.config: {type(self._model).__name__} does not initialise its parameter {name}. "
+                    "Start from a folder with weights instead (model.pretrained)."
+                )
+        return values
+
+
+def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Split a model into the members of its module lists and the modules beside them."""
+    has_list = any(isinstance(m, nn.ModuleList) for m in module.modules())
+    own_parameters = any(True for _ in module.parameters(recurse=False))
+    if not has_list or own_parameters:
+        if any(True for _ in module.parameters()):
+            yield prefix, module
+        return
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.ModuleList):
+            for index, layer in enumerate(child):
+                yield f"{path}.{index}", layer
+        else:
+            yield from _blocks(child, path)
+
+
+class SafetensorsSource:
+    """A Hugging Face folder: model.safetensors, or shards with model.safetensors.index.json.
+
+    Raises:
+        ModelError: no safetensors, an index that leaves the folder, a broken or missing shard.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, object] = {}
+        for file in self._files():
+            for name in self._handle(file).keys():  # type: ignore[attr-defined]  # noqa: SIM118
+                self._file_of[name] = file
+
+    def order(self) -> list[str]:
+        return sorted(self._file_of, key=lambda name: (str(self._file_of[name]), name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Reads only the rows that hold the elements."""
+        view = self._slice(name)
+        shape = view.get_shape()
+        if len(shape) < 2:
+            return view[start:stop] if shape else view[...].reshape(-1)[start:stop]
+        row = numel(tuple(shape[1:]))
+        first, last = start // row, -(-stop // row)
+        return view[first:last].reshape(-1)[start - first * row : stop - first * row]
+
+    def _slice(self, name: str):  # type: ignore[no-untyped-def]
+        return self._handle(self._file_of[name]).get_slice(name)  # type: ignore[attr-defined]
+
+    def _files(self) -> list[Path]:
+        index = self.folder / "model.safetensors.index.json"
+        single = self.folder / "model.safetensors"
+        if not index.is_file():
+            if single.is_file():
+                return [single]
+            raise ModelError(
+                f"model.pretrained: {self.folder} has no model.safetensors and no model.safetensors.index.json. "
+                "Only safetensors are read; convert .bin files first (nothing is unpickled)."
+            )
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"model.pretrained: {index} is not a weight index: {error!r}.") from error
+        for name in names:
+            # transformers 5.23 joins these names unchecked (transformers issue 46097): "../x" would leave the folder.
+            if not isinstance(name, str) or Path(name).name != name or not (self.folder / name).is_file():
+                raise ModelError(f"model.pretrained: {index} names {name!r}, which is no file in {self.folder}.")
+        return sorted(self.folder / name for name in names)
+
+    def _handle(self, file: Path):  # type: ignore[no-untyped-def]
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"model.pretrained: {file} cannot be read: {error}") from error
+        return self._open[file]
