@@ -29,7 +29,7 @@ from llmtrain.data import tokenize
 from llmtrain.data.manifest import SPLITS, Manifest, Shard, write_atomically
 from llmtrain.data.pool import run_units
 from llmtrain.data.progress import Progress
-from llmtrain.data.records import Document, read_piece
+from llmtrain.data.records import Document, Rejection, read_piece
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
 from llmtrain.data.worker import UNFINISHED, WorkerSettings, unit_record_path
@@ -75,8 +75,11 @@ def prepare(settings: PrepareSettings) -> Manifest:
     """Make (or finish, or find complete) the prepared folder `settings.out`; returns its manifest. Raises DataError."""
     _check(settings)
     started = time.monotonic()
-    files = find_files(settings.sources, settings.format)
     out = Path(settings.out)
+    inside = os.path.realpath(out) + os.sep  # `--source . --out data/x`: our own output is no input
+    files = [
+        f for f in find_files(settings.sources, settings.format) if not os.path.realpath(f.path).startswith(inside)
+    ]
     plan = {"settings": settings.identity(), "stat": stat_fingerprint(files)}
     with _locked(out):
         if (out / manifests.NAME).exists():
@@ -85,7 +88,7 @@ def prepare(settings: PrepareSettings) -> Manifest:
         total = sum(file.bytes for file in files)
         work = plan_units(files, settings.shard_bytes or unit_bytes_for(total))
         log.info(f"{len(files)} files, {units.size(total)}, in {len(work)} shards")
-        _make_tokenizer(settings, work, out / "tokenizer")
+        _make_tokenizer(settings, work, out)
         records = _run(settings, work, out)
         manifest = _manifest(files, plan, records, out)
         _write_rejected(out, records)
@@ -191,7 +194,8 @@ def _start_or_continue(out: Path, plan: dict[str, Any]) -> None:
 # --- the tokenizer --------------------------------------------------------------------------------
 
 
-def _make_tokenizer(settings: PrepareSettings, work: list[Unit], folder: Path) -> None:
+def _make_tokenizer(settings: PrepareSettings, work: list[Unit], out: Path) -> None:
+    folder = out / "tokenizer"
     if folder.exists():  # of the run that this one continues
         return
     if settings.tokenizer is not None:
@@ -200,26 +204,35 @@ def _make_tokenizer(settings: PrepareSettings, work: list[Unit], folder: Path) -
         return
     assert settings.vocab_size is not None
     started = time.monotonic()
-    tokenize.train_bpe(_sample(settings, work), settings.vocab_size, folder)
+    tokenize.train_bpe(_sample(settings, work, out), settings.vocab_size, folder)
     log.info(
         f"trained a byte-level BPE of {settings.vocab_size} tokens in {units.duration(time.monotonic() - started)}"
     )
 
 
-def _sample(settings: PrepareSettings, work: list[Unit]) -> Iterator[str]:
-    """The text to train the BPE on: of every unit its beginning, the same amount of each, 128 MiB in all."""
+def _sample(settings: PrepareSettings, work: list[Unit], out: Path) -> Iterator[str]:
+    """The text to train the BPE on: of every unit its beginning, the same amount of each, 128 MiB in all.
+
+    Raises DataError at its end when it met too many bad records: better now than after the training.
+    """
     share = _BPE_SAMPLE_BYTES // len(work)
+    rejected: list[dict[str, Any]] = []
     for unit in work:
         used = 0
-        for piece in unit.pieces:
-            for item in read_piece(piece, settings.field, settings.max_document_bytes):
-                if isinstance(item, Document):
-                    used += len(item.data)
-                    yield item.text
-                if used >= share:
-                    break
-            if used >= share:
+        for item in _records(settings, unit):
+            if isinstance(item, Document):
+                used += len(item.data)
+                yield item.text
+            else:
+                rejected.append(item.as_dict())
+            if used >= share or len(rejected) > settings.max_rejected + _LISTED:
                 break
+    _stop_if_too_many(settings, out, {0: {"rejected": rejected}})
+
+
+def _records(settings: PrepareSettings, unit: Unit) -> Iterator[Document | Rejection]:
+    for piece in unit.pieces:
+        yield from read_piece(piece, settings.field, settings.max_document_bytes)
 
 
 # --- the shards -----------------------------------------------------------------------------------

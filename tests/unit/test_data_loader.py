@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -287,7 +288,7 @@ def naive_bigram(data: TrainData, sequences: int) -> tuple[float, float]:
     train: list[tuple[int, int]] = []
     for stream in data.streams("train"):
         tokens = stream.read(0, stream.tokens).tolist()
-        train += [(p, t) for p, t in zip(tokens, tokens[1:], strict=False) if p != 0]
+        train += [(p, t) for p, t in pairwise(tokens) if p != 0]
     test = []
     for i in range(min(sequences, data.validation_sequences)):
         inputs, labels = data.validation_sequence(i)

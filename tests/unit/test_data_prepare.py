@@ -199,7 +199,7 @@ def test_other_settings_or_another_source_are_refused(
 
 
 def test_bad_records_stop_the_run_until_they_are_allowed_or_mended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "a.jsonl"
     good = [json.dumps({"text": f"document number {i} " + "word " * 30}) for i in range(400)]
@@ -208,8 +208,15 @@ def test_bad_records_stop_the_run_until_they_are_allowed_or_mended(
     argv = ["--source", str(source), "--out", str(out), "--vocab-size", "270", "--shard-bytes", "10000"]
     assert main(argv) == 2
     error = capsys.readouterr().err
+    assert "2 bad records so far" in error  # met while the tokenizer was trained: all of them are shown
     assert "a.jsonl, line 201: broken JSON" in error and "--max-rejected N" in error
     assert json.loads((out / "rejected.jsonl").read_text().splitlines()[0])["line"] == 201
+    given = [*argv, "--tokenizer", str(made_tokenizer(tmp_path / "tok", reference))]
+    del given[given.index("--vocab-size") : given.index("--vocab-size") + 2]
+    given[3] = str(tmp_path / "given")
+    assert main([*given, "--max-rejected", "1"]) == 2  # with a given tokenizer the workers meet them
+    assert "line 201: broken JSON" in (error := capsys.readouterr().err) and "2 bad records so far" in error
+    assert main([*given, "--max-rejected", "2"]) == 0
     assert main([*argv, "--max-rejected", "1"]) == 2
     assert "2 bad records so far, --max-rejected is 1" in capsys.readouterr().err
     assert main([*argv, "--max-rejected", "2"]) == 0
@@ -243,6 +250,14 @@ def test_mistakes_are_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str
     argv = ["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path / "set"), "--vocab-size", "257", *more]
     assert main(argv) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_output_may_lie_inside_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("some words here and there")
+    argv = ["--source", str(tmp_path), "--out", str(tmp_path / "data" / "set"), "--vocab-size", "257"]
+    assert main([*argv, "--validation-fraction", "0"]) == 0
+    assert main([*argv, "--validation-fraction", "0"]) == 0
+    assert "already complete" in capsys.readouterr().out
 
 
 # --- tokenizers

@@ -1,0 +1,47 @@
+"""Every command of docs/data.md, run as it stands there."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmtrain.config.run import DataConfig
+from llmtrain.data.packing import TrainData
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "data.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, flags=re.M | re.S)
+
+
+def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "code" / "deep").mkdir(parents=True)
+    for index in range(40):
+        (tmp_path / "notes" / f"{index}.txt").write_text(f"note {index}: " + "some words to learn from " * 20)
+        (tmp_path / "code" / "deep" / f"{index}.py").write_text(f"x = {index}\n" * 50)
+    with gzip.open(tmp_path / "corpus.jsonl.gz", "wt") as stream:
+        for index in range(400):
+            stream.write(json.dumps({"body": f"record {index} " * 100}) + "\n")
+    bin_folder = str(Path(sys.executable).parent)
+    env = {**os.environ, "PATH": os.pathsep.join([bin_folder, os.environ["PATH"]]), "PYTHONPATH": str(ROOT)}
+    commands = blocks("bash")
+    assert len(commands) == 4
+    for command in commands:
+        done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, (command, done.stderr)
+    monkeypatch.chdir(tmp_path)
+    for block in blocks("yaml"):
+        data = TrainData(DataConfig(**yaml.safe_load(block)["data"]))
+        assert data.sequences_per_epoch > 0 and data.vocab_size == 4096
+        assert len(data.sequence(10**9)[0]) == 1024
