@@ -30,7 +30,8 @@ class _Worker:
         self.unit: Unit | None = None
         self._partial_line = b""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "llmtrain.data.worker"],
+            # -P: a corpus of code may lie in the current folder, and its queue.py must not be imported for Python's.
+            [sys.executable, "-P", "-m", "llmtrain.data.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # One core a worker: the tokenizers' own threads would fight over the cores that the workers fill.

@@ -260,6 +260,14 @@ def test_the_output_may_lie_inside_the_source(tmp_path: Path, capsys: pytest.Cap
     assert "already complete" in capsys.readouterr().out
 
 
+def test_code_in_the_current_folder_is_read_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("queue.py", "json.py", "numpy.py"):
+        (tmp_path / name).write_text(f"raise SystemExit('{name} was imported')")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--source", "*.py", "--out", "set", "--vocab-size", "257", "--validation-fraction", "0"]) == 0
+    assert PreparedSet(tmp_path / "set").manifest.documents["train"] == 3
+
+
 # --- tokenizers
 
 
