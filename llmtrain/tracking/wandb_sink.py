@@ -241,6 +241,8 @@ class WandbSink:
             # W&B's own metadata file holds the raw command line; our redacted environment is in the config.
             "x_disable_meta": True,
             "x_save_requirements": False,
+            # wandb-core does not write out what it holds when we are killed: 15 s of rows by default.
+            "x_transaction_log_flush_interval": 1.0,
         }
         # Settings with x_ come and go between W&B versions; one that is gone must not cost the dashboard.
         known = self._wandb.Settings.model_fields
