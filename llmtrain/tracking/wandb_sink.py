@@ -160,6 +160,7 @@ class WandbSink:
                 f"W&B did not finish within {timeout_s:.0f} s; metrics.jsonl holds everything. "
                 f"To upload what W&B has: wandb sync {self._sync_dir}"
             )
+        if thread.is_alive() or self._failed:
             self._abandon()
         if self._dropped:
             log.warn(f"W&B was too slow: {self._dropped} rows are only in {self._run_dir / 'metrics.jsonl'}.")

@@ -206,6 +206,27 @@ def test_a_server_that_never_answers_costs_nothing_and_leaves_nothing(tmp_path):
     assert list(temporary.iterdir()) == []
 
 
+def test_a_dead_wandb_core_is_said_once_and_leaves_no_traceback(tmp_path):
+    code = """
+        import sys, time, psutil
+        from pathlib import Path
+        from llmtrain.config.run import TrackingConfig
+        from llmtrain.tracking.wandb_sink import WandbSink
+        sink = WandbSink(Path(sys.argv[1]), tracking=TrackingConfig(wandb="offline"), run_id="r1", config={})
+        while not list(Path(sys.argv[1]).rglob("*.wandb")):
+            time.sleep(0.05)
+        for child in psutil.Process().children():
+            child.kill()
+        for step in range(50):
+            sink.log({"step": step})
+        sink.close(exit_code=0, timeout_s=10)
+    """
+    done = python(code, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning: W&B") == 1
+    assert "Traceback" not in done.stderr
+
+
 class FakeRun:
     url = "https://wandb.test/run"
 
