@@ -23,8 +23,8 @@ Kind = Literal["text", "jsonl", "parquet", "arrow"]
 
 STDLIB = "stdlib"
 # Folders of the standard library that are not library code. The name decides: `test` is the big one,
-# `tests`, `idle_test` and the like lie next to the modules they test, and differ between distributions.
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# `tests` folders lie next to the modules they test, and differ between distributions.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 _MIN_UNIT_BYTES = 1 << 20
 _MAX_UNIT_BYTES = 256 << 20

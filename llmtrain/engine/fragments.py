@@ -142,6 +142,13 @@ def base_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
+def forward_dtype(engine: Any) -> torch.dtype:
+    """The precision that the JSON gives the forward pass; the parameters themselves might have another by mistake."""
+    if engine.bfloat16_enabled():
+        return torch.bfloat16
+    return torch.float16 if engine.fp16_enabled() else torch.float32
+
+
 def forward_copies(engine: Any) -> Iterator[tuple[str, int, Tensor, bool]]:
     """(name, start, values, whole) of the parameters that the forward pass reads on this rank.
 

@@ -12,6 +12,7 @@ from llmtrain.engine.fragments import (
     PARAM,
     Fragment,
     forward_copies,
+    forward_dtype,
     fragments,
     owned,
     refresh,
@@ -96,7 +97,7 @@ def differing_parameters(engine: Any, expected: dict[str, int], ranks: Ranks) ->
 
 def _assembled(engine: Any, ranks: Ranks, *, rounded: bool) -> dict[str, int]:
     """Checksums of the masters, as they are or rounded to the precision of the forward pass."""
-    dtype = next(engine.module.parameters()).dtype
+    dtype = forward_dtype(engine)
     sums = dict.fromkeys(sorted(whole_shapes(engine)), 0)
     for fragment in fragments(engine):
         if fragment.kind == PARAM:

@@ -103,6 +103,7 @@ def build_model(
     """The module with uninitialised parameters; the engine writes the values afterwards, slice by slice.
 
     Args:
+        dtype: precision of the parameters; under ZeRO 3 the DeepSpeed dict says the same.
         zero3_config: the DeepSpeed dict when parameters must be born partitioned (ZeRO 3), else None.
         checkpoint_activations: the JSON's activation_checkpointing section, or None for no recomputation.
     """
@@ -111,10 +112,13 @@ def build_model(
         if zero3_config is not None:
             import deepspeed
 
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=zero3_config, dtype=dtype))
+            # Not given `dtype`: on a device without fp16, DeepSpeed 0.19.8 then takes bf16 whatever was asked for
+            # (partition_parameters.py _set_dtype); from its config it takes the right one.
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=zero3_config))
         else:
             stack.enter_context(device)
         hf = _construct(config, model.attention, dtype)
+    _restore_buffers(hf, skeleton(model), device)
     hf.config.use_cache = False
     if checkpoint_activations is not None:
         _checkpoint_activations(hf, checkpoint_activations)
@@ -138,9 +142,26 @@ def _construct(config: Any, attention: str, dtype: torch.dtype) -> Any:
 
 
 def skeleton(model: ModelConfig) -> Any:
-    """The transformers model on the meta device: names and shapes, no memory."""
-    with torch.device("meta"):
+    """The transformers model with its parameters on the meta device (names and shapes) and real fp32 buffers."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
         return _construct(load_config(model), "eager", torch.float32)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _restore_buffers(hf: nn.Module, exact: nn.Module, device: torch.device) -> None:
+    """Give buffers their values back: zero.Init rounds what a constructor makes, rotary frequencies among it."""
+    values = dict(exact.named_buffers())
+    for name, buffer in hf.named_buffers():
+        buffer.data = values[name].to(device)
 
 
 def initial_weights(model: ModelConfig, seed: int, device: torch.device) -> ParameterSource:

@@ -1,0 +1,30 @@
+"""Shared fixtures: rank pools and one small prepared data folder for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.helpers.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], RankPool]]:
+    """pools(n): n ranks that are started once."""
+    made: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        return made.setdefault(world_size, RankPool(world_size))
+
+    yield pool
+    for each in made.values():
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A prepared folder: vocabulary 512, documents of unequal length."""
+    from tests.helpers.training import prepared_data
+
+    return prepared_data(tmp_path_factory.mktemp("data"))

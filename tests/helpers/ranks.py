@@ -1,0 +1,95 @@
+"""A few gloo ranks that stay alive for many cases: importing torch, DeepSpeed and transformers costs 5-10 s each."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+class RankFailed(AssertionError):
+    """A rank raised (its traceback is the message) or did not answer in time."""
+
+
+class RankPool:
+    """`world_size` processes in one process group; `run` calls a function on all of them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
+        """[result of function(*args) on rank 0, 1, ...]. The first traceback wins; after a failure the ranks are new."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(results) < self.world_size:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            for pipe in wait(waiting, timeout=max(0.0, deadline - time.monotonic())):
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    failed, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    failed, value = True, "the process died"
+                if failed:
+                    self.close()
+                    raise RankFailed(f"rank {rank} of {self.world_size}:\n{value}")
+                results[rank] = value
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(self.world_size)) - results.keys())
+                self.close()
+                raise RankFailed(f"no answer from ranks {missing} within {timeout_s} s")
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    os.environ.pop("LOCAL_SIZE", None)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames collectives that DeepSpeed calls
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((False, function(*args)))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))

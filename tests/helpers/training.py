@@ -1,0 +1,284 @@
+"""The same small training with the engine under test and with plain PyTorch in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.config.run import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ResolvedRun,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader
+from llmtrain.engine.build import DTYPES, Ranks, build_engine, join_process_group
+from llmtrain.engine.control import Agreement
+from llmtrain.engine.fragments import PARAM, fragments, owned, whole_shapes
+from llmtrain.engine.step import Stepper, learning_rate_factor
+from llmtrain.engine.weights import write_parameters
+from llmtrain.models.build import build_model, initial_weights
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+GLOBAL_BATCH = 12
+LENGTH = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: the form under test, and what it trains."""
+
+    data: str
+    stage: int = 0
+    accumulation: int = 1
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    offload: str = ""
+    """"optimizer" or "all" (parameters, too)."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """More keys of the DeepSpeed dict."""
+    model: dict[str, Any] = field(default_factory=lambda: dict(LLAMA))
+    steps: int = 20
+    clip: float = 1.0
+    lr: float = 3e-4
+
+
+def resolved_run(case: Case, world_size: int) -> ResolvedRun:
+    """As the configuration would resolve it."""
+    zero: dict[str, Any] = {"stage": case.stage}
+    if case.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if case.offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
+    clip = 0.0 if case.optimizer == "muon" else case.clip
+    config: dict[str, Any] = {
+        "train_batch_size": GLOBAL_BATCH,
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world_size // case.accumulation,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": clip,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31 - 1,
+        **case.extra,
+    }
+    if case.precision != "fp32":
+        config[case.precision] = {"enabled": True}
+    run = RunConfig(
+        deepspeed="(test)",
+        model=ModelConfig(config=dict(case.model), loss_chunk_tokens=40),
+        data=DataConfig(path=case.data, sequence_length=LENGTH),
+        optim=OptimConfig(
+            name=case.optimizer,  # type: ignore[arg-type]
+            lr=case.lr,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=0.1,
+            clip_norm=clip,
+        ),
+        schedule=ScheduleConfig(name="cosine", warmup_steps=3),
+        train=TrainConfig(
+            global_batch=GLOBAL_BATCH,
+            micro_batch=GLOBAL_BATCH // world_size // case.accumulation,
+            accumulation=case.accumulation,
+            max_steps=case.steps,
+        ),
+    )
+    return ResolvedRun(
+        run=run,
+        deepspeed=config,
+        world_size=world_size,
+        data_parallel=world_size,
+        precision=case.precision,  # type: ignore[arg-type]
+        zero_stage=case.stage,
+        offload_optimizer=bool(case.offload),
+        offload_param=case.offload == "all",
+        activation_checkpointing="activation_checkpointing" in case.extra,
+        max_steps=case.steps,
+    )
+
+
+def uneven(batch: StepBatch) -> StepBatch:
+    """The batch with sample i counted up to a length that depends on i: nothing is left equal between ranks."""
+    micros = []
+    for micro in batch.micro_batches:
+        labels = micro.labels.clone()
+        for row, index in enumerate(micro.sample_indices):
+            labels[row, 1 + (index * 7) % (LENGTH - 1) :] = -100
+        micros.append(MicroBatch(inputs=micro.inputs, labels=labels, sample_indices=micro.sample_indices))
+    counted = sum(int((m.labels >= 0).sum()) for m in micros)
+    return StepBatch(micro_batches=micros, counted_tokens=counted, first_index=batch.first_index)
+
+
+def batches(case: Case, ranks: tuple[int, int], accumulation: int, start: int = 0) -> Iterator[StepBatch]:
+    """Batches of (rank, ranks)."""
+    rank, world = ranks
+    with TrainLoader(
+        TrainData(DataConfig(path=case.data, sequence_length=LENGTH)),
+        global_batch=GLOBAL_BATCH,
+        micro_batch=GLOBAL_BATCH // world // accumulation,
+        accumulation=accumulation,
+        rank=rank,
+        data_parallel=world,
+        start_index=start * GLOBAL_BATCH,
+    ) as loader:
+        for batch in loader:
+            yield uneven(batch)
+
+
+@functools.cache
+def joined() -> Ranks:
+    """The process group of this rank, made once."""
+    return join_process_group(120.0)
+
+
+def make_engine(case: Case) -> tuple[Any, Stepper, Ranks]:
+    """An engine with the run's initial weights."""
+    ranks = joined()
+    resolved = resolved_run(case, ranks.world_size)
+    model = build_model(
+        resolved.run.model,
+        dtype=DTYPES[case.precision],
+        device=ranks.device,
+        zero3_config=resolved.deepspeed if case.stage == 3 else None,
+        checkpoint_activations=case.extra.get("activation_checkpointing"),
+    )
+    engine = build_engine(model, resolved)
+    write_parameters(engine, initial_weights(resolved.run.model, 0, torch.device("cpu")))
+    return engine, Stepper(engine, ranks), ranks
+
+
+@dataclass
+class Trace:
+    """What a training left: loss and gradient norm per step, parameters at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def train_steps(case: Case, stepper: Stepper, ranks: Ranks, first: int, last: int) -> Trace:
+    """Steps [first, last) with the engine."""
+    trace = Trace([], [])
+    source = batches(case, (ranks.rank, ranks.world_size), case.accumulation, first)
+    resolved = resolved_run(case, ranks.world_size)
+    for step in range(first, last):
+        batch = next(source)
+        total = torch.tensor([batch.counted_tokens])
+        dist.all_reduce(total, group=ranks.control)
+        agreed = Agreement(counted_tokens=int(total), stop=False, time_up=False, save=False)
+        factor = learning_rate_factor(resolved.run.schedule, step, case.steps)
+        result = stepper.step(batch, lambda agreed=agreed: agreed, factor)  # type: ignore[misc]
+        assert not result.skipped
+        trace.losses.append(stepper.global_loss(result.local_loss_sum, agreed.counted_tokens))
+        trace.norms.append(float(result.grad_norm) if result.grad_norm is not None else float("nan"))
+    source.close()  # type: ignore[attr-defined]
+    return trace
+
+
+def assembled(engine: Any, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
+    """All fp32 tensors of a kind, put together from every rank's own slices (the same result on all ranks)."""
+    mine = [(f.name, *owned(f)) for f in fragments(engine) if f.kind == kind]
+    parts: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(parts, [(n, s, v.clone()) for n, s, v in mine], group=ranks.control)
+    whole = {name: torch.full(shape, float("nan")) for name, shape in whole_shapes(engine).items()}
+    for name, start, values in (piece for part in parts for piece in part):
+        whole[name].view(-1)[start : start + values.numel()] = values
+    return whole
+
+
+def run_case(case: Case) -> Trace:
+    """All steps of a case on this rank; parameters on rank 0 only."""
+    engine, stepper, ranks = make_engine(case)
+    trace = train_steps(case, stepper, ranks, 0, case.steps)
+    parameters = assembled(engine, ranks)
+    trace.parameters = parameters if ranks.rank == 0 else {}
+    engine.destroy()
+    return trace
+
+
+def plain_pytorch(case: Case) -> Trace:
+    """The reference: transformers' model and logits, torch's AdamW, one process, one batch, fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(case.model)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    source = initial_weights(ModelConfig(config=dict(case.model)), 0, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=case.lr,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        fused=False,
+        foreach=False,
+    )
+    schedule = ScheduleConfig(name="cosine", warmup_steps=3)
+    trace = Trace([], [])
+    for step, batch in zip(range(case.steps), batches(case, (0, 1), 1), strict=False):
+        (micro,) = batch.micro_batches
+        logits = model(input_ids=micro.inputs).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = case.lr * learning_rate_factor(schedule, step, case.steps)
+        optimizer.step()
+        trace.losses.append(loss.item())
+        trace.norms.append(float(norm))
+    trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return trace
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Over all parameters; the names must be the same."""
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def prepared_data(folder: Path, documents: int = 160) -> str:
+    """A prepared folder of short synthetic documents, vocabulary 512."""
+    import random
+
+    from llmtrain.data.prepare import main
+
+    rng = random.Random(0)
+    words = ["".join(rng.choice("abcdefghij") for _ in range(rng.randint(1, 7))) for _ in range(300)]
+    source = folder / "text"
+    source.mkdir(parents=True)
+    for index in range(documents):
+        text = " ".join(rng.choice(words) for _ in range(rng.randint(20, 300)))
+        (source / f"{index:04d}.txt").write_text(text)
+    out = folder / "prepared"
+    code = main(["--source", str(source), "--out", str(out), "--vocab-size", "512", "--processes", "1"])
+    assert code == 0
+    return str(out)
+
+
+def shortened(case: Case, **changes: Any) -> Case:
+    """The case with other values."""
+    return replace(case, **changes)

@@ -1,0 +1,116 @@
+"""Save under one layout, load under the same or another one, and go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.checkpoint.load import CheckpointReader, load_checkpoint
+from llmtrain.checkpoint.save import save_checkpoint
+from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from tests.helpers.training import (
+    Case,
+    Trace,
+    assembled,
+    largest_difference,
+    make_engine,
+    resolved_run,
+    shortened,
+    train_steps,
+)
+
+HALF, END = 4, 8
+
+
+def save_in_the_middle(case: Case, folder: str) -> tuple[Trace, str]:
+    """All steps with a checkpoint after HALF; the trace covers the second half."""
+    engine, stepper, ranks = make_engine(case)
+    train_steps(case, stepper, ranks, 0, HALF)
+    state = {"optimizer_step": optimizer_step(engine), "loss_scale": loss_scale_state(engine)}
+    resolved = resolved_run(case, ranks.world_size)
+    path = save_checkpoint(engine, Path(folder), HALF, state, resolved, ranks)
+    trace = train_steps(case, stepper, ranks, HALF, END)
+    trace.parameters = assembled(engine, ranks)
+    engine.destroy()
+    return trace, str(path)
+
+
+def load_and_go_on(case: Case, path: str) -> Trace:
+    """The second half from the checkpoint, in an engine with other initial weights."""
+    import json
+
+    engine, stepper, ranks = make_engine(case)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.data.add_(1.0)
+    reader = CheckpointReader(Path(path))
+    load_checkpoint(engine, reader, json.loads((Path(path) / "trainer.json").read_text()), ranks)
+    trace = train_steps(case, stepper, ranks, HALF, END)
+    trace.parameters = assembled(engine, ranks)
+    engine.destroy()
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("world_size", "form"),
+    [
+        (w, {"stage": s, "accumulation": a})
+        for w, s, a in [(1, 0, 1), (2, 0, 3), (2, 1, 1), (2, 2, 3), (2, 3, 1), (1, 3, 3)]
+    ]
+    + [
+        (2, {"stage": 1, "precision": "bf16"}),
+        (2, {"stage": 1, "precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}),
+        (2, {"stage": 0, "precision": "bf16"}),
+        (2, {"stage": 3, "precision": "bf16"}),
+        (2, {"stage": 2, "offload": "optimizer"}),
+        (2, {"stage": 3, "offload": "all"}),
+        (2, {"stage": 0, "optimizer": "muon"}),
+        (2, {"stage": 1, "optimizer": "muon"}),
+        (2, {"stage": 3, "optimizer": "muon"}),
+    ],
+    ids=str,
+)
+def test_same_layout_goes_on_bit_for_bit(pools, small_data, tmp_path, world_size, form):
+    case = Case(data=small_data, steps=END, **form)
+    want, path = pools(world_size).run(save_in_the_middle, case, str(tmp_path))[0]
+    got = pools(world_size).run(load_and_go_on, case, path)[0]
+    assert got.losses == want.losses
+    assert got.norms == want.norms
+    for name, value in want.parameters.items():
+        assert torch.equal(got.parameters[name], value), name
+
+
+LAYOUTS = [(1, 0), (4, 1), (2, 2), (4, 3), (1, 1), (2, 3), (4, 0), (1, 2), (2, 1), (1, 3), (4, 2), (2, 0)]
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)))
+def test_another_layout_goes_on_within_rounding(pools, small_data, tmp_path, index):
+    saved_world, saved_stage = LAYOUTS[index]
+    world, stage = LAYOUTS[(index + 1) % len(LAYOUTS)]
+    case = Case(data=small_data, stage=saved_stage, steps=END)
+    want, path = pools(saved_world).run(save_in_the_middle, case, str(tmp_path))[0]
+    other = shortened(case, stage=stage, accumulation=3 if index % 2 else 1)
+    got = pools(world).run(load_and_go_on, other, path)[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-6
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((2, 1), (1, 3)), ((1, 3), (2, 2)), ((2, 0), (4, 1))])
+def test_muon_momentum_travels(pools, small_data, tmp_path, saved, loaded):
+    case = Case(data=small_data, stage=saved[1], steps=END, optimizer="muon")
+    want, path = pools(saved[0]).run(save_in_the_middle, case, str(tmp_path))[0]
+    got = pools(loaded[0]).run(load_and_go_on, shortened(case, stage=loaded[1]), path)[0]
+    # Muon's Newton-Schulz iteration runs in bf16: the order of summation shows in the third digit of an update.
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-3
+
+
+def test_precision_and_offload_travel(pools, small_data, tmp_path):
+    case = Case(data=small_data, stage=2, steps=END, precision="bf16")
+    want, path = pools(2).run(save_in_the_middle, case, str(tmp_path))[0]
+    other = shortened(case, stage=3, precision="fp32", offload="optimizer")
+    got = pools(1).run(load_and_go_on, other, path)[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-2  # bf16 against fp32
+    assert largest_difference(got.parameters, want.parameters) < 2e-3
