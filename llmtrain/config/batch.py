@@ -30,66 +30,57 @@ def solve(
     accumulation: int | None,
     data_parallel: int,
     world: str,
-    problems: Problems,
     place: str,
+    problems: Problems,
 ) -> Batch | None:
     """Fill in what is missing. Two numbers give the third.
 
-    With fewer than two the missing accumulation is 1; then global_batch gives micro_batch, and with no
-    global_batch a missing micro_batch is 1 (the first rule is DeepSpeed's own).
-    Returns None, with a problem added, when no whole numbers solve it. `world` says which world size was
-    seen and where it came from.
+    With fewer than two, a missing accumulation is 1; then global_batch gives micro_batch (as in DeepSpeed), and
+    with no global_batch a missing micro_batch is 1.
+    Returns None, with a problem added, when no whole numbers solve it. `world` tells which world size was seen
+    and where it came from, `place` where the numbers stand.
     """
-    given_global = global_batch
-    if accumulation is None and (global_batch is None or micro_batch is None):
-        accumulation = 1
     if global_batch is None:
-        micro_batch = micro_batch or 1
-        assert accumulation is not None
+        micro_batch, accumulation = micro_batch or 1, accumulation or 1
         global_batch = micro_batch * accumulation * data_parallel
-    unknown, known = "accumulation", (micro_batch or 1) * data_parallel
-    if micro_batch is None:
-        unknown, known = "micro_batch", (accumulation or 1) * data_parallel
-    found = global_batch / known
-    if micro_batch is not None and accumulation is not None:
-        if global_batch == micro_batch * accumulation * data_parallel:
-            return _batch(global_batch, micro_batch, accumulation, data_parallel)
+    elif micro_batch is not None and accumulation is not None:
         product = micro_batch * accumulation * data_parallel
-        problems.add_text(
-            "train.global_batch",
-            f"global_batch {given_global} = micro_batch {micro_batch} x accumulation {accumulation}"
-            f" x data-parallel {data_parallel} -> {product}: not equal",
-            f"global_batch = micro_batch x accumulation x data-parallel ranks; {world}",
-            f"a global_batch of {product}, or leave one of the three out",
-            place,
-        )
-        return None
-    if global_batch % known == 0:
-        solved = global_batch // known
-        return _batch(global_batch, micro_batch or solved, accumulation or solved, data_parallel)
-    left = [
-        f"global_batch {global_batch}",
-        f"micro_batch {micro_batch or '?'}",
-        f"accumulation {accumulation or '?'}",
-        f"data-parallel {data_parallel}",
-    ]
-    below, above = global_batch // known * known, (global_batch // known + 1) * known
-    choices = f"{below} or {above}" if below else f"{above}"
-    problems.add_text(
-        "train.global_batch",
-        f"{left[0]} = {' x '.join(left[1:])} -> {unknown} {found:g}: not whole",
-        f"global_batch must be a multiple of {known}; {world}",
-        f"a global_batch of {choices}, or another {'micro_batch' if unknown == 'accumulation' else 'accumulation'}",
-        place,
-    )
-    return None
-
-
-def _batch(global_batch: int, micro_batch: int, accumulation: int, data_parallel: int) -> Batch:
-    assert global_batch == micro_batch * accumulation * data_parallel
+        if global_batch != product:
+            _refuse(
+                (global_batch, micro_batch, accumulation, data_parallel),
+                f"{product}: not equal",
+                f"global_batch = micro_batch x accumulation x data-parallel ranks; {world}",
+                f"a global_batch of {product}, or leave one of the three out",
+                place,
+                problems,
+            )
+            return None
+    else:
+        if micro_batch is None and accumulation is None:
+            accumulation = 1
+        unknown, other = ("micro_batch", "accumulation") if micro_batch is None else ("accumulation", "micro_batch")
+        step = (micro_batch or accumulation or 1) * data_parallel
+        solved, rest = divmod(global_batch, step)
+        if rest:
+            choices = f"{solved * step} or {(solved + 1) * step}" if solved else str(step)
+            _refuse(
+                (global_batch, micro_batch, accumulation, data_parallel),
+                f"{unknown} {global_batch / step:g}: not whole",
+                f"global_batch must be a multiple of {step}; {world}",
+                f"a global_batch of {choices}, or another {other}",
+                place,
+                problems,
+            )
+            return None
+        micro_batch, accumulation = micro_batch or solved, accumulation or solved
     return Batch(
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        data_parallel=data_parallel,
+        global_batch=global_batch, micro_batch=micro_batch, accumulation=accumulation, data_parallel=data_parallel
     )
+
+
+def _refuse(
+    numbers: tuple[int | None, ...], outcome: str, rule: str, remedy: str, place: str, problems: Problems
+) -> None:
+    whole, micro, accumulation, ranks = ("?" if number is None else number for number in numbers)
+    equation = f"global_batch {whole} = micro_batch {micro} x accumulation {accumulation} x data-parallel {ranks}"
+    problems.add_text("train.global_batch", f"{equation} -> {outcome}", rule, remedy, place)

@@ -62,7 +62,7 @@ def read_facts(tree: dict[str, Any], path: str, compile_layers: bool, problems: 
         for name, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param"))
     }
     mix = Mix(
-        zero_stage=int(zero.get("stage", 0)),
+        zero_stage=int(zero.get("stage") or 0),
         fp16=fp16,
         bf16=bf16,
         offload_optimizer=offload["optimizer"],

@@ -44,7 +44,7 @@ def read(path: str) -> dict[str, Any]:
             "deepspeed", path, f"no such file (looked from {Path.cwd()})",
             "give the path of a DeepSpeed JSON; ds_configs/ holds ready ones",
         ) from None  # fmt: skip
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the path
         raise stop("deepspeed", path, f"cannot be read: {error}", "give the path of a DeepSpeed JSON") from None
     try:
         tree = hjson.loads(text, object_pairs_hook=unique) if text.strip() else None
@@ -129,7 +129,7 @@ def _home_of(key: str, known: ds_keys.Section, prefix: str) -> str | None:
 
 
 def _lint_value(dotted: str, value: Any, kind: Any, path: str, problems: Problems) -> None:
-    if value is None or value == "auto" or kind == "any":
+    if value is None or kind == "any" or (value == "auto" and kind != "dict"):
         return
     if isinstance(kind, dict):
         if isinstance(value, dict):

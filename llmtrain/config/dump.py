@@ -18,7 +18,8 @@ class _Dumper(yaml.SafeDumper):
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
     # PyYAML leaves `1e-3` unquoted, as YAML 1.1 has it for a string; our reader would make a number of it.
-    style = None if isinstance(plain_scalar(value), str) else '"'
+    # A character that YAML takes for a line break (U+0085) survives in double quotes only.
+    style = None if value.isprintable() and isinstance(plain_scalar(value), str) else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 

@@ -150,8 +150,17 @@ def _check_optimizer_params(run: RunConfig, tree: dict[str, Any], places: Places
             problems.add(key, value, "no such parameter of AdamW or Muon", remedy, run.deepspeed)
 
 
-# DeepSpeed scheduler -> our schedule, and its parameters in our words.
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {  # deepspeed/runtime/lr_schedules.py
+    "WarmupLR": {"warmup_min_lr": 0, "warmup_num_steps": 1000, "warmup_type": "log"},
+    "WarmupDecayLR": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},
+    "WarmupCosineLR": {
+        "warmup_min_ratio": 0,
+        "warmup_num_steps": 1000,
+        "cos_min_ratio": 1e-4,
+        "warmup_type": "log",
+    },
+}
 
 
 def check_scheduler(
@@ -159,38 +168,44 @@ def check_scheduler(
 ) -> list[str]:
     """A `scheduler` section must say what the YAML's `schedule` says. Returns notes.
 
-    `run` is joined (optim.lr is known). A section whose parameters are all "auto" agrees with any schedule.
+    `run` is joined (optim.lr is known). A section whose parameters are all "auto" agrees with any schedule; once
+    one is concrete, those that are missing count with DeepSpeed's defaults.
     """
     section = tree.get("scheduler")
     if not isinstance(section, dict):
         return []
-    path, kind = run.deepspeed, section.get("type")
-    params = {k: v for k, v in (section.get("params") or {}).items() if v != "auto"}
+    path, kind, params = run.deepspeed, section.get("type"), section.get("params") or {}
     if kind not in _SCHEDULERS:
-        problems.add(
-            "scheduler.type", kind, f"llmtrain understands {', '.join(_SCHEDULERS)}",
-            "remove the scheduler section and set `schedule` in the YAML", path,
-        )  # fmt: skip
+        remedy = "remove the scheduler section and set `schedule` in the YAML"
+        problems.add("scheduler.type", kind, f"llmtrain understands {', '.join(_SCHEDULERS)}", remedy, path)
         return []
-    if not params:
+    if all(value == "auto" for value in params.values()):
         return [f"{path}: scheduler {kind} is all auto; the YAML's schedule ({run.schedule.name}) decides"]
-    warmup_min = params.get("warmup_min_lr", params.get("warmup_min_ratio", 0))
-    expected: list[tuple[str, Any, str, Any]] = [
-        ("schedule.name", run.schedule.name, "scheduler.type", _SCHEDULERS[kind]),
-        ("schedule.warmup_steps", run.schedule.warmup_steps, "scheduler.params.warmup_num_steps",
-         params.get("warmup_num_steps", run.schedule.warmup_steps)),
-        ("optim.lr", run.optim.lr, "scheduler.params.warmup_max_lr", params.get("warmup_max_lr", run.optim.lr)),
-        ("train.max_steps", max_steps, "scheduler.params.total_num_steps", params.get("total_num_steps", max_steps)),
-        ("schedule (its warm-up starts at)", 0, "scheduler.params.warmup_min_lr", warmup_min),
-        ("schedule (its warm-up is)", "linear", "scheduler.params.warmup_type", params.get("warmup_type", "log")),
-    ]  # fmt: skip
-    if kind == "WarmupDecayLR":
-        expected.append(("schedule.min_ratio", run.schedule.min_ratio, f"the end of {kind}", 0))
-    if kind == "WarmupCosineLR":
-        floor = params.get("cos_min_ratio", 1e-4)
-        expected.append(("schedule.min_ratio", run.schedule.min_ratio, "scheduler.params.cos_min_ratio", floor))
-    for yaml_key, ours, json_key, theirs in expected:
-        if ours != theirs and yaml_key not in problems:
-            place = places.get(yaml_key, "the YAML or its default")
-            differ(problems, yaml_key, ours, place, json_key, theirs, path)
+    schedule = run.schedule
+    if schedule.name != _SCHEDULERS[kind]:
+        place = places.get("schedule.name", "the YAML or its default")
+        meant = f"{kind}, which is {_SCHEDULERS[kind]}"
+        differ(problems, "schedule.name", schedule.name, place, "scheduler.type", meant, path)
+    ours: dict[str, tuple[str, Any]] = {
+        "warmup_num_steps": ("schedule.warmup_steps", schedule.warmup_steps),
+        "warmup_max_lr": ("optim.lr", run.optim.lr),
+        "total_num_steps": ("train.max_steps", max_steps),
+        "cos_min_ratio": ("schedule.min_ratio", schedule.min_ratio),
+        "warmup_min_lr": ("the warm-up's first lr", 0),
+        "warmup_min_ratio": ("the warm-up's first ratio", 0),
+        "warmup_type": ("the warm-up's shape", "linear"),
+    }
+    for name, theirs in {**_SCHEDULER_DEFAULTS[kind], **params}.items():
+        json_key = f"scheduler.params.{name}" if name in params else f"scheduler.params.{name} by default"
+        if name not in ours:
+            near = closest(name, ours)
+            problems.add(
+                json_key, theirs, f"no parameter of {kind}", f"did you mean {near}?" if near else "remove it", path
+            )
+        elif theirs not in ("auto", ours[name][1]):
+            place = places.get(ours[name][0], "the YAML or its default")
+            differ(problems, ours[name][0], ours[name][1], place, json_key, theirs, path)
+    if kind == "WarmupDecayLR" and schedule.min_ratio != 0:
+        place = places.get("schedule.min_ratio", "the YAML's default")
+        differ(problems, "schedule.min_ratio", schedule.min_ratio, place, f"the end of {kind}", 0, path)
     return [f"{path}: scheduler {kind} agrees with the YAML's schedule, which decides"]

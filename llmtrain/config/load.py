@@ -7,7 +7,6 @@ imports a `class_path` before it checks it, so everything else is refused here f
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -56,14 +55,11 @@ class Parsed:
     places: dict[str, str]
 
 
-def load(argv: list[str], world_size: int, world_size_source: str | None = None) -> ResolvedRun:
+def load(argv: list[str], world_size: int, world_size_source: str = "WORLD_SIZE") -> ResolvedRun:
     """`parse` and `resolve` in one: what the training process calls.
 
     Raises: ConfigError.
     """
-    if world_size_source is None:
-        started = "WORLD_SIZE" in os.environ
-        world_size_source = "WORLD_SIZE, set by the launcher" if started else "no launcher set WORLD_SIZE"
     parsed = parse(argv)
     return resolve(parsed.run, world_size, world_size_source, places=parsed.places)
 
@@ -132,7 +128,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     except FileNotFoundError:
         rule = f"no such file (looked from {Path.cwd()})"
         raise stop("--config", path, rule, "give the path of a run's YAML; see launch/recipes") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the path
         raise stop("--config", path, f"cannot be read: {error}", "give the path of a run's YAML") from None
     document = strict_yaml.parse(text, path)
     tree = {} if document.tree is None else document.tree
@@ -215,6 +211,9 @@ def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], probl
                              places.get(key))  # fmt: skip
         elif key not in known:
             _unknown(key, value, places.get(key), problems)
+        elif value is None and type(None) not in (known[key], *get_args(known[key])) and key != "deepspeed":
+            words = type_name(known[key])  # jsonargparse would let it pass
+            problems.add(key, None, f"must be {words}", "remove the line for the default", places.get(key))
         elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)):
             problems.add(key, value, *_type_words(key, value), places.get(key))
     if not prefix and tree.get("deepspeed") is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from llmtrain.config import ds_json, rules
 from llmtrain.config.batch import Batch, solve
@@ -35,16 +36,13 @@ def resolve(
     places = {**places, **origin}
     rules.check_values(run, places, problems)
     facts = read_facts(tree, path, run.model.compile_layers, problems)
-    if (declared := tree.get("data_parallel_size")) not in (None, "auto", world_size):
-        rule = f"the data-parallel degree is {world_size}: {_world(world_size, world_size_source)}"
-        problems.add("data_parallel_size", declared, rule, "remove it: the launcher decides it", path)
+    _check_declared_ranks(tree, path, world_size, world_size_source, problems)
     problems.raise_if_any()
 
-    train = run.train
     batch = solve(
-        global_batch=train.global_batch,
-        micro_batch=train.micro_batch,
-        accumulation=train.accumulation,
+        global_batch=run.train.global_batch,
+        micro_batch=run.train.micro_batch,
+        accumulation=run.train.accumulation,
         data_parallel=world_size,  # until there are other degrees, see topology.py
         world=_world(world_size, world_size_source),
         problems=problems,
@@ -94,6 +92,12 @@ def _fill_in(run: RunConfig, batch: Batch, max_steps: int | None) -> RunConfig:
         accumulation=batch.accumulation,
     )
     return replace(run, schedule=schedule, train=train)
+
+
+def _check_declared_ranks(tree: dict[str, Any], path: str, world_size: int, source: str, problems: Problems) -> None:
+    if (declared := tree.get("data_parallel_size")) not in (None, "auto", world_size):
+        rule = f"the data-parallel degree is {world_size}: {_world(world_size, source)}"
+        problems.add("data_parallel_size", declared, rule, "remove it: the launcher decides it", path)
 
 
 def _world(world_size: int, source: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -146,7 +147,8 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
 
 
 def _exists(key: str, path: str, remedy: str, places: Places, problems: Problems) -> bool:
-    if Path(path).exists():
+    # os.path, because Path.exists raises for a name that is too long
+    if os.path.exists(path):
         return True
     problems.add(key, path, f"no such file or folder (looked from {Path.cwd()})", remedy, places.get(key))
     return False
@@ -155,7 +157,7 @@ def _exists(key: str, path: str, remedy: str, places: Places, problems: Problems
 def _read_manifest(key: str, path: str, place: str | None, problems: Problems) -> dict[str, Any] | None:
     remedy = f"make it with `llmtrain prepare --out {path} ...`, or correct the path"
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(path):
         problems.add(key, path, f"no such folder (looked from {Path.cwd()})", remedy, place)
         return None
     if not (folder / "manifest.json").is_file():

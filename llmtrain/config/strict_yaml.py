@@ -17,7 +17,7 @@ from llmtrain.config.problems import stop
 from llmtrain.errors import ConfigError
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_INT = re.compile(r"[-+]?[0-9][0-9_]*")
+_INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}")  # longer ones become floats: int() refuses 4,300 digits
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
 _WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
 _MAX_DEPTH = 20

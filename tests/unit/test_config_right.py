@@ -156,7 +156,7 @@ def test_wsd_decays_over_a_tenth(here: Path) -> None:
 
 def test_a_scheduler_section_that_agrees(here: Path) -> None:
     run = {"schedule": {"name": "linear", "warmup_steps": 10, "min_ratio": 0.0}, "optim": {"lr": 1e-3}}
-    params = {"total_num_steps": 100, "warmup_num_steps": 10, "warmup_max_lr": 1e-3, "warmup_type": "linear"}
+    params = {"total_num_steps": 100, "warmup_num_steps": "auto", "warmup_max_lr": 1e-3, "warmup_type": "linear"}
     resolved = loaded(here, run, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
     assert "scheduler" not in resolved.deepspeed
     assert any("agrees" in note for note in resolved.notes)

@@ -49,6 +49,11 @@ CASES = [
     Wrong("word not in the list", ('"ofline"', "did you mean offline?"), {"tracking": {"wandb": "ofline"}}),
     Wrong("one beta", ("optim.betas = [0.9]", "write a list of 2 numbers"), {"optim": {"betas": [0.9]}}),
     Wrong("map for text", ("tracking.name = {", "write text"), {"tracking": {"name": {"class_path": "os.system"}}}),
+    Wrong(
+        "null for a number",
+        ("train.seed = null", "must be a whole number", "remove the line"),
+        {"train": {"seed": None}},
+    ),
     # YAML itself
     Wrong("duplicate key", ("optim.lr = 2", "line 5", "line 4", "keep one"), f"{YAML}optim:\n  lr: 1\n  lr: 2\n"),
     Wrong("broken YAML", ("not valid YAML", "line 4", "indentation"), f"{YAML}optim:\n  lr: [1\n"),
@@ -256,6 +261,18 @@ CASES = [
         "scheduler unknown",
         ('scheduler.type = "OneCycle"', "set `schedule` in the YAML"),
         ds={"scheduler": {"type": "OneCycle"}},
+    ),
+    Wrong(
+        "scheduler by its default",
+        ("the warm-up's shape", 'scheduler.params.warmup_type by default = "log"', "remove one"),
+        {"schedule": {"name": "constant", "warmup_steps": 20}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}},
+    ),
+    Wrong(
+        "scheduler parameter unknown",
+        ("scheduler.params.warmup_steps = 20", "did you mean warmup_num_steps?"),
+        {"schedule": {"name": "constant"}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 20, "warmup_num_steps": "auto"}}},
     ),
     Wrong(
         "scheduler differs",
