@@ -86,7 +86,7 @@ def python(code: str, *argv: str, **environment: str) -> subprocess.CompletedPro
 
 
 TWO_LAUNCHES = """
-    import os, sys, psutil
+    import os, sys, time, psutil
     from llmtrain.config.run import TrackingConfig
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.tracking.environment import describe_environment, write_environment
@@ -104,6 +104,7 @@ TWO_LAUNCHES = """
         me = psutil.Process()
         for process in (me, *me.children(recursive=True)):
             assert os.environ["WANDB_API_KEY"] not in " ".join(process.cmdline())
+        time.sleep(0.6)  # a run shorter than the start of W&B's system monitor leaves the monitor's socket
         tracker.close(status)
         assert not me.children(), me.children()
 """
@@ -221,7 +222,9 @@ def test_a_dead_wandb_core_is_said_once_and_leaves_no_traceback(tmp_path):
             sink.log({"step": step})
         sink.close(exit_code=0, timeout_s=10)
     """
-    done = python(code, str(tmp_path))
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    done = python(code, str(tmp_path / "run"), TMPDIR=str(temporary))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("warning: W&B") == 1
     assert "Traceback" not in done.stderr

@@ -118,6 +118,7 @@ def test_a_resume_from_an_older_step_appends_to_the_same_run(tmp_path, mode):
             "WANDB_API_KEY": "a" * 40,
             "WANDB_BASE_URL": server.url,
             "WANDB_ERROR_REPORTING": "false",
+            "TMPDIR": str(tmp_path),
         }
         options: dict[str, Any] = {
             "cwd": ROOT,
