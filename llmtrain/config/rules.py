@@ -155,7 +155,7 @@ def _exists(key: str, path: str, remedy: str, places: Places, problems: Problems
 
 
 def _read_manifest(key: str, path: str, place: str | None, problems: Problems) -> dict[str, Any] | None:
-    remedy = f"make it with `llmtrain prepare --out {path} ...`, or correct the path"
+    remedy = f"make it with `llmtrain prepare --source FILES --out {path}`, or correct the path"
     folder = Path(path)
     if not os.path.isdir(path):
         problems.add(key, path, f"no such folder (looked from {Path.cwd()})", remedy, place)

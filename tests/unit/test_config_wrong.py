@@ -91,7 +91,7 @@ CASES = [
     Wrong("two data sources", ("data.path", "given twice", "exactly one"), {"data": {"mixture": {"data/x": 1}}}),
     Wrong(
         "no such data",
-        ('data.path = "data/y"', "looked from", "llmtrain prepare --out data/y"),
+        ('data.path = "data/y"', "looked from", "llmtrain prepare --source FILES --out data/y"),
         {"data": {"path": "data/y"}},
     ),
     Wrong(
@@ -104,7 +104,7 @@ CASES = [
     ),
     Wrong(
         "missing folder in a mixture",
-        ('data.mixture.d/z = "d/z"', "no such folder", "llmtrain prepare --out d/z"),
+        ('data.mixture.d/z = "d/z"', "no such folder", "llmtrain prepare --source FILES --out d/z"),
         {"data": {"path": ..., "mixture": {"d/z": 1}}},
     ),
     Wrong(
