@@ -147,7 +147,7 @@ def skeleton(model: ModelConfig) -> Any:
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None:
+        if parameter is not None and not parameter.is_meta:  # a tied parameter must stay the same object
             module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
