@@ -84,6 +84,7 @@ def refresh(engine: Any) -> None:
     """Make the parameters that the forward pass reads equal to the (rounded) fp32 masters."""
     optimizer = engine.optimizer
     if _is_zero3(engine):
+        optimizer._partition_all_parameters()  # what is gathered now would be taken for up to date below
         for index in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
         # Small parameters stay gathered between steps: the partitions alone would leave them as they were.

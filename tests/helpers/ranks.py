@@ -26,7 +26,7 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-        """[result of function(*args) on rank 0, 1, ...]. The first traceback wins; after a failure the ranks are new."""
+        """[result of function(*args) on rank 0, 1, ...]. The first traceback wins; then the ranks start anew."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:

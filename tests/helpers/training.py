@@ -69,6 +69,8 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
         zero["offload_optimizer"] = {"device": "cpu"}
     if case.offload == "all":
         zero["offload_param"] = {"device": "cpu"}
+    if case.optimizer == "muon" and case.stage == 3:
+        zero["reduce_scatter"] = False
     clip = 0.0 if case.optimizer == "muon" else case.clip
     config: dict[str, Any] = {
         "train_batch_size": GLOBAL_BATCH,

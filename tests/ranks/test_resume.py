@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def load_and_go_on(case: Case, path: str) -> Trace:
         (2, {"stage": 1, "optimizer": "muon"}),
         (2, {"stage": 3, "optimizer": "muon"}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, int) else "-".join(str(v) for v in value.values()),
 )
 def test_same_layout_goes_on_bit_for_bit(pools, small_data, tmp_path, world_size, form):
     case = Case(data=small_data, steps=END, **form)
