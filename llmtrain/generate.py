@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.hf import export_hf
@@ -15,9 +16,11 @@ def generate(folder: Path, prompt: str, *, max_tokens: int, temperature: float, 
     """The prompt and at most `max_tokens` more tokens. `folder`: a Hugging Face folder; temperature 0 is greedy."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).eval()
     tokens = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt").to(device)
@@ -29,7 +32,7 @@ def generate(folder: Path, prompt: str, *, max_tokens: int, temperature: float, 
         max_new_tokens=max_tokens,
         **sampling,
     )
-    return tokenizer.decode(out[0], skip_special_tokens=True)
+    return str(tokenizer.decode(out[0], skip_special_tokens=True))
 
 
 def _hf_folder(path: Path, scratch: Path) -> Path:

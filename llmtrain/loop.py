@@ -39,7 +39,7 @@ from llmtrain.finish import finish
 from llmtrain.models.build import build_model, facts, initial_weights
 from llmtrain.tracking.environment import describe_environment, versions, write_environment
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity
-from llmtrain.tracking.tracker import Tracker
+from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.tracking.wandb_sink import new_run_id
 
 
@@ -341,7 +341,7 @@ def train(resolved: ResolvedRun) -> int:
             enabled=ranks.rank == 0,
             start_step=training.position.step,
         )
-        status: str = "failed"
+        status: Status = "failed"
         try:
             _announce(training, tracker, lines)
             complete = training.loop(tracker)

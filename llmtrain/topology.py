@@ -16,6 +16,10 @@ class Mix:
     offload_optimizer: bool = False
     offload_param: bool = False
     compile_layers: bool = False
+    muon: bool = False
+    clip_norm: float = 0.0
+    reduce_scatter: bool = False
+    fp32_accumulation: bool = False
     pipeline_stages: int = 1
     tensor_parallel: int = 1
     sequence_parallel: int = 1
@@ -58,6 +62,30 @@ RULES: tuple[Rule, ...] = (
         broken=lambda m: m.compile_layers and m.zero_stage == 3,
         reason="ZeRO 3 gathers parameters in hooks that torch.compile breaks into small graphs",
         remedy="set model.compile_layers to false, or use ZeRO 1 or 2",
+    ),
+    Rule(
+        keys=("optim.name", "optim.clip_norm"),
+        broken=lambda m: m.muon and m.clip_norm > 0,
+        reason="Muon's update has a norm of its own, and DeepSpeed's ZeRO would clip that norm, not the gradient's",
+        remedy="set optim.clip_norm to 0 (Muon does not need it), or use adamw",
+    ),
+    Rule(
+        keys=("optim.name", "zero_optimization.offload_optimizer.device"),
+        broken=lambda m: m.muon and m.offload_optimizer,
+        reason="Muon orthogonalises whole matrices, which is the device's work",
+        remedy="remove offload_optimizer, or use adamw",
+    ),
+    Rule(
+        keys=("optim.name", "zero_optimization.reduce_scatter"),
+        broken=lambda m: m.muon and m.zero_stage == 3 and m.reduce_scatter,
+        reason="Muon needs whole gradients, and ZeRO 3 would scatter them",
+        remedy="set zero_optimization.reduce_scatter to false, or remove it",
+    ),
+    Rule(
+        keys=("optim.name", "data_types.grad_accum_dtype"),
+        broken=lambda m: m.muon and m.bf16 and m.zero_stage == 1 and m.fp32_accumulation,
+        reason="DeepSpeed then keeps Muon's momentum in another optimizer, which checkpoints cannot read yet",
+        remedy="remove data_types, or use ZeRO 2, or adamw",
     ),
     Rule(
         keys=("pipeline.stages", "zero_optimization.stage"),

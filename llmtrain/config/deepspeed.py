@@ -13,6 +13,7 @@ from llmtrain.config import ds_keys
 from llmtrain.config.batch import Batch
 from llmtrain.config.ds_json import lookup
 from llmtrain.config.problems import Problems, show, stop
+from llmtrain.config.run import RunConfig
 from llmtrain.errors import ConfigError
 from llmtrain.topology import Mix, clashes
 
@@ -45,7 +46,7 @@ class Facts:
     notes: tuple[str, ...]
 
 
-def read_facts(tree: dict[str, Any], path: str, compile_layers: bool, problems: Problems) -> Facts:
+def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Problems) -> Facts:
     """Resolve every "auto" that is not shared with the YAML, and refuse illegal mixes."""
     tree = copy.deepcopy(tree)
     notes: list[str] = []
@@ -67,15 +68,22 @@ def read_facts(tree: dict[str, Any], path: str, compile_layers: bool, problems: 
         bf16=bf16,
         offload_optimizer=offload["optimizer"],
         offload_param=offload["param"],
-        compile_layers=compile_layers,
+        compile_layers=run.model.compile_layers,
+        muon=run.optim.name == "muon",
+        clip_norm=run.optim.clip_norm or 0.0,
+        reduce_scatter=bool(zero.get("reduce_scatter")),
+        fp32_accumulation=lookup(tree, "data_types.grad_accum_dtype") == "fp32",
         pipeline_stages=_degree(tree, "pipeline.stages"),
         tensor_parallel=_degree(tree, "tensor_parallel.autotp_size"),
         sequence_parallel=_degree(tree, "sequence_parallel_size"),
         expert_parallel=_degree(tree, "expert_parallel.autoep_size"),
     )
+    if mix.muon and mix.zero_stage == 3:
+        tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default of true is refused with Muon
     for rule in clashes(mix):
-        values = {key: lookup(tree, key) for key in rule.keys}
-        values["model.compile_layers"] = compile_layers
+        values: dict[str, Any] = {key: lookup(tree, key) for key in rule.keys}
+        values |= {"model.compile_layers": run.model.compile_layers, "optim.name": run.optim.name}
+        values["optim.clip_norm"] = run.optim.clip_norm
         what = " with ".join(f"{key} = {show(values[key])}" for key in rule.keys)
         if rule.keys[0] not in problems:
             problems.add_text(rule.keys[0], what, rule.reason, rule.remedy, path)

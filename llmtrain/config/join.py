@@ -76,7 +76,9 @@ def join_values(
             origin[yaml_key] = f"{path}, {json_key}"
         value = ours if ours is not None else theirs
         values[section][name] = DEFAULTS.get(yaml_key) if value is None else value
-    values["optim"]["name"] = _join_name(run, tree, places, problems)
+    name = values["optim"]["name"] = _join_name(run, tree, places, problems)
+    if name == "muon" and "optim.clip_norm" not in origin and run.optim.clip_norm is None:
+        values["optim"]["clip_norm"] = 0.0  # see topology.py
     _check_optimizer_params(run, tree, places, problems)
     run = replace(run, optim=replace(run.optim, **values["optim"]), train=replace(run.train, **values["train"]))
     return run, origin

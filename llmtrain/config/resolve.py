@@ -35,7 +35,7 @@ def resolve(
     run, origin = join_values(run, tree, places, problems)
     places = {**places, **origin}
     rules.check_values(run, places, problems)
-    facts = read_facts(tree, path, run.model.compile_layers, problems)
+    facts = read_facts(tree, path, run, problems)
     _check_declared_ranks(tree, path, world_size, world_size_source, problems)
     problems.raise_if_any()
 

@@ -62,7 +62,7 @@ class OptimConfig:
     weight_decay: float | None = None
     """Decoupled weight decay of matrices. Default 0.1, or from the JSON."""
     clip_norm: float | None = None
-    """Largest global gradient norm; 0 turns clipping off. Default 1.0, or from the JSON (gradient_clipping)."""
+    """Largest global gradient norm; 0 = no clipping. Default 1.0 (Muon: 0), or from the JSON (gradient_clipping)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,4 +191,4 @@ def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
         plain_step()
 
-    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.step = step  # type: ignore[method-assign, assignment]

@@ -128,7 +128,7 @@ def together(ranks: Ranks) -> Iterator[None]:
         mine = (str(error), error.exit_code)
     errors: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(errors, mine, group=ranks.control)
-    for rank, error in enumerate(errors):
-        if error is not None:
+    for rank, met in enumerate(errors):
+        if met is not None:
             where = f"rank {rank}: " if rank > 0 else ""
-            raise AgreedError(f"{where}{error[0]}", error[1])
+            raise AgreedError(f"{where}{met[0]}", met[1])

@@ -44,7 +44,7 @@ class LanguageModel(nn.Module):
         if not isinstance(head, nn.Linear):
             raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(head).__name__}).")
         # The loss must run inside the head's own forward: ZeRO 3 has the head's weight only there.
-        head.forward = types.MethodType(_head_forward, head)
+        head.forward = types.MethodType(_head_forward, head)  # type: ignore[method-assign]
 
     def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """inputs [B, T], labels [B, T] already shifted (IGNORE = not counted) -> summed loss, fp32 scalar, in nats."""

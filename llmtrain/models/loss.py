@@ -46,7 +46,7 @@ class _ChunkedNLL(torch.autograd.Function):
     """Sum over counted tokens of -log p(label); inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N]."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, chunk, form):  # type: ignore[no-untyped-def, override]
+    def forward(ctx, hidden, weight, bias, labels, chunk, form):
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
@@ -84,7 +84,7 @@ class _ChunkedNLL(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_output):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad_output):
         hidden, weight, bias, dtype = ctx.grads
         ctx.grads = None
         # The factor carries the loss scale of fp16: multiply in fp32 before the result is narrowed.

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -84,7 +84,7 @@ class RandomSource:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             module.apply(self._model._init_weights)  # type: ignore[arg-type]
-        values = {f"{block}.{name}" if block else name: p for name, p in module.named_parameters()}
+        values: dict[str, Tensor] = {f"{block}.{name}" if block else name: p for name, p in module.named_parameters()}
         for name, value in values.items():
             if name in self._shapes and bool(torch.isnan(value).any()):
                 raise ModelError(
@@ -121,9 +121,9 @@ class SafetensorsSource:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._file_of: dict[str, Path] = {}
-        self._open: dict[Path, object] = {}
+        self._open: dict[Path, Any] = {}
         for file in self._files():
-            for name in self._handle(file).keys():  # type: ignore[attr-defined]  # noqa: SIM118
+            for name in self._handle(file).keys():  # noqa: SIM118
                 self._file_of[name] = file
 
     def order(self) -> list[str]:
@@ -142,8 +142,8 @@ class SafetensorsSource:
         first, last = start // row, -(-stop // row)
         return view[first:last].reshape(-1)[start - first * row : stop - first * row]
 
-    def _slice(self, name: str):  # type: ignore[no-untyped-def]
-        return self._handle(self._file_of[name]).get_slice(name)  # type: ignore[attr-defined]
+    def _slice(self, name: str) -> Any:
+        return self._handle(self._file_of[name]).get_slice(name)
 
     def _files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"
@@ -165,7 +165,7 @@ class SafetensorsSource:
                 raise ModelError(f"model.pretrained: {index} names {name!r}, which is no file in {self.folder}.")
         return sorted(self.folder / name for name in names)
 
-    def _handle(self, file: Path):  # type: ignore[no-untyped-def]
+    def _handle(self, file: Path) -> Any:
         if file not in self._open:
             try:
                 self._open[file] = safe_open(file, framework="pt")

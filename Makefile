@@ -1,0 +1,50 @@
+# Two commands: `make train` and `make test`. Both make .venv first, from constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SLOTS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: train test lint install gpu-check clean
+
+# torch goes first and alone: with its version there, pip fetches no other build of it.
+$(VENV)/.run: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q 'torch>=2.11,<2.14' -c constraints.txt
+	$(BIN)/python -m pip install -q setuptools
+	$(BIN)/python -m pip install -q --no-build-isolation -e . -c constraints.txt
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/python -m pip install -q --no-build-isolation -e '.[dev]' -c constraints.txt
+	touch $@
+
+install: $(VENV)/.dev
+
+launch/hostfile.local:
+	echo "localhost slots=$(if $(filter-out 0,$(SLOTS)),$(SLOTS),2)" > $@
+
+data/stdlib/manifest.json: | $(VENV)/.run
+	$(BIN)/llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib
+
+# The hostfile names this machine only, so the launcher needs neither ssh nor a look-up of its address.
+train: $(VENV)/.run launch/hostfile.local data/stdlib/manifest.json
+	deepspeed --hostfile launch/hostfile.local --no_ssh_check --master_addr 127.0.0.1 \
+	  --master_port $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])') \
+	  launch/train.py --config launch/recipes/quickstart.yaml
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+gpu-check:
+	tools/gpu_check.sh
+
+clean:
+	rm -rf $(VENV) build *.egg-info launch/hostfile.local
