@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ def join_process_group(timeout_s: float) -> Ranks:
             local = int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
         device = torch.device("cpu")
+        _keep_freed_memory()
     else:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
         device = torch.device(accelerator.current_device_name())
@@ -59,6 +61,18 @@ def join_process_group(timeout_s: float) -> Ranks:
         )
     control = dist.new_group(backend="gloo", timeout=timeout)
     return Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, control=control)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what is freed: by default each step maps its large tensors anew, and the kernel zeroes every page.
+
+    Measured on a 6 M model with ZeRO 1: 5,660 page faults a step without it, 1 with it.
+    """
+    mmap_max, trim_threshold = -4, -1  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, -1)
 
 
 def apply_group_timeout(timeout_s: float) -> None:

@@ -56,18 +56,21 @@ class _ChunkedNLL(torch.autograd.Function):
         for low in range(0, hidden.shape[0], chunk):
             rows = slice(low, low + chunk)
             hidden_CH, label_C = hidden[rows], labels[rows]
-            counted_C = label_C != IGNORE
             target_C1 = label_C.clamp(min=0).unsqueeze(1)
+            factor_C1 = (label_C != IGNORE).float().unsqueeze(1)
             logits_CV = form.apply(F.linear(hidden_CH, weight, bias).float())
-            lse_C = torch.logsumexp(logits_CV, dim=1)
-            nll_C = lse_C - logits_CV.gather(1, target_C1).squeeze(1)
-            total += torch.where(counted_C, nll_C, 0.0).sum()
+            slope_CV = None if form.softcap is None else 1.0 - (logits_CV / form.softcap).square()
+            # One exponential serves the loss and its gradient, and every pass is in place: log_softmax or logsumexp
+            # would need a second [C, V] and a second exponential.
+            logits_CV.sub_(logits_CV.amax(1, keepdim=True))
+            chosen_C1 = logits_CV.gather(1, target_C1)
+            exp_CV = logits_CV.exp_()
+            sum_C1 = exp_CV.sum(1, keepdim=True)
+            total += torch.where(factor_C1 > 0, sum_C1.log() - chosen_C1, 0.0).sum()
             if grad_hidden is None and grad_weight is None:
                 continue
-            slope_CV = None if form.softcap is None else 1.0 - (logits_CV / form.softcap).square()
-            grad_CV = logits_CV.sub_(lse_C.unsqueeze(1)).exp_()
-            grad_CV.scatter_add_(1, target_C1, torch.full_like(target_C1, -1, dtype=torch.float32))
-            grad_CV.mul_(counted_C.unsqueeze(1) * form.scale)
+            factor_C1 *= form.scale
+            grad_CV = exp_CV.mul_(factor_C1 / sum_C1).scatter_add_(1, target_C1, -factor_C1)
             if slope_CV is not None:
                 grad_CV.mul_(slope_CV)
             if grad_bias is not None:
