@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
@@ -48,8 +51,26 @@ class LanguageModel(nn.Module):
 
     def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """inputs [B, T], labels [B, T] already shifted (IGNORE = not counted) -> summed loss, fp32 scalar, in nats."""
-        hidden_BTH = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
+        with _one_sequence_a_row():
+            hidden_BTH = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
         return self.hf.get_output_embeddings()(hidden_BTH, labels, self._chunk, self._form)  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def _one_sequence_a_row() -> Iterator[None]:
+    """Tell transformers that no row holds several sequences with positions of their own.
+
+    It looks for them in every forward pass and waits for the device to know (masking_utils.py,
+    find_packed_sequence_indices): the GPU then idles while the host queues the next kernels.
+    """
+    from transformers import masking_utils
+
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
 
 
 def _head_forward(
@@ -138,7 +159,10 @@ def _construct(config: Any, attention: str, dtype: torch.dtype) -> Any:
         hf.tie_weights()
         return hf
     except (ValueError, ImportError, KeyError) as error:
-        raise ModelError(f"model: transformers cannot build a causal language model of it: {error}") from error
+        raise ModelError(
+            f"model.attention {attention}: transformers cannot build this causal language model: {error} "
+            "If it is the attention, set model.attention to eager."
+        ) from error
 
 
 def skeleton(model: ModelConfig) -> Any:
@@ -173,7 +197,7 @@ def initial_weights(model: ModelConfig, seed: int, device: torch.device) -> Para
 
 def decoder_layers(hf: nn.Module) -> nn.ModuleList:
     """The list of decoder layers: the longest module list of the decoder."""
-    lists = [m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList)]  # type: ignore[union-attr, operator]
+    lists = [m for m in hf.modules() if isinstance(m, nn.ModuleList)]  # type: ignore[union-attr]
     if not lists:
         raise ModelError(f"model: {type(hf).__name__} has no list of decoder layers.")
     return max(lists, key=lambda m: sum(1 for _ in m.parameters()))
@@ -198,13 +222,16 @@ def facts(model: ModelConfig) -> ModelFacts:
 
 
 def _checkpoint_activations(hf: Any, section: dict[str, Any]) -> None:
-    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if not section.get("cpu_checkpointing"):
-        return
-    # transformers keeps each layer's input on the device; DeepSpeed's own function can move it to the host.
-    from deepspeed.runtime.activation_checkpointing import checkpointing
+    """Recompute each decoder layer in the backward pass; with cpu_checkpointing its input waits on the host."""
+    enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    if section.get("cpu_checkpointing"):
+        # DeepSpeed's own function for this loses the gathered weights of ZeRO 3 in the recomputation.
+        for module in hf.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = _checkpoint_on_host
 
-    checkpointing.configure(None, deepspeed_config={"train_batch_size": 1, "activation_checkpointing": section})
-    for module in hf.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module._gradient_checkpointing_func = checkpointing.non_reentrant_checkpoint
+
+def _checkpoint_on_host(function: Any, *args: Any) -> Any:
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(function, *args, use_reentrant=False)
