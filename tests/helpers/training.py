@@ -57,6 +57,7 @@ class Case:
     extra: dict[str, Any] = field(default_factory=dict)
     """More keys of the DeepSpeed dict."""
     model: dict[str, Any] = field(default_factory=lambda: dict(LLAMA))
+    compile_layers: bool = False
     steps: int = 20
     clip: float = 1.0
     lr: float = 3e-4
@@ -84,10 +85,10 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
         **case.extra,
     }
     if case.precision != "fp32":
-        config[case.precision] = {"enabled": True}
+        config[case.precision] = {**case.extra.get(case.precision, {}), "enabled": True}
     run = RunConfig(
         deepspeed="(test)",
-        model=ModelConfig(config=dict(case.model), loss_chunk_tokens=40),
+        model=ModelConfig(config=dict(case.model), loss_chunk_tokens=40, compile_layers=case.compile_layers),
         data=DataConfig(path=case.data, sequence_length=LENGTH),
         optim=OptimConfig(
             name=case.optimizer,  # type: ignore[arg-type]

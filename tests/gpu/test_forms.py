@@ -1,0 +1,147 @@
+"""Training on CUDA against plain PyTorch on the CPU in fp32: every ZeRO stage, precision, offload, compiled layers.
+
+Tolerances of the loss (about 6 nats): fp32 1e-4, as CPU and GPU sum in another order and 20 steps amplify it;
+bf16 2e-2: 8 bits of mantissa in the weights and activations of the forward pass, of which the mean over 200 tokens
+keeps far less (measured on a CPU: 1e-3).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.engine.fragments import base_optimizer
+from tests.helpers.training import LLAMA, Case, Trace, make_engine, plain_pytorch, run_case, train_steps
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+STEPS = 20
+
+
+@functools.cache
+def reference(data: str) -> Trace:
+    return plain_pytorch(Case(data=data, steps=STEPS))
+
+
+def largest_loss_difference(got: Trace, data: str) -> float:
+    return max(abs(a - b) for a, b in zip(got.losses, reference(data).losses, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_loss_agrees_with_plain_pytorch(pools, small_data, stage, precision):
+    case = Case(data=small_data, stage=stage, precision=precision, accumulation=3, steps=STEPS)
+    (got,) = pools(1).run(run_case, case)
+    assert largest_loss_difference(got, small_data) < TOLERANCE[precision]
+    assert got.losses[-1] < got.losses[0] - 0.05
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_shipped_overlapping_buckets_agree(pools, small_data, stage):
+    """overlap_comm reduces on a stream of its own: a missing wait would show as another loss."""
+    section = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
+    case = Case(data=small_data, stage=stage, precision="bf16", steps=STEPS, extra={"zero_optimization": section})
+    (got,) = pools(1).run(run_case, case)
+    assert largest_loss_difference(got, small_data) < TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, "optimizer"), (3, "all")])
+def test_offload_agrees(pools, small_data, stage, offload):
+    case = Case(data=small_data, stage=stage, precision="bf16", offload=offload, steps=STEPS)
+    name, got = pools(1).run(run_named, case)[0]
+    assert largest_loss_difference(got, small_data) < TOLERANCE["bf16"]
+    if name != "DeepSpeedCPUAdam":
+        pytest.skip("the losses agree, but with torch's AdamW on the CPU: CPUAdam cannot be built on this machine")
+
+
+def run_named(case: Case) -> tuple[str, Trace]:
+    """(class of the optimizer that does the work, trace)."""
+    engine, stepper, ranks = make_engine(case)
+    name = type(base_optimizer(engine)).__name__
+    trace = train_steps(case, stepper, ranks, 0, case.steps)
+    engine.destroy()
+    return name, trace
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_compiled_layers_agree(pools, small_data, stage):
+    case = Case(data=small_data, stage=stage, precision="bf16", steps=STEPS, compile_layers=True)
+    frames, got = pools(1).run(run_compiled, case)[0]
+    assert frames > 0, "nothing was compiled"
+    assert largest_loss_difference(got, small_data) < TOLERANCE["bf16"]
+
+
+def run_compiled(case: Case) -> tuple[int, Trace]:
+    """(frames that torch.compile compiled, trace)."""
+    import torch._dynamo.utils
+
+    torch._dynamo.reset()  # another test of this process may have compiled the same layers
+    torch._dynamo.utils.counters.clear()
+    trace = run_case(case)
+    return torch._dynamo.utils.counters["frames"]["ok"], trace
+
+
+def test_one_fused_kernel_updates_the_parameters(pools, small_data):
+    ops = pools(1).run(ops_of_a_step, Case(data=small_data, stage=1, precision="bf16"))[0]
+    assert "aten::_fused_adamw_" in ops
+    assert not any("foreach" in op and "addcdiv" in op for op in ops)
+
+
+def test_cudnn_attention_comes_first_on_hopper(pools, small_data, cuda):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
+    model = {**LLAMA, "hidden_size": 256, "num_attention_heads": 4}  # heads of 64, as real models have
+    ops = pools(1).run(ops_of_a_step, Case(data=small_data, stage=1, precision="bf16", model=model))[0]
+    attention = {op for op in ops if "attention" in op}
+    assert "aten::_scaled_dot_product_cudnn_attention" in attention, attention
+
+
+def ops_of_a_step(case: Case) -> set[str]:
+    """Names of the operators of one optimizer step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine, stepper, ranks = make_engine(case)
+    train_steps(case, stepper, ranks, 0, 2)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        train_steps(case, stepper, ranks, 2, 3)
+    engine.destroy()
+    return {event.key for event in profiled.key_averages()}
+
+
+def test_the_order_asked_of_torch_begins_with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import SDPBackend
+
+    from llmtrain.engine.step import _attention_order
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with _attention_order(torch.device("cuda"))():
+        order: list[Any] = torch._C._get_sdp_priority_order()
+    assert order[0] == int(SDPBackend.CUDNN_ATTENTION)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_chunked_loss_is_the_one_of_transformers(dtype: torch.dtype) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    from llmtrain.models.loss import HeadForm, chunked_nll_sum
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 50, 64, device=device, dtype=dtype, requires_grad=True)
+    weight = (0.3 * torch.randn(500, 64, device=device)).to(dtype).requires_grad_()
+    labels = torch.randint(0, 500, (2, 50), device=device)
+    labels[:, ::5] = -100
+    counted = int((labels >= 0).sum())
+
+    logits = torch.nn.functional.linear(hidden, weight)
+    want = ForCausalLMLoss(logits, labels, 500, num_items_in_batch=torch.tensor(counted), shift_labels=labels)
+    want_grads = torch.autograd.grad(want, (hidden, weight))
+    got = chunked_nll_sum(hidden, weight, None, labels, chunk=33, form=HeadForm()) / counted
+    got_grads = torch.autograd.grad(got, (hidden, weight))
+
+    rounding = 1e-5 if dtype == torch.float32 else 1e-2  # of the largest element
+    assert abs(float(got) - float(want)) < 1e-5 * float(want)
+    for a, b in zip(got_grads, want_grads, strict=True):
+        assert float((a - b).abs().max()) < rounding * float(b.abs().max())

@@ -1,0 +1,132 @@
+"""What a run keeps on CUDA: a resume is bit-exact, and the fp16 loss scale travels with the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.checkpoint.load import CheckpointReader, load_checkpoint
+from llmtrain.checkpoint.save import save_checkpoint
+from llmtrain.engine.control import Agreement
+from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.step import Stepper
+from tests.helpers.training import Case, Trace, batches, make_engine, resolved_run
+from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resume_goes_on_bit_for_bit(pools, small_data, tmp_path, stage, precision):
+    case = Case(data=small_data, stage=stage, precision=precision, steps=END)
+    want, path = pools(1).run(deterministically_save, case, str(tmp_path))[0]
+    got = pools(1).run(deterministically_load, case, path)[0]
+    assert got.losses == want.losses
+    assert got.norms == want.norms
+    for name, value in want.parameters.items():
+        assert torch.equal(got.parameters[name], value), name
+
+
+def deterministically_save(case: Case, folder: str) -> tuple[Trace, str]:
+    with_deterministic_kernels()
+    try:
+        return save_in_the_middle(case, folder)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def deterministically_load(case: Case, path: str) -> Trace:
+    with_deterministic_kernels()
+    try:
+        return load_and_go_on(case, path)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def with_deterministic_kernels() -> None:
+    """Some attention kernels add in any order going backward: two runs would differ without any resume as well."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@dataclass
+class Scaled:
+    """Steps of an fp16 training."""
+
+    losses: list[float]
+    scales: list[float]
+    """Loss scale after each step."""
+    skipped: list[bool]
+    applied: int
+    """Optimizer steps that changed the parameters."""
+
+
+FP16 = {"loss_scale": 0, "initial_scale_power": 32, "loss_scale_window": 4, "hysteresis": 1, "min_loss_scale": 1}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_finds_its_loss_scale_and_resumes_with_it(pools, small_data, tmp_path, stage):
+    case = Case(data=small_data, stage=stage, precision="fp16", steps=40, extra={"fp16": FP16})
+    first, path, saved = pools(1).run(fp16_save, case, str(tmp_path), 34)[0]
+    assert first.skipped[0] and first.scales[0] < 2.0**32, "a scale of 2^32 overflows: the step is skipped"
+    good = [index for index, skipped in enumerate(first.skipped) if not skipped]
+    assert len(good) >= 10, "the scale came down and training went on"
+    assert first.applied == len(good)
+    assert any(first.scales[i] > first.scales[i - 1] for i in good[1:]), "the scale rises after the window"
+    assert first.losses[good[-1]] < first.losses[0]
+
+    loaded, second = pools(1).run(fp16_load, case, path, 34)[0]
+    assert loaded == saved
+    assert second.applied == first.applied + sum(not skipped for skipped in second.skipped)
+    assert max(second.scales) <= max(first.scales[good[0] :]) * 4, "it does not start from 2^32 again"
+    assert sum(second.skipped) < 3
+
+
+def fp16_save(case: Case, folder: str, steps: int) -> tuple[Scaled, str, dict[str, float]]:
+    allow_fp16()
+    engine, stepper, ranks = make_engine(case)
+    scaled = fp16_steps(case, engine, stepper, 0, steps)
+    state = {"optimizer_step": optimizer_step(engine), "loss_scale": loss_scale_state(engine)}
+    path = save_checkpoint(engine, Path(folder), steps, state, resolved_run(case, 1), ranks)
+    engine.destroy()
+    return scaled, str(path), state["loss_scale"]
+
+
+def fp16_load(case: Case, path: str, first: int) -> tuple[dict[str, float], Scaled]:
+    allow_fp16()
+    engine, stepper, ranks = make_engine(case)
+    trainer = json.loads((Path(path) / "trainer.json").read_text())
+    load_checkpoint(engine, CheckpointReader(Path(path)), trainer, ranks)
+    loaded = loss_scale_state(engine)
+    scaled = fp16_steps(case, engine, stepper, first, case.steps)
+    engine.destroy()
+    return loaded, scaled
+
+
+def fp16_steps(case: Case, engine: Any, stepper: Stepper, first: int, last: int) -> Scaled:
+    scaled = Scaled([], [], [], 0)
+    source = batches(case, (0, 1), case.accumulation, first)
+    for _ in range(first, last):
+        batch = next(source)
+        agreed = Agreement(counted_tokens=batch.counted_tokens, stop=False, time_up=False, save=False)
+        result = stepper.step(batch, lambda agreed=agreed: agreed, 1.0)  # type: ignore[misc]
+        scaled.losses.append(stepper.global_loss(result.local_loss_sum, batch.counted_tokens))
+        scaled.scales.append(loss_scale_state(engine)["cur_scale"])
+        scaled.skipped.append(result.skipped)
+    source.close()  # type: ignore[attr-defined]
+    scaled.applied = optimizer_step(engine)
+    return scaled
+
+
+def allow_fp16() -> None:
+    """DeepSpeed refuses fp16 on a CPU; torch computes it. For trying these tests without a GPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cpu":
+        get_accelerator().is_fp16_supported = lambda: True
+        get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16, torch.bfloat16]

@@ -1,0 +1,86 @@
+"""How often a step makes the host wait for the device, and whose code does it."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmtrain.engine.control import Agree
+from tests.helpers.training import Case, batches, make_engine
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
+def test_our_loop_waits_at_most_once_a_step(pools, small_data, stage, precision, record_property):
+    steps = 3
+    case = Case(data=small_data, stage=stage, precision=precision, accumulation=3)
+    waits = pools(1).run(waits_of_steps, case, steps)[0]
+    record_property("waits", waits)
+    print(f"ZeRO {stage} {precision}, {steps} steps: {waits}")
+    ours = {where: count for where, count in waits.items() if not where.startswith("deepspeed")}
+    assert sum(ours.values()) <= steps, ours
+
+
+def waits_of_steps(case: Case, steps: int) -> dict[str, int]:
+    """Where (file:line of llmtrain or DeepSpeed) -> how often, in `steps` steps after two others."""
+    engine, stepper, ranks = make_engine(case)
+    agree = Agree(ranks)
+    source = batches(case, (0, 1), case.accumulation)
+    found: Counter[str] = Counter()
+    for index in range(2 + steps):
+        batch = next(source)
+        with recorded_waits(found) if index >= 2 else contextlib.nullcontext():
+            agreement = agree.start(counted_tokens=batch.counted_tokens, stop=False, time_up=False, save=False)
+            stepper.step(batch, agreement, 1.0)
+            agreement()
+    source.close()  # type: ignore[attr-defined]
+    engine.destroy()
+    return dict(found)
+
+
+@contextlib.contextmanager
+def recorded_waits(found: Counter[str]) -> Iterator[None]:
+    """Count into `found`: CUDA's own synchronising calls; on a CPU the operators that would be such calls."""
+    if not torch.cuda.is_available():
+        with _ScalarReads(found):
+            yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: _note(found) if "synchroniz" in str(message) else None
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class _ScalarReads(TorchDispatchMode):
+    """Values that Python reads out of tensors: item(), bool(), float()."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            _note(self._found)
+        return func(*args, **(kwargs or {}))
+
+
+def _note(found: Counter[str]) -> None:
+    """The innermost frame of DeepSpeed or llmtrain."""
+    for frame in reversed(traceback.extract_stack()):
+        for package in ("deepspeed", "llmtrain"):
+            if f"/{package}/" in frame.filename:
+                short = frame.filename.rsplit(f"/{package}/", 1)[1]
+                found[f"{package}/{short}:{frame.lineno}"] += 1
+                return
+    found["elsewhere"] += 1

@@ -1,0 +1,326 @@
+"""The three training loops of train_speed.py, each in a process of its own: ours, plain PyTorch, transformers.Trainer.
+
+All start from the same weights, read the same sequences in the same order, use AdamW with the same groups,
+and clip to the same norm; each calls `Clock.step_done` once per optimizer step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+PEAK_LR = 3e-4
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1
+CLIP_NORM = 1.0
+LOG_EVERY = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What every contestant trains; plain values, as it travels to a subprocess."""
+
+    folder: str
+    """Temporary folder with the prepared data (data/) and the DeepSpeed JSON (deepspeed.json)."""
+    model: dict[str, Any]
+    """Fields of a Hugging Face config."""
+    sequence: int
+    micro_batch: int
+    accumulation: int
+    bf16: bool
+    compile_layers: bool
+    """Our loop only: model.compile_layers."""
+    threads: int
+    steps_per_round: int
+    """Optimizer steps that are timed; one more before them is not (it refills the allocator's cache)."""
+    rounds: int
+    """The first one warms up and is not counted."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def total_steps(self) -> int:
+        return self.rounds * (self.steps_per_round + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One contestant's figures of one round."""
+
+    losses: list[float]
+    """Nats per token of every step, the untimed one included."""
+    wall_s: float
+    cpu_s: float
+    """CPU time of the whole process, all threads."""
+    peak_bytes: int
+    """Since the process began: VmHWM on CPU, torch.cuda.max_memory_allocated on CUDA."""
+
+
+class Clock:
+    """Cuts a training loop into rounds: waits for leave, times the round, reports it."""
+
+    def __init__(self, pipe: Connection, task: Task) -> None:
+        self._pipe, self._task = pipe, task
+        self._losses: list[Tensor] = []
+        self._began: tuple[float, float] = (0.0, 0.0)
+
+    def ready(self) -> None:
+        """Everything is built: say so and wait for the first round."""
+        self._wait(None)
+
+    def step_done(self, loss: Tensor) -> None:
+        """After each optimizer step; `loss` stays on the device until the round is over."""
+        self._losses.append(loss.detach())
+        if len(self._losses) == 1:
+            self._began = self._now()
+        elif len(self._losses) == 1 + self._task.steps_per_round:
+            wall_s, cpu_s = self._now()
+            done = Round(
+                losses=[float(loss) for loss in self._losses],
+                wall_s=wall_s - self._began[0],
+                cpu_s=cpu_s - self._began[1],
+                peak_bytes=_peak_bytes(),
+            )
+            self._losses = []
+            self._wait(done)
+
+    def _wait(self, done: Round | None) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the others need the room
+        self._pipe.send(done)
+        self._pipe.recv()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter(), time.process_time()
+
+
+def _peak_bytes() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def serve(name: str, pipe: Connection, task: Task) -> None:
+    """Entry of a contestant's process."""
+    sys.stdout = sys.stderr  # stdout is the parent's, for its table
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if task.device.type == "cpu":
+        torch.set_num_threads(task.threads)
+    logging.disable(logging.WARNING)
+    {"llmtrain": run_llmtrain, "plain": run_plain, "trainer": run_trainer}[name](Clock(pipe, task), task)
+    pipe.send("end")
+
+
+def run_llmtrain(clock: Clock, task: Task) -> None:
+    """The loop that `llmtrain train` runs, from the YAML on, without checkpoints and W&B."""
+    from llmtrain.checkpoint.rundir import RunDirectory
+    from llmtrain.config.load import load
+    from llmtrain.engine.build import join_process_group
+    from llmtrain.engine.control import Wishes
+    from llmtrain.loop import Training
+    from llmtrain.tracking.tracker import Tracker
+
+    resolved = load(["--config", str(_write_yaml(task))], 1, "the benchmark")
+    run = resolved.run
+    ranks = join_process_group(run.fault.timeout_s)
+    with Wishes() as wishes, RunDirectory(str(run.train.run_dir)) as folder:
+        training = Training(resolved, ranks, folder, wishes)
+        training.resume_or_start()
+        tracker = Tracker(
+            folder.path,
+            tracking=run.tracking,
+            run_id=training.wandb_id,
+            config={"run": asdict(run)},
+            total_steps=resolved.max_steps,
+            enabled=True,
+        )
+        step = training.stepper.step
+
+        def timed_step(batch: Any, agreement: Callable[[], Any], lr_factor: float) -> Any:
+            result = step(batch, agreement, lr_factor)
+            clock.step_done(result.local_loss_sum / batch.counted_tokens)
+            return result
+
+        training.stepper.step = timed_step  # type: ignore[method-assign]
+        clock.ready()
+        training.loop(tracker)
+        tracker.close()
+
+
+def _write_yaml(task: Task) -> Path:
+    folder = Path(task.folder)
+    path = folder / "llmtrain.yaml"
+    batch = task.micro_batch * task.accumulation
+    fields = {
+        "deepspeed": str(folder / "deepspeed.json"),
+        "model": {"config": task.model, "compile_layers": task.compile_layers},
+        "data": {"path": str(folder / "data"), "sequence_length": task.sequence},
+        "optim": {
+            "lr": PEAK_LR,
+            "betas": list(BETAS),
+            "eps": EPS,
+            "weight_decay": WEIGHT_DECAY,
+            "clip_norm": CLIP_NORM,
+        },
+        "schedule": {"name": "constant"},
+        "train": {
+            "run_dir": str(folder / "run"),
+            "global_batch": batch,
+            "micro_batch": task.micro_batch,
+            "max_steps": task.total_steps,
+            "log_every": LOG_EVERY,
+        },
+        "tracking": {"wandb": "disabled"},
+    }
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """The training sequences in the order of a run, as transformers' models take them."""
+
+    def __init__(self, task: Task) -> None:
+        from llmtrain.config.run import DataConfig
+        from llmtrain.data.loader import TrainData
+
+        self._data = TrainData(DataConfig(path=str(Path(task.folder) / "data"), sequence_length=task.sequence))
+        self._count = task.total_steps * task.micro_batch * task.accumulation
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        inputs, labels = (torch.from_numpy(array) for array in self._data.sequence(index))
+        return {"input_ids": inputs, "labels": labels, "shift_labels": labels}  # already shifted
+
+
+def _peer_model(task: Task, dtype: torch.dtype) -> nn.Module:
+    """transformers' model with its own loss and the initial weights of our run with seed 0."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from llmtrain.config.run import ModelConfig
+    from llmtrain.models.build import initial_weights
+
+    fields = dict(task.model)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with task.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    source = initial_weights(ModelConfig(config=task.model), 0, task.device)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in source.order():
+            parameters[name].copy_(source.read(name, 0, parameters[name].numel()).view_as(parameters[name]))
+    model.config.use_cache = False
+    return model.train()
+
+
+def run_plain(clock: Clock, task: Task) -> None:
+    """A loop as the PyTorch tutorials write it: fp32 weights, autocast for bf16, fused AdamW."""
+    model = _peer_model(task, torch.float32)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=BETAS, eps=EPS, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    on_gpu = task.device.type == "cuda"
+    loader = torch.utils.data.DataLoader(Sequences(task), batch_size=task.micro_batch, pin_memory=on_gpu)
+    clock.ready()
+    batches: Iterator[dict[str, Tensor]] = iter(loader)
+    for _ in range(task.total_steps):
+        micros = [next(batches) for _ in range(task.accumulation)]
+        counted = sum(int((micro["labels"] >= 0).sum()) for micro in micros)
+        total = torch.zeros((), device=task.device)
+        for micro in micros:
+            micro = {key: value.to(task.device, non_blocking=True) for key, value in micro.items()}
+            with torch.autocast(task.device.type, torch.bfloat16, enabled=task.bf16):
+                loss = model(**micro, num_items_in_batch=counted).loss
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        clock.step_done(total)
+
+
+def run_trainer(clock: Clock, task: Task) -> None:
+    """transformers.Trainer with the same DeepSpeed JSON and otherwise its own defaults."""
+    import deepspeed
+    from transformers import Trainer, TrainingArguments
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    if task.device.type == "cpu":  # as our loop does: DeepSpeed's shared-memory op would compile for a minute
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    folder = Path(task.folder)
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        deepspeed=json.loads((folder / "deepspeed.json").read_text()),
+        per_device_train_batch_size=task.micro_batch,
+        gradient_accumulation_steps=task.accumulation,
+        max_steps=task.total_steps,
+        learning_rate=PEAK_LR,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPS,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=CLIP_NORM,
+        bf16=task.bf16,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,  # it would take shift_labels away, which the model does use
+        logging_steps=LOG_EVERY,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=task.device.type == "cpu",
+    )
+    model = _peer_model(task, torch.bfloat16 if task.bf16 else torch.float32)
+
+    class TimedTrainer(Trainer):
+        """Tells the clock of each optimizer step; changes nothing that is computed."""
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            micro_losses.append(loss.detach())
+            return loss
+
+    micro_losses: list[Tensor] = []
+    trainer = TimedTrainer(model=model, args=arguments, train_dataset=Sequences(task))
+    trainer.add_callback(_after_each_step(clock, micro_losses))
+    trainer.train()
+
+
+def _after_each_step(clock: Clock, micro_losses: list[Tensor]) -> Any:
+    from transformers import TrainerCallback
+
+    class AfterEachStep(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            clock.ready()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            loss = torch.stack(micro_losses).sum()
+            micro_losses.clear()
+            clock.step_done(loss)
+
+    return AfterEachStep()

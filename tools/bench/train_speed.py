@@ -1,0 +1,322 @@
+"""Our loop, plain PyTorch and transformers.Trainer on the same model, data, batch and DeepSpeed JSON.
+
+    python tools/bench/train_speed.py                        # CPU: a small Llama, one thread each
+    python tools/bench/train_speed.py --preset 0.5b          # one GPU, bf16, sequence 4096
+    python tools/bench/train_speed.py --preset 0.5b --sequence 128 --micro-batch 1 --accumulation 1
+                                                             # a step so short that host time is all there is
+
+Each contestant is one process; they take turns, one round of steps at a time, so that a machine that is busy for a
+while is busy for all. The first round warms up. Ratios are taken within a round, and their median is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing as mp
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from contestants import CLIP_NORM, Round, Task, serve  # noqa: E402
+
+OURS, PEERS = "llmtrain", ("plain", "trainer")
+NAMES = (OURS, *PEERS)
+ANSWER_S = 900.0
+"""A contestant that builds its model or runs a round for longer than this is given up."""
+
+# 5.8 M parameters; one step takes about half a second on one core.
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+# The shapes of Qwen2.5-0.5B.
+QWEN_HALF_B = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+# The shapes of Llama-3.2-1B.
+LLAMA_1B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A model with a batch that suits it. The batches of the GPU presets leave room for the peers' fp32 logits."""
+
+    model: dict[str, Any]
+    sequence: int
+    micro_batch: int
+    accumulation: int
+    steps: int
+
+
+PRESETS = {
+    "small": Preset(model=SMALL, sequence=256, micro_batch=4, accumulation=1, steps=4),
+    # The head's share of the work grows with the vocabulary; most models of today have more than this.
+    "small-32k": Preset(model={**SMALL, "vocab_size": 32768}, sequence=256, micro_batch=2, accumulation=1, steps=4),
+    "0.5b": Preset(model=QWEN_HALF_B, sequence=4096, micro_batch=4, accumulation=2, steps=10),
+    "1.2b": Preset(model=LLAMA_1B, sequence=4096, micro_batch=2, accumulation=4, steps=8),
+}
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=1, help="ZeRO stage of llmtrain and Trainer")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: bf16 on CUDA, fp32 on CPU")
+    parser.add_argument("--sequence", type=int, help="tokens per sequence (default: the preset's)")
+    parser.add_argument("--micro-batch", type=int, help="sequences per forward pass (default: the preset's)")
+    parser.add_argument("--accumulation", type=int, help="micro-batches per step (default: the preset's)")
+    parser.add_argument("--steps", type=int, help="timed steps of a round (default: the preset's)")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9); one more warms up")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each contestant (default 1)")
+    parser.add_argument("--compile", action="store_true", help="model.compile_layers for llmtrain; peers as they come")
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    return parser.parse_args(argv)
+
+
+def prepare(options: argparse.Namespace, folder: Path) -> Task:
+    """Data and DeepSpeed JSON of the run in `folder`; needs no torch beyond asking for CUDA."""
+    import torch
+
+    from tests.helpers.prepared import write_prepared
+
+    preset: Preset = PRESETS[options.preset]
+    on_gpu = torch.cuda.is_available()
+    task = Task(
+        folder=str(folder),
+        model=preset.model,
+        sequence=options.sequence or preset.sequence,
+        micro_batch=options.micro_batch or preset.micro_batch,
+        accumulation=options.accumulation or preset.accumulation,
+        bf16=(options.precision or ("bf16" if on_gpu else "fp32")) == "bf16",
+        compile_layers=options.compile,
+        threads=options.threads,
+        steps_per_round=options.steps or preset.steps,
+        rounds=options.rounds + 1,
+    )
+    _write_deepspeed(task, options.zero)
+    windows = task.total_steps * task.micro_batch * task.accumulation + 1
+    write_prepared(
+        folder / "data",
+        train=[_documents(windows * task.sequence, task.model["vocab_size"])],
+        validation=[_documents(2 * task.sequence, task.model["vocab_size"])],
+        vocab_size=task.model["vocab_size"],
+    )
+    return task
+
+
+def _documents(tokens: int, vocab_size: int) -> list[list[int]]:
+    """Documents of 20 to 1000 ids with Zipf's frequencies: the loss has something to learn and starts to fall."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    documents: list[list[int]] = []
+    made = 0
+    while made <= tokens:
+        length = int(random.integers(20, 1000))
+        ids = random.zipf(1.2, length) % (vocab_size - 1) + 1
+        documents.append(ids.tolist())
+        made += length + 1
+    return documents
+
+
+def _write_deepspeed(task: Task, stage: int) -> None:
+    config = {
+        "train_batch_size": task.micro_batch * task.accumulation,
+        "train_micro_batch_size_per_gpu": task.micro_batch,
+        "gradient_accumulation_steps": task.accumulation,
+        "gradient_clipping": CLIP_NORM,
+        "bf16": {"enabled": task.bf16},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    (Path(task.folder) / "deepspeed.json").write_text(json.dumps(config, indent=2))
+
+
+def race(task: Task) -> dict[str, list[Round]]:
+    """All rounds of all contestants, taking turns. The warm-up round is dropped."""
+    context = mp.get_context("spawn")
+    os.environ["OMP_NUM_THREADS"] = str(task.threads)  # read when torch is imported
+    processes, pipes = {}, {}
+    results: dict[str, list[Round]] = {name: [] for name in NAMES}
+    try:
+        for name in NAMES:
+            pipes[name], theirs = context.Pipe()
+            processes[name] = context.Process(target=serve, args=(name, theirs, task), daemon=True)
+            processes[name].start()
+            theirs.close()
+            _answer(name, pipes[name])  # one after another: building two at a time would set the peak memory
+        for _ in range(task.rounds):
+            for name in NAMES:
+                pipes[name].send("go")
+                results[name].append(_answer(name, pipes[name]))
+        for name in NAMES:
+            pipes[name].send("go")
+            _answer(name, pipes[name])
+            processes[name].join(timeout=60)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+    return {name: rounds[1:] for name, rounds in results.items()}
+
+
+def _answer(name: str, pipe: Any) -> Any:
+    try:
+        if pipe.poll(ANSWER_S):
+            return pipe.recv()
+    except EOFError:
+        raise SystemExit(f"{name}: its process died; its own output above says why") from None
+    raise SystemExit(f"{name}: no answer within {ANSWER_S:.0f} s")
+
+
+def figures(task: Task, results: dict[str, list[Round]], on_gpu: bool) -> dict[str, Any]:
+    """Rates, peaks and ratios. On CPU a second is a CPU-second, which another process on the machine cannot take."""
+
+    def seconds(one: Round) -> float:
+        return one.wall_s if on_gpu else one.cpu_s
+
+    tokens = task.steps_per_round * task.micro_batch * task.accumulation * task.sequence
+    contestants = {
+        name: {
+            "tokens_per_s": statistics.median(tokens / seconds(one) for one in rounds),
+            "ms_per_step": statistics.median(1000 * seconds(one) / task.steps_per_round for one in rounds),
+            "ms_per_step_over_plain": statistics.median(
+                1000 * (seconds(one) - seconds(plain)) / task.steps_per_round
+                for one, plain in zip(rounds, results["plain"], strict=True)
+            ),
+            "peak_gib": max(one.peak_bytes for one in rounds) / 2**30,
+        }
+        for name, rounds in results.items()
+    }
+    ours = results[OURS]
+    return {
+        "contestants": contestants,
+        "speed_of_ours_over": {
+            peer: statistics.median(seconds(b) / seconds(a) for a, b in zip(ours, results[peer], strict=True))
+            for peer in PEERS
+        },
+        "spread_of_ratio": {
+            peer: _spread([seconds(b) / seconds(a) for a, b in zip(ours, results[peer], strict=True)]) for peer in PEERS
+        },
+        "largest_loss_difference": {peer: _loss_difference(ours, results[peer]) for peer in PEERS},
+        "losses": [loss for one in ours for loss in one.losses],
+    }
+
+
+def _spread(values: list[float]) -> tuple[float, float]:
+    """Lower and upper quartile."""
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+    return low, high
+
+
+def _loss_difference(ours: list[Round], theirs: list[Round]) -> float:
+    pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x.losses, y.losses, strict=True)]
+    worst = max(abs(a - b) for a, b in pairs)
+    return worst if all(math.isfinite(a) and math.isfinite(b) for a, b in pairs) else math.inf
+
+
+def table(found: dict[str, Any], on_gpu: bool) -> str:
+    """The figures for a reader."""
+    unit = "tokens/s" if on_gpu else "tokens/CPU-s"
+    ms = "ms/step" if on_gpu else "CPU-ms/step"
+    peak = "peak GiB (allocated)" if on_gpu else "peak GiB (VmHWM)"
+    lines = [f"{'':<10}{unit:>14}{ms:>14}{'over plain':>12}{peak:>22}"]
+    for name, one in found["contestants"].items():
+        lines.append(
+            f"{name:<10}{one['tokens_per_s']:>14,.0f}{one['ms_per_step']:>14.1f}"
+            f"{one['ms_per_step_over_plain']:>+12.1f}{one['peak_gib']:>22.2f}"
+        )
+    for peer in PEERS:
+        low, high = found["spread_of_ratio"][peer]
+        lines.append(
+            f"llmtrain / {peer}: {found['speed_of_ours_over'][peer]:.3f} x the speed (quartiles {low:.3f} to "
+            f"{high:.3f}), largest loss difference {found['largest_loss_difference'][peer]:.2e}"
+        )
+    losses = found["losses"]
+    lines.append(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {len(losses)} steps after the warm-up")
+    return "\n".join(lines)
+
+
+def about() -> dict[str, str]:
+    """Versions and hardware."""
+    import torch
+
+    packages = {name: version(name) for name in ("torch", "deepspeed", "transformers", "accelerate")}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        **packages,
+        "python": platform.python_version(),
+        "device": gpu or f"{platform.machine()} CPU",
+        "commit": commit.stdout.strip(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the race and print the table."""
+    options = arguments(argv)
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as folder:
+        task = prepare(options, Path(folder))
+        machine = about()
+        print(", ".join(f"{key} {value}" for key, value in machine.items()))
+        print(
+            f"{options.preset}: {task.micro_batch} x {task.accumulation} sequences of {task.sequence} tokens a step, "
+            f"{'bf16' if task.bf16 else 'fp32'}, ZeRO {options.zero}, {options.rounds} rounds of "
+            f"{task.steps_per_round} timed steps{', compiled layers (llmtrain only)' if task.compile_layers else ''}",
+            flush=True,
+        )
+        found = figures(task, race(task), on_gpu)
+    print(table(found, on_gpu))
+    if options.json:
+        shown = asdict(replace(task, folder=""))
+        options.json.write_text(
+            json.dumps({"machine": machine, "task": shown, "zero": options.zero, **found}, indent=2)
+        )
+    return 0 if all(math.isfinite(d) for d in found["largest_loss_difference"].values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
