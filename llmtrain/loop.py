@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import resource
-import socket
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain import log, units
+from llmtrain.begin import device_name, max_memory_gib, write_run_files
 from llmtrain.checkpoint.format import read_trainer
 from llmtrain.checkpoint.load import (
     CheckpointReader,
@@ -26,7 +26,6 @@ from llmtrain.checkpoint.load import (
 )
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.save import keep_newest, save_checkpoint
-from llmtrain.config.load import dump
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.engine.build import DTYPES, Ranks, build_engine, check_device, join_process_group
@@ -37,7 +36,7 @@ from llmtrain.engine.weights import prove_weights, write_parameters
 from llmtrain.errors import CheckpointError, TrainingStopped
 from llmtrain.finish import finish
 from llmtrain.models.build import build_model, facts, initial_weights
-from llmtrain.tracking.environment import describe_environment, versions, write_environment
+from llmtrain.tracking.environment import versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.tracking.wandb_sink import new_run_id
@@ -107,7 +106,7 @@ class Training:
                 prove_weights(self.engine, source, self.ranks)
             return []
         saved = read_trainer(chosen)
-        now = self.trainer_state()
+        now = json.loads(json.dumps(self.trainer_state()))  # tuples become lists, as in the file
         with together(self.ranks):
             refuse_other_run(saved, now, chosen)
         with together(self.ranks):
@@ -285,7 +284,7 @@ class Training:
                 "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
                 **({} if scale is None else {"loss_scale": scale}),
                 "skipped_steps": self.position.skipped_steps,
-                "max_memory_gib": _max_memory_gib(self.ranks.device),
+                "max_memory_gib": max_memory_gib(self.ranks.device),
                 **speed.take(),
             }
         )
@@ -298,7 +297,7 @@ class Training:
             attention_width=sizes.attention_width,
             sequence_length=self.run.data.sequence_length,
         )
-        peak = peak_flops(_device_name(self.ranks.device), self.resolved.precision)
+        peak = peak_flops(device_name(self.ranks.device), self.resolved.precision)
         return Throughput(flops=flops, devices=self.ranks.world_size, peak=peak)
 
     def _tokens_per_step(self) -> int:
@@ -320,6 +319,8 @@ class Training:
 def train(resolved: ResolvedRun) -> int:
     """One launch of a run on this rank. Returns the exit code; raises UserError, AgreedError on all ranks."""
     run = resolved.run
+    # torch 2.13 renames collectives that DeepSpeed 0.19.8 calls; nobody here can act on it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     ranks = join_process_group(run.fault.timeout_s)
     folder = RunDirectory(str(run.train.run_dir))
     with contextlib.ExitStack() as stack:
@@ -331,7 +332,7 @@ def train(resolved: ResolvedRun) -> int:
         training = Training(resolved, ranks, folder, wishes)
         lines = training.resume_or_start()
         training.check_loss()
-        environment = _write_run_files(training)
+        environment = write_run_files(folder, resolved, ranks)
         tracker = Tracker(
             folder.path,
             tracking=run.tracking,
@@ -371,30 +372,13 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _write_run_files(training: Training) -> dict[str, Any]:
-    """config.yaml, deepspeed.json and environment.json, as used. Returns the environment (rank 0; else empty)."""
-    ranks = training.ranks
-    device = _device_name(ranks.device)
-    about = {"rank": ranks.rank, "host": socket.gethostname(), "device": device}
-    everyone: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everyone, about, group=ranks.control)
-    if ranks.rank != 0:
-        return {}
-    path = training.folder.path
-    (path / "config.yaml").write_text(dump(training.run))
-    (path / "deepspeed.json").write_text(json.dumps(training.resolved.deepspeed, indent=2) + "\n")
-    environment = describe_environment(ranks=everyone)
-    write_environment(path, environment)
-    return environment
-
-
 def _announce(training: Training, tracker: Tracker, lines: list[str]) -> None:
     resolved, sizes, run = training.resolved, training.model_facts, training.run
     resumed = training.position.step > 0
     tracker.event("resume" if resumed else "start", step=training.position.step, lines=lines)
     log.info(
         f"{units.count(sizes.parameters)} parameters, {resolved.precision}, ZeRO {resolved.zero_stage}, "
-        f"{training.ranks.world_size} rank(s) on {_device_name(training.ranks.device)}; "
+        f"{training.ranks.world_size} rank(s) on {device_name(training.ranks.device)}; "
         f"{run.train.global_batch} x {run.data.sequence_length} tokens a step "
         f"({run.train.micro_batch} x {run.train.accumulation} x {resolved.data_parallel} ranks); run folder "
         f"{training.folder.path}"
@@ -407,16 +391,6 @@ def _from_rank_0(ranks: Ranks, make: Callable[[], str]) -> str:
     box = [make() if ranks.rank == 0 else None]
     dist.broadcast_object_list(box, src=0, group=ranks.control)
     return str(box[0])
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _max_memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / units.GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / units.GIB
 
 
 def _shortened(samples: list[int]) -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from llmtrain.config import ds_keys
@@ -78,6 +78,13 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         sequence_parallel=_degree(tree, "sequence_parallel_size"),
         expert_parallel=_degree(tree, "expert_parallel.autoep_size"),
     )
+    if fp16 and not bf16 and mix.zero_stage == 0:
+        tree["zero_optimization"] = {**zero, "stage": 1}
+        mix = replace(mix, zero_stage=1)
+        notes.append(
+            f"{path}: fp16 at ZeRO 0 runs as ZeRO 1, which computes the same: DeepSpeed 0.19 forgets to scale the "
+            "loss there, and gradients come out 65,536 times too small"
+        )
     if mix.muon and mix.zero_stage == 3:
         tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default of true is refused with Muon
     for rule in clashes(mix):

@@ -135,7 +135,7 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def _scaler(engine: Any) -> Any:
     if not engine.fp16_enabled():
         return None
-    return getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
+    return engine.optimizer.loss_scaler
 
 
 def base_optimizer(engine: Any) -> Any:

@@ -152,10 +152,7 @@ class Stepper:
         return tensor.to(self._ranks.device, non_blocking=True)
 
     def _grad_norm(self) -> Tensor | float | None:
-        norm = getattr(self.engine.optimizer, "_global_grad_norm", None)
-        config = getattr(self.engine.optimizer, "loss_scale_config", None)
-        # The unfused fp16 wrapper (ZeRO 0) reports the norm with the loss scale still in it.
-        return norm if norm is None or config is None else norm / config.cur_scale
+        return getattr(self.engine.optimizer, "_global_grad_norm", None)
 
 
 def _attention_order(device: torch.device) -> Any:

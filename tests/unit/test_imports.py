@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("checkpoint",),
     ("sites",),
-    ("generate",),
+    ("begin", "generate"),
     ("finish",),
     ("loop",),
     ("train",),

@@ -1,0 +1,44 @@
+"""The start of a run: what it is, written down beside it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmtrain import units
+from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.config.load import dump
+from llmtrain.config.run import ResolvedRun
+from llmtrain.engine.build import Ranks
+from llmtrain.tracking.environment import describe_environment, write_environment
+
+
+def write_run_files(folder: RunDirectory, resolved: ResolvedRun, ranks: Ranks) -> dict[str, Any]:
+    """config.yaml, deepspeed.json and environment.json, as used. Returns the environment (rank 0; else empty)."""
+    about = {"rank": ranks.rank, "host": socket.gethostname(), "device": device_name(ranks.device)}
+    everyone: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everyone, about, group=ranks.control)
+    if ranks.rank != 0:
+        return {}
+    (folder.path / "config.yaml").write_text(dump(resolved.run))
+    (folder.path / "deepspeed.json").write_text(json.dumps(resolved.deepspeed, indent=2) + "\n")
+    environment = describe_environment(ranks=everyone)
+    write_environment(folder.path, environment)
+    return environment
+
+
+def device_name(device: torch.device) -> str:
+    """As its driver names it; "cpu" without one."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def max_memory_gib(device: torch.device) -> float:
+    """Peak of this process: allocated device memory, or resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / units.GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / units.GIB

@@ -1,0 +1,166 @@
+"""Runs as a user starts them: the real `deepspeed` launcher, small models, and what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPO = Path(__file__).resolve().parents[2]
+
+RECIPE = """
+deepspeed: {repo}/ds_configs/zero1_fp32.json
+model:
+  config:
+    model_type: llama
+    vocab_size: 512
+    hidden_size: 32
+    intermediate_size: 64
+    num_hidden_layers: 2
+    num_attention_heads: 2
+    num_key_value_heads: 2
+    tie_word_embeddings: true
+    attention_dropout: 0.1
+data:
+  path: {data}
+  sequence_length: 32
+train:
+  run_dir: {run}
+  global_batch: 8
+  micro_batch: 2
+  max_steps: 120
+  log_every: 1
+  eval_sequences: 8
+  export: false
+checkpoint:
+  every_steps: 5
+  keep: 2
+tracking:
+  wandb: disabled
+"""
+
+
+def write_recipe(folder: Path, data: str, run: str = "run") -> Path:
+    """A recipe whose run folder is folder/run."""
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(repo=REPO, data=data, run=folder / run))
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The user's environment with this interpreter's tools first; one thread a rank."""
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    env.update(PATH=f"{Path(sys.executable).parent}:{env['PATH']}", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", **extra)
+    return env
+
+
+def launch(recipe: Path, *overrides: str, slots: int = 2, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start `deepspeed --hostfile ... launch/train.py --config RECIPE ...`; output goes to the pipe."""
+    hosts = recipe.parent / f"hosts{slots}"
+    hosts.write_text(f"localhost slots={slots}\n")
+    command = [
+        "deepspeed",
+        *("--hostfile", str(hosts), "--no_ssh_check", "--master_addr", "127.0.0.1"),
+        *("--master_port", str(free_port())),
+        str(REPO / "launch/train.py"),
+        *("--config", str(recipe), *overrides),
+    ]
+    return subprocess.Popen(
+        command,
+        cwd=recipe.parent,
+        env=env or environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 180) -> tuple[int, str]:
+    """(exit code, output)."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        kill_tree(process)
+        raise
+    return process.returncode, output
+
+
+def train(recipe: Path, *overrides: str, slots: int = 2) -> str:
+    """A run that must end well; its output."""
+    code, output = finish(launch(recipe, *overrides, slots=slots))
+    assert code == 0, output
+    return output
+
+
+def tree(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The launcher and all that it started."""
+    try:
+        root = psutil.Process(process.pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The training processes, rank 0 first."""
+    found = []
+    for child in tree(process):
+        try:
+            command = child.cmdline()
+            if any(word.endswith("launch/train.py") for word in command) and "--local_rank=" in " ".join(command):
+                found.append((next(w for w in command if w.startswith("--local_rank=")), child))
+        except psutil.Error:
+            continue
+    return [child for _, child in sorted(found, key=lambda pair: pair[0])]
+
+
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """SIGKILL for the launcher and everything below it, at once."""
+    for each in tree(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+
+
+def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The complete lines of a jsonl file; none if it is not there."""
+    path = run / name
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Training loss by step."""
+    return {row["step"]: row["loss"] for row in rows(run) if "loss" in row}
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int, timeout_s: float = 90) -> None:
+    """Until the run has logged a step."""
+    deadline = time.monotonic() + timeout_s
+    while max(losses(run), default=-1) < step:
+        assert process.poll() is None, finish(process)[1]
+        assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def gone(processes: list[psutil.Process], timeout_s: float) -> bool:
+    """Whether all of them end within the time."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,246 @@
+"""Precisions, offload, Muon, recomputation, pretrained weights and skipped steps, on real ranks."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.training import (
+    LLAMA,
+    Case,
+    Trace,
+    assembled,
+    largest_difference,
+    make_engine,
+    plain_pytorch,
+    run_case,
+    train_steps,
+)
+
+
+@functools.cache
+def reference(data: str) -> Trace:
+    return plain_pytorch(Case(data=data))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"stage": 3, "model": {**LLAMA, "tie_word_embeddings": True}},
+        {"stage": 1, "model": {**LLAMA, "tie_word_embeddings": True}},
+        {"stage": 2, "extra": {"activation_checkpointing": {}}},
+        {"stage": 3, "extra": {"activation_checkpointing": {}}},
+        {"stage": 3, "accumulation": 3, "extra": {"activation_checkpointing": {"cpu_checkpointing": True}}},
+        {"stage": 2, "offload": "optimizer"},
+        {"stage": 3, "offload": "all"},
+        {"stage": 1, "extra": {"prescale_gradients": True}},
+    ],
+    ids=lambda form: "-".join(str(v) for k, v in form.items() if k != "model") + ("-tied" if "model" in form else ""),
+)
+def test_fp32_forms_agree_with_plain_pytorch(pools, small_data, form):
+    case = Case(data=small_data, **form)
+    want = plain_pytorch(case) if "model" in form else reference(small_data)
+    got = pools(2).run(run_case, case)[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_stays_within_bf16_rounding_of_fp32(pools, small_data, stage):
+    """bf16 keeps 8 bits: 2^-9 of a loss near 6 is 1.2e-2, averaged over a hundred tokens 1e-3."""
+    want = reference(small_data)
+    got = pools(2).run(run_case, Case(data=small_data, stage=stage, precision="bf16"))[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
+
+
+def with_fp16(case: Case) -> tuple[Trace, list[float]]:
+    """Train in fp16 on the CPU, which computes it but which DeepSpeed refuses; returns the loss scales, too."""
+    from deepspeed.accelerator import get_accelerator
+
+    from llmtrain.engine.fragments import loss_scale_state
+
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    accelerator.supported_dtypes = lambda: [torch.float, torch.half, torch.bfloat16]
+    try:
+        engine, stepper, ranks = make_engine(case)
+        trace = train_steps(case, stepper, ranks, 0, case.steps)
+        scales = [loss_scale_state(engine)["cur_scale"]]
+        trace.parameters = assembled(engine, ranks)
+        engine.destroy()
+    finally:
+        del accelerator.is_fp16_supported, accelerator.supported_dtypes
+    return trace, scales
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_with_loss_scaling_agrees(pools, small_data, stage):
+    want = reference(small_data)
+    case = Case(data=small_data, stage=stage, precision="fp16", extra={})
+    got, scales = pools(2).run(with_fp16, case)[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-3
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
+    assert scales[0] >= 1024
+
+
+def test_muon_is_the_same_under_every_stage(pools, small_data):
+    """ZeRO 0 on one rank against the others. Newton-Schulz runs in bf16, so rounding shows in the third digit."""
+    want = pools(1).run(run_case, Case(data=small_data, optimizer="muon"))[0]
+    assert want.losses[-1] < want.losses[0] - 0.2
+    for world_size, stage in ((2, 0), (2, 1), (2, 2), (2, 3), (4, 1)):
+        got = pools(world_size).run(run_case, Case(data=small_data, optimizer="muon", stage=stage, accumulation=3))[0]
+        worst = max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True))
+        assert worst < 5e-3, (world_size, stage, worst)
+
+
+def load_pretrained(case: Case, folder: str, break_name: str | None) -> str:
+    """Write a folder's weights into a live engine and prove them; "" or the error."""
+    from llmtrain.engine.fragments import PARAM, fragments
+    from llmtrain.engine.weights import prove_weights, write_parameters
+    from llmtrain.errors import ModelError
+    from llmtrain.models.source import SafetensorsSource
+
+    engine, _, ranks = make_engine(case)
+    try:
+        source = SafetensorsSource(folder)
+        write_parameters(engine, source)
+        if break_name:
+            for fragment in fragments(engine):
+                if fragment.name == break_name and fragment.kind == PARAM:
+                    with torch.no_grad():
+                        fragment.view[:1] += 1e-6
+        prove_weights(engine, source, ranks)
+    except ModelError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "precision"), [(1, 0, "fp32"), (2, 1, "bf16"), (2, 3, "bf16"), (4, 3, "fp32")]
+)
+def test_pretrained_weights_are_proved(pools, small_data, tmp_path, world_size, stage, precision):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(LLAMA)
+    torch.manual_seed(5)
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    hf.save_pretrained(tmp_path, max_shard_size="200KB")
+    case = Case(data=small_data, stage=stage, precision=precision)
+    pool = pools(world_size)
+    assert pool.run(load_pretrained, case, str(tmp_path), None) == [""] * world_size
+    (error, *_) = pool.run(load_pretrained, case, str(tmp_path), "model.layers.2.mlp.down_proj.weight")
+    assert "1 of 39 parameters differ from the file" in error and "layers.2.mlp.down_proj" in error
+
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    moved = index["weight_map"].pop("model.norm.weight")
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tmp_path / moved)
+    tensors["model.other.weight"] = tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / moved)
+    (error, *_) = pool.run(load_pretrained, case, str(tmp_path), None)
+    assert "lacks 1 of the model's 39 parameters" in error and "model.norm.weight" in error
+
+
+def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], float, bool]:
+    """Train with one label out of shape: the loss of one rank's micro-batch becomes NaN at one step."""
+    from llmtrain.engine.control import Agreement
+    from tests.helpers.training import batches
+
+    engine, stepper, ranks = make_engine(case)
+    head = engine.module.hf.get_output_embeddings()
+    source = batches(case, (ranks.rank, ranks.world_size), case.accumulation)
+    skipped, unchanged = [], True
+    for index in range(4):
+        batch = next(source)
+        agreed = Agreement(counted_tokens=100, stop=False, time_up=False, save=False)
+        before = assembled(engine, ranks)
+        hook = None
+        if index == step and ranks.rank == rank:
+            hook = head.register_forward_hook(lambda module, args, out: out * float("nan"))
+        result = stepper.step(batch, lambda agreed=agreed: agreed, 1.0)  # type: ignore[misc]
+        if hook is not None:
+            hook.remove()
+        skipped.append(result.skipped)
+        if result.skipped:
+            after = assembled(engine, ranks)
+            unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    source.close()  # type: ignore[attr-defined]
+    finite = all(bool(torch.isfinite(value).all()) for value in assembled(engine, ranks).values())
+    engine.destroy()
+    return skipped, finite, unchanged
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_nan_on_one_rank_skips_the_step_on_all(pools, small_data, stage, precision):
+    case = Case(data=small_data, stage=stage, accumulation=3, precision=precision)
+    for skipped, finite, unchanged in pools(2).run(poisoned, case, 2, 1):
+        assert skipped == [False, False, True, False] and finite and unchanged
+
+
+def timeouts_of_groups() -> list[float]:
+    """Timeout of every process group of this rank, in seconds."""
+    import torch.distributed as dist
+
+    from llmtrain.engine.build import apply_group_timeout
+
+    dist.new_group(list(range(dist.get_world_size())))  # as DeepSpeed makes its groups: without a timeout
+    apply_group_timeout(77.0)
+    groups = dist.distributed_c10d._world.pg_map
+    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
+
+
+def test_every_group_gets_the_runs_timeout(pools, small_data):
+    for found in pools(2).run(timeouts_of_groups):
+        assert len(found) >= 3 and set(found) == {77.0}
+
+
+def test_exported_folder_gives_the_training_models_logits(pools, small_data, tmp_path):
+    """Saved at ZeRO 3 on 2 ranks, tied: one copy of the embedding, loaded by transformers, fp32 logits equal."""
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    case = Case(data=small_data, stage=3, model={**LLAMA, "tie_word_embeddings": True}, steps=3)
+    logits, tokens = pools(2).run(train_and_export, case, str(tmp_path))[0]
+    with safe_open(tmp_path / "export" / "model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+    assert "lm_head.weight" not in names and len(names) == 38
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=tokens).logits, logits, atol=1e-5)
+
+
+def train_and_export(case: Case, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the trained model on some tokens, and the folder folder/export."""
+    from llmtrain.checkpoint.hf import export_hf
+    from llmtrain.checkpoint.save import save_checkpoint
+    from tests.helpers.training import resolved_run
+
+    engine, stepper, ranks = make_engine(case)
+    train_steps(case, stepper, ranks, 0, case.steps)
+    tokens = torch.arange(20).unsqueeze(0)
+    engine.module.eval()
+    with torch.no_grad():
+        engine(tokens, tokens)
+        logits = engine.module.hf(input_ids=tokens).logits.clone()
+    trainer = {
+        "optimizer_step": 3,
+        "loss_scale": {},
+        "separator_id": 0,
+        "tokenizer_dir": "/nonexistent",
+        "model_config": engine.module.hf.config.to_dict(),
+    }
+    resolved = resolved_run(case, ranks.world_size)
+    path = save_checkpoint(engine, Path(folder) / "checkpoints", 3, trainer, resolved, ranks)
+    if ranks.rank == 0:
+        export_hf(path, Path(folder) / "export")
+    engine.destroy()
+    return logits, tokens

@@ -1,0 +1,204 @@
+"""Training from the command line: faults, signals, resume, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.checkpoint.format import complete_checkpoints, stale_folders
+from tests.helpers.launching import (
+    finish,
+    gone,
+    kill_tree,
+    launch,
+    losses,
+    ranks_of,
+    rows,
+    train,
+    tree,
+    wait_for_step,
+    write_recipe,
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small_data, tmp_path_factory):
+    """An undisturbed run of 120 steps."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    before = set(os.listdir("/dev/shm")), set(os.listdir("/tmp"))
+    output = train(write_recipe(folder, small_data))
+    return folder / "run", output, before
+
+
+def test_run_directory_and_output(undisturbed):
+    run, output, _ = undisturbed
+    assert {"config.yaml", "deepspeed.json", "environment.json", "metrics.jsonl", "events.jsonl"} <= set(
+        os.listdir(run)
+    )
+    assert sorted(losses(run)) == list(range(1, 121))
+    assert losses(run)[120] < losses(run)[1]
+    newest = complete_checkpoints(run / "checkpoints")
+    assert [p.name for p in newest] == ["step-00000120", "step-00000115"]  # checkpoint.keep is 2
+    assert "validation loss" in output and "bigram model" in output and str(newest[0]) in output
+    kinds = [event["kind"] for event in rows(run, "events.jsonl")]
+    assert kinds[0] == "start" and kinds.count("save") == 24 and "stop" in kinds
+
+
+def test_nothing_is_left_behind(undisturbed):
+    _, _, (shm, tmp) = undisturbed
+    assert set(os.listdir("/dev/shm")) - shm == set()
+    left = {name for name in set(os.listdir("/tmp")) - tmp if not name.startswith("pytest")}
+    assert not {name for name in left if "llmtrain" in name or "deepspeed" in name or "torch" in name}, left
+
+
+def test_killed_ten_times_ends_with_the_same_losses(undisturbed, small_data, tmp_path):
+    """SIGKILL at a random moment, ten times; every resume continues digit for digit."""
+    want, _, _ = undisturbed
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    rng = random.Random(1)
+    kills = 0
+    while kills < 10:
+        process = launch(recipe)
+        # Anywhere from start-up to some steps after the resume, saves included.
+        target = max(losses(run), default=0) + rng.randint(1, 9)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if max(losses(run), default=0) >= target or rng.random() < 0.0005:
+                break
+            time.sleep(0.005)
+        if process.poll() is not None:
+            break  # it got to the end
+        everyone = tree(process)
+        if rng.random() < 0.5:
+            kill_tree(process)
+        else:
+            for rank in ranks_of(process)[:1]:
+                rank.kill()  # the launcher ends the others
+            finish(process, 60)
+        assert gone(everyone, 20)
+        kills += 1
+    output = train(recipe)
+    assert kills == 10, f"the run ended after {kills} kills\n{output}"
+    assert losses(run) == losses(want)
+    assert not stale_folders(run / "checkpoints")
+    a = _tensors(complete_checkpoints(run / "checkpoints")[0])
+    b = _tensors(complete_checkpoints(want / "checkpoints")[0])
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    files = sorted(checkpoint.glob("rank-*.safetensors"))
+    return {f"{file.name}:{name}": value for file in files for name, value in load_file(file).items()}
+
+
+def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(undisturbed, small_data, tmp_path):
+    """The launcher signals its ranks one after another, with up to 30 s between; they agree at the next step."""
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    process = launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
+    wait_for_step(process, run, 3)
+    everyone = tree(process)
+    launcher = next(p for p in everyone if "deepspeed.launcher.launch" in " ".join(p.cmdline()))
+    began = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    _, output = finish(process, 60)
+    assert time.monotonic() - began < 25 and gone(everyone, 5)
+    stop = next(event for event in rows(run, "events.jsonl") if event["kind"] == "stop")
+    assert stop["complete"] is False and "the same command continues" in output
+    assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{stop['step']:08d}"
+    train(recipe, "--train.max_steps", str(stop["step"] + 2), "--schedule.name", "constant")
+    assert max(losses(run)) == stop["step"] + 2
+
+
+def test_sigterm_to_one_rank_stops_all_with_exit_0(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    process = launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
+    wait_for_step(process, run, 2)
+    ranks_of(process)[1].send_signal(signal.SIGTERM)
+    code, output = finish(process, 60)
+    assert code == 0, output
+    assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{max(losses(run)):08d}"
+
+
+def test_sigusr1_saves_and_goes_on_and_a_dead_launcher_stops_the_ranks(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    process = launch(
+        recipe, "--train.max_steps", "100000", "--schedule.name", "constant", "--checkpoint.every_steps", "null"
+    )
+    wait_for_step(process, run, 2)
+    assert not complete_checkpoints(run / "checkpoints")
+    ranks = ranks_of(process)
+    ranks[0].send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + 20
+    while not complete_checkpoints(run / "checkpoints") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    saved = complete_checkpoints(run / "checkpoints")[0]
+    wait_for_step(process, run, int(saved.name[5:]) + 2)
+    everyone = tree(process)
+    process.kill()  # only `deepspeed` itself: DeepSpeed alone would leave launch.py and the ranks running
+    process.wait()
+    assert gone(everyone, 30)
+    assert complete_checkpoints(run / "checkpoints")[0] != saved
+
+
+def test_second_launch_into_a_live_run_is_refused(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    first = launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
+    wait_for_step(first, run, 1)
+    code, output = finish(launch(recipe), 60)
+    assert code == 2 and "in use by another launch (process" in output and "train.run_dir" in output
+    assert "Traceback" not in output
+    kill_tree(first)
+
+
+def test_other_data_optimizer_and_vocabulary_are_refused_by_name(undisturbed, small_data, tmp_path):
+    run, _, _ = undisturbed
+    recipe = write_recipe(tmp_path, small_data)
+    common = ("--train.run_dir", str(run), "--train.max_steps", "130")
+    for override, word in (
+        (("--data.seed", "5"), "data_fingerprint"),
+        (("--optim.name", "muon"), "optimizer"),
+        (("--model.config.vocab_size", "640"), "vocab_size"),
+    ):
+        code, output = finish(launch(recipe, *common, *override, slots=1), 60)
+        assert code == 2 and word in output and "Traceback" not in output, output
+        assert output.count("error:") == 1
+    code, output = finish(launch(recipe, *common, "--resume", "none", slots=1), 60)
+    assert code == 2 and "--resume auto" in output
+
+
+def test_resume_shows_what_changed_and_another_layout_agrees(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    train(recipe, "--train.max_steps", "15", "--schedule.name", "constant")
+    want, other = tmp_path / "run", tmp_path / "other"
+    path = complete_checkpoints(run / "checkpoints")[0]
+    straight = train(recipe, "--train.max_steps", "20", "--schedule.name", "constant")
+    assert "changed since: run.train.max_steps: 15 -> 20" in straight
+    output = train(
+        recipe,
+        *("--train.max_steps", "20", "--schedule.name", "constant", "--optim.lr", "3e-4"),
+        *("--train.run_dir", str(other), "--resume", str(path), "--train.micro_batch", "4"),
+        slots=1,
+    )
+    assert "layout.world_size: 2 -> 1" in output
+    assert max(abs(losses(other)[step] - losses(want)[step]) for step in range(16, 21)) < 1e-2  # dropout differs
+
+
+def test_damaged_newest_checkpoint_is_walked_past(undisturbed, small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    train(recipe, "--train.max_steps", "15")
+    newest = complete_checkpoints(run / "checkpoints")[0]
+    victim = newest / "rank-00001.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[-20] ^= 0x40
+    victim.write_bytes(data)
+    output = train(recipe, "--train.max_steps", "15")
+    assert f"skipped {newest.name}: rank-00001.safetensors is damaged" in output
+    assert "resumed from" in output and "step-00000010" in output

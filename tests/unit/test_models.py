@@ -1,0 +1,172 @@
+"""Loss, initial weights, checksums and Hugging Face folders, without a process group."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmtrain.config.run import ModelConfig
+from llmtrain.errors import ModelError
+from llmtrain.models.build import build_model, facts, hf_names, initial_weights, load_config, skeleton
+from llmtrain.models.checksum import checksum
+from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.source import RandomSource, SafetensorsSource
+
+CPU = torch.device("cpu")
+SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+LLAMA = {"model_type": "llama", "intermediate_size": 48, "num_key_value_heads": 2, **SMALL}
+FAMILIES = {
+    "llama": LLAMA,
+    "llama tied": {**LLAMA, "tie_word_embeddings": True},
+    "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 8},
+    "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 5.0},
+    "mistral": {**LLAMA, "model_type": "mistral"},
+    "granite": {**LLAMA, "model_type": "granite", "logits_scaling": 4.0},
+    "cohere": {**LLAMA, "model_type": "cohere", "logit_scale": 0.25},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {"model_type": "gpt_neox", "intermediate_size": 48, **SMALL},
+    "phi": {"model_type": "phi", "intermediate_size": 48, **SMALL},
+    "olmo2": {**LLAMA, "model_type": "olmo2"},
+}
+
+
+def filled(model: ModelConfig):
+    """A model with its initial weights."""
+    built = build_model(model, dtype=torch.float32, device=CPU, zero3_config=None, checkpoint_activations=None)
+    source = initial_weights(model, 3, CPU)
+    with torch.no_grad():
+        for name, parameter in hf_names(built).items():
+            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
+    return built.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_the_models_own_logits(family):
+    """Any head: scaled, capped, biased, tied. fp32; sums of 60 tokens near 4.5 nats, so 1e-4 is 4e-7 relative."""
+    attention = "eager" if family == "gemma2" else "sdpa"  # transformers has no SDPA for its capped scores
+    model = filled(ModelConfig(config=FAMILIES[family], loss_chunk_tokens=7, attention=attention))
+    tokens = torch.randint(0, 96, (2, 33), generator=torch.Generator().manual_seed(0))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    labels[0, :9] = -100
+    ours = model(inputs, labels)
+    ours.backward()
+    gradients = {name: p.grad.clone() for name, p in hf_names(model).items() if p.grad is not None}
+    model.zero_grad()
+    logits = model.hf(input_ids=inputs).logits
+    theirs = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+    theirs.backward()
+    assert abs(ours.item() - theirs.item()) < 1e-4
+    for name, parameter in hf_names(model).items():
+        if parameter.grad is not None:
+            assert torch.allclose(gradients[name], parameter.grad, atol=2e-5, rtol=1e-4), name
+
+
+def test_chunks_never_hold_all_logits_and_ignore_costs_nothing():
+    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(400, 16, requires_grad=True)
+    labels = torch.full((50,), -100)
+    total = chunked_nll_sum(hidden, weight, None, labels, chunk=8, form=HeadForm())
+    total.backward()
+    assert float(total) == 0 and float(hidden.grad.abs().max()) == 0 and float(weight.grad.abs().max()) == 0
+    largest = 0
+    original = F.linear
+
+    def watched(*args):
+        nonlocal largest
+        out = original(*args)
+        largest = max(largest, out.numel())
+        return out
+
+    F.linear = watched
+    try:
+        chunked_nll_sum(hidden, weight, None, torch.zeros(50, dtype=torch.long), chunk=8, form=HeadForm())
+    finally:
+        F.linear = original
+    assert largest == 8 * 400
+
+
+def test_low_precision_head_accumulates_in_fp32():
+    """bf16 in 64 chunks against one fp32 product of the same bf16 values."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(256, 32, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(64, 32, generator=generator).bfloat16().requires_grad_()
+    labels = torch.randint(0, 64, (256,), generator=generator)
+    chunked_nll_sum(hidden, weight, None, labels, chunk=4, form=HeadForm()).backward()
+    exact_weight = weight.detach().float().requires_grad_()
+    exact = F.cross_entropy(hidden.detach().float() @ exact_weight.T, labels, reduction="sum")
+    exact.backward()
+    error = (weight.grad.float() - exact_weight.grad).norm() / exact_weight.grad.norm()
+    assert error < 6e-3  # bf16 has 8 bits: one rounding each of logits, gradient and result
+
+
+def test_checksum_is_a_sum_over_slices_and_knows_positions():
+    values = torch.randn(3_000_001)
+    whole = checksum(values)
+    for cut in (0, 1, 1234567, 3_000_001):
+        assert (checksum(values[:cut]) + checksum(values[cut:], cut)) % 2**64 == whole
+    swapped = values.clone()
+    swapped[[5, 9]] = swapped[[9, 5]]
+    flipped = values.clone()
+    flipped.view(torch.int32)[77] ^= 1
+    assert len({whole, checksum(swapped), checksum(flipped), checksum(values[:-1]), checksum(values, 1)}) == 5
+
+
+def test_random_weights_depend_on_seed_and_name_only():
+    def draw(seed: int, names: list[str]) -> dict[str, torch.Tensor]:
+        source = RandomSource(skeleton(ModelConfig(config=LLAMA)), seed, CPU)
+        return {name: source.read(name, 0, 10**9) for name in names}
+
+    order = RandomSource(skeleton(ModelConfig(config=LLAMA)), 0, CPU).order()
+    state = torch.get_rng_state()
+    a, b, c = draw(0, order), draw(0, order[::-1]), draw(1, order)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a[name], b[name]) for name in order)
+    assert not torch.equal(a["model.embed_tokens.weight"], c["model.embed_tokens.weight"])
+    layers = [a[f"model.layers.{i}.mlp.up_proj.weight"] for i in range(3)]
+    assert not torch.equal(layers[0], layers[1]) and abs(float(layers[0].std()) - 0.02) < 2e-3
+    assert torch.equal(a["model.norm.weight"], torch.ones(32))
+
+
+def test_facts_count_a_tied_head_once():
+    tied, untied = facts(ModelConfig(config=FAMILIES["llama tied"])), facts(ModelConfig(config=LLAMA))
+    assert untied.parameters - tied.parameters == 96 * 32
+    assert untied.matmul_parameters == tied.matmul_parameters
+    assert (tied.layers, tied.attention_width, tied.vocab_size) == (3, 32, 96)
+
+
+def test_safetensors_source_reads_slices_across_shards(tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = {"a": torch.randn(7, 5), "b": torch.randn(11), "c": torch.randn(3, 2, 4)}
+    save_file({"a": tensors["a"]}, tmp_path / "one.safetensors")
+    save_file({"b": tensors["b"], "c": tensors["c"]}, tmp_path / "two.safetensors")
+    weight_map = {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    source = SafetensorsSource(tmp_path)
+    for name, value in tensors.items():
+        flat = value.reshape(-1)
+        for start, stop in ((0, flat.numel()), (3, 4), (2, flat.numel() - 1)):
+            assert torch.equal(source.read(name, start, stop), flat[start:stop])
+
+
+@pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/passwd", "missing.safetensors", "", 7])
+def test_an_index_that_leaves_the_folder_is_refused(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelError, match=r"model\.pretrained.*index"):
+        SafetensorsSource(tmp_path)
+
+
+def test_broken_folders_are_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        SafetensorsSource(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 40)
+    with pytest.raises(ModelError, match="cannot be read"):
+        SafetensorsSource(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoConfig": "evil.Config"}}')
+    with pytest.raises(ModelError, match="never run"):
+        load_config(ModelConfig(pretrained=str(tmp_path)))
+    with pytest.raises(ModelError, match="not a model configuration"):
+        load_config(ModelConfig(config={"model_type": "no_such_model"}))
