@@ -142,6 +142,6 @@ def test_chunked_loss_is_the_one_of_transformers(dtype: torch.dtype) -> None:
     got_grads = torch.autograd.grad(got, (hidden, weight))
 
     rounding = 1e-5 if dtype == torch.float32 else 1e-2  # of the largest element
-    assert abs(float(got) - float(want)) < 1e-5 * float(want)
+    assert abs(got.item() - want.item()) < 1e-5 * want.item()
     for a, b in zip(got_grads, want_grads, strict=True):
         assert float((a - b).abs().max()) < rounding * float(b.abs().max())
