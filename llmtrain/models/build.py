@@ -197,7 +197,7 @@ def initial_weights(model: ModelConfig, seed: int, device: torch.device) -> Para
 
 def decoder_layers(hf: nn.Module) -> nn.ModuleList:
     """The list of decoder layers: the longest module list of the decoder."""
-    lists = [m for m in hf.modules() if isinstance(m, nn.ModuleList)]  # type: ignore[union-attr]
+    lists = [m for m in hf.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ModelError(f"model: {type(hf).__name__} has no list of decoder layers.")
     return max(lists, key=lambda m: sum(1 for _ in m.parameters()))
