@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
+from llmtrain import log
 from llmtrain.errors import UserError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -41,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _command(words[0])(words[1:])
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        # Before the ranks have met, one voice a host: another host may have another file or another version.
+        if log.rank() == 0 or (not error.everywhere and os.environ.get("LOCAL_RANK") == "0"):
+            print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

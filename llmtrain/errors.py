@@ -10,6 +10,8 @@ class UserError(ValueError):
     """
 
     exit_code = 2
+    everywhere = False
+    """All ranks of the run raise the same error, so rank 0 alone prints it."""
 
 
 class ConfigError(UserError):

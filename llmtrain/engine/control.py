@@ -109,6 +109,8 @@ class Agree:
 class AgreedError(UserError):
     """A user's mistake that one rank met and all ranks know of: only rank 0 needs to print it."""
 
+    everywhere = True
+
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code

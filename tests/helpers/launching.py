@@ -37,7 +37,7 @@ train:
   run_dir: {run}
   global_batch: 8
   micro_batch: 2
-  max_steps: 120
+  max_steps: 240
   log_every: 1
   eval_sequences: 8
   export: false

@@ -1,0 +1,52 @@
+"""Read W&B's offline files back without W&B's server."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Payloads of a .wandb file: a 7-byte header, then LevelDB's log format (32 KiB blocks of framed chunks)."""
+    data = path.read_bytes()
+    assert data.startswith(b":W&B")
+    at, parts = 7, []
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if kind == 0:
+            at += left
+            continue
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last chunk of one
+            yield b"".join(parts)
+            parts = []
+
+
+def read_back(folder: Path) -> dict:
+    """Run id, configuration and history rows of one offline folder."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found: dict = {"config": {}, "rows": [], "metrics": {}, "exit": None}
+    (path,) = folder.glob("*.wandb")
+    for payload in records(path):
+        record = Record.FromString(payload)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found["id"] = record.run.run_id
+            found["project"] = record.run.project
+            found["config"] |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        elif kind == "history":
+            names = [(item.key or ".".join(item.nested_key), item.value_json) for item in record.history.item]
+            found["rows"].append({name: json.loads(value) for name, value in names})
+        elif kind == "metric":
+            found["metrics"][record.metric.name or record.metric.glob_name] = record.metric.step_metric
+        elif kind == "exit":
+            found["exit"] = record.exit.exit_code
+    return found

@@ -1,0 +1,98 @@
+"""What ends or disturbs a run from outside: a full disk, numbers that explode, W&B, a wrong configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from llmtrain.checkpoint.format import complete_checkpoints
+from tests.helpers.launching import environment, finish, launch, losses, rows, train, write_recipe
+from tests.helpers.wandb_files import read_back
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_data, tmp_path, small_disk):
+    """Saves fail for lack of space with a message, training goes on; with space again, the next save works."""
+    recipe, run = write_recipe(tmp_path, small_data), small_disk / "run"
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"x" * (2 << 20))
+    process = launch(recipe, "--train.run_dir", str(run), "--train.max_steps", "100000", "--schedule.name", "constant")
+    deadline = time.monotonic() + 90
+    while not [e for e in rows(run, "events.jsonl") if e["kind"] == "save_failed"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    _, output = finish(process, 60)
+    failed = [event for event in rows(run, "events.jsonl") if event["kind"] == "save_failed"]
+    assert failed and "no space for a checkpoint" in failed[0]["error"] and "MiB" in failed[0]["error"]
+    assert max(losses(run)) > failed[0]["step"], output
+    assert os.listdir(run / "checkpoints") == []
+
+
+def test_explosion_stops_with_a_message_and_the_samples(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    code, output = finish(
+        launch(recipe, "--optim.lr", "1e30", "--schedule.name", "constant", "--fault.max_skipped", "3"), 90
+    )
+    assert code == 3, output
+    assert "3 steps in a row were skipped" in output and "fault.max_skipped is 3" in output
+    assert "Traceback" not in output and output.count("error:") == 1
+    skips = [event for event in rows(run, "events.jsonl") if event["kind"] == "skip"]
+    assert len(skips) == 3 and all(event["samples"] for event in skips)
+    first = skips[0]
+    assert set(first["samples"]) <= set(range((first["step"] - 1) * 8, first["step"] * 8))
+
+
+def test_wandb_offline_holds_config_metrics_and_one_run_id_after_a_resume(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    common = ("--tracking.wandb", "offline", "--schedule.name", "constant")
+    train(recipe, *common, "--train.max_steps", "10")
+    train(recipe, *common, "--train.max_steps", "20")
+    folders = sorted((run / "wandb").glob("offline-run-*"), key=lambda p: p.stat().st_mtime)
+    sessions = [read_back(folder) for folder in folders]
+    assert len(sessions) == 2
+    saved = json.loads((complete_checkpoints(run / "checkpoints")[0] / "trainer.json").read_text())
+    assert {session["id"] for session in sessions} == {saved["wandb_id"]}
+    assert sessions[0]["config"]["run"]["data"]["sequence_length"] == 32
+    assert sessions[0]["config"]["deepspeed"]["zero_optimization"]["stage"] == 1
+    steps = [row["step"] for session in sessions for row in session["rows"] if "loss" in row]
+    assert steps == list(range(1, 21))
+    last = [row for row in sessions[1]["rows"] if "loss" in row][-1]
+    assert last["loss"] == losses(run)[20]
+
+
+def test_a_wrong_configuration_ends_every_rank_with_one_message(small_data, tmp_path):
+    recipe = write_recipe(tmp_path, small_data)
+    code, output = finish(launch(recipe, "--train.global_batch", "9"), 30)
+    assert code == 2 and "Traceback" not in output
+    assert output.count("error:") == 1 and "world size 2" in output
+
+
+def test_wrong_configuration_is_answered_in_three_seconds(small_data, tmp_path):
+    """The training command itself, before torch is imported."""
+    recipe = write_recipe(tmp_path, small_data)
+    best = float("inf")
+    for _ in range(3):
+        began = time.monotonic()
+        command = [shutil.which("llmtrain", path=environment()["PATH"]) or "llmtrain", "train", "--config", str(recipe)]
+        result = subprocess.run([*command, "--optim.lrr", "1"], capture_output=True, text=True, env=environment())
+        best = min(best, time.monotonic() - began)
+        assert result.returncode == 2 and "optim.lr" in result.stderr and "Traceback" not in result.stderr
+    assert best < 3
+    assert not (Path(tmp_path) / "run").exists()  # nothing was made
