@@ -1,0 +1,297 @@
+"""README.md and the pages beside it: their commands run, their outputs and errors are real, their links resolve."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmtrain.checkpoint.format import complete_checkpoints
+from llmtrain.errors import UserError
+from tests.helpers.launching import environment, finish, free_port, kill_tree, rows, wait_for_step
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in (
+    "quickstart", "training", "checkpoints", "architecture", "style"))]  # fmt: skip
+TEXT = {page: (ROOT / page).read_text() for page in PAGES}
+
+NOT_RUN = {
+    "make train": "installs a virtual environment and trains for minutes; its launch line is run here, smaller",
+    "make test": "it is what runs this file",
+    "deepspeed --hostfile hosts launch/train.py --config launch/recipes/llama_1b.yaml": "needs a cluster of GPUs; "
+    "test_recipes.py checks the recipe, test_the_examples_are_what_deepspeed_reads the hostfile",
+}
+IN_SIGNAL_TEST = re.compile(r"^kill -|--train.max_steps 1000000")
+NOT_THERE = {  # architecture.md names them as planned
+    "checkpoint/verify.py",
+    "checkpoint/native.py",
+    "models/anatomy.py",
+}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [block.strip() for block in re.findall(rf"^```{language}\n(.*?)^```", TEXT[page], flags=re.M | re.S)]
+
+
+def unique_commands() -> list[str]:
+    found = dict.fromkeys(block for page in PAGES for block in blocks(page, "bash"))
+    return [block for block in found if block not in NOT_RUN and not IN_SIGNAL_TEST.search(block)]
+
+
+LAUNCH = next(block for block in blocks("docs/quickstart.md", "bash") if "deepspeed --hostfile" in block)
+COMMANDS = [block for block in unique_commands() if block not in LAUNCH]
+
+
+class Workplace:
+    """A folder that looks like a clone, with small data and a quickstart of a few steps."""
+
+    def __init__(self, path: Path, data: str) -> None:
+        self.path = path
+        (path / "launch/recipes").mkdir(parents=True)
+        for name in ("ds_configs", "tools", "launch/train.py", "launch/env.example"):
+            (path / name).symlink_to(ROOT / name)
+        for recipe in (ROOT / "launch/recipes").glob("*.yaml"):
+            (path / "launch/recipes" / recipe.name).write_text(recipe.read_text())
+        (path / "launch/recipes/quickstart.yaml").write_text(small_quickstart())
+        (path / "launch/hostfile.local").write_text("localhost slots=2\n")
+        (path / ".venv/bin").mkdir(parents=True)
+        (path / ".venv/bin/activate").write_text(f'PATH="{Path(sys.executable).parent}:$PATH"\n')
+        (path / "data").mkdir()
+        (path / "data/stdlib").symlink_to(data)
+        (path / "my_text/part").mkdir(parents=True)
+        rng = random.Random(0)
+        words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(900)]
+        for index in range(60):
+            (path / f"my_text/part/{index}.txt").write_text(" ".join(rng.choices(words, k=200)))
+        self.env = environment(WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
+
+    def start(self, command: str) -> subprocess.Popen[str]:
+        command = command.replace("deepspeed --hostfile", f"deepspeed --master_port {free_port()} --hostfile")
+        return subprocess.Popen(
+            ["bash", "-ec", command],
+            cwd=self.path,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, command: str) -> str:
+        code, output = finish(self.start(command))
+        assert code == 0, (command, output)
+        return output
+
+
+def small_quickstart() -> str:
+    recipe = yaml.safe_load((ROOT / "launch/recipes/quickstart.yaml").read_text())
+    recipe["model"]["config"].update(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    )
+    recipe["data"]["sequence_length"] = 32
+    recipe["optim"] = {"lr": 3e-3}
+    recipe["schedule"] = {"warmup_steps": 1}
+    recipe["train"].update(global_batch=8, micro_batch=2, max_steps=6, log_every=2, eval_every=3, eval_sequences=8)
+    recipe["checkpoint"] = {"every_steps": 3}
+    return yaml.safe_dump(recipe)
+
+
+@pytest.fixture(scope="module")
+def place(small_data: str, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    return Workplace(tmp_path_factory.mktemp("clone"), small_data)
+
+
+@pytest.fixture(scope="module")
+def launched(place: Workplace) -> str:
+    """What docs/quickstart.md's launch line prints; it leaves runs/quickstart."""
+    return place.run(LAUNCH)
+
+
+def form(line: str) -> str:
+    """A line of output without its figures."""
+    line = re.sub(r"ETA \S+", "", line.partition("error: ")[2] or line)
+    return " ".join(re.sub(r"\d[\d.,]*(e[+-]\d+)?[kMGT]?\b", "#", line).split())
+
+
+def test_the_launch_prints_what_the_page_shows(launched: str) -> None:
+    shown = next(block for block in blocks("docs/quickstart.md", "text") if "parameters" in block)
+    printed = {form(line) for line in launched.splitlines()}
+    for line in shown.splitlines():
+        if line.startswith("sample: "):
+            assert "sample: " in launched
+        elif not line.startswith("W&B"):  # its words: test_tracking_wandb.py
+            assert form(line) in printed, (line, launched)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.splitlines()[0][:60])
+def test_every_command(launched: str, place: Workplace, command: str) -> None:
+    output = place.run(command)
+    if "checkpoint verify" in command:
+        shown = next(block for block in blocks("docs/checkpoints.md", "text") if "intact" in block)
+        assert {form(line) for line in shown.splitlines()} <= {form(line) for line in output.splitlines()}
+    if "1e30" in command:
+        shown = next(block for block in blocks("docs/training.md", "text") if "in a row" in block)
+        assert {form(line) for line in shown.splitlines()} <= {form(line) for line in output.splitlines()}, output
+        assert output.endswith("exit code 3\n")
+
+
+def test_signals_and_resume(launched: str, place: Workplace) -> None:
+    """The lines of "Stop and go on": resume in one process, save on SIGUSR1, stop on SIGTERM with exit code 0."""
+    commands = [block for block in blocks("docs/quickstart.md", "bash") if IN_SIGNAL_TEST.search(block)]
+    train, save, stop = commands
+    run = place.path / "runs/quickstart"
+    first = rows(run)[-1]["step"]
+    process = place.start(f"exec {train} --checkpoint.every_steps null")
+    try:
+        wait_for_step(process, run, first + 4)
+        place.run(save)
+        deadline = time.monotonic() + 30
+        while complete_checkpoints(run / "checkpoints")[0].name <= f"step-{first:08d}":
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        saved = int(complete_checkpoints(run / "checkpoints")[0].name[5:])
+        wait_for_step(process, run, saved + 2)
+        place.run(stop)
+        code, output = finish(process, 60)
+    finally:
+        if process.poll() is None:
+            kill_tree(process)
+    assert code == 0, output
+    shown = next(block for block in blocks("docs/quickstart.md", "text") if block.startswith("stopped"))
+    assert form(shown) in {form(line) for line in output.splitlines()}
+    assert f"at step {first}" in output and f"changed since: run.train.max_steps: {first} -> 1000000" in output
+    assert int(complete_checkpoints(run / "checkpoints")[0].name[5:]) > saved
+
+
+@pytest.fixture
+def shown_errors() -> Iterator[set[str]]:
+    """All error lines of the pages; a test takes out what it has produced."""
+    lines = {line for page in PAGES for block in blocks(page, "text") for line in block.splitlines()}
+    errors = {line.removeprefix("error: ") for line in lines if line.startswith("error: ")}
+    yield errors
+    assert not errors, "no test produces these"
+
+
+def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    from llmtrain.checkpoint.load import differences, refuse_other_run
+    from llmtrain.config.load import parse, resolve
+    from llmtrain.engine.build import check_device
+
+    monkeypatch.chdir(ROOT)
+    shown_errors -= {e for e in shown_errors if "steps in a row were skipped" in e}  # test_every_command
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cpu")
+    words = ["--config", "launch/recipes/quickstart.yaml", "--deepspeed", "ds_configs/fp16.json"]
+    with pytest.raises(UserError) as refused:
+        check_device(resolve(parse(words, check_paths=False).run, 1))
+    shown_errors.remove(str(refused.value))
+
+    error = next(e for e in shown_errors if "data_fingerprint" in e)
+    there, here = re.findall(r"'(\w{32})'", error)
+    saved = {"optimizer": "adamw", "vocab_size": 1, "data_fingerprint": there}
+    with pytest.raises(UserError) as refused:
+        refuse_other_run(saved, {**saved, "data_fingerprint": here}, Path(error.partition(": ")[0]))
+    shown_errors.remove(str(refused.value))
+
+    (line,) = differences({"run": {"optim": {"lr": 0.003}}}, {"run": {"optim": {"lr": 0.002}}})
+    assert f"changed since: {line}" in TEXT["docs/quickstart.md"] and line in TEXT["docs/checkpoints.md"]
+
+
+def slugs(text: str) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(
+    "page", sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"),
+                                                      *ROOT.glob("ds_configs/*.md")])
+)  # fmt: skip
+def test_links_resolve(page: str) -> None:
+    file = ROOT / page
+    for target in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (file.parent / path).resolve() if path else file
+        assert other.exists(), target
+        assert not anchor or anchor in slugs(other.read_text()), target
+
+
+def test_files_and_functions_that_the_pages_name_exist() -> None:
+    planned = re.search(r"^\| `models/anatomy.py`.*$", TEXT["docs/architecture.md"], flags=re.M)
+    assert planned
+    allowed = NOT_THERE | set(re.findall(r"[\w/]+\.py", planned[0]))
+    for page in PAGES:
+        for path, function in re.findall(r"`((?:[\w.]+/)+[\w.]+\.(?:py|json|yaml|md))`(?: `(\w+)`)?", TEXT[page]):
+            file = next((f for f in (ROOT / path, ROOT / "llmtrain" / path) if f.is_file()), None)
+            if path.startswith("runs/") or path in allowed:
+                continue
+            assert file, f"{page}: {path}"
+            if function:
+                assert re.search(rf"^\s*(def|class) {function}\b", file.read_text(), flags=re.M), (path, function)
+
+
+def test_the_readme() -> None:
+    readme = TEXT["README.md"]
+    assert len(readme.splitlines()) <= 200
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", readme)
+    assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
+    assert (ROOT / picture).stat().st_size < 100_000
+    for recipe in (ROOT / "launch/recipes").glob("*.yaml"):
+        assert f"launch/recipes/{recipe.name}" in readme, "list the recipe"
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{page.name}" in readme, "link the page"
+
+
+def test_the_file_tree_is_the_real_one() -> None:
+    tree = TEXT["README.md"].partition("## What lies where")[2].partition("## ")[0]
+    folder = ""
+    named = set()
+    for indent, words in re.findall(r"^    ( *)((?:[\w./]+)(?:, [\w./]+)*)", tree, flags=re.M):
+        for word in words.split(", "):
+            path = f"{folder}{word}" if indent else word
+            assert (ROOT / path).exists(), path
+            named.add(path.rstrip("/"))
+        if not indent:
+            folder = words
+    package = {str(p.relative_to(ROOT)) for p in (ROOT / "llmtrain").iterdir() if not p.name.startswith("__")}
+    assert package <= named, package - named
+
+
+def test_the_architecture_page_shows_the_layers_of_the_import_test() -> None:
+    from tests.unit.test_imports import LAYERS
+
+    shown = TEXT["docs/architecture.md"].partition("    errors")[2].partition("\n\n")[0]
+    lines = [set(line.partition("#")[0].split()) for line in ("errors" + shown).splitlines()]
+    there = {p.stem for p in (ROOT / "llmtrain").iterdir()} - {"__init__", "__main__", "__pycache__"}
+    assert lines == [set(layer) & there for layer in LAYERS if set(layer) & there]
+
+
+def test_the_examples_are_what_deepspeed_reads(tmp_path: Path) -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    assert dict(fetch_hostfile(str(ROOT / "launch/hostfile.example"))) == {"node-01": 8, "node-02": 8}
+    example = (ROOT / "launch/env.example").read_text()
+    command = next(line.strip("# ") for line in example.splitlines() if "grep -E" in line)
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True)
+    lines = (tmp_path / ".deepspeed_env").read_text().splitlines()
+    assert lines and all(re.fullmatch(r"[A-Z_]+=\S+", line) for line in lines)
+    loaded = subprocess.run(
+        ["bash", "-ec", "set -a; . launch/env.example; set +a; env -0"],
+        cwd=tmp_path, env={"PATH": os.environ["PATH"]}, check=True, capture_output=True, text=True,
+    ).stdout.split("\0")  # fmt: skip
+    assert set(lines) <= set(loaded)
+    assert "WANDB_API_KEY" not in json.dumps(lines)
