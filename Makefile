@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SLOTS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+ifeq ($(filter-out 0,$(SLOTS)),)
+export DS_ACCELERATOR ?= cpu
+endif
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false

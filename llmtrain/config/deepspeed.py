@@ -1,4 +1,4 @@
-"""From the user's DeepSpeed JSON to the exact dict for deepspeed.initialize. No DeepSpeed, no torch.
+"""From the user's DeepSpeed JSON to the exact dict for the engine. No DeepSpeed, no torch.
 
 `deep_check` alone imports DeepSpeed, and only when it is called.
 """
@@ -106,7 +106,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
 
 
 def exact_dict(facts: Facts, path: str, batch: Batch, clip_norm: float) -> tuple[dict[str, Any], list[str]]:
-    """The dict for deepspeed.initialize, and notes about what was taken out or overruled."""
+    """The dict that the engine is built from, and notes about what was taken out or overruled."""
     exact = {key: value for key, value in facts.tree.items() if key not in (*_NOT_FOR_DEEPSPEED, *_DEGREES)}
     notes = [
         f"{path}: {key} = {show(facts.tree[key])} is overruled with {show(value)}: llmtrain needs it"

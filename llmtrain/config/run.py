@@ -175,7 +175,7 @@ class ResolvedRun:
     run: RunConfig
     """Every shared field filled in; run_dir set."""
     deepspeed: dict[str, Any]
-    """The exact dict for deepspeed.initialize: no "auto", batch keys solved."""
+    """The exact dict that the engine is built from: no "auto", batch keys solved."""
     world_size: int
     data_parallel: int
     """Ranks that see different data."""

@@ -1,4 +1,4 @@
-"""Process groups, the optimizer, and the one call of deepspeed.initialize."""
+"""Process groups, the optimizer, and the one place where DeepSpeed builds its engine."""
 
 from __future__ import annotations
 

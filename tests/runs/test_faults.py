@@ -96,3 +96,26 @@ def test_wrong_configuration_is_answered_in_three_seconds(small_data, tmp_path):
         assert result.returncode == 2 and "optim.lr" in result.stderr and "Traceback" not in result.stderr
     assert best < 3
     assert not (Path(tmp_path) / "run").exists()  # nothing was made
+
+
+def test_a_time_limit_ends_a_run_well(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    began = time.monotonic()
+    output = train(
+        recipe,
+        *("--train.max_steps", "null", "--train.max_minutes", "0.2", "--schedule.name", "constant"),
+        *("--checkpoint.every_minutes", "0.05", "--checkpoint.every_steps", "null", "--train.export", "true"),
+    )
+    assert time.monotonic() - began < 80 and "validation loss" in output
+    stop = next(event for event in rows(run, "events.jsonl") if event["kind"] == "stop")
+    assert stop["complete"] and stop["step"] == max(losses(run))
+    assert (run / "export" / "model.safetensors").is_file()
+    assert len([event for event in rows(run, "events.jsonl") if event["kind"] == "save"]) >= 2
+
+
+def test_fp16_is_refused_where_the_device_lacks_it(small_data, tmp_path):
+    recipe = write_recipe(tmp_path, small_data)
+    fp16 = str(Path(__file__).parents[2] / "ds_configs" / "fp16.json")
+    code, output = finish(launch(recipe, "--deepspeed", fp16), 60)
+    assert code == 2 and "Traceback" not in output
+    assert "fp16.enabled is true, but the device (cpu) does not support fp16" in output and "use bf16" in output
