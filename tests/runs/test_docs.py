@@ -119,17 +119,18 @@ def launched(place: Workplace) -> str:
 def form(line: str) -> str:
     """A line of output without its figures."""
     line = re.sub(r"ETA \S+", "", line.partition("error: ")[2] or line)
-    return " ".join(re.sub(r"\d[\d.,]*(e[+-]\d+)?[kMGT]?\b", "#", line).split())
+    return " ".join(re.sub(r"\d[\d.,]*(e[+-]\d+)?([kMGT]|\.?\d* [KMG]iB)?\b", "#", line).split())
 
 
 def test_the_launch_prints_what_the_page_shows(launched: str) -> None:
     shown = next(block for block in blocks("docs/quickstart.md", "text") if "parameters" in block)
+    before, _, after = shown.partition("sample: ")
+    lines = [*before.splitlines(), *("run folder" + after.partition("\nrun folder")[2]).splitlines()]
     printed = {form(line) for line in launched.splitlines()}
-    for line in shown.splitlines():
-        if line.startswith("sample: "):
-            assert "sample: " in launched
-        elif not line.startswith("W&B"):  # its words: test_tracking_wandb.py
+    for line in lines:
+        if line != "..." and not line.startswith("W&B"):  # W&B's words: test_tracking_wandb.py
             assert form(line) in printed, (line, launched)
+    assert "sample: def read_file(path):" in launched
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.splitlines()[0][:60])

@@ -60,6 +60,13 @@ def test_twice_the_ranks_keep_the_global_batch(path: Path) -> None:
     assert once.max_steps == twice.max_steps
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_quickstart_fits_any_usual_machine(ranks: int) -> None:
+    """`make train` takes all GPUs that there are."""
+    resolved = resolved_for(ROOT / "launch/recipes/quickstart.yaml", ranks)
+    assert resolved.run.train.global_batch == 16
+
+
 def test_the_1b_recipe_has_the_size_that_it_says() -> None:
     from llmtrain.models.build import facts
 
