@@ -136,6 +136,8 @@ def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.
     if optim.name == "muon":
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
+        if get_accelerator().device_name() == "cpu":
+            _uncompile_muon()
         return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
     if resolved.offload_optimizer:
         with _op_build_lock():
@@ -146,6 +148,20 @@ def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.
             except Exception as error:  # no compiler, an unsupported CPU, a broken build: DeepSpeed raises them all
                 warn(f"DeepSpeed's CPUAdam cannot be built here, torch's AdamW runs on the CPU instead: {error}")
     return torch.optim.AdamW(groups, fused=True)
+
+
+def _uncompile_muon() -> None:
+    """Run DeepSpeed's Muon as plain PyTorch: torch.compile wants a C++ compiler, 20 s and a folder in /tmp.
+
+    On the CPU it gains nothing for that: the time is in the matrix products.
+    """
+    from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
+
+    for module in (original_muon, muon_optimizer):
+        for name, function in list(vars(module).items()):
+            plain = getattr(function, "_torchdynamo_orig_callable", None)
+            if plain is not None:
+                setattr(module, name, plain)
 
 
 @contextlib.contextmanager
