@@ -244,3 +244,64 @@ def train_and_export(case: Case, folder: str) -> tuple[torch.Tensor, torch.Tenso
         export_hf(path, Path(folder) / "export")
     engine.destroy()
     return logits, tokens
+
+
+def evaluated(case: Case) -> float:
+    """Validation loss with the initial weights; 7 sequences do not divide by any number of ranks here."""
+    from llmtrain.config.run import DataConfig
+    from llmtrain.data.loader import TrainData, validation_batches
+
+    engine, stepper, ranks = make_engine(case)
+    data = TrainData(DataConfig(path=case.data, sequence_length=32))
+    split = {"rank": ranks.rank, "data_parallel": ranks.world_size}
+    loss, counted = stepper.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
+    engine.destroy()
+    assert counted <= 7 * 32
+    return loss
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3), (4, 1)])
+def test_evaluation_is_weighted_by_tokens_whatever_the_split(pools, small_data, world_size, stage):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from llmtrain.config.run import DataConfig, ModelConfig
+    from llmtrain.data.loader import TrainData
+    from llmtrain.models.build import initial_weights
+
+    fields = dict(LLAMA)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).eval()
+    source = initial_weights(ModelConfig(config=dict(LLAMA)), 0, torch.device("cpu"))
+    data = TrainData(DataConfig(path=small_data, sequence_length=32))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
+        pairs = [data.validation_sequence(index) for index in range(7)]
+        inputs, labels = (torch.stack([torch.from_numpy(pair[i]) for pair in pairs]) for i in (0, 1))
+        logits = model(input_ids=inputs).logits.flatten(0, 1)
+        want = float(torch.nn.functional.cross_entropy(logits, labels.flatten()))
+    for got in pools(world_size).run(evaluated, Case(data=small_data, stage=stage)):
+        assert abs(got - want) < 2e-6
+
+
+def born_partitioned(case: Case) -> tuple[int, int]:
+    """(elements that this rank holds after building under ZeRO 3, elements of the model)."""
+    from llmtrain.engine.build import DTYPES
+    from llmtrain.models.build import build_model
+    from tests.helpers.training import joined, resolved_run
+
+    ranks = joined()
+    resolved = resolved_run(case, ranks.world_size)
+    model = build_model(
+        resolved.run.model,
+        dtype=DTYPES["fp32"],
+        device=ranks.device,
+        zero3_config=resolved.deepspeed,
+        checkpoint_activations=None,
+    )
+    held = sum(p.numel() + p.ds_tensor.numel() for p in model.parameters())
+    return held, sum(p.ds_numel for p in model.parameters())
+
+
+def test_zero3_parameters_are_born_partitioned(pools, small_data):
+    for held, whole in pools(4).run(born_partitioned, Case(data=small_data, stage=3)):
+        assert held < 0.26 * whole

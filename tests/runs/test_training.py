@@ -128,6 +128,18 @@ def test_sigterm_to_one_rank_stops_all_with_exit_0(small_data, tmp_path):
     assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{max(losses(run)):08d}"
 
 
+def test_ctrl_c_saves_and_leaves_no_process(small_data, tmp_path):
+    """The terminal sends SIGINT to all of them at once; `deepspeed` itself dies of it, the ranks save first."""
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    process = launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
+    wait_for_step(process, run, 3)
+    everyone = tree(process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert gone(everyone, 40)
+    finish(process, 10)
+    assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{max(losses(run)):08d}"
+
+
 def test_sigusr1_saves_and_goes_on_and_a_dead_launcher_stops_the_ranks(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     process = launch(
