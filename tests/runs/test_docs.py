@@ -139,10 +139,6 @@ def test_every_command(launched: str, place: Workplace, command: str) -> None:
     if "checkpoint verify" in command:
         shown = next(block for block in blocks("docs/checkpoints.md", "text") if "intact" in block)
         assert {form(line) for line in shown.splitlines()} <= {form(line) for line in output.splitlines()}
-    if "1e30" in command:
-        shown = next(block for block in blocks("docs/training.md", "text") if "in a row" in block)
-        assert {form(line) for line in shown.splitlines()} <= {form(line) for line in output.splitlines()}, output
-        assert output.endswith("exit code 3\n")
 
 
 def test_signals_and_resume(launched: str, place: Workplace) -> None:
@@ -190,7 +186,7 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
     from llmtrain.engine.build import check_device
 
     monkeypatch.chdir(ROOT)
-    shown_errors -= {e for e in shown_errors if "steps in a row were skipped" in e}  # test_every_command
+    shown_errors -= {e for e in shown_errors if "steps in a row were skipped" in e}  # test_faults.py, explosion
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
     monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cpu")
     words = ["--config", "launch/recipes/quickstart.yaml", "--deepspeed", "ds_configs/fp16.json"]
