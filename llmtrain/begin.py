@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain import units
+from llmtrain import log, units
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.load import dump
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.build import Ranks
+from llmtrain.models.build import ModelFacts
 from llmtrain.tracking.environment import describe_environment, write_environment
 
 
@@ -30,6 +31,20 @@ def write_run_files(folder: RunDirectory, resolved: ResolvedRun, ranks: Ranks) -
     environment = describe_environment(ranks=everyone)
     write_environment(folder.path, environment)
     return environment
+
+
+def announce(
+    resolved: ResolvedRun, folder: RunDirectory, sizes: ModelFacts, device: torch.device, lines: list[str]
+) -> None:
+    """Print on rank 0 what is about to run, what was adapted, and what `lines` say of a resume."""
+    train, length = resolved.run.train, resolved.run.data.sequence_length
+    log.info(
+        f"{units.count(sizes.parameters)} parameters, {resolved.precision}, ZeRO {resolved.zero_stage}, "
+        f"{resolved.world_size} rank(s) on {device_name(device)}; {train.global_batch} x {length} tokens a step "
+        f"({train.micro_batch} x {train.accumulation} x {resolved.data_parallel} ranks); run folder {folder.path}"
+    )
+    for line in (*resolved.notes, *lines):
+        log.info(line)
 
 
 def device_name(device: torch.device) -> str:

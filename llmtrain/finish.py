@@ -18,7 +18,7 @@ _BASELINE_TOKENS = 20_000_000
 
 
 def finish(
-    resolved: ResolvedRun, folder: RunDirectory, data: TrainData, tracker: Tracker, validation_loss: float | None
+    resolved: ResolvedRun, folder: RunDirectory, data: TrainData, tracker: Tracker, validation_loss: float
 ) -> None:
     """Print the run's result; write the Hugging Face folder and the sample if the run asks for them."""
     run = resolved.run
@@ -29,8 +29,7 @@ def finish(
         tracker.event("export", path=str(folder.export))
         lines.append(("Hugging Face", str(folder.export)))
     lines.append(("plots", f"llmtrain report {folder.path}"))
-    if validation_loss is not None:
-        log.info(f"validation loss {validation_loss:.4f} (perplexity {perplexity(validation_loss):.2f})")
+    log.info(f"validation loss {validation_loss:.4f} (perplexity {perplexity(validation_loss):.2f})")
     _print_baselines(resolved, data, tracker)
     if run.train.export and run.train.sample_prompt is not None:
         text = generate(folder.export, run.train.sample_prompt, max_tokens=64, temperature=0.8, seed=run.train.seed)

@@ -7,15 +7,15 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from llmtrain import log, units
-from llmtrain.begin import device_name, max_memory_gib, write_run_files
+from llmtrain import log
+from llmtrain.begin import announce, device_name, max_memory_gib, write_run_files
 from llmtrain.checkpoint.format import read_trainer
 from llmtrain.checkpoint.load import (
     CheckpointReader,
@@ -27,7 +27,7 @@ from llmtrain.checkpoint.load import (
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.save import keep_newest, save_checkpoint
 from llmtrain.config.run import ResolvedRun
-from llmtrain.data.loader import StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
+from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.engine.build import DTYPES, Ranks, build_engine, check_device, join_process_group
 from llmtrain.engine.control import Agree, AgreedError, Wishes, together
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
@@ -67,6 +67,7 @@ class Training:
             self.model_facts = facts(self.run.model)
             for manifest in self.data.manifests:
                 check_vocabulary(manifest, self.model_facts.vocab_size)
+            self.evaluation_batches()  # its data must be there now, not after days of training
         with together(ranks):
             model = build_model(
                 self.run.model,
@@ -95,8 +96,10 @@ class Training:
         """Give the parameters their values: from a checkpoint, or from the model section. Returns lines to log."""
         resume = self.run.resume
         with together(self.ranks):
-            if resume == "none" and self.ranks.rank == 0:
+            if self.ranks.rank == 0 and resume == "none":
                 self.folder.refuse_old_checkpoints()
+            elif self.ranks.rank == 0 and resume != "auto":
+                self.folder.refuse_going_back(resume)
         with together(self.ranks):
             chosen, rejected = choose_checkpoint(resume, self.folder.checkpoints, self.ranks)
         if chosen is None:
@@ -189,16 +192,19 @@ class Training:
                         self.save(tracker)
         return not stopped
 
-    def evaluate(self, tracker: Tracker) -> float:
-        """Validation loss in nats per token, over all ranks."""
-        batches = validation_batches(
+    def evaluation_batches(self) -> Iterator[MicroBatch]:
+        """This rank's share of the validation sequences. Raises DataError when there are none."""
+        return validation_batches(
             self.data,
             sequences=self.run.train.eval_sequences,
             micro_batch=self.run.train.micro_batch or 1,
             rank=self.ranks.rank,
             data_parallel=self.resolved.data_parallel,
         )
-        loss, _ = self.stepper.evaluate(batches)
+
+    def evaluate(self, tracker: Tracker) -> float:
+        """Validation loss in nats per token, over all ranks."""
+        loss, _ = self.stepper.evaluate(self.evaluation_batches())
         tracker.log({"step": self.position.step, "eval/loss": loss, "eval/perplexity": perplexity(loss)})
         return loss
 
@@ -344,10 +350,12 @@ def train(resolved: ResolvedRun) -> int:
         )
         status: Status = "failed"
         try:
-            _announce(training, tracker, lines)
+            resumed = training.position.step > 0
+            tracker.event("resume" if resumed else "start", step=training.position.step, lines=lines)
+            announce(resolved, folder, training.model_facts, ranks.device, lines)
             complete = training.loop(tracker)
-            validation_loss = training.evaluate(tracker) if complete else None
             training.save(tracker, must=True)
+            validation_loss = training.evaluate(tracker) if complete else math.nan
             status = "finished" if complete else "stopped"
             if ranks.rank == 0:
                 reason = wishes.stop_reason or "another rank was asked to stop"
@@ -370,21 +378,6 @@ def _leave() -> None:
     """Leave the process group without waiting for ranks that may be gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _announce(training: Training, tracker: Tracker, lines: list[str]) -> None:
-    resolved, sizes, run = training.resolved, training.model_facts, training.run
-    resumed = training.position.step > 0
-    tracker.event("resume" if resumed else "start", step=training.position.step, lines=lines)
-    log.info(
-        f"{units.count(sizes.parameters)} parameters, {resolved.precision}, ZeRO {resolved.zero_stage}, "
-        f"{training.ranks.world_size} rank(s) on {device_name(training.ranks.device)}; "
-        f"{run.train.global_batch} x {run.data.sequence_length} tokens a step "
-        f"({run.train.micro_batch} x {run.train.accumulation} x {resolved.data_parallel} ranks); run folder "
-        f"{training.folder.path}"
-    )
-    for line in (*resolved.notes, *lines):
-        log.info(line)
 
 
 def _from_rank_0(ranks: Ranks, make: Callable[[], str]) -> str:

@@ -122,6 +122,8 @@ def load_checkpoint(engine: Any, reader: CheckpointReader, trainer: dict[str, An
 def choose_checkpoint(resume: str, checkpoints: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
     """The checkpoint to resume from, the same on every rank, and what was wrong with newer ones.
 
+    Damaged ones that are walked past get another name (NAME.damaged), or retention would count them as newest.
+
     Rank 0 lists the candidates and tells the others: each rank looking for itself could see another newest
     one on a shared file system (DeepSpeed's ranks do). Their bytes are verified by all ranks together.
 
@@ -130,15 +132,18 @@ def choose_checkpoint(resume: str, checkpoints: Path, ranks: Ranks) -> tuple[Pat
     """
     listing: list[Any] = [[str(p) for p in _candidates(resume, checkpoints)] if ranks.rank == 0 else None]
     dist.broadcast_object_list(listing, src=0, group=ranks.control)
-    rejected: list[str] = []
+    rejected: dict[Path, str] = {}
     for candidate in map(Path, listing[0]):
         wrong = _verify_together(candidate, ranks)
         if not wrong:
-            return candidate, rejected
-        rejected.append(f"{candidate.name}: {'; '.join(wrong)}")
+            if ranks.rank == 0:
+                for damaged in rejected:
+                    damaged.rename(damaged.with_name(f"{damaged.name}.damaged"))
+            return candidate, list(rejected.values())
+        rejected[candidate] = f"{candidate.name}: {'; '.join(wrong)}"
     if rejected:
         raise CheckpointError(
-            f"no checkpoint can be resumed from. {' | '.join(rejected)}. To start over, give another "
+            f"no checkpoint can be resumed from. {' | '.join(rejected.values())}. To start over, give another "
             "train.run_dir; training never starts from scratch on top of damaged checkpoints."
         )
     return None, []

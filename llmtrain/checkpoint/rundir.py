@@ -57,6 +57,16 @@ class RunDirectory:
                 "or give a new train.run_dir; a run is never overwritten."
             )
 
+    def refuse_going_back(self, chosen: str) -> None:
+        """For `--resume PATH`. Raises CheckpointError when the path is this run's own, but not its newest."""
+        newest = next(iter(complete_checkpoints(self.checkpoints)), None)
+        ours = Path(chosen).resolve().parent == self.checkpoints.resolve()
+        if newest is not None and ours and newest.resolve() != Path(chosen).resolve():
+            raise CheckpointError(
+                f"resume: {chosen} is older than {newest.name} of the same run, and what follows would be mixed up "
+                "with it. Give the branch a train.run_dir of its own, or delete the newer checkpoints."
+            )
+
     def _holder(self) -> str:
         try:
             environment = json.loads((self.path / "environment.json").read_text())

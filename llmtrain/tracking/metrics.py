@@ -31,7 +31,7 @@ METRICS: dict[str, Metric] = {
     "elapsed_s": _metric("s", "Time since this launch began tracking."),
     "loss": _metric("nats/token", "Training loss of the step: mean over all counted tokens of the global batch."),
     "lr": _metric("1", "Learning rate that the step used."),
-    "grad_norm": _metric("1", "Global L2 norm of the gradient before clipping."),
+    "grad_norm": _metric("1", "Global L2 norm of the gradient before clipping; of the update with Muon under ZeRO."),
     "loss_scale": _metric("1", "Dynamic loss scale (fp16 only)."),
     "skipped_steps": _metric("steps", "Steps skipped so far: non-finite loss or gradient."),
     "tokens_per_s": _metric("tokens/s", "All ranks together, evaluation and checkpoint time left out."),

@@ -119,3 +119,11 @@ def test_fp16_is_refused_where_the_device_lacks_it(small_data, tmp_path):
     code, output = finish(launch(recipe, "--deepspeed", fp16), 60)
     assert code == 2 and "Traceback" not in output
     assert "fp16.enabled is true, but the device (cpu) does not support fp16" in output and "use bf16" in output
+
+
+def test_validation_data_that_is_too_short_is_told_before_training(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    code, output = finish(launch(recipe, "--data.sequence_length", "4000"), 60)
+    assert code == 2 and "Traceback" not in output
+    assert "does not fill one sequence of data.sequence_length 4000" in output and "--validation-fraction" in output
+    assert not rows(run)

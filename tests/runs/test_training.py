@@ -185,6 +185,10 @@ def test_other_data_optimizer_and_vocabulary_are_refused_by_name(undisturbed, sm
         assert output.count("error:") == 1
     code, output = finish(launch(recipe, *common, "--resume", "none", slots=1), 60)
     assert code == 2 and "--resume auto" in output
+    newest, older = complete_checkpoints(run / "checkpoints")
+    code, output = finish(launch(recipe, *common, "--resume", str(older), slots=1), 60)
+    assert code == 2 and f"older than {newest.name}" in output and "train.run_dir of its own" in output
+    assert complete_checkpoints(run / "checkpoints") == [newest, older]
 
 
 def test_resume_shows_what_changed_and_another_layout_agrees(small_data, tmp_path):
@@ -215,3 +219,9 @@ def test_damaged_newest_checkpoint_is_walked_past(undisturbed, small_data, tmp_p
     output = train(recipe, "--train.max_steps", "15")
     assert f"skipped {newest.name}: rank-00001.safetensors is damaged" in output
     assert "resumed from" in output and "step-00000010" in output
+    # The damaged one is out of the way: retention must not take it for the newest good one.
+    assert {p.name for p in (run / "checkpoints").iterdir()} == {
+        "step-00000010",
+        "step-00000015",
+        "step-00000015.damaged",
+    }
