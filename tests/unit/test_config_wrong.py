@@ -55,6 +55,11 @@ CASES = [
         {"train": {"seed": None}},
     ),
     # YAML itself
+    Wrong(
+        "clipping with Muon",
+        ('optim.name = "muon" with optim.clip_norm = 1', "set optim.clip_norm to 0"),
+        {"optim": {"name": "muon", "clip_norm": 1.0}},
+    ),
     Wrong("duplicate key", ("optim.lr = 2", "line 5", "line 4", "keep one"), f"{YAML}optim:\n  lr: 1\n  lr: 2\n"),
     Wrong("broken YAML", ("not valid YAML", "line 4", "indentation"), f"{YAML}optim:\n  lr: [1\n"),
     Wrong(

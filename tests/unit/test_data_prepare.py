@@ -28,12 +28,12 @@ SHARD_BYTES = "32000"
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """1.5 MB of jsonl: 50 shards, a second of work for one process."""
+    """3 MB of jsonl: 100 shards, two seconds of work for one process."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(3000)]
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     with open(path, "w") as stream:
-        for index in range(1500):
+        for index in range(3000):
             text = " ".join(rng.choices(words, k=160)) + f" {index}"
             stream.write(json.dumps({"text": text}) + "\n")
     return path
@@ -128,7 +128,7 @@ def test_ctrl_c_leaves_no_process_and_no_temporary_file(
 ) -> None:
     out = tmp_path / "set"
     process = start(arguments(corpus, out, "--processes", "2"))
-    wait_for_records(out, 3, process)
+    wait_for_records(out, 1, process)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=10)
@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_no_process_and_no_temporary_file(
 def test_a_killed_worker_is_named_and_nothing_hangs(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "set"
     process = start(arguments(corpus, out, "--processes", "2"))
-    wait_for_records(out, 2, process)
+    wait_for_records(out, 1, process)
     workers = psutil.Process(process.pid).children(recursive=True)
     workers[0].kill()
     _, errors = process.communicate(timeout=10)

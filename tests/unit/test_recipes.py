@@ -49,22 +49,20 @@ def test_on_its_machine(path: Path) -> None:
     deep_check(resolved.deepspeed, resolved.run.deepspeed)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+@pytest.mark.parametrize("path", [p for p in RECIPES if p.name != "quickstart.yaml"], ids=lambda path: path.stem)
 def test_twice_the_ranks_keep_the_global_batch(path: Path) -> None:
     ranks = ranks_of(path)
     once = resolved_for(path, ranks)
-    if once.run.train.accumulation == 1:
-        pytest.skip("its micro-batches fill the global batch")
     twice = resolved_for(path, 2 * ranks)
     assert once.run.train.global_batch == twice.run.train.global_batch
     assert once.max_steps == twice.max_steps
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_the_quickstart_fits_any_usual_machine(ranks: int) -> None:
-    """`make train` takes all GPUs that there are."""
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_quickstart_fits_any_machine(ranks: int) -> None:
+    """`make train` takes all GPUs that there are, three of them or seven, too."""
     resolved = resolved_for(ROOT / "launch/recipes/quickstart.yaml", ranks)
-    assert resolved.run.train.global_batch == 16
+    assert resolved.run.train.global_batch == 8 * ranks
 
 
 def test_the_1b_recipe_has_the_size_that_it_says() -> None:

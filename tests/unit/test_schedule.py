@@ -22,7 +22,7 @@ def test_the_last_step_is_at_the_floor(name):
     schedule = ScheduleConfig(name=name, warmup_steps=3, min_ratio=0.25, decay_steps=10 if name == "wsd" else None)
     values = [learning_rate_factor(schedule, step, 40) for step in range(40)]
     assert values[39] == pytest.approx(0.25)
-    assert all(a >= b for a, b in itertools.pairwise(values))
+    assert all(a >= b for a, b in itertools.pairwise(values[3:]))
 
 
 def test_shapes():
