@@ -24,6 +24,7 @@ class CheckpointReader:
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.folder = folder
+        self.origin = f"resume: {folder}"
         self.manifest = manifest or Manifest.read(folder)
         self._where: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
         for file, entry in self.manifest.files.items():

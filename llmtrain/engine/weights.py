@@ -65,7 +65,7 @@ def prove_weights(engine: Any, source: ParameterSource, ranks: Ranks) -> None:
     bad = differing_parameters(engine, expected, ranks)
     if bad:
         raise ModelError(
-            f"model.pretrained: after loading, {len(bad)} of {len(names)} parameters differ from the file, "
+            f"{source.origin}: after loading, {len(bad)} of {len(names)} parameters differ from the file, "
             f"first {', '.join(bad[:3])}. Training would start from wrong weights, so the run ends here."
         )
 
@@ -123,20 +123,21 @@ def _match_names(engine: Any, source: ParameterSource) -> dict[str, str]:
     missing = sorted(name for name, alias in aliases.items() if alias not in available)
     if missing:
         raise ModelError(
-            f"model.pretrained: the folder lacks {len(missing)} of the model's {len(shapes)} parameters, first "
-            f"{', '.join(missing[:3])}. They would stay random. Check that config.json belongs to these weights."
+            f"{source.origin} lacks {len(missing)} of the model's {len(shapes)} parameters, first "
+            f"{', '.join(missing[:3])}. They would stay random. Check that the model's configuration is the one of "
+            "these weights."
         )
     known = set(aliases.values()) | set(hf.state_dict())  # tied names and buffers may stand in the file as well
     surplus = sorted(n for n in available - known if not n.endswith((".inv_freq", ".masked_bias", ".attn.bias")))
     if surplus:
         raise ModelError(
-            f"model.pretrained: the folder holds {len(surplus)} tensors that the model has no place for, first "
-            f"{', '.join(surplus[:3])}. Check that config.json belongs to these weights."
+            f"{source.origin} holds {len(surplus)} tensors that the model has no place for, first "
+            f"{', '.join(surplus[:3])}. Check that the model's configuration is the one of these weights."
         )
     for name, alias in aliases.items():
         if source.shape(alias) != shapes[name]:
             raise ModelError(
-                f"model.pretrained: {name} has shape {list(source.shape(alias))} in the folder, but config.json "
-                f"makes it {list(shapes[name])}."
+                f"{source.origin}: {name} has shape {list(source.shape(alias))} there, but the model's configuration "
+                f"makes it {list(shapes[name])}. Use the configuration that these weights were made with."
             )
     return aliases

@@ -23,6 +23,9 @@ from llmtrain.errors import ModelError
 class ParameterSource(Protocol):
     """Values of parameters by Hugging Face name."""
 
+    origin: str
+    """The key and the value that named this source, for messages."""
+
     def order(self) -> list[str]:
         """All names, in the order in which reading them is cheapest."""
 
@@ -49,6 +52,7 @@ class RandomSource:
 
     def __init__(self, skeleton: nn.Module, seed: int, device: torch.device) -> None:
         """`skeleton`: the transformers model on the meta device."""
+        self.origin = "model.config"
         self._model = skeleton
         self._seed = seed
         self._device = device
@@ -120,6 +124,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self.origin = f"model.pretrained: {self.folder}"
         self._file_of: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         for file in self._files():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -38,7 +39,7 @@ class RankPool:
             for pipe in wait(waiting, timeout=max(0.0, deadline - time.monotonic())):
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
-                    failed, value = pipe.recv()  # type: ignore[union-attr]
+                    failed, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     failed, value = True, "the process died"
                 if failed:
@@ -90,6 +91,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            pipe.send((False, function(*args)))
+            answer = pickle.dumps((False, function(*args)))
         except BaseException:
-            pipe.send((True, traceback.format_exc()))
+            answer = pickle.dumps((True, traceback.format_exc()))
+        # Not pipe.send: it would share tensors through sockets in /tmp, which a killed rank leaves behind.
+        pipe.send_bytes(answer)

@@ -59,7 +59,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def start(argv: list[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tools.prepare_data", *argv]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell ignores SIGINT in what it runs in the background (this test, perhaps), and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def wait_for_records(out: Path, number: int, process: subprocess.Popen[str]) -> None:
