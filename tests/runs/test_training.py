@@ -179,7 +179,7 @@ def test_other_data_optimizer_and_vocabulary_are_refused_by_name(undisturbed, sm
         (("--data.seed", "5"), "data_fingerprint"),
         (("--optim.name", "muon"), "optimizer"),
         (("--model.config.vocab_size", "640"), "vocab_size"),
-        (("--model.config.intermediate_size", "96"), "mlp.down_proj.weight has shape [32, 64] there"),
+        (("--model.config.intermediate_size", "96"), "mlp.gate_proj.weight has shape [64, 32] there"),
     ):
         code, output = finish(launch(recipe, *common, *override, slots=1), 60)
         assert code == 2 and word in output and "Traceback" not in output, output
