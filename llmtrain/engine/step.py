@@ -18,7 +18,7 @@ from llmtrain.data.loader import MicroBatch, StepBatch
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import base_optimizer
-from llmtrain.errors import ModelError
+from llmtrain.errors import ModelError, TrainingStopped
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, max_steps: int | None) -> float:
@@ -91,13 +91,25 @@ class Stepper:
                 self.engine.step()  # counts the micro-batch; updates nothing before the last one
         for group in base_optimizer(self.engine).param_groups:
             group["lr"] = group["peak_lr"] * lr_factor
-        self.engine.step()
+        self._update()
         return StepResult(
             local_loss_sum=torch.stack(losses).sum(),
             micro_losses=losses,
             skipped=bool(getattr(self.engine.optimizer, "overflow", False)),
             grad_norm=self._grad_norm(),
         )
+
+    def _update(self) -> None:
+        """DeepSpeed's step. Raises TrainingStopped, on all ranks alike, when fp16 has no smaller loss scale left."""
+        try:
+            self.engine.step()
+        except Exception as error:  # DeepSpeed raises no class of its own here (fp16/loss_scaler.py)
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise TrainingStopped(
+                "fp16: the gradient is not finite at the smallest loss scale (fp16.min_loss_scale). Lower optim.lr, "
+                "or train in bf16."
+            ) from error
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:

@@ -26,7 +26,6 @@ _PACKAGES = (
     "numpy",
     "pyarrow",
     "wandb",
-    "liger-kernel",
 )
 # An allow-list: whatever else stands in the environment (keys included) is nobody's business.
 _VARIABLES = (

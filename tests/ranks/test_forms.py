@@ -88,6 +88,43 @@ def test_fp16_with_loss_scaling_agrees(pools, small_data, stage):
     assert scales[0] >= 1024
 
 
+def at_the_floor(case: Case) -> tuple[int, str]:
+    """Train in fp16 with every loss NaN until the run is told to stop: (steps skipped before, message)."""
+    from deepspeed.accelerator import get_accelerator
+
+    from llmtrain.engine.control import Agreement
+    from llmtrain.errors import TrainingStopped
+    from tests.helpers.training import batches
+
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    accelerator.supported_dtypes = lambda: [torch.float, torch.half, torch.bfloat16]
+    engine, stepper, ranks = make_engine(case)
+    hook = engine.module.hf.get_output_embeddings().register_forward_hook(lambda module, args, out: out * float("nan"))
+    source = batches(case, (ranks.rank, ranks.world_size), case.accumulation)
+    agreed = Agreement(counted_tokens=100, stop=False, time_up=False, save=False)
+    skipped = 0
+    try:
+        for batch in source:
+            skipped += stepper.step(batch, lambda: agreed, 1.0).skipped
+    except TrainingStopped as error:
+        return skipped, str(error)
+    finally:
+        hook.remove()
+        source.close()  # type: ignore[attr-defined]
+        engine.destroy()
+        del accelerator.is_fp16_supported, accelerator.supported_dtypes
+    return skipped, ""
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_without_a_smaller_loss_scale_stops_with_a_message(pools, small_data, stage):
+    scale = {"enabled": True, "initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 1}
+    case = Case(data=small_data, stage=stage, precision="fp16", extra={"fp16": scale})
+    for skipped, message in pools(2).run(at_the_floor, case):
+        assert skipped == 3 and "smallest loss scale" in message and "bf16" in message  # 8, 4, 2, then 1
+
+
 def test_muon_is_the_same_under_every_stage(pools, small_data):
     """ZeRO 0 on one rank against the others, fp32 (Newton-Schulz, too, where the device has no fp16)."""
     want = pools(1).run(run_case, Case(data=small_data, optimizer="muon"))[0]
