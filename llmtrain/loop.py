@@ -18,12 +18,12 @@ from llmtrain import log
 from llmtrain.begin import announce, device_name, max_memory_gib, write_run_files
 from llmtrain.checkpoint.format import read_trainer
 from llmtrain.checkpoint.load import (
-    CheckpointReader,
     choose_checkpoint,
     differences,
     load_checkpoint,
     refuse_other_run,
 )
+from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.save import keep_newest, save_checkpoint
 from llmtrain.config.run import ResolvedRun

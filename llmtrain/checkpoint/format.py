@@ -9,22 +9,39 @@ checkpoints/step-00000500/
 from __future__ import annotations
 
 import json
-import os
+import math
 import re
-import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from llmtrain.checkpoint.durable import remove_tree
 from llmtrain.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
+PARAM = "param"
+"""Kind of the fp32 master values; the other kinds are the optimizer's names of its moments."""
 _STEP_DIR = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slice of one tensor that a file holds under the name `kind/NAME`."""
+
+    kind: str
+    """`param` (the fp32 master) or the optimizer's name of a moment."""
+    name: str
+    """Hugging Face name of the parameter."""
+    start: int
+    """First element in the flat tensor."""
+    numel: int
+    checksum: int
+    """Layout-free checksum of the elements (models/checksum.py); the pieces of a tensor add up to the tensor's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +51,7 @@ class FileEntry:
     bytes: int
     xxh3: str
     """xxh3-64 of the whole file, hexadecimal."""
-    fragments: list[tuple[str, str, int, int]] = field(default_factory=list)
-    """(kind, Hugging Face name, first element in the flat tensor, elements)."""
+    pieces: list[Piece] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,40 +61,104 @@ class Manifest:
     step: int
     tensors: dict[str, list[int]]
     """Full shape by Hugging Face name."""
-    checksums: dict[str, int]
-    """Layout-free checksum of each assembled fp32 parameter (models/checksum.py)."""
     files: dict[str, FileEntry]
     layout: dict[str, Any]
-    """How it was saved, for people: ranks, ZeRO stage, precision."""
+    """How it was saved, for people: world_size, zero_stage, precision."""
     format: int = FORMAT
 
+    def checksums(self) -> dict[tuple[str, str], int]:
+        """Layout-free checksum of each whole tensor, by (kind, name)."""
+        sums: dict[tuple[str, str], int] = {}
+        for entry in self.files.values():
+            for piece in entry.pieces:
+                key = (piece.kind, piece.name)
+                sums[key] = (sums.get(key, 0) + piece.checksum) % 2**64
+        return sums
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=None, separators=(",", ":"))
+        raw = {
+            "format": self.format,
+            "step": self.step,
+            "layout": self.layout,
+            "tensors": self.tensors,
+            "files": {
+                name: {
+                    "bytes": entry.bytes,
+                    "xxh3": entry.xxh3,
+                    "pieces": [[p.kind, p.name, p.start, p.numel, p.checksum] for p in entry.pieces],
+                }
+                for name, entry in self.files.items()
+            },
+        }
+        return json.dumps({"manifest": raw, "xxh3": _digest(raw)}, separators=(",", ":"))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises CheckpointError when there is none, or it is not one."""
+        """Raises CheckpointError when there is none, or it is not one: nothing in it is believed unchecked."""
         path = folder / MANIFEST
         try:
-            raw = json.loads(path.read_text())
+            signed = json.loads(path.read_bytes())
+            raw = signed["manifest"]
             if raw["format"] != FORMAT:
                 raise CheckpointError(
-                    f"{path}: format {raw['format']} is not the format {FORMAT} that this version reads."
+                    f"{path}: format {raw['format']!r} is not the format {FORMAT} that this version reads."
                 )
+            if signed["xxh3"] != _digest(raw):
+                raise CheckpointError(f"{path} is damaged: its checksum differs from its contents.")
+            tensors = {name: [_natural(size) for size in shape] for name, shape in raw["tensors"].items()}
             files = {}
             for name, entry in raw["files"].items():
-                if Path(name).name != name:
+                if Path(name).name != name or name in (".", "..", MANIFEST):
                     raise CheckpointError(f"{path}: the file name {name!r} leaves the checkpoint's folder.")
-                entry["fragments"] = [(str(k), str(n), int(s), int(c)) for k, n, s, c in entry["fragments"]]
-                files[name] = FileEntry(**entry)
-            raw["files"] = files
-            return cls(**raw)
+                pieces = [
+                    Piece(str(kind), str(tensor), _natural(start), _natural(numel), _natural(checksum, 2**64))
+                    for kind, tensor, start, numel, checksum in entry["pieces"]
+                ]
+                files[name] = FileEntry(bytes=_natural(entry["bytes"]), xxh3=str(entry["xxh3"]), pieces=pieces)
+            layout = {str(key): value for key, value in raw["layout"].items()}
+            manifest = cls(step=_natural(raw["step"]), tensors=tensors, files=files, layout=layout)
         except FileNotFoundError:
             raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}.") from None
         except CheckpointError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as a manifest: {error!r}") from error
+        manifest._check(path)
+        return manifest
+
+    def _check(self, path: Path) -> None:
+        """Every piece belongs to a tensor, and the pieces of a tensor cover it once."""
+        if TRAINER not in self.files:
+            raise CheckpointError(f"{path} does not list {TRAINER}.")
+        spans: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+        for file, entry in self.files.items():
+            for piece in entry.pieces:
+                if piece.name not in self.tensors:
+                    raise CheckpointError(f"{path}: {file} holds {piece.kind} of {piece.name!r}, which has no shape.")
+                spans.setdefault((piece.kind, piece.name), []).append((piece.start, piece.numel, file))
+        for (kind, name), parts in spans.items():
+            end, want = 0, math.prod(self.tensors[name])
+            for start, count, file in sorted(parts):
+                if start != end:
+                    raise CheckpointError(
+                        f"{path}: {kind} of {name} has a gap or an overlap at element {min(start, end)} ({file})."
+                    )
+                end += count
+            if end != want:
+                raise CheckpointError(f"{path}: {kind} of {name} ends at element {end} of {want}.")
+        lacking = [name for name in self.tensors if (PARAM, name) not in spans]
+        if lacking:
+            raise CheckpointError(f"{path}: no file holds the parameter {lacking[0]} ({len(lacking)} in all).")
+
+
+def _digest(raw: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(raw, separators=(",", ":")).encode())
+
+
+def _natural(value: Any, limit: int = 2**63) -> int:
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"{value!r} is no natural number below {limit}")
+    return value
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -100,7 +180,7 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 def stale_folders(checkpoints: Path) -> list[Path]:
     """What a killed save or a killed deletion left behind."""
-    return [p for p in _children(checkpoints) if p.name.endswith(".tmp")]
+    return [p for p in _children(checkpoints) if p.name.endswith((".tmp", ".trash"))]
 
 
 def _children(folder: Path) -> Iterator[Path]:
@@ -141,18 +221,6 @@ def problems(folder: Path, manifest: Manifest, names: list[str]) -> list[str]:
     return found
 
 
-def sync(path: Path) -> None:
-    """fsync a file or a folder: rename alone does not survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def remove_checkpoint(folder: Path) -> None:
     """Delete so that a kill in the middle leaves no checkpoint that looks complete."""
-    doomed = folder.with_name(folder.name + ".tmp") if not folder.name.endswith(".tmp") else folder
-    if doomed != folder:
-        folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove_tree(folder)

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmtrain.checkpoint.format import read_trainer, remove_checkpoint, sync
-from llmtrain.checkpoint.load import CheckpointReader
+from llmtrain.checkpoint.durable import sync
+from llmtrain.checkpoint.format import read_trainer, remove_checkpoint
+from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.errors import CheckpointError
-from llmtrain.models.source import numel
+from llmtrain.models.tensorfile import numel
 
 _SHARD_BYTES = 4 << 30
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -2,89 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, read_trainer
+from llmtrain.checkpoint.format import PARAM, Manifest, complete_checkpoints, problems, read_trainer
+from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.build import Ranks
-from llmtrain.engine.fragments import PARAM, fragments, refresh, set_loss_scale_state, set_optimizer_step
+from llmtrain.engine.fragments import fragments, refresh, set_loss_scale_state, set_optimizer_step
 from llmtrain.engine.weights import differing_parameters, write_parameters
 from llmtrain.errors import CheckpointError
-from llmtrain.models.source import numel
-
-
-class CheckpointReader:
-    """Slices of the tensors of one checkpoint, from whichever files hold them. Also a ParameterSource."""
-
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
-        self.folder = folder
-        self.origin = f"resume: {folder}"
-        self.manifest = manifest or Manifest.read(folder)
-        self._where: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
-        for file, entry in self.manifest.files.items():
-            for kind, name, start, count in entry.fragments:
-                self._where.setdefault((kind, name), []).append((start, count, file))
-        for (kind, name), parts in self._where.items():
-            parts.sort()
-            self._check_coverage(kind, name, parts)
-        self._open: dict[str, Any] = {}
-
-    def kinds(self) -> set[str]:
-        """param and the optimizer's moments."""
-        return {kind for kind, _ in self._where}
-
-    def order(self) -> list[str]:
-        return list(self.manifest.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.manifest.tensors[name])
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """fp32 values [start, stop) of the flat parameter."""
-        return self.read_kind(PARAM, name, start, stop)
-
-    def read_kind(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """The same for a moment of the optimizer. Raises CheckpointError."""
-        out = torch.empty(stop - start, dtype=torch.float32)
-        parts = self._where.get((kind, name))
-        if parts is None:
-            raise CheckpointError(f"{self.folder} holds no {kind} of {name}.")
-        index = max(0, bisect_right(parts, (start, 2**63, "")) - 1)
-        for first, count, file in parts[index:]:
-            if first >= stop:
-                break
-            low, high = max(start, first), min(stop, first + count)
-            if low < high:
-                piece = self._handle(file).get_slice(f"{kind}/{name}")[low - first : high - first]
-                out[low - start : high - start].copy_(piece)
-        return out
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(self.folder / file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self.folder / file} cannot be read: {error}") from error
-        return self._open[file]
-
-    def _check_coverage(self, kind: str, name: str, parts: list[tuple[int, int, str]]) -> None:
-        end = 0
-        for start, count, file in parts:
-            if start != end:
-                raise CheckpointError(
-                    f"{self.folder}: {kind} of {name} has a gap or an overlap at element {min(start, end)} ({file})."
-                )
-            end += count
-        if end != numel(self.shape(name)):
-            raise CheckpointError(
-                f"{self.folder}: {kind} of {name} ends at element {end} of {numel(self.shape(name))}."
-            )
 
 
 @torch.no_grad()
@@ -112,7 +41,9 @@ def load_checkpoint(engine: Any, reader: CheckpointReader, trainer: dict[str, An
     set_optimizer_step(engine, trainer["optimizer_step"])
     set_loss_scale_state(engine, trainer["loss_scale"])
     refresh(engine)
-    bad = differing_parameters(engine, reader.manifest.checksums, ranks)
+    bad = differing_parameters(
+        engine, {name: value for (kind, name), value in reader.manifest.checksums().items() if kind == PARAM}, ranks
+    )
     if bad:
         raise CheckpointError(
             f"{reader.folder}: after loading, {len(bad)} parameters differ from the manifest, first "

@@ -14,22 +14,23 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from llmtrain import units
+from llmtrain.checkpoint.durable import sync
 from llmtrain.checkpoint.format import (
     MANIFEST,
     TRAINER,
     FileEntry,
     Manifest,
+    Piece,
     complete_checkpoints,
     hash_file,
     remove_checkpoint,
     step_folder,
-    sync,
 )
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.fragments import fragments, owned, whole_shapes
-from llmtrain.engine.weights import parameter_checksums
 from llmtrain.errors import CheckpointError
+from llmtrain.models.checksum import checksum
 
 _HEADROOM = 64 << 20  # headers, the manifest, what else the run writes meanwhile
 
@@ -45,7 +46,6 @@ def save_checkpoint(
     final = step_folder(checkpoints, step)
     partial = final.with_name(final.name + ".tmp")
     pieces = [(f, *owned(f)) for f in fragments(engine) if f.own.stop > f.own.start]
-    checksums = parameter_checksums(engine, ranks)
     need = sum(values.numel() * values.element_size() for _, _, values in pieces)
     _agree(ranks, _prepare(partial, ranks, need), partial)
 
@@ -55,9 +55,11 @@ def save_checkpoint(
         tensors = {f"{f.kind}/{f.name}": values.contiguous() for f, _, values in pieces}
         save_file(tensors, partial / name)
         sync(partial / name)
-        contents = [(f.kind, f.name, start, values.numel()) for f, start, values in pieces]
+        contents = [
+            Piece(f.kind, f.name, start, values.numel(), checksum(values, start)) for f, start, values in pieces
+        ]
         size = (partial / name).stat().st_size
-        entry = FileEntry(bytes=size, xxh3=hash_file(partial / name), fragments=contents)
+        entry = FileEntry(bytes=size, xxh3=hash_file(partial / name), pieces=contents)
     except (OSError, SafetensorError) as problem:
         error = f"rank {ranks.rank} could not write {partial / name}: {problem}"
     _agree(ranks, error, partial)
@@ -69,7 +71,6 @@ def save_checkpoint(
         manifest = Manifest(
             step=step,
             tensors={name: list(shape) for name, shape in whole_shapes(engine).items()},
-            checksums=checksums,
             files=dict(entries),
             layout={
                 "world_size": ranks.world_size,
@@ -124,7 +125,6 @@ def _commit(partial: Path, final: Path, manifest: Manifest, trainer: dict[str, A
     complete = Manifest(
         step=manifest.step,
         tensors=manifest.tensors,
-        checksums=manifest.checksums,
         files=files,
         layout=manifest.layout,
     )

@@ -262,7 +262,7 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path) -> list[dict[st
     processes = settings.processes or len(os.sched_getaffinity(0))
     with progress:
         todo = [unit for unit in work if unit.index not in records]
-        run_units(todo, worker_settings, processes, progress.advance, keep)
+        run_units(todo, worker_settings, processes, progress.under_way, keep)
     return [records[unit.index] for unit in work]
 
 

@@ -20,7 +20,8 @@ from llmtrain.engine.fragments import (
 )
 from llmtrain.errors import ModelError
 from llmtrain.models.checksum import as_int64, checksum
-from llmtrain.models.source import ParameterSource, RandomSource, numel
+from llmtrain.models.source import ParameterSource, RandomSource
+from llmtrain.models.tensorfile import numel
 
 
 @torch.no_grad()
@@ -68,11 +69,6 @@ def prove_weights(engine: Any, source: ParameterSource, ranks: Ranks) -> None:
             f"{source.origin}: after loading, {len(bad)} of {len(names)} parameters differ from the file, "
             f"first {', '.join(bad[:3])}. Training would start from wrong weights, so the run ends here."
         )
-
-
-def parameter_checksums(engine: Any, ranks: Ranks) -> dict[str, int]:
-    """Checksum of every assembled fp32 parameter; the same on every rank and for every layout."""
-    return _assembled(engine, ranks, rounded=False)
 
 
 @torch.no_grad()

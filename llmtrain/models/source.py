@@ -11,13 +11,13 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
+from llmtrain.models.tensorfile import TensorFile, TensorFileError
 
 
 class ParameterSource(Protocol):
@@ -35,12 +35,20 @@ class ParameterSource(Protocol):
         """Elements [start, stop) of the flat tensor `name`, on any device, in the source's precision."""
 
 
-def numel(shape: tuple[int, ...]) -> int:
-    """Elements of a tensor of that shape."""
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+DTYPE_OF = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""Floating-point types by safetensors' name."""
+
+
+def byte_view(values: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, to be read or filled."""
+    return values.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class RandomSource:
@@ -125,32 +133,37 @@ class SafetensorsSource:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.origin = f"model.pretrained: {self.folder}"
-        self._file_of: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
-        for file in self._files():
-            for name in self._handle(file).keys():  # noqa: SIM118
+        self._file_of: dict[str, TensorFile] = {}
+        for path in self._paths():
+            try:
+                file = TensorFile(path)
+            except TensorFileError as error:
+                raise ModelError(f"model.pretrained: {error}") from error
+            for name in file.entries:
+                if name in self._file_of:
+                    raise ModelError(f"model.pretrained: {name} stands in {self._file_of[name].path} and in {path}.")
                 self._file_of[name] = file
 
     def order(self) -> list[str]:
-        return sorted(self._file_of, key=lambda name: (str(self._file_of[name]), name))
+        return sorted(self._file_of, key=lambda name: (str(self._file_of[name].path), name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self._file_of[name].entries[name].shape
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Reads only the rows that hold the elements."""
-        view = self._slice(name)
-        shape = view.get_shape()
-        if len(shape) < 2:
-            return view[start:stop] if shape else view[...].reshape(-1)[start:stop]
-        row = numel(tuple(shape[1:]))
-        first, last = start // row, -(-stop // row)
-        return view[first:last].reshape(-1)[start - first * row : stop - first * row]
+        """Reads only these elements."""
+        file = self._file_of[name]
+        dtype = DTYPE_OF.get(file.entries[name].dtype)
+        if dtype is None:
+            raise ModelError(f"model.pretrained: {file.path}: {name} has the type {file.entries[name].dtype}.")
+        out = torch.empty(stop - start, dtype=dtype)
+        try:
+            file.read_into(name, start, byte_view(out))
+        except TensorFileError as error:
+            raise ModelError(f"model.pretrained: {error}") from error
+        return out
 
-    def _slice(self, name: str) -> Any:
-        return self._handle(self._file_of[name]).get_slice(name)
-
-    def _files(self) -> list[Path]:
+    def _paths(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"
         single = self.folder / "model.safetensors"
         if not index.is_file():
@@ -169,11 +182,3 @@ class SafetensorsSource:
             if not isinstance(name, str) or Path(name).name != name or not (self.folder / name).is_file():
                 raise ModelError(f"model.pretrained: {index} names {name!r}, which is no file in {self.folder}.")
         return sorted(self.folder / name for name in names)
-
-    def _handle(self, file: Path) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"model.pretrained: {file} cannot be read: {error}") from error
-        return self._open[file]

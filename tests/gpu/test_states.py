@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.checkpoint.load import CheckpointReader, load_checkpoint
+from llmtrain.checkpoint.load import load_checkpoint
+from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.save import save_checkpoint
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step

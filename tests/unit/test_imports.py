@@ -15,7 +15,8 @@ PACKAGE = ROOT / "llmtrain"
 # A part may import from its own layer's own part and from every layer above it in this list.
 # Parts that share a layer are siblings: they never import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "log", "topology"),
+    ("errors", "units", "topology"),
+    ("log",),
     ("config",),
     ("plan", "cluster", "data", "models", "tracking"),
     ("engine",),

@@ -1,0 +1,160 @@
+"""Files that survive a power cut: written past the page cache, hashed as the bytes pass, fsynced. No torch import."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import xxhash
+
+_PAGE = 4096
+_PIECE = 16 << 20  # bytes handed to the kernel at once
+
+
+class DurableFile:
+    """A new file that is written from front to end. `close` makes it durable and gives its size and xxh3-64.
+
+    The disk writes one piece while the next one is hashed. Data goes by O_DIRECT where the file system has it (a
+    checkpoint would push everything else out of the page cache), from the caller's memory where that is aligned to 4096
+    bytes, else through a buffer. On an error or when left early, the file is removed. Raises OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes = 0
+        self._digest = xxhash.xxh3_64()
+        self._direct = True
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            self._handle = os.open(path, flags | os.O_DIRECT, 0o644)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._direct = False
+            self._handle = os.open(path, flags, 0o644)
+        self._written = 0
+        self._buffers = [mmap.mmap(-1, _PIECE) for _ in range(2)]
+        self._filled = 0  # bytes in buffer 0
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="durable-file")
+        self._pending: Future[None] | None = None
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes. Memory that `data` views may change after the return."""
+        data = data.cast("B")
+        done, lent = 0, False
+        while done < data.nbytes:
+            if self._filled == 0 and data.nbytes - done >= _PAGE and _aligned(data[done:]):
+                count = min(_PIECE, (data.nbytes - done) // _PAGE * _PAGE)
+                self._submit(data[done : done + count])
+                lent = True  # the disk reads the caller's memory
+            else:
+                count = min(_PIECE - self._filled, data.nbytes - done)
+                self._buffers[0][self._filled : self._filled + count] = data[done : done + count]
+                self._filled += count
+                if self._filled == _PIECE:
+                    self._flush()
+            done += count
+        self.bytes += data.nbytes
+        if lent:
+            self._wait()
+
+    def close(self) -> tuple[int, str]:
+        """(bytes, xxh3-64 in hexadecimal) of the durable file."""
+        if self._filled:
+            padded = -(-self._filled // _PAGE) * _PAGE
+            self._digest.update(memoryview(self._buffers[0])[: self._filled])
+            self._wait()
+            self._put(memoryview(self._buffers[0])[:padded])
+        self._wait()
+        os.ftruncate(self._handle, self.bytes)
+        os.fsync(self._handle)
+        self._release()
+        return self.bytes, self._digest.hexdigest()
+
+    def __enter__(self) -> DurableFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handle < 0:
+            return
+        with contextlib.suppress(OSError):
+            self._wait()
+        self._release()
+        self.path.unlink(missing_ok=True)
+
+    def _release(self) -> None:
+        self._disk.shutdown()
+        handle, self._handle = self._handle, -1
+        os.close(handle)
+
+    def _flush(self) -> None:
+        self._submit(memoryview(self._buffers[0])[: self._filled])
+        self._buffers.reverse()
+        self._filled = 0
+
+    def _submit(self, piece: memoryview) -> None:
+        self._wait()
+        self._pending = self._disk.submit(self._put, piece)
+        self._digest.update(piece)
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def _put(self, piece: memoryview) -> None:
+        done = 0
+        while done < piece.nbytes:
+            try:
+                done += os.pwrite(self._handle, piece[done:], self._written + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                # The file system took O_DIRECT at open and does not mean it, or a short write left an odd offset.
+                self._direct = False
+                fcntl.fcntl(self._handle, fcntl.F_SETFL, fcntl.fcntl(self._handle, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self._written += piece.nbytes
+
+
+def _aligned(data: memoryview) -> bool:
+    return np.frombuffer(data, dtype=np.uint8).ctypes.data % _PAGE == 0
+
+
+def write_durably(path: Path, text: str) -> tuple[int, str]:
+    """Write and fsync a small text file; (bytes, xxh3-64). Raises OSError."""
+    data = text.encode()
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(data), xxhash.xxh3_64_hexdigest(data)
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a folder: rename alone does not survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a folder so that nobody can take a half-deleted one for a whole one: it changes its name first."""
+    doomed = folder if folder.name.endswith(".trash") else folder.with_name(folder.name + ".trash")
+    if doomed != folder:
+        with contextlib.suppress(FileNotFoundError):
+            if doomed.exists():
+                shutil.rmtree(doomed, ignore_errors=True)
+            folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,170 @@
+"""What a conversion writes: streamed, restartable after a kill, there as a whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from llmtrain import log, units
+from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync
+from llmtrain.errors import CheckpointError, UserError
+from llmtrain.models.source import byte_view
+from llmtrain.models.tensorfile import ITEM_BYTES, header_bytes, numel
+
+_JOURNAL = "unfinished.jsonl"
+_CHUNK = 4 << 20  # elements read, converted and written at a time
+_READERS = 2
+
+
+class OutputFolder:
+    """A folder that appears under its name by `commit`. Until then it is NAME.tmp, with a journal of finished files.
+
+    The same conversion, started again after a kill, finds its finished files there. A different one (another `plan`)
+    starts over. Use as a context manager: a user's mistake inside removes NAME.tmp, anything else leaves it.
+
+    Raises:
+        CheckpointError: the folder exists already, or another process is writing it, or it cannot be written.
+    """
+
+    def __init__(self, out: Path, plan: dict[str, Any]) -> None:
+        self.out = out
+        self.partial = out.with_name(out.name + ".tmp")
+        self._plan = json.loads(json.dumps(plan))
+        self._finished: dict[str, Any] = {}
+
+    def __enter__(self) -> OutputFolder:
+        if self.out.exists():
+            raise CheckpointError(f"{self.out} exists already; nothing was written. Give another name or move it away.")
+        try:
+            self.partial.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.partial, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{self.partial} is being written by another process. Wait for it.") from None
+        except OSError as error:
+            raise CheckpointError(f"{self.partial} cannot be made: {error.strerror}. Give another folder.") from error
+        self._resume()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, UserError):
+            remove_tree(self.partial)
+        os.close(self._lock)
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{self.partial} cannot be written: {error.strerror}. Mend that and start the same command again: it "
+                f"continues there. Or delete the folder."
+            ) from error
+
+    def need(self, total_bytes: int) -> None:
+        """Raises CheckpointError when so many bytes (finished files included) do not fit."""
+        have = sum(info["bytes"] for info in self._finished.values())
+        free = shutil.disk_usage(self.partial).free
+        if total_bytes - have > free:
+            raise CheckpointError(
+                f"no space for {self.out}: it needs {units.size(total_bytes - have)}, {units.size(free)} are free."
+            )
+
+    def file(self, name: str, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Have `write` make the file, unless an earlier start did. What it returns ("bytes" is required) is kept."""
+        if name not in self._finished:
+            info = write(self.partial / name)
+            with open(self.partial / _JOURNAL, "a") as journal:
+                journal.write(json.dumps({"file": name, "info": info}) + "\n")
+                journal.flush()
+                os.fsync(journal.fileno())
+            self._finished[name] = json.loads(json.dumps(info))
+        return self._finished[name]
+
+    def commit(self) -> Path:
+        """Rename to the final name. Every file must be durable by now, or small enough to be synced here."""
+        (self.partial / _JOURNAL).unlink()
+        for file in self.partial.iterdir():
+            sync(file)
+        sync(self.partial)
+        self.partial.rename(self.out)
+        sync(self.out.parent)
+        return self.out
+
+    def _resume(self) -> None:
+        journal = self.partial / _JOURNAL
+        lines = journal.read_text().splitlines() if journal.is_file() else []
+        with contextlib.suppress(ValueError):
+            if lines and json.loads(lines[0]) == self._plan:
+                for line in lines[1:]:
+                    entry = json.loads(line)
+                    path = self.partial / entry["file"]
+                    if path.is_file() and path.stat().st_size == entry["info"]["bytes"]:
+                        self._finished[entry["file"]] = entry["info"]
+        if self._finished:
+            log.info(f"continuing {self.partial}: {len(self._finished)} files are finished")
+        for path in self.partial.iterdir():
+            if path.name not in self._finished:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with open(journal, "w") as file:
+            file.write(json.dumps(self._plan) + "\n")
+            for name, info in self._finished.items():
+                file.write(json.dumps({"file": name, "info": info}) + "\n")
+
+
+def stream_tensors(
+    path: Path,
+    tensors: dict[str, tuple[str, tuple[int, ...]]],
+    read: Callable[[str, int, int], Tensor],
+    *,
+    metadata: dict[str, str] | None = None,
+    align: int = 8,
+    advance: Callable[[int], None] = lambda count: None,
+) -> dict[str, Any]:
+    """Write a safetensors file {name: (dtype, shape)} in this order; a few chunks of 4 M elements are in memory.
+
+    Args:
+        read: (name, start, stop) -> the flat elements in the tensor's dtype; called from several threads.
+        align: the data starts at a multiple of so many bytes.
+        advance: told the bytes written.
+
+    Returns {"bytes", "xxh3"} of the durable file. Raises OSError.
+    """
+    with DurableFile(path) as file:
+        file.write(memoryview(header_bytes(tensors, metadata or {}, align)))
+        for name, chunk in _read_ahead(tensors, read):
+            data = byte_view(chunk.contiguous())
+            assert chunk.element_size() == ITEM_BYTES[tensors[name][0]], name
+            file.write(data)
+            advance(data.nbytes)
+        size, xxh3 = file.close()
+    return {"bytes": size, "xxh3": xxh3}
+
+
+def _read_ahead(
+    tensors: dict[str, tuple[str, tuple[int, ...]]], read: Callable[[str, int, int], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="read-ahead") as pool:
+        waiting: deque[tuple[str, Future[Tensor]]] = deque()
+        try:
+            for name, (_, shape) in tensors.items():
+                total = numel(shape)
+                for start in range(0, total, _CHUNK):
+                    waiting.append((name, pool.submit(read, name, start, min(total, start + _CHUNK))))
+                    if len(waiting) > _READERS:
+                        first, chunk = waiting.popleft()
+                        yield first, chunk.result()
+            while waiting:
+                first, chunk = waiting.popleft()
+                yield first, chunk.result()
+        finally:
+            for _, left in waiting:
+                left.cancel()
