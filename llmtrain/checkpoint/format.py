@@ -8,10 +8,13 @@ checkpoints/step-00000500/
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,9 @@ MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 PARAM = "param"
 """Kind of the fp32 master values; the other kinds are the optimizer's names of its moments."""
-_STEP_DIR = re.compile(r"step-(\d{8,})")
+_STEP_DIR = re.compile(r"step-([0-9]{8,18})")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_JSON_LIMIT = 1 << 30  # bytes; 1,000 ranks with 6,000 pieces each stay below it
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class Manifest:
         """Raises CheckpointError when there is none, or it is not one: nothing in it is believed unchecked."""
         path = folder / MANIFEST
         try:
-            signed = json.loads(path.read_bytes())
+            signed = json.loads(read_file(path))
             raw = signed["manifest"]
             if raw["format"] != FORMAT:
                 raise CheckpointError(
@@ -105,25 +110,25 @@ class Manifest:
                 )
             if signed["xxh3"] != _digest(raw):
                 raise CheckpointError(f"{path} is damaged: its checksum differs from its contents.")
-            tensors = {name: [_natural(size) for size in shape] for name, shape in raw["tensors"].items()}
+            tensors = {_word(name): [_natural(size) for size in shape] for name, shape in raw["tensors"].items()}
             files = {}
             for name, entry in raw["files"].items():
-                if Path(name).name != name or name in (".", "..", MANIFEST):
-                    raise CheckpointError(f"{path}: the file name {name!r} leaves the checkpoint's folder.")
+                if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+                    raise CheckpointError(f"{path}: {name!r} is no name of a file in the checkpoint's folder.")
                 pieces = [
-                    Piece(str(kind), str(tensor), _natural(start), _natural(numel), _natural(checksum, 2**64))
+                    Piece(_kind(kind), _word(tensor), _natural(start), _natural(numel), _natural(checksum, 2**64))
                     for kind, tensor, start, numel, checksum in entry["pieces"]
                 ]
                 files[name] = FileEntry(bytes=_natural(entry["bytes"]), xxh3=str(entry["xxh3"]), pieces=pieces)
             layout = {str(key): value for key, value in raw["layout"].items()}
             manifest = cls(step=_natural(raw["step"]), tensors=tensors, files=files, layout=layout)
+            manifest._check(path)
         except FileNotFoundError:
             raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}.") from None
         except CheckpointError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as a manifest: {error!r}") from error
-        manifest._check(path)
         return manifest
 
     def _check(self, path: Path) -> None:
@@ -132,6 +137,10 @@ class Manifest:
             raise CheckpointError(f"{path} does not list {TRAINER}.")
         spans: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
         for file, entry in self.files.items():
+            if sum(piece.numel for piece in entry.pieces) > entry.bytes:
+                raise CheckpointError(f"{path}: {file} has {entry.bytes} bytes and would hold more elements than that.")
+            if len({(piece.kind, piece.name) for piece in entry.pieces}) != len(entry.pieces):
+                raise CheckpointError(f"{path}: {file} would hold two slices of one tensor.")
             for piece in entry.pieces:
                 if piece.name not in self.tensors:
                     raise CheckpointError(f"{path}: {file} holds {piece.kind} of {piece.name!r}, which has no shape.")
@@ -158,6 +167,19 @@ def _digest(raw: dict[str, Any]) -> str:
 def _natural(value: Any, limit: int = 2**63) -> int:
     if type(value) is not int or not 0 <= value < limit:
         raise ValueError(f"{value!r} is no natural number below {limit}")
+    return value
+
+
+def _word(value: Any) -> str:
+    """A name that can be printed: no control sequence for a terminal, no half of a surrogate pair."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"{value!r} is no name")
+    return value
+
+
+def _kind(value: Any) -> str:
+    if "/" in _word(value):
+        raise ValueError(f"{value!r} is no kind of tensor")
     return value
 
 
@@ -188,34 +210,63 @@ def _children(folder: Path) -> Iterator[Path]:
         yield from (p for p in folder.iterdir() if p.is_dir())
 
 
+def open_file(path: Path) -> int:
+    """A handle for reading a regular file of a checkpoint; never a link, a pipe or a device. Raises OSError."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link, and what it points to is not the checkpoint's")
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return handle
+
+
+def read_file(path: Path) -> bytes:
+    """The manifest or trainer.json. Raises OSError."""
+    with open(open_file(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > _JSON_LIMIT:
+            raise OSError(errno.EFBIG, f"it has more than {_JSON_LIMIT} bytes")
+        return file.read(_JSON_LIMIT)
+
+
 def read_trainer(folder: Path) -> dict[str, Any]:
     """trainer.json of a checkpoint. Raises CheckpointError."""
+    path = folder / TRAINER
     try:
-        return json.loads((folder / TRAINER).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / TRAINER} cannot be read: {error}") from error
+        trainer = json.loads(read_file(path))
+        for key in ("step", "tokens"):
+            _natural(trainer[key])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as the state of a run: {error!r}") from error
+    return trainer
 
 
-def hash_file(path: Path) -> str:
-    """xxh3-64 of a file, hexadecimal; 8 MiB at a time."""
+def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
+    """xxh3-64 of a file, hexadecimal; 8 MiB at a time, told to `advance`. Raises OSError."""
     digest = xxhash.xxh3_64()
-    with open(path, "rb") as file:
+    with open(open_file(path), "rb", buffering=0) as file:
         while block := file.read(8 << 20):
             digest.update(block)
+            advance(len(block))
     return digest.hexdigest()
 
 
-def problems(folder: Path, manifest: Manifest, names: list[str]) -> list[str]:
-    """What is wrong with these files of a checkpoint: missing, another size, another checksum."""
+def problems(folder: Path, manifest: Manifest, names: list[str], *, contents: bool = True) -> list[str]:
+    """What is wrong with these files of a checkpoint: missing, another size, another checksum.
+
+    Without `contents` they are not read: names and sizes only.
+    """
     found = []
     for name in names:
         path, entry = folder / name, manifest.files[name]
         try:
-            size = path.stat().st_size
+            size = path.lstat().st_size
             if size != entry.bytes:
                 found.append(f"{name} has {size} bytes instead of {entry.bytes}")
-            elif hash_file(path) != entry.xxh3:
+            elif contents and hash_file(path) != entry.xxh3:
                 found.append(f"{name} is damaged: its checksum differs from the manifest")
+        except FileNotFoundError:
+            found.append(f"{name} is missing")
         except OSError as error:
             found.append(f"{name}: {error.strerror}")
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint.format import PARAM, Manifest
+from llmtrain.checkpoint.format import PARAM, Manifest, open_file
 from llmtrain.errors import CheckpointError
 from llmtrain.models.source import DTYPE_OF, byte_view
 from llmtrain.models.tensorfile import TensorFile, TensorFileError
@@ -55,17 +55,21 @@ class CheckpointReader:
 
     def read_kind(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """The same for a moment of the optimizer. Raises CheckpointError."""
-        out = torch.empty(stop - start, dtype=torch.float32)
         parts = self._where.get((kind, name))
         if parts is None:
             raise CheckpointError(f"{self.folder} holds no {kind} of {name}.")
         index = max(0, bisect_right(parts, (start, 2**63, "")) - 1)
+        wanted = []
         for first, count, file in parts[index:]:
             if first >= stop:
                 break
             low, high = max(start, first), min(stop, first + count)
             if low < high:
-                self._read_piece(file, f"{kind}/{name}", low - first, out[low - start : high - start])
+                self._check_piece(file, f"{kind}/{name}", count)  # before memory is taken for what it claims
+                wanted.append((file, low - first, slice(low - start, high - start)))
+        out = torch.empty(stop - start, dtype=torch.float32)
+        for file, offset, place in wanted:
+            self._read_piece(file, f"{kind}/{name}", offset, out[place])
         return out
 
     def close(self) -> None:
@@ -84,13 +88,15 @@ class CheckpointReader:
             odd = sorted(held.items() ^ listed.items())[0][0]
             raise CheckpointError(f"{self.folder / file} does not hold what the manifest says: see {odd}.")
 
+    def _check_piece(self, file: str, key: str, count: int) -> None:
+        entry = self._open(file).entries.get(key)
+        if entry is None or entry.dtype not in DTYPE_OF or entry.numel != count:
+            raise CheckpointError(f"{self.folder / file} does not hold what the manifest says: see {key}.")
+
     def _read_piece(self, file: str, key: str, start: int, out: Tensor) -> None:
         handle = self._open(file)
         try:
-            entry = handle.entries.get(key)
-            if entry is None or entry.dtype not in DTYPE_OF or start + out.numel() > entry.numel:
-                raise CheckpointError(f"{self.folder / file} does not hold what the manifest says: see {key}.")
-            dtype = DTYPE_OF[entry.dtype]
+            dtype = DTYPE_OF[handle.entries[key].dtype]
             raw = out if dtype == out.dtype else torch.empty(out.numel(), dtype=dtype)
             handle.read_into(key, start, byte_view(raw))
         except TensorFileError as error:
@@ -101,8 +107,11 @@ class CheckpointReader:
     def _open(self, file: str) -> TensorFile:
         with self._lock:
             if file not in self._files:
+                path = self.folder / file
                 try:
-                    self._files[file] = TensorFile(self.folder / file)
+                    self._files[file] = TensorFile(path, open_file(path))
+                except OSError as error:
+                    raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
                 except TensorFileError as error:
                     raise CheckpointError(str(error)) from error
             return self._files[file]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +76,17 @@ class TensorFile:
             fit its bytes, holes or overlaps between tensors, bytes after the last one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, handle: int | None = None) -> None:
+        """`handle`: the file, open for reading already; it is closed with this object."""
         self.path = path
         try:
-            self._handle = os.open(path, os.O_RDONLY)
+            # A pipe under this name must not make the open wait for a writer.
+            self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) if handle is None else handle
         except OSError as error:
             raise TensorFileError(f"{path} cannot be opened: {error.strerror}") from error
         try:
+            if not stat.S_ISREG(os.fstat(self._handle).st_mode):
+                raise TensorFileError(f"{path} is no regular file.")
             self.bytes = os.fstat(self._handle).st_size
             self.entries, self.metadata = self._header()
         except BaseException:
@@ -159,6 +164,8 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(name: str, raw: dict[str, Any], data_start: int) -> Entry:
     dtype, shape, (begin, end) = raw["dtype"], raw["shape"], raw["data_offsets"]
     numbers = (*shape, begin, end)
+    if not name.isprintable():  # it reaches terminals and file names
+        raise ValueError(f"{name!r} is no name of a tensor")
     if dtype not in ITEM_BYTES:
         raise ValueError(f"{name} has the unknown type {dtype!r}")
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
