@@ -1,0 +1,187 @@
+"""Which checkpoints a path means, and what lies in a run's folder. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain import units
+from llmtrain.checkpoint.format import (
+    MANIFEST,
+    TRAINER,
+    Manifest,
+    complete_checkpoints,
+    problems,
+    read_trainer,
+    step_folder,
+    step_of,
+)
+from llmtrain.errors import CheckpointError
+
+_SHORT_STEP = re.compile(r"step-([0-9]{1,18})")
+_LEFTOVER = re.compile(r"step-[0-9]{8,18}.*\.(tmp|trash|damaged)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One folder in a run's checkpoints/."""
+
+    path: Path
+    state: str
+    """complete, damaged, incomplete, tmp, trash or set aside."""
+    detail: str
+    """Why it is not complete; else empty."""
+    bytes: int
+    age_s: float
+    step: int | None = None
+    tokens: int | None = None
+    layout: dict[str, Any] | None = None
+    weights_only: bool = False
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints that `path` means, newest first.
+
+    A run folder or its checkpoints/ (all that are complete), one checkpoint, or RUN/step-N for the one in
+    RUN/checkpoints.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = [path] if (path / MANIFEST).exists() else complete_checkpoints(checkpoints_of(path))
+    short = _SHORT_STEP.fullmatch(path.name)
+    if not found and short:
+        places = (step_folder(folder, int(short[1])) for folder in (path.parent, checkpoints_of(path.parent)))
+        found = [place for place in places if (place / MANIFEST).exists()]
+    if not found:
+        what = "no such folder" if not path.exists() else "it holds no complete checkpoint"
+        raise CheckpointError(f"{path}: {what}. Give a run folder, a checkpoint's folder, or RUN/step-N.")
+    return found
+
+
+def checkpoints_of(path: Path) -> Path:
+    """RUN/checkpoints, from either."""
+    return path if path.name == "checkpoints" and not (path / "checkpoints").is_dir() else path / "checkpoints"
+
+
+def rows(path: Path) -> list[Row]:
+    """Everything in a run's checkpoints/, newest step first; or the one checkpoint. Tensors are not read.
+
+    Raises:
+        CheckpointError: there is nothing.
+    """
+    folder = checkpoints_of(path)
+    if not folder.is_dir():
+        return [_row(found) for found in find_checkpoints(path)]
+    found = [p for p in folder.iterdir() if p.is_dir() and (step_of(p) is not None or _LEFTOVER.fullmatch(p.name))]
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint. Give a run folder or a checkpoint's folder.")
+    return [_row(p) for p in sorted(found, key=lambda p: (int(p.name[5:13]), p.name), reverse=True)]
+
+
+def _row(folder: Path) -> Row:
+    ending = folder.suffix.removeprefix(".") if step_of(folder) is None else ""
+    if ending == "tmp":
+        return _unlisted(folder, "tmp", "being written, or left by what was killed while it wrote")
+    if ending == "trash":
+        return _unlisted(folder, "trash", "its deletion was not finished")
+    if ending == "damaged":
+        return _unlisted(folder, "set aside", "a resume found it damaged")
+    if not (folder / MANIFEST).exists():
+        return _unlisted(folder, "incomplete", f"it has no {MANIFEST}")
+    try:
+        manifest = Manifest.read(folder)
+        trainer = read_trainer(folder)
+    except CheckpointError as error:
+        return _unlisted(folder, "damaged", str(error).replace(f"{folder}/", ""))
+    wrong = problems(folder, manifest, sorted(manifest.files), contents=False) or problems(folder, manifest, [TRAINER])
+    wrong += disagreements(folder, manifest, trainer)
+    return Row(
+        path=folder,
+        state="damaged" if wrong else "complete",
+        detail="; ".join(wrong),
+        bytes=folder_bytes(folder),
+        age_s=_age_s(folder / MANIFEST),
+        step=manifest.step,
+        tokens=trainer["tokens"],
+        layout=manifest.layout,
+        weights_only=bool(trainer.get("weights_only")),
+    )
+
+
+def _unlisted(folder: Path, state: str, detail: str) -> Row:
+    return Row(
+        path=folder,
+        state=state,
+        detail=detail,
+        bytes=folder_bytes(folder),
+        age_s=_age_s(folder),
+        step=int(folder.name[5:13]) if _SHORT_STEP.match(folder.name) else None,
+    )
+
+
+def disagreements(folder: Path, manifest: Manifest, trainer: dict[str, Any]) -> list[str]:
+    """Where the folder's name, the manifest and trainer.json do not speak of one step."""
+    found = []
+    named = step_of(folder)
+    if named is not None and named != manifest.step:
+        found.append(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
+    if trainer["step"] != manifest.step:
+        found.append(f"trainer.json is of step {trainer['step']}, {MANIFEST} of step {manifest.step}")
+    return found
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files below a folder; those that go away meanwhile count nothing."""
+    total = 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_size
+            except OSError:
+                continue
+    return total
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return max(0.0, time.time() - path.lstat().st_mtime)
+    except OSError:
+        return 0.0
+
+
+def layout_words(layout: dict[str, Any], weights_only: bool) -> str:
+    """'ZeRO 2 x 8 ranks, bf16'. What a manifest does not tell is left out."""
+    stage, ranks = layout.get("zero_stage"), layout.get("world_size")
+    how = f"ZeRO {stage} x {ranks} ranks" if stage is not None and ranks is not None else str(layout.get("made_by", ""))
+    words = [how, str(layout.get("precision") or ""), "weights only" if weights_only else ""]
+    return ", ".join(word for word in words if word and word.isprintable())
+
+
+def table(found: Sequence[Row]) -> list[str]:
+    """Aligned lines under a heading."""
+    lines = [("STEP", "TOKENS", "SIZE", "LAYOUT", "AGE", "STATE", "FOLDER")]
+    for row in found:
+        lines.append(
+            (
+                "" if row.step is None else str(row.step),
+                "" if row.tokens is None else units.count(row.tokens),
+                units.size(row.bytes),
+                "" if row.layout is None else layout_words(row.layout, row.weights_only),
+                units.duration(row.age_s),
+                row.state + (f": {row.detail}" if row.detail else ""),
+                str(row.path),
+            )
+        )
+    return lines_of(lines)
+
+
+def lines_of(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Columns two blanks apart."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]

@@ -1,0 +1,56 @@
+"""Which checkpoints of a run may go. No torch: the writer process calls it after each save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from llmtrain import log
+from llmtrain.checkpoint.durable import remove_tree
+from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems
+from llmtrain.errors import CheckpointError
+
+
+def looks_good(folder: Path) -> bool:
+    """Whether the manifest is whole and every file is there at its size. Reads the manifest only."""
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError:
+        return False
+    return not problems(folder, manifest, sorted(manifest.files), contents=False)
+
+
+def outdated(checkpoints: Path, keep: int, good: Callable[[Path], bool] = looks_good) -> list[Path]:
+    """The complete checkpoints that are older than the `keep` (at least 1) newest good ones, newest first.
+
+    A checkpoint that is not good does not count among the `keep`: the newest good one never stands in the answer.
+    """
+    kept = 0
+    found = complete_checkpoints(checkpoints)
+    for index, folder in enumerate(found):
+        if good(folder):
+            kept += 1
+        if kept >= max(1, keep):
+            return found[index + 1 :]
+    return []
+
+
+def remove(folders: list[Path], complain: Callable[[str], None] = log.warn) -> list[Path]:
+    """Delete checkpoints; returns those that are gone. What cannot be deleted is told to `complain`, never raised."""
+    gone = []
+    for folder in folders:
+        problem = "not all of it could be deleted"
+        try:
+            remove_tree(folder)
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if folder.exists() or folder.with_name(folder.name + ".trash").exists():
+            complain(f"{folder} cannot be deleted: {problem}. Delete it by hand, or its space stays taken.")
+        else:
+            gone.append(folder)
+    return gone
+
+
+def keep_newest(checkpoints: Path, keep: int, complain: Callable[[str], None] = log.warn) -> list[Path]:
+    """Delete all but the `keep` newest good checkpoints and what is newer than them; returns those that are gone."""
+    return remove(outdated(checkpoints, keep), complain)
