@@ -25,7 +25,6 @@ from llmtrain.checkpoint.load import (
 )
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.rundir import RunDirectory
-from llmtrain.checkpoint.save import keep_newest, save_checkpoint
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.engine.build import DTYPES, Ranks, build_engine, check_device, join_process_group
@@ -33,9 +32,10 @@ from llmtrain.engine.control import Agree, AgreedError, Wishes, together
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
 from llmtrain.engine.step import Stepper, StepResult, learning_rate_factor, seed_step
 from llmtrain.engine.weights import prove_weights, write_parameters
-from llmtrain.errors import CheckpointError, TrainingStopped
+from llmtrain.errors import TrainingStopped
 from llmtrain.finish import finish
 from llmtrain.models.build import build_model, facts, initial_weights
+from llmtrain.saving import Saving
 from llmtrain.tracking.environment import versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity
 from llmtrain.tracking.tracker import Status, Tracker
@@ -82,7 +82,7 @@ class Training:
         self.stepper = Stepper(self.engine, ranks)
         self.position = Position()
         self.wandb_id = _from_rank_0(ranks, new_run_id)
-        self.started_s = self.saved_s = time.monotonic()
+        self.started_s = time.monotonic()
         self.skipped_in_a_row = 0
         self.saved_step: int | None = None
 
@@ -145,7 +145,7 @@ class Training:
             "layout": {"world_size": self.ranks.world_size, "zero_stage": self.resolved.zero_stage},
         }
 
-    def loop(self, tracker: Tracker) -> bool:
+    def loop(self, tracker: Tracker, saving: Saving) -> bool:
         """Train until the run is over (True) or someone asks to stop (False)."""
         run, ranks = self.run, self.ranks
         agree = Agree(ranks)
@@ -171,13 +171,15 @@ class Training:
                     counted_tokens=batch.counted_tokens,
                     stop=self.wishes.stop_reason is not None,
                     time_up=self._time_is_up(),
-                    save=self.wishes.take_save() or self._save_is_due(),
+                    save=self.wishes.take_save() or saving.time_is_due(),
+                    save_status=saving.status(),
                 )
                 seed_step(run.train.seed, self.position.step, ranks.rank)
                 lr_factor = learning_rate_factor(run.schedule, self.position.step, self.resolved.max_steps)
-                result = self.stepper.step(batch, agreement, lr_factor)
+                result = self.stepper.step(batch, agreement, lr_factor, saving.before_update)
                 agreed = agreement()
                 self._advance(batch, result, tracker)
+                saving.advance(agreed)
                 speed.step(tokens=self._tokens_per_step(), data_wait_s=waited_s)
                 stopped = agreed.stop and not self._complete()
                 last = agreed.stop or agreed.time_up or self._complete()
@@ -186,10 +188,9 @@ class Training:
                 if (run.train.eval_every and self.position.step % run.train.eval_every == 0) and not last:
                     with speed.pause():
                         self.evaluate(tracker)
-                every = run.checkpoint.every_steps
-                if not last and (agreed.save or (every and self.position.step % every == 0)):
+                if not last and saving.is_due(self.position.step, agreed):
                     with speed.checkpoint_stall():
-                        self.save(tracker)
+                        saving.save(self.position.step, self.trainer_state)
         return not stopped
 
     def evaluation_batches(self) -> Iterator[MicroBatch]:
@@ -207,34 +208,6 @@ class Training:
         loss, _ = self.stepper.evaluate(self.evaluation_batches())
         tracker.log({"step": self.position.step, "eval/loss": loss, "eval/perplexity": perplexity(loss)})
         return loss
-
-    def save(self, tracker: Tracker, *, must: bool = False) -> None:
-        """Write a checkpoint. A failed save is reported and training goes on, unless it `must` succeed."""
-        if self.saved_step == self.position.step:
-            return
-        began_s = time.monotonic()
-        try:
-            path = save_checkpoint(
-                self.engine,
-                self.folder.checkpoints,
-                self.position.step,
-                self.trainer_state(),
-                self.resolved,
-                self.ranks,
-            )
-        except CheckpointError as error:
-            tracker.event("save_failed", step=self.position.step, error=str(error))
-            if must:
-                raise
-            log.warn(f"checkpoint at step {self.position.step} failed, training goes on: {error}")
-            return
-        finally:
-            self.saved_s = time.monotonic()
-        self.saved_step = self.position.step
-        seconds = time.monotonic() - began_s
-        tracker.event("save", step=self.position.step, path=str(path), seconds=round(seconds, 3))
-        if self.ranks.rank == 0:
-            keep_newest(self.folder.checkpoints, self.run.checkpoint.keep)
 
     def _advance(self, batch: StepBatch, result: StepResult, tracker: Tracker) -> None:
         """Count the step; report a skipped one with its samples; stop after too many in a row."""
@@ -317,10 +290,6 @@ class Training:
         minutes = self.run.train.max_minutes
         return minutes is not None and self.ranks.rank == 0 and time.monotonic() - self.started_s > 60 * minutes
 
-    def _save_is_due(self) -> bool:
-        minutes = self.run.checkpoint.every_minutes
-        return minutes is not None and self.ranks.rank == 0 and time.monotonic() - self.saved_s > 60 * minutes
-
 
 def train(resolved: ResolvedRun) -> int:
     """One launch of a run on this rank. Returns the exit code; raises UserError, AgreedError on all ranks."""
@@ -348,13 +317,20 @@ def train(resolved: ResolvedRun) -> int:
             enabled=ranks.rank == 0,
             start_step=training.position.step,
         )
+        saving = stack.enter_context(
+            Saving(training.engine, folder, resolved, ranks, tracker, saved_step=training.saved_step)
+        )
         status: Status = "failed"
         try:
             resumed = training.position.step > 0
             tracker.event("resume" if resumed else "start", step=training.position.step, lines=lines)
             announce(resolved, folder, training.model_facts, ranks.device, lines)
-            complete = training.loop(tracker)
-            training.save(tracker, must=True)
+            try:
+                complete = training.loop(tracker, saving)
+            except TrainingStopped:
+                saving.settle()
+                raise
+            saving.last(training.position.step, training.trainer_state)
             validation_loss = training.evaluate(tracker) if complete else math.nan
             status = "finished" if complete else "stopped"
             if ranks.rank == 0:

@@ -1,151 +1,345 @@
-"""Write a checkpoint: every rank its own slices, the manifest last, then one rename."""
+"""Save without stopping: copy at the step boundary, write in another process, commit when every rank's file is durable.
+
+A save passes through stages that all ranks enter together. They learn of each other's progress from two numbers in the
+message that they exchange at every step anyway (engine/control.py), so a save adds no wait of its own to a step.
+"""
 
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import shutil
+import time
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from llmtrain import units
-from llmtrain.checkpoint.durable import sync
-from llmtrain.checkpoint.format import (
-    MANIFEST,
-    TRAINER,
-    FileEntry,
-    Manifest,
-    Piece,
-    complete_checkpoints,
-    hash_file,
-    remove_checkpoint,
-    step_folder,
-)
+from llmtrain import log, units
+from llmtrain.checkpoint.durable import DurableFile, remove_tree
+from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, step_folder
+from llmtrain.checkpoint.snapshot import HostImage, RankFile, Slice, Snapshot, WriterDied, WriterProcess
+from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.fragments import fragments, owned, whole_shapes
 from llmtrain.errors import CheckpointError
 from llmtrain.models.checksum import checksum
+from llmtrain.models.source import byte_view
 
 _HEADROOM = 64 << 20  # headers, the manifest, what else the run writes meanwhile
+_CHUNK = 4 << 20  # elements that a synchronous save holds in host memory
+_POLL_S = 0.01
 
 
-def save_checkpoint(
-    engine: Any, checkpoints: Path, step: int, trainer: dict[str, Any], resolved: ResolvedRun, ranks: Ranks
-) -> Path:
-    """Write checkpoints/step-N and return it. All ranks call it together.
+class _Stage(Enum):
+    IDLE = 0
+    WRITING = 1
+    """Every rank's file is copied and written."""
+    ENDING = 2
+    """Rank 0 commits the checkpoint, or removes what a failed save left."""
 
-    Raises:
-        CheckpointError: on every rank alike, with nothing left behind (no space, an I/O error on any rank).
-    """
-    final = step_folder(checkpoints, step)
-    partial = final.with_name(final.name + ".tmp")
-    pieces = [(f, *owned(f)) for f in fragments(engine) if f.own.stop > f.own.start]
-    need = sum(values.numel() * values.element_size() for _, _, values in pieces)
-    _agree(ranks, _prepare(partial, ranks, need), partial)
 
-    name = f"rank-{ranks.rank:05d}.safetensors"
-    entry, error = None, None
-    try:
-        tensors = {f"{f.kind}/{f.name}": values.contiguous() for f, _, values in pieces}
-        save_file(tensors, partial / name)
-        sync(partial / name)
-        contents = [
-            Piece(f.kind, f.name, start, values.numel(), checksum(values, start)) for f, start, values in pieces
-        ]
-        size = (partial / name).stat().st_size
-        entry = FileEntry(bytes=size, xxh3=hash_file(partial / name), pieces=contents)
-    except (OSError, SafetensorError) as problem:
-        error = f"rank {ranks.rank} could not write {partial / name}: {problem}"
-    _agree(ranks, error, partial)
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a save ended."""
 
-    entries: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(entries, (name, entry), group=ranks.control)
-    error = None
-    if ranks.rank == 0:
-        manifest = Manifest(
-            step=step,
-            tensors={name: list(shape) for name, shape in whole_shapes(engine).items()},
-            files=dict(entries),
-            layout={
-                "world_size": ranks.world_size,
-                "zero_stage": resolved.zero_stage,
-                "precision": resolved.precision,
-            },
+    step: int
+    path: Path | None
+    """The complete checkpoint, or None when the save failed."""
+    error: str | None
+    seconds: float
+    """From the step boundary until it was durable."""
+    blocked_s: float
+    """The part of it that training stood still for."""
+
+
+class Saver:
+    """Saves of one run. All ranks call every method together, `before_update` excepted. Use as a context manager."""
+
+    def __init__(self, engine: Any, checkpoints: Path, resolved: ResolvedRun, ranks: Ranks) -> None:
+        self._engine, self._checkpoints, self._ranks = engine, checkpoints, ranks
+        self._keep = resolved.run.checkpoint.keep
+        self.asynchronous = resolved.run.checkpoint.mode == "async"
+        self._layout = {
+            "world_size": ranks.world_size,
+            "zero_stage": resolved.zero_stage,
+            "precision": resolved.precision,
+        }
+        self._plan: RankFile | None = None
+        self._image: HostImage | None = None
+        self._writer: WriterProcess | None = None
+        self._snapshot = Snapshot(ranks.device)
+        self._stage = _Stage.IDLE
+        self._table: dict[str, Any] = {}
+        """What a writer knows beforehand: the pieces of its file; on rank 0 those of all files and the shapes."""
+        self._total_bytes = 0
+        self._answer: dict[str, Any] | None = None
+        """What this rank's part of the stage came to, {"error"} or the writer's answer; None while it is at work."""
+        self._trainer = ""
+        self._errors: list[str] = []
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._snapshot.wait_before_update()
+        if self._writer is not None:
+            self._writer.close()
+        if self._image is not None:
+            self._image.close()
+
+    @property
+    def busy(self) -> bool:
+        """A save is under way."""
+        return self._stage is not _Stage.IDLE
+
+    def prepare(self) -> None:
+        """Lay out the files and get the memory for asynchronous saves, so that the first one does not have to."""
+        if self._plan is not None:
+            return
+        self._plan = RankFile(self._slices())
+        shares: list[Any] = [None] * self._ranks.world_size
+        mine = (self._file(self._ranks.rank), self._plan.pieces, self._plan.bytes, psutil.boot_time())
+        dist.all_gather_object(shares, mine, group=self._ranks.control)
+        self._total_bytes = sum(share[2] for share in shares)
+        self._table = {"own": self._plan.layout}
+        if self._ranks.rank == 0:
+            self._table["pieces"] = {share[0]: share[1] for share in shares}
+            self._table["tensors"] = {name: list(shape) for name, shape in whole_shapes(self._engine).items()}
+        if self.asynchronous:
+            here = sum(share[2] for share in shares if abs(share[3] - psutil.boot_time()) < 1)  # ranks of this host
+            self._share_memory(here)
+
+    def begin(self, step: int, trainer: dict[str, Any]) -> None:
+        """Start to save step `step`. Training may go on, but for the optimizer: see `before_update`.
+
+        Raises:
+            CheckpointError: on every rank alike, with nothing written: no space, or the folder cannot be written.
+        """
+        assert not self.busy
+        self._began_s = time.monotonic()
+        self.prepare()
+        self._step, self._final = step, step_folder(self._checkpoints, step)
+        box = [self._make_folder() if self._ranks.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, group=self._ranks.control)
+        self._partial, error = box[0]  # type: ignore[misc]
+        if error:
+            raise CheckpointError(error)
+        self._trainer = json.dumps(trainer, indent=1)
+        self._answer, self._errors = None, []
+        self._stage = _Stage.WRITING
+        path = self._partial / self._file(self._ranks.rank)
+        slices = self._slices()
+        assert self._plan is not None and self._plan.holds(slices), "the optimizer's state has another layout now"
+        if self.asynchronous:
+            self._write_behind(path, slices)
+        else:
+            self._answer = self._guarded(lambda: self._write_here(path, slices))
+        self._blocked_s = time.monotonic() - self._began_s
+
+    def before_update(self) -> None:
+        """Call before the optimizer writes: waits until what it overwrites is copied."""
+        began_s = time.monotonic()
+        self._snapshot.wait_before_update()
+        if self.busy:
+            self._blocked_s += time.monotonic() - began_s
+
+    def status(self) -> tuple[bool, bool]:
+        """(this rank's part of the stage has ended, and it has failed), for the ranks' next message."""
+        if self._stage is _Stage.IDLE:
+            return False, False
+        if self._answer is None:
+            self._answer = self._poll()
+        return self._answer is not None, bool(self._answer and "error" in self._answer)
+
+    def advance(self, ended: int, failed: int) -> Outcome | None:
+        """Go on with the sums of the ranks' `status`; the outcome when the save has ended."""
+        if self._stage is _Stage.IDLE or ended < self._ranks.world_size:
+            return None
+        if self._stage is _Stage.WRITING:
+            self._end(bool(failed))
+            return None
+        answers: list[Any] = [self._answer if self._ranks.rank == 0 else None]
+        if failed and not self._errors:
+            dist.broadcast_object_list(answers, src=0, group=self._ranks.control)
+            self._errors = [f"rank 0 could not complete {self._final}: {answers[0]['error']}"]
+        self._stage = _Stage.IDLE
+        return Outcome(
+            step=self._step,
+            path=None if self._errors else self._final,
+            error="; ".join(self._errors) or None,
+            seconds=time.monotonic() - self._began_s,
+            blocked_s=self._blocked_s,
         )
-        try:
-            _commit(partial, final, manifest, trainer)
-        except OSError as problem:
-            error = f"rank 0 could not complete {final}: {problem}"
-    _agree(ranks, error, partial)
-    return final
 
-
-def _prepare(partial: Path, ranks: Ranks, need: int) -> str | None:
-    total = torch.tensor([need], dtype=torch.int64)
-    dist.all_reduce(total, group=ranks.control)
-    if ranks.rank != 0:
+    def drain(self) -> Outcome | None:
+        """Wait for the save that is under way, if there is one."""
+        self.before_update()
+        while self.busy:
+            message = torch.tensor(self.status(), dtype=torch.int64)
+            dist.all_reduce(message, group=self._ranks.control)
+            outcome = self.advance(*message.tolist())
+            if outcome is not None:
+                return outcome
+            if self._stage is _Stage.WRITING or self._answer is None:
+                time.sleep(_POLL_S)
         return None
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        free = shutil.disk_usage(partial).free
-    except OSError as problem:
-        return f"cannot make {partial}: {problem}"
-    if free < int(total) + _HEADROOM:
-        return (
-            f"no space for a checkpoint in {partial.parent}: it needs {units.size(int(total) + _HEADROOM)}, "
-            f"{units.size(free)} are free. Free some space or lower checkpoint.keep."
+
+    def _slices(self) -> list[Slice]:
+        """What this rank writes, in the order of its file: the largest elements first, so that each is aligned."""
+        found = [(f.kind, f.name, *owned(f)) for f in fragments(self._engine) if f.own.stop > f.own.start]
+        return sorted(found, key=lambda s: -s[3].element_size())
+
+    def _file(self, rank: int) -> str:
+        return f"rank-{rank:05d}.safetensors"
+
+    def _share_memory(self, bytes_of_this_host: int) -> None:
+        assert self._plan is not None
+        error = None
+        free = psutil.virtual_memory().available
+        if bytes_of_this_host > 0.9 * free:
+            error = f"a copy takes {units.size(bytes_of_this_host)} of host memory, {units.size(free)} are available"
+        errors = self._all(error)
+        if not any(errors):
+            try:
+                self._image = HostImage(self._plan, cuda=self._ranks.device.type == "cuda")
+                self._writer = WriterProcess(self._image, self._table)
+            except (OSError, WriterDied) as problem:
+                error = f"a copy takes {units.size(self._plan.bytes)} of host memory and a process: {problem}"
+            errors = self._all(error)
+        if any(errors):
+            log.warn(f"checkpoint.mode async: {next(e for e in errors if e)}. Saving without a copy: training waits.")
+            self.asynchronous = False
+
+    def _all(self, mine: Any) -> list[Any]:
+        shares: list[Any] = [None] * self._ranks.world_size
+        dist.all_gather_object(shares, mine, group=self._ranks.control)
+        return shares
+
+    def _make_folder(self) -> tuple[Path, str | None]:
+        """On rank 0: the folder to write into, or why there is none."""
+        # The name is this save's own: what a dead launch's straggler still writes goes elsewhere.
+        partial = self._final.with_name(f"{self._final.name}.{secrets.token_hex(4)}.tmp")
+        need = self._total_bytes + _HEADROOM
+        try:
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._checkpoints).free
+            if free < need:
+                return partial, self._no_space(need, free)
+            partial.mkdir()
+        except OSError as problem:
+            return partial, f"cannot make {partial}: {problem.strerror}"
+        return partial, None
+
+    def _no_space(self, need: int, free: int) -> str:
+        old = complete_checkpoints(self._checkpoints)[1:]
+        could = sum(file.stat().st_size for folder in old for file in folder.iterdir())
+        remedy = (
+            f"`llmtrain checkpoint prune {self._checkpoints.parent} --keep 1` would free {units.size(could)}"
+            if old
+            else "There is no older checkpoint that could go"
         )
-    return None
+        return (
+            f"no space for a checkpoint in {self._checkpoints}: it needs {units.size(need)}, "
+            f"{units.size(free)} are free. {remedy}."
+        )
 
+    def _write_behind(self, path: Path, slices: list[Slice]) -> None:
+        assert self._image is not None
+        try:
+            self._writer = writer = self._writer or WriterProcess(self._image, self._table)
+        except (OSError, WriterDied) as error:
+            self._answer = self._lost(error)
+            return
+        job = {"do": "write", "path": str(path)}
+        self._snapshot.start([values for *_, values in slices], self._image.slots, then=lambda: writer.ask(job))
 
-def _agree(ranks: Ranks, error: str | None, partial: Path) -> None:
-    """If any rank failed, all ranks fail with its message and nothing stays behind. Also the barrier between phases."""
-    errors: list[str | None] = [None] * ranks.world_size
-    dist.all_gather_object(errors, error, group=ranks.control)
-    first = next((e for e in errors if e), None)
-    if first is None:
-        return
-    if ranks.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    raise CheckpointError(first)
+    def _write_here(self, path: Path, slices: list[Slice]) -> dict[str, Any]:
+        """The synchronous way: no copy of the state, a chunk at a time."""
+        assert self._plan is not None
+        sums = []
+        with DurableFile(path) as file:
+            file.write(memoryview(self._plan.header))
+            for _, _, start, values in slices:
+                total = 0
+                for low in range(0, values.numel(), _CHUNK):
+                    chunk = values[low : low + _CHUNK].detach().cpu().contiguous()
+                    total += checksum(chunk, start + low)
+                    file.write(byte_view(chunk))
+                sums.append(total % 2**64)
+            size, xxh3 = file.close()
+        return {"bytes": size, "xxh3": xxh3, "checksums": sums}
 
+    def _poll(self) -> dict[str, Any] | None:
+        if self._snapshot.error is not None:
+            error, self._snapshot.error = self._snapshot.error, None
+            return self._lost(error)
+        if self._writer is None:
+            return None
+        try:
+            return self._writer.answer()
+        except WriterDied as error:
+            return self._lost(error)
 
-def _commit(partial: Path, final: Path, manifest: Manifest, trainer: dict[str, Any]) -> None:
-    files = dict(manifest.files)
-    trainer_path = partial / TRAINER
-    _write_durably(trainer_path, json.dumps(trainer, indent=1))
-    files[TRAINER] = FileEntry(bytes=trainer_path.stat().st_size, xxh3=hash_file(trainer_path))
-    complete = Manifest(
-        step=manifest.step,
-        tensors=manifest.tensors,
-        files=files,
-        layout=manifest.layout,
-    )
-    _write_durably(partial / MANIFEST, complete.to_json())
-    sync(partial)
-    if final.exists():  # saved before at this step, by this run or by one that was resumed from further back
-        remove_checkpoint(final.rename(final.with_name(final.name + ".old.tmp")))
-    partial.rename(final)
-    sync(final.parent)
+    def _lost(self, error: BaseException) -> dict[str, Any]:
+        """The writer cannot be used any more; the next save gets a new one."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._stage is _Stage.ENDING and not self._errors:
+            if not self._partial.exists() and (self._final / MANIFEST).is_file():
+                return {}  # it died after the last rename
+            remove_tree(self._partial)
+        return {"error": str(error)}
 
+    def _guarded(self, work: Any) -> dict[str, Any]:
+        try:
+            return work()
+        except OSError as error:
+            return {"error": f"{error.strerror} ({error.filename or self._partial})"}
 
-def _write_durably(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    def _end(self, failed: bool) -> None:
+        """All files are durable, or one is not: rank 0 commits or removes them."""
+        answers = self._all(self._answer)
+        self._answer = {}
+        self._stage = _Stage.ENDING
+        if failed:
+            self._errors = [
+                f"rank {rank} could not write its file: {answer['error']}"
+                for rank, answer in enumerate(answers)
+                if "error" in answer
+            ]
+        if self._ranks.rank != 0:
+            return
+        if failed:
+            message: dict[str, Any] = {"do": "discard", "partial": str(self._partial)}
+        else:
+            message = {
+                "do": "commit",
+                "partial": str(self._partial),
+                "final": str(self._final),
+                "step": self._step,
+                "layout": self._layout,
+                "written": {self._file(rank): answer for rank, answer in enumerate(answers)},
+                "trainer": self._trainer,
+                "keep": self._keep,
+            }
+        if self.asynchronous:
+            self._answer = self._ask(message)
+        else:
+            self._answer = self._guarded(lambda: perform(message, self._table, None))
 
-
-def keep_newest(checkpoints: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest complete checkpoints; returns what was deleted. The newest always stays."""
-    doomed = complete_checkpoints(checkpoints)[max(1, keep) :]
-    for folder in doomed:
-        remove_checkpoint(folder)
-    return doomed
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Give the writer something to do; an answer only if it cannot be asked."""
+        assert self._image is not None
+        try:
+            self._writer = self._writer or WriterProcess(self._image, self._table)
+            self._writer.ask(message)
+        except (OSError, WriterDied) as error:
+            return self._lost(error)
+        return None

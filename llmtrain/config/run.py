@@ -121,6 +121,11 @@ class CheckpointConfig:
     """Minutes between checkpoints."""
     keep: int = 2
     """Newest checkpoints that stay; older ones are deleted after a newer one is complete."""
+    mode: Literal["async", "sync"] = "async"
+    """async: training goes on while a copy of the state is written (host memory: 12 bytes a parameter, shared by the
+    ranks); sync: training waits."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """When a checkpoint is due and the one before is still being written: wait for it, or skip this one."""
 
 
 @dataclass(frozen=True, kw_only=True)

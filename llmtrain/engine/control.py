@@ -84,6 +84,10 @@ class Agreement:
     """The run's time limit is reached."""
     save: bool
     """A rank was asked to save now, or the time for a checkpoint has come."""
+    save_ended: int = 0
+    """Ranks whose part of the save under way has ended (checkpoint/save.py)."""
+    save_failed: int = 0
+    """Ranks for which it failed."""
 
 
 class Agree:
@@ -92,16 +96,28 @@ class Agree:
     def __init__(self, ranks: Ranks) -> None:
         self._group = ranks.control
 
-    def start(self, *, counted_tokens: int, stop: bool, time_up: bool, save: bool) -> Callable[[], Agreement]:
-        """Send this rank's part; the returned function waits for the sum (and may be called again)."""
-        message = torch.tensor([counted_tokens, int(stop), int(time_up), int(save)], dtype=torch.int64)
+    def start(
+        self, *, counted_tokens: int, stop: bool, time_up: bool, save: bool, save_status: tuple[bool, bool]
+    ) -> Callable[[], Agreement]:
+        """Send this rank's part; the returned function waits for the sum (and may be called again).
+
+        `save_status`: whether this rank's part of the save under way has ended, and whether it failed.
+        """
+        message = torch.tensor([counted_tokens, stop, time_up, save, *save_status], dtype=torch.int64)
         work = dist.all_reduce(message, group=self._group, async_op=True)
 
         @functools.cache
         def result() -> Agreement:
             work.wait()
-            tokens, stops, times, saves = message.tolist()
-            return Agreement(counted_tokens=tokens, stop=stops > 0, time_up=times > 0, save=saves > 0)
+            tokens, stops, times, saves, ended, failed = message.tolist()
+            return Agreement(
+                counted_tokens=tokens,
+                stop=stops > 0,
+                time_up=times > 0,
+                save=saves > 0,
+                save_ended=ended,
+                save_failed=failed,
+            )
 
         return result
 

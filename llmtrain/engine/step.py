@@ -82,8 +82,17 @@ class Stepper:
             engine.backward(loss_sum * (equal_shares / max(1, agreement().counted_tokens)))
         return loss_sum.detach()
 
-    def step(self, batch: StepBatch, agreement: Callable[[], Agreement], lr_factor: float) -> StepResult:
-        """All micro-batches of one optimizer step, then the update with peak learning rates x `lr_factor`."""
+    def step(
+        self,
+        batch: StepBatch,
+        agreement: Callable[[], Agreement],
+        lr_factor: float,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> StepResult:
+        """All micro-batches of one optimizer step, then the update with peak learning rates x `lr_factor`.
+
+        `before_update` is called when the gradients are there and the optimizer has not written yet.
+        """
         losses = []
         for micro in batch.micro_batches:
             losses.append(self.forward_backward(micro, agreement))
@@ -91,6 +100,7 @@ class Stepper:
                 self.engine.step()  # counts the micro-batch; updates nothing before the last one
         for group in base_optimizer(self.engine).param_groups:
             group["lr"] = group["peak_lr"] * lr_factor
+        before_update()
         self._update()
         return StepResult(
             local_loss_sum=torch.stack(losses).sum(),

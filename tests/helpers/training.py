@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.checkpoint.save import Saver
 from llmtrain.config.run import (
     DataConfig,
     ModelConfig,
@@ -61,6 +62,17 @@ class Case:
     steps: int = 20
     clip: float = 1.0
     lr: float = 3e-4
+
+
+def save_checkpoint(
+    engine: Any, checkpoints: Path, step: int, trainer: dict[str, Any], resolved: ResolvedRun, ranks: Ranks
+) -> Path:
+    """Save and wait until it is durable."""
+    with Saver(engine, checkpoints, resolved, ranks) as saver:
+        saver.begin(step, trainer)
+        outcome = saver.drain()
+    assert outcome is not None and outcome.path is not None, outcome
+    return outcome.path
 
 
 def resolved_run(case: Case, world_size: int) -> ResolvedRun:

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("checkpoint",),
     ("sites",),
-    ("begin", "generate"),
+    ("begin", "generate", "saving"),
     ("finish",),
     ("loop",),
     ("train",),

@@ -137,6 +137,7 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
     from llmtrain.engine.build import join_process_group
     from llmtrain.engine.control import Wishes
     from llmtrain.loop import Training
+    from llmtrain.saving import Saving
     from llmtrain.tracking.tracker import Tracker
 
     resolved = load(["--config", str(_write_yaml(task))], 1, "the benchmark")
@@ -155,14 +156,16 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
         )
         step = training.stepper.step
 
-        def timed_step(batch: Any, agreement: Callable[[], Any], lr_factor: float) -> Any:
-            result = step(batch, agreement, lr_factor)
+        def timed_step(*arguments: Any) -> Any:
+            batch = arguments[0]
+            result = step(*arguments)
             clock.step_done(result.local_loss_sum / batch.counted_tokens)
             return result
 
-        training.stepper.step = timed_step  # type: ignore[method-assign]
-        clock.ready()
-        training.loop(tracker)
+        training.stepper.step = timed_step  # type: ignore[method-assign, assignment]
+        with Saving(training.engine, folder, resolved, ranks, tracker, saved_step=None) as saving:
+            clock.ready()
+            training.loop(tracker, saving)
         tracker.close()
 
 

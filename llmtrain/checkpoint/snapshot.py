@@ -1,0 +1,198 @@
+"""A copy of a rank's optimizer state in host memory, made while the next step computes, and the process it is for."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import llmtrain
+from llmtrain.models.tensorfile import ITEM_BYTES, header_bytes
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_PAGE = 4096
+
+
+Slice = tuple[str, str, int, Tensor]
+"""(kind, name, first element in the flat tensor, values)."""
+
+
+class RankFile:
+    """How a rank's slices lie in its file: a safetensors header, then the slices one after another."""
+
+    def __init__(self, slices: list[Slice]) -> None:
+        self.pieces = _named(slices)
+        dtypes = [_DTYPES[values.dtype] for *_, values in slices]
+        described: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for (kind, name, _, count), dtype in zip(self.pieces, dtypes, strict=True):
+            described[f"{kind}/{name}"] = (dtype, (count,))
+        self.header = header_bytes(described, {}, _PAGE)
+        self.layout: list[tuple[int, int, int, str]] = []
+        """(first byte in the file, first element, elements, dtype) of each piece."""
+        end = len(self.header)
+        for (_, _, start, count), dtype in zip(self.pieces, dtypes, strict=True):
+            self.layout.append((end, start, count, dtype))
+            end += count * ITEM_BYTES[dtype]
+        self.bytes = end
+
+    def holds(self, slices: list[Slice]) -> bool:
+        """Whether these are the slices that it was laid out for."""
+        return _named(slices) == self.pieces
+
+
+def _named(slices: list[Slice]) -> list[list[Any]]:
+    return [[kind, name, start, values.numel()] for kind, name, start, values in slices]
+
+
+class HostImage:
+    """Shared memory that holds a rank's file; page-locked when the slices come from a GPU.
+
+    Raises:
+        OSError: the memory cannot be had.
+    """
+
+    def __init__(self, plan: RankFile, *, cuda: bool) -> None:
+        self.bytes = plan.bytes
+        self._size = -(-plan.bytes // _PAGE) * _PAGE
+        self.handle = os.memfd_create("llmtrain-checkpoint")  # no name in /dev/shm: it goes with its last user
+        try:
+            os.posix_fallocate(self.handle, 0, self._size)  # now, not as a signal in the middle of a copy
+            self._memory = mmap.mmap(self.handle, self._size)
+        except BaseException:
+            os.close(self.handle)
+            raise
+        self._memory[: len(plan.header)] = plan.header
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._address = whole.data_ptr()
+        self._locked = cuda and int(torch.cuda.cudart().cudaHostRegister(self._address, self._size, 0)) == 0
+        self.slots = [
+            whole[offset : offset + count * ITEM_BYTES[dtype]].view(_TORCH_DTYPES[dtype])
+            for offset, _, count, dtype in plan.layout
+        ]
+
+    def close(self) -> None:
+        if self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+        os.close(self.handle)
+
+
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+class Snapshot:
+    """Copies slices into an image: from a GPU on a stream of its own, from host memory in a thread.
+
+    The optimizer must not write before `wait_before_update` has returned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: Any = None
+        self._thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def start(self, slices: list[Tensor], slots: list[Tensor], then: Any) -> None:
+        """Begin to copy; `then()` is called from another thread when the image is complete, unless `error` is set."""
+        self.error = None
+        host = []
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        for values, slot in zip(slices, slots, strict=True):
+            if values.device.type == "cpu":
+                host.append((values, slot))
+                continue
+            with torch.cuda.stream(self._stream):
+                slot.copy_(values, non_blocking=True)
+        self._copied = self._stream.record_event() if self._stream is not None else None
+        self._thread = threading.Thread(target=self._run, args=(host, self._copied, then), name="checkpoint-copy")
+        self._host_done = threading.Event()
+        self._thread.start()
+
+    def wait_before_update(self) -> None:
+        """Hold the optimizer until what it overwrites is copied: the host for host memory, only the GPU for its own."""
+        if self._thread is None:
+            return
+        self._host_done.wait()
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+        self._thread = None
+
+    def _run(self, host: list[tuple[Tensor, Tensor]], copied: Any, then: Any) -> None:
+        try:
+            for values, slot in host:
+                slot.copy_(values)
+            self._host_done.set()
+            if copied is not None:
+                copied.synchronize()
+            then()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._host_done.set()
+
+
+class WriterDied(Exception):
+    """The writer process ended before it answered."""
+
+
+class WriterProcess:
+    """checkpoint/writer.py as a child process that shares an image. `table`: what it must know (`writer.perform`).
+
+    Raises:
+        OSError, WriterDied: it cannot be started.
+    """
+
+    def __init__(self, image: HostImage, table: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair()
+        handles = [theirs.fileno(), image.handle]
+        env = {**os.environ, "PYTHONPATH": _search_path()}
+        command = [sys.executable, "-m", "llmtrain.checkpoint.writer"]
+        numbers = map(str, (*handles, image.bytes, os.getpid()))
+        self._process = subprocess.Popen([*command, *numbers], pass_fds=handles, env=env)
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self.ask(table)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, message: dict[str, Any]) -> None:
+        """Raises WriterDied."""
+        try:
+            self._connection.send_bytes(json.dumps(message).encode())
+        except OSError as error:
+            raise self._died() from error
+
+    def answer(self) -> dict[str, Any] | None:
+        """The next answer, or None as long as there is none. Raises WriterDied."""
+        try:
+            return json.loads(self._connection.recv_bytes()) if self._connection.poll() else None
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+
+    def close(self) -> None:
+        """End the process, whatever it is at."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _died(self) -> WriterDied:
+        code = self._process.wait()
+        return WriterDied(f"the checkpoint writer (process {self._process.pid}) ended with {code}")
+
+
+def _search_path() -> str:
+    """So that the child finds this package, installed or not."""
+    package = str(Path(llmtrain.__file__).parents[1])
+    return os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,166 @@
+"""The process that makes a rank's checkpoint durable while the rank goes on training. No torch import.
+
+It shares memory with its rank: the image of the file, filled by the rank. It is told what to do by JSON messages on a
+socket and answers each with one. It ends with its rank, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync, write_durably
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece
+from llmtrain.checkpoint.retain import keep_newest
+from llmtrain.models.checksum import checksum_array
+
+_PR_SET_PDEATHSIG = 1
+_BLOCK = 16 << 20  # bytes hashed, summed and written at a time
+
+
+def write_image(image: memoryview, path: Path, pieces: list[tuple[int, int, int, str]]) -> dict[str, Any]:
+    """Write the image as a file and sum its pieces on the way.
+
+    Args:
+        pieces: (first byte in the image, first element in the tensor, elements, dtype), in the order of the image.
+
+    Returns {"bytes", "xxh3", "checksums": of each piece}. Raises OSError; then no file is left.
+    """
+    with DurableFile(path) as file:
+        sums = []
+        done = 0
+        for offset, start, numel, dtype in pieces:
+            total = 0
+            for low in range(0, numel, _BLOCK // 4):
+                count = min(_BLOCK // 4, numel - low)
+                values = as_fp32(image, offset, low, count, dtype)
+                total += checksum_array(values, start + low)
+            sums.append(total % 2**64)
+            end = offset + numel * (4 if dtype == "F32" else 2)
+            while end - done >= _BLOCK:  # whole blocks, so that they leave from aligned memory
+                file.write(image[done : done + _BLOCK])
+                done += _BLOCK
+        file.write(image[done:])
+        size, xxh3 = file.close()
+    return {"bytes": size, "xxh3": xxh3, "checksums": sums}
+
+
+def as_fp32(image: memoryview, offset: int, first: int, count: int, dtype: str) -> npt.NDArray[np.float32]:
+    """Elements [first, first + count) of the piece at `offset`, as fp32."""
+    if dtype == "F32":
+        return np.frombuffer(image, dtype=np.float32, count=count, offset=offset + 4 * first)
+    raw = np.frombuffer(image, dtype=np.uint16, count=count, offset=offset + 2 * first)
+    if dtype == "F16":
+        return raw.view(np.float16).astype(np.float32)
+    assert dtype == "BF16", dtype
+    return (raw.astype(np.uint32) << 16).view(np.float32)
+
+
+def commit(
+    partial: Path,
+    final: Path,
+    *,
+    step: int,
+    tensors: dict[str, list[int]],
+    layout: dict[str, Any],
+    pieces: dict[str, list[list[Any]]],
+    written: dict[str, dict[str, Any]],
+    trainer: str,
+    keep: int,
+) -> dict[str, Any]:
+    """Complete a checkpoint whose rank files are durable, give it its name, delete what `keep` no longer covers.
+
+    Args:
+        pieces: by file: [kind, name, start, numel].
+        written: by file: what `write_image` returned there.
+
+    Returns {"path", "removed"}. Raises OSError.
+    """
+    files = {
+        name: FileEntry(
+            bytes=written[name]["bytes"],
+            xxh3=written[name]["xxh3"],
+            pieces=[Piece(kind, tensor, start, numel, total)
+                for (kind, tensor, start, numel), total in zip(held, written[name]["checksums"], strict=True)],
+        )
+        for name, held in pieces.items()
+    }
+    size, xxh3 = write_durably(partial / TRAINER, trainer)
+    files[TRAINER] = FileEntry(bytes=size, xxh3=xxh3)
+    manifest = Manifest(step=step, tensors=tensors, files=files, layout=layout)
+    write_durably(partial / MANIFEST, manifest.to_json())
+    sync(partial)
+    if final.exists():  # saved before at this step, by this run or by one that was resumed from further back
+        remove_tree(final)
+    partial.rename(final)
+    sync(final.parent)
+    removed = keep_newest(final.parent, keep)
+    return {"path": str(final), "removed": [str(folder) for folder in removed]}
+
+
+def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | None) -> dict[str, Any]:
+    """Do what a message asks for and return the answer: {"error"} when the disk does not play along.
+
+    Args:
+        table: "own": the pieces of this rank's image; on rank 0 "pieces" of every file and "tensors" (shapes).
+    """
+    message = dict(message)
+    what, began_s = message.pop("do"), time.monotonic()
+    try:
+        if what == "write":
+            assert image is not None
+            answer = write_image(image, Path(message["path"]), table["own"])
+        elif what == "commit":
+            partial, final = Path(message.pop("partial")), Path(message.pop("final"))
+            try:
+                answer = commit(partial, final, tensors=table["tensors"], pieces=table["pieces"], **message)
+            except OSError:
+                remove_tree(partial)
+                raise
+        else:
+            assert what == "discard", what
+            remove_tree(Path(message["partial"]))
+            answer = {}
+    except OSError as error:
+        answer = {"error": f"{error.strerror} ({error.filename or what})"}
+    return {**answer, "seconds": time.monotonic() - began_s}
+
+
+def serve(connection: Connection, image: memoryview) -> None:
+    """Answer messages until the rank closes its end. The first one is the table."""
+    try:
+        table = json.loads(connection.recv_bytes())
+        while True:
+            message = json.loads(connection.recv_bytes())
+            connection.send_bytes(json.dumps(perform(message, table, image)).encode())
+    except (EOFError, OSError):
+        return
+
+
+def main(socket: int, memory: int, size: int, parent: int) -> int:
+    """Entry point of the process: file descriptors of the socket and of the shared memory."""
+    # A signal to the process group is the rank's to answer: it will still want its last checkpoint.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return 1  # the rank died before the kernel knew what to do then
+    image = mmap.mmap(memory, size)
+    os.close(memory)
+    serve(Connection(socket), memoryview(image))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,134 @@
+"""When a run saves, and what it says about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from llmtrain import log
+from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.checkpoint.save import Outcome, Saver
+from llmtrain.config.run import ResolvedRun
+from llmtrain.engine.build import Ranks
+from llmtrain.engine.control import Agreement
+from llmtrain.errors import CheckpointError
+from llmtrain.tracking.tracker import Tracker
+
+
+class Saving:
+    """The checkpoints of one launch. All ranks call every method together. Use as a context manager."""
+
+    def __init__(
+        self,
+        engine: Any,
+        folder: RunDirectory,
+        resolved: ResolvedRun,
+        ranks: Ranks,
+        tracker: Tracker,
+        *,
+        saved_step: int | None,
+    ) -> None:
+        """`saved_step`: the step whose checkpoint the folder holds already."""
+        self._settings = resolved.run.checkpoint
+        self._ranks, self._tracker = ranks, tracker
+        self._saver = Saver(engine, folder.checkpoints, resolved, ranks)
+        self._saved_step = saved_step
+        self._began_s = time.monotonic()
+
+    def __enter__(self) -> Saving:
+        if self._settings.every_steps or self._settings.every_minutes:
+            self._saver.prepare()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._saver.__exit__(kind, error, trace)
+
+    def time_is_due(self) -> bool:
+        """Whether rank 0 finds that `every_minutes` have passed."""
+        minutes = self._settings.every_minutes
+        return minutes is not None and self._ranks.rank == 0 and time.monotonic() - self._began_s > 60 * minutes
+
+    def is_due(self, step: int, agreed: Agreement) -> bool:
+        """Whether all ranks save after this step."""
+        every = self._settings.every_steps
+        return agreed.save or bool(every and step % every == 0)
+
+    def status(self) -> tuple[bool, bool]:
+        """For the ranks' next agreement: whether this rank's part of the save under way has ended, or failed."""
+        return self._saver.status()
+
+    def before_update(self) -> None:
+        """Call before the optimizer writes."""
+        self._saver.before_update()
+
+    def advance(self, agreed: Agreement) -> None:
+        """Go on with the save under way, if all ranks have come so far."""
+        self._report(self._saver.advance(agreed.save_ended, agreed.save_failed))
+
+    def settle(self) -> None:
+        """Wait for the save under way."""
+        self._report(self._saver.drain())
+
+    def save(self, step: int, trainer_state: Callable[[], dict[str, Any]]) -> None:
+        """Begin a checkpoint of this step. A failed save is reported and training goes on."""
+        self._began_s = began_s = time.monotonic()
+        if self._saver.busy:
+            if self._settings.when_busy == "skip":
+                self._tracker.event("save_skipped", step=step)
+                log.warn(
+                    f"no checkpoint at step {step}: the one before is still being written (checkpoint.when_busy: skip)"
+                )
+                return
+            self.settle()
+            waited_s = time.monotonic() - began_s
+            self._tracker.event("save_waited", step=step, seconds=round(waited_s, 3))
+            log.warn(
+                f"training waited {waited_s:.1f} s at step {step} until the checkpoint before was written. Save less "
+                "often (checkpoint.every_steps), or set checkpoint.when_busy to skip"
+            )
+        if self._saved_step == step:
+            return
+        try:
+            self._saver.begin(step, trainer_state())
+        except CheckpointError as error:
+            self._failed(step, str(error))
+        if not self._saver.asynchronous:
+            self.settle()
+
+    def last(self, step: int, trainer_state: Callable[[], dict[str, Any]]) -> None:
+        """The checkpoint at the end of a launch. Raises CheckpointError when it cannot be written."""
+        self.settle()
+        if self._saved_step == step:
+            return
+        try:
+            self._saver.begin(step, trainer_state())
+        except CheckpointError as error:
+            self._tracker.event("save_failed", step=step, error=str(error))
+            raise
+        outcome = self._saver.drain()
+        self._report(outcome)
+        if outcome is not None and outcome.error:
+            raise CheckpointError(f"the last checkpoint, at step {step}, failed: {outcome.error}")
+
+    def _report(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            return
+        if outcome.error:
+            self._failed(outcome.step, outcome.error)
+            return
+        self._saved_step = outcome.step
+        self._tracker.event(
+            "save",
+            step=outcome.step,
+            path=str(outcome.path),
+            seconds=round(outcome.seconds, 3),
+            blocked_seconds=round(outcome.blocked_s, 3),
+        )
+
+    def _failed(self, step: int, error: str) -> None:
+        self._tracker.event("save_failed", step=step, error=error)
+        log.warn(f"checkpoint at step {step} failed, training goes on: {error}")
