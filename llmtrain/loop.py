@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from llmtrain import log
 from llmtrain.begin import announce, device_name, max_memory_gib, write_run_files
+from llmtrain.checkpoint.diff import differences
 from llmtrain.checkpoint.format import read_trainer
 from llmtrain.checkpoint.load import (
     choose_checkpoint,
-    differences,
     load_checkpoint,
     refuse_other_run,
 )

@@ -2,121 +2,371 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from llmtrain.checkpoint.format import PARAM, Manifest, complete_checkpoints, problems, read_trainer
+from llmtrain import log
+from llmtrain.checkpoint.format import PARAM, TRAINER, complete_checkpoints, problems, read_trainer
+from llmtrain.checkpoint.listing import disagreements
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.config.run import RunConfig
 from llmtrain.engine.build import Ranks
-from llmtrain.engine.fragments import fragments, refresh, set_loss_scale_state, set_optimizer_step
-from llmtrain.engine.weights import differing_parameters, write_parameters
+from llmtrain.engine.fragments import Fragment, fragments, refresh, set_loss_scale_state, set_optimizer_step
+from llmtrain.engine.weights import Key, differing_tensors, fill, fill_parameters, match_names
 from llmtrain.errors import CheckpointError
+from llmtrain.models.checksum import checksum
+
+_PARAMETERS_ALONE = "take the parameters alone into a new run (resume_weights_only)"
 
 
-@torch.no_grad()
-def load_checkpoint(engine: Any, reader: CheckpointReader, trainer: dict[str, Any], ranks: Ranks) -> None:
-    """Fill the engine from a checkpoint of any layout and prove that the parameters arrived.
-
-    Raises:
-        CheckpointError: the optimizer's moments are others, or a parameter differs after loading.
-    """
-    live = fragments(engine)
-    kinds = {fragment.kind for fragment in live}
-    all_kinds: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(all_kinds, kinds, group=ranks.control)
-    wanted = set().union(*all_kinds)
-    if wanted != reader.kinds():
-        raise CheckpointError(
-            f"{reader.folder}: it holds {', '.join(sorted(reader.kinds()))}, this run's optimizer keeps "
-            f"{', '.join(sorted(wanted))}. Use the optimizer that the checkpoint was made with (optim.name)."
-        )
-    write_parameters(engine, reader)
-    for fragment in live:
-        if fragment.kind != PARAM:
-            stop = fragment.start + fragment.view.numel()
-            fragment.view.copy_(reader.read_kind(fragment.kind, fragment.name, fragment.start, stop))
-    set_optimizer_step(engine, trainer["optimizer_step"])
-    set_loss_scale_state(engine, trainer["loss_scale"])
-    refresh(engine)
-    bad = differing_parameters(
-        engine, {name: value for (kind, name), value in reader.manifest.checksums().items() if kind == PARAM}, ranks
-    )
-    if bad:
-        raise CheckpointError(
-            f"{reader.folder}: after loading, {len(bad)} parameters differ from the manifest, first "
-            f"{', '.join(bad[:3])}. The run ends before its first step; resume from another checkpoint."
-        )
+class DamagedCheckpoint(CheckpointError):
+    """Its files are not what its manifest says; an older one may be intact."""
 
 
-def choose_checkpoint(resume: str, checkpoints: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
-    """The checkpoint to resume from, the same on every rank, and what was wrong with newer ones.
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a run continues from."""
 
-    Damaged ones that are walked past get another name (NAME.damaged), or retention would count them as newest.
+    folder: Path
+    trainer: dict[str, Any]
+    """trainer.json."""
+    step: int
+    weights_only: bool
+    """Only the parameters were taken: the run begins at step 0."""
+    began_from: dict[str, Any] | None
+    """What the run was begun from, for its own checkpoints: see `_origin`."""
+    lines: list[str]
+    """To log: what was skipped, taken, not recorded, changed."""
 
-    Rank 0 lists the candidates and tells the others: each rank looking for itself could see another newest
-    one on a shared file system (DeepSpeed's ranks do). Their bytes are verified by all ranks together.
+
+def resume(engine: Any, run: RunConfig, folder: RunDirectory, now: dict[str, Any], ranks: Ranks) -> Resumed | None:
+    """Fill the engine from the newest checkpoint that proves intact. None: there is none, the run begins.
+
+    `now`: this run's trainer state, as JSON has it. All ranks call it together; they raise alike.
 
     Raises:
-        CheckpointError: `resume` names a path that is not a complete, intact checkpoint, or every one is damaged.
+        CheckpointError: `resume` cannot be followed, what it names belongs to another run, or all are damaged.
+        ModelError: the model has other parameters.
     """
-    listing: list[Any] = [[str(p) for p in _candidates(resume, checkpoints)] if ranks.rank == 0 else None]
-    dist.broadcast_object_list(listing, src=0, group=ranks.control)
+    candidates, own = _agreed_candidates(run, folder, ranks)
     rejected: dict[Path, str] = {}
-    for candidate in map(Path, listing[0]):
-        wrong = _verify_together(candidate, ranks)
-        if not wrong:
-            if ranks.rank == 0:
-                for damaged in rejected:
-                    damaged.rename(damaged.with_name(f"{damaged.name}.damaged"))
-            return candidate, list(rejected.values())
-        rejected[candidate] = f"{candidate.name}: {'; '.join(wrong)}"
+    for candidate in candidates:
+        try:
+            reader, trainer = _open(candidate, ranks)
+            weights_only = run.resume_weights_only and not own
+            notes = [] if weights_only else refuse_other_run(trainer, now, candidate)
+            load_checkpoint(engine, reader, trainer, ranks, weights_only=weights_only)
+            reader.close()
+        except DamagedCheckpoint as error:
+            rejected[candidate] = f"{candidate.name}: {error}"
+            continue
+        if ranks.rank == 0:
+            _set_aside(list(rejected))
+        return Resumed(
+            folder=candidate,
+            trainer=trainer,
+            step=reader.manifest.step,
+            weights_only=weights_only,
+            began_from=trainer.get("began_from") if own else _origin(run),
+            lines=[
+                *(f"skipped {text}" for text in rejected.values()),
+                *(_taken_weights(candidate, reader) if weights_only else _taken_all(candidate, reader, trainer, now)),
+                *notes,
+            ],
+        )
     if rejected:
         raise CheckpointError(
             f"no checkpoint can be resumed from. {' | '.join(rejected.values())}. To start over, give another "
             "train.run_dir; training never starts from scratch on top of damaged checkpoints."
         )
-    return None, []
+    return None
 
 
-def _candidates(resume: str, checkpoints: Path) -> list[Path]:
-    if resume == "none":
-        return []
-    return complete_checkpoints(checkpoints) if resume == "auto" else [Path(resume)]
+def _taken_weights(folder: Path, reader: CheckpointReader) -> list[str]:
+    return [
+        f"took the parameters of {folder} (step {reader.manifest.step}); moments, schedule and data begin anew at step 0"
+    ]
 
 
-def _verify_together(folder: Path, ranks: Ranks) -> list[str]:
-    found: list[str]
+def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    compared = [key for key in ("run", "deepspeed", "versions", "layout") if saved.get(key) is not None]
+    changed = differences({k: saved[k] for k in compared}, {k: now[k] for k in compared})
+    return [
+        f"resumed from {folder} at step {reader.manifest.step}",
+        *(f"changed since: {line}" for line in changed),
+    ]
+
+
+def _set_aside(damaged: list[Path]) -> None:
+    """Give damaged checkpoints another name, or retention would count them as the newest."""
+    for folder in damaged:
+        try:
+            folder.rename(folder.with_name(f"{folder.name}.damaged"))
+        except OSError as error:
+            log.warn(f"{folder} is damaged and could not be renamed to {folder.name}.damaged: {error.strerror}")
+
+
+def _agreed_candidates(run: RunConfig, folder: RunDirectory, ranks: Ranks) -> tuple[list[Path], bool]:
+    """Rank 0's, on every rank: on a shared file system each looking for itself could see another newest one."""
+    box: list[Any] = [None]
+    if ranks.rank == 0:
+        try:
+            found, own = candidates(run, folder)
+            box = [([str(path) for path in found], own, None)]
+        except CheckpointError as error:
+            box = [([], False, str(error))]
+    dist.broadcast_object_list(box, src=0, group=ranks.control)
+    paths, own, message = box[0]
+    if message:
+        raise CheckpointError(message)
+    return [Path(path) for path in paths], own
+
+
+def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
+    """Checkpoints to try, newest first, and whether they are this run's own.
+
+    A launch that ended after its first checkpoint is continued by the same command line, whatever `resume` says of
+    the beginning: with a path, the run folder's own checkpoints win if they began from that path.
+
+    Raises:
+        CheckpointError: the run folder holds what does not go together with `resume`.
+    """
+    own = complete_checkpoints(folder.checkpoints)
+    if run.resume == "none":
+        folder.refuse_old_checkpoints()
+        return [], True
+    if run.resume == "auto":
+        return own, True
+    if Path(run.resume).resolve().parent == folder.checkpoints.resolve():
+        if run.resume_weights_only:
+            raise CheckpointError(
+                f"resume: {run.resume} with resume_weights_only begins a new run, but the checkpoint lies in the run "
+                f"folder {folder.path} itself. Give the new run a train.run_dir of its own."
+            )
+        folder.refuse_going_back(run.resume)
+        return [Path(run.resume)], True
+    if not own:
+        return [Path(run.resume)], False
+    if _began_from(own) != _origin(run):
+        raise CheckpointError(
+            f"resume: {run.resume}, but {folder.path} holds {own[0].name} of a run that did not begin there. Use "
+            "--resume auto to continue that run, or give the new one a train.run_dir of its own."
+        )
+    return own, True
+
+
+def _origin(run: RunConfig) -> dict[str, Any]:
+    """What a run that starts at a path is begun from."""
+    return {"path": str(Path(run.resume).resolve()), "weights_only": run.resume_weights_only}
+
+
+def _began_from(own: list[Path]) -> dict[str, Any] | None:
+    for folder in own:
+        try:
+            return read_trainer(folder).get("began_from")
+        except CheckpointError:  # damaged; it will be said when it is looked at
+            continue
+    return None
+
+
+def _open(folder: Path, ranks: Ranks) -> tuple[CheckpointReader, dict[str, Any]]:
+    """The reader and trainer.json, after a look at everything but the values: all ranks together, each file once.
+
+    Raises:
+        DamagedCheckpoint: no manifest, a missing file, another size, another header, another trainer.json.
+    """
+    wrong, trainer, reader = [], None, None
     try:
-        manifest = Manifest.read(folder)
-        found = problems(folder, manifest, sorted(manifest.files)[ranks.rank :: ranks.world_size])
-        if not found and ranks.rank == 0:
-            CheckpointReader(folder, manifest)
-            read_trainer(folder)
+        reader = CheckpointReader(folder)
+        manifest = reader.manifest
+        if ranks.rank == 0:
+            wrong += problems(folder, manifest, [TRAINER])
+            if not wrong:
+                trainer = read_trainer(folder)
+                wrong += disagreements(folder, manifest, trainer)
+        names = sorted(name for name, entry in manifest.files.items() if entry.pieces)
+        for name in names[ranks.rank :: ranks.world_size]:
+            wrong += problems(folder, manifest, [name], contents=False) or _header_problems(reader, name)
     except CheckpointError as error:
-        found = [str(error)]
+        wrong.append(str(error))
     shares: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(shares, found, group=ranks.control)
+    dist.all_gather_object(shares, (wrong, trainer), group=ranks.control)
+    found = _joined([texts for texts, _ in shares])
+    if found:
+        raise DamagedCheckpoint("; ".join(found))
+    assert reader is not None
+    return reader, shares[0][1]
+
+
+def _header_problems(reader: CheckpointReader, file: str) -> list[str]:
+    try:
+        reader.check(file)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def _joined(shares: list[list[str]]) -> list[str]:
     return list(dict.fromkeys(text for share in shares for text in share))
 
 
-def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """What cannot travel into this run, by name. Both are trainer states.
+@torch.no_grad()
+def load_checkpoint(
+    engine: Any, reader: CheckpointReader, trainer: dict[str, Any], ranks: Ranks, *, weights_only: bool = False
+) -> None:
+    """Fill the engine from a checkpoint of any layout and prove that every value arrived.
+
+    Each rank reads the slices that it holds and no more; beside its state it needs the memory of a chunk of 4 M
+    elements. `weights_only` takes the parameters and leaves the optimizer as it is.
+
+    Raises:
+        DamagedCheckpoint: what was read is not what the manifest says. On all ranks alike.
+        CheckpointError: it holds no moments, or moments of other tensors.
+        ModelError: it holds other parameters, or other shapes.
+    """
+    live = fragments(engine)
+    match_names(engine, reader)
+    if not weights_only:
+        _refuse_other_state(live, reader, ranks)
+    rounded: dict[Key, int] = {}
+    error: list[str] = []
+    try:
+        fill_parameters(engine, reader)
+        if not weights_only:
+            rounded = _fill_moments(live, reader)
+    except CheckpointError as problem:  # the other ranks must not wait for this one
+        error = [str(problem)]
+    shares: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(shares, error, group=ranks.control)
+    if found := _joined(shares):
+        raise DamagedCheckpoint("; ".join(found))
+    if not weights_only:
+        set_optimizer_step(engine, trainer["optimizer_step"])
+        set_loss_scale_state(engine, trainer["loss_scale"] or {})
+    refresh(engine)
+    sums = reader.manifest.checksums()
+    expected = {key: value for key, value in sums.items() if key[0] == PARAM or not weights_only}
+    bad = differing_tensors(engine, expected, ranks, rounded)
+    if bad:
+        raise _mismatch(reader, bad, ranks)
+
+
+def _fill_moments(live: list[Fragment], reader: CheckpointReader) -> dict[Key, int]:
+    """Returns the checksums of the exact values where the optimizer keeps them rounded (Muon's momentum in bf16)."""
+    exact: dict[Key, int] = {}
+    for fragment in live:
+        if fragment.kind == PARAM:
+            continue
+        key = (fragment.kind, fragment.name)
+        read = partial(reader.read_kind, *key)
+        if fragment.view.dtype == torch.float32:
+            fill(fragment, read)
+        else:
+            exact[key] = exact.get(key, 0) + _fill_rounding(fragment, read)
+    return exact
+
+
+def _fill_rounding(fragment: Fragment, read: Any) -> int:
+    """Fill, and return the checksum of what was read for the part that this rank owns."""
+    low, high, _ = fragment.own.indices(fragment.view.numel())
+    first, last = fragment.start + low, fragment.start + high
+    total = 0
+
+    def watched(start: int, stop: int) -> Tensor:
+        nonlocal total
+        values: Tensor = read(start, stop)
+        mine = values[max(first - start, 0) : max(last - start, 0)]
+        total += checksum(mine, max(first, start))
+        return values
+
+    fill(fragment, watched)
+    return total
+
+
+def _refuse_other_state(live: list[Fragment], reader: CheckpointReader, ranks: Ranks) -> None:
+    """The optimizer must keep exactly the moments that the checkpoint holds, tensor by tensor."""
+    if reader.kinds() == {PARAM}:
+        raise CheckpointError(
+            f"{reader.folder} holds parameters alone, without an optimizer's state. Begin a new run from it: --resume "
+            f"{reader.folder} --resume-weights-only, with a train.run_dir of its own."
+        )
+    there = sorted(reader.tensors())
+    here = {(fragment.kind, fragment.name) for fragment in live}
+    held = torch.tensor([int(key in here) for key in there], dtype=torch.int64)
+    dist.all_reduce(held, group=ranks.control)
+    unwanted = [key for key, count in zip(there, held.tolist(), strict=True) if count == 0]
+    shares: list[Any] = [None] * ranks.world_size
+    surplus = sorted(here - reader.tensors())
+    dist.all_gather_object(shares, ({kind for kind, _ in here}, surplus[:3]), group=ranks.control)
+    kinds = set().union(*(kinds for kinds, _ in shares))
+    missing = sorted({key for _, keys in shares for key in keys})
+    if kinds != reader.kinds():
+        raise CheckpointError(
+            f"{reader.folder}: it holds {', '.join(sorted(reader.kinds()))}, this run's optimizer keeps "
+            f"{', '.join(sorted(kinds))}. Use the optimizer that the checkpoint was made with (optim.name), or "
+            f"{_PARAMETERS_ALONE}."
+        )
+    if unwanted or missing:
+        texts = [f"it holds {_named(unwanted)}, which this run does not train"] if unwanted else []
+        texts += [f"it lacks {_named(missing)}, which this run trains"] if missing else []
+        raise CheckpointError(
+            f"{reader.folder}: {'; '.join(texts)}. Train the same parameters with the same optimizer, or "
+            f"{_PARAMETERS_ALONE}."
+        )
+
+
+def _named(keys: list[Key]) -> str:
+    shown = ", ".join(f"{kind} of {name}" for kind, name in keys[:3])
+    return shown if len(keys) <= 3 else f"{shown} ({len(keys)} in all)"
+
+
+def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> CheckpointError:
+    """Why tensors are not as the manifest says: the files that hold them are read again, by all ranks together."""
+    files = {
+        name
+        for name, entry in reader.manifest.files.items()
+        if any((piece.kind, piece.name) in bad for piece in entry.pieces)
+    }
+    shares: list[Any] = [None] * ranks.world_size
+    mine = problems(reader.folder, reader.manifest, sorted(files)[ranks.rank :: ranks.world_size])
+    dist.all_gather_object(shares, mine, group=ranks.control)
+    differs = f"{_named(bad)} differs from the manifest after loading"
+    if found := _joined(shares):
+        return DamagedCheckpoint(f"{'; '.join(found)} ({differs})")
+    return CheckpointError(
+        f"{reader.folder}: {differs}, though its files are intact. The disk or the memory gave other bytes once, or "
+        "this is a bug. The run ends before its first step; start it again, or resume from another checkpoint."
+    )
+
+
+def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> list[str]:
+    """What cannot travel into this run, by name. Both are trainer states. Returns what the checkpoint does not tell.
 
     Raises:
         CheckpointError: another optimizer, vocabulary or data.
     """
     remedies = {
-        "optimizer": "Its moments mean something else. Use the same optim.name",
+        "optimizer": f"Its moments mean something else. Use the same optim.name, or {_PARAMETERS_ALONE}",
         "vocab_size": "The embedding has other rows. Use the same model and tokenizer",
         "data_fingerprint": "The data order would not continue. Use the same prepared data, sequence length, "
-        "mixture and data.seed, or start a new run from the exported weights (model.pretrained)",
+        f"mixture and data.seed, or {_PARAMETERS_ALONE}",
     }
     for key, remedy in remedies.items():
-        if saved[key] != now[key]:
+        if saved.get(key) not in (None, now[key]):
             raise CheckpointError(f"{folder}: {key} is {saved[key]!r} there and {now[key]!r} in this run. {remedy}.")
+    if saved.get("data_fingerprint") is None:
+        return [
+            f"{folder} does not tell its data: this run's data is taken for the same, from sequence "
+            f"{saved.get('sample_index') or 0} on"
+        ]
+    return []
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

@@ -53,4 +53,9 @@ def remove(folders: list[Path], complain: Callable[[str], None] = log.warn) -> l
 
 def keep_newest(checkpoints: Path, keep: int, complain: Callable[[str], None] = log.warn) -> list[Path]:
     """Delete all but the `keep` newest good checkpoints and what is newer than them; returns those that are gone."""
-    return remove(outdated(checkpoints, keep), complain)
+    try:
+        doomed = outdated(checkpoints, keep)
+    except OSError as error:
+        complain(f"{checkpoints} cannot be listed: {error.strerror}. No old checkpoint was deleted.")
+        return []
+    return remove(doomed, complain)

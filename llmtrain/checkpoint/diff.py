@@ -1,0 +1,125 @@
+"""`llmtrain checkpoint diff A B`: what two checkpoints do not have in common."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain import units
+from llmtrain.checkpoint.format import Manifest, read_trainer
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.log import Progress
+from llmtrain.models.tensorfile import numel
+
+_CHUNK = 2 << 20  # elements compared at a time by each thread
+_CONFIG = ("run", "deepspeed", "model_config", "versions", "optimizer", "vocab_size", "data_fingerprint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How a tensor differs."""
+
+    kind: str
+    name: str
+    elements: int
+    """That differ."""
+    largest: float
+    """Absolute; infinite where one side alone is no number."""
+    index: tuple[int, ...]
+    """Of the largest."""
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key: saved -> now` for every leaf that differs in two nested dicts."""
+    lines = []
+    for key in sorted(saved.keys() | now.keys()):
+        path = f"{prefix}{key}"
+        old, new = saved.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{path}.")
+        elif old != new:
+            lines.append(f"{path}: {old!r} -> {new!r}")
+    return lines
+
+
+def diff(a: Path, b: Path) -> tuple[list[str], bool]:
+    """(lines to print, whether the two are equal but for their place). Raises CheckpointError."""
+    manifests = Manifest.read(a), Manifest.read(b)
+    readers = CheckpointReader(a, manifests[0]), CheckpointReader(b, manifests[1])
+    trainers = read_trainer(a), read_trainer(b)
+    lines = [f"A  {a}", f"B  {b}"]
+    for what, (left, right) in {
+        "state": [{k: v for k, v in t.items() if k not in (*_CONFIG, "layout")} for t in trainers],
+        "layout": [manifest.layout for manifest in manifests],
+        "config": [{key: trainer.get(key) for key in _CONFIG} for trainer in trainers],
+    }.items():
+        lines += [f"{what:<7}  {line}" for line in differences(left, right)]
+    same = []
+    for key in sorted(readers[0].tensors() | readers[1].tensors(), key=lambda key: (key[1], key[0])):
+        kind, name = key
+        held = [key in reader.tensors() for reader in readers]
+        if not all(held):
+            lines.append(f"tensor   {kind} of {name}: only in {'A' if held[0] else 'B'}")
+        elif readers[0].shape(name) != readers[1].shape(name):
+            lines.append(f"tensor   {kind} of {name}: shape {readers[0].shape(name)} -> {readers[1].shape(name)}")
+        else:
+            same.append(key)
+    found = _compare(readers, same)
+    lines += [_line(difference) for difference in found]
+    equal = len(lines) == 2
+    if equal:
+        lines.append(f"equal: {len(same)} tensors")
+    else:
+        most = max(found, key=lambda difference: difference.largest, default=None)
+        summary = f"different: {len(found)} of {len(same)} tensors differ in their values"
+        lines.append(summary + (f", at most by {most.largest:.3g} ({most.kind} of {most.name})" if most else ""))
+    for reader in readers:
+        reader.close()
+    return lines, equal
+
+
+def _line(d: Difference) -> str:
+    place = ", ".join(map(str, d.index))
+    return f"tensor   {d.kind} of {d.name}: by up to {d.largest:.3g} at [{place}], {units.count(d.elements)} elements"
+
+
+def _compare(readers: tuple[CheckpointReader, CheckpointReader], keys: list[tuple[str, str]]) -> list[Difference]:
+    total = sum(8 * numel(readers[0].shape(name)) for _, name in keys)
+    with Progress("comparing", total) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(pool.map(lambda key: _compare_tensor(readers, key, progress.advance), keys))
+    return [difference for difference in found if difference is not None]
+
+
+def _compare_tensor(
+    readers: tuple[CheckpointReader, CheckpointReader], key: tuple[str, str], advance: Callable[[int], None]
+) -> Difference | None:
+    kind, name = key
+    shape = readers[0].shape(name)
+    elements, largest, place = 0, -1.0, 0
+    for start in range(0, numel(shape), _CHUNK):
+        stop = min(numel(shape), start + _CHUNK)
+        differ, gap = _gap(*(reader.read_kind(kind, name, start, stop) for reader in readers))
+        elements += int(differ.sum())
+        at = int(gap.argmax())
+        if differ.any() and float(gap[at]) > largest:
+            largest, place = float(gap[at]), start + at
+        advance(8 * (stop - start))
+    if not elements:
+        return None
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), shape)) if shape else ()
+    return Difference(kind=kind, name=name, elements=elements, largest=largest, index=index)
+
+
+def _gap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """(which elements differ, by how much). NaN equals NaN, and is infinitely far from a number."""
+    differ = ~((a == b) | (a.isnan() & b.isnan()))
+    gap = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return differ, gap.where(differ, torch.zeros(()))

@@ -1,0 +1,86 @@
+"""`llmtrain checkpoint prune`: delete what a run no longer needs, by hand. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain import units
+from llmtrain.checkpoint.format import complete_checkpoints, stale_folders
+from llmtrain.checkpoint.listing import checkpoints_of, folder_bytes
+from llmtrain.checkpoint.retain import outdated, remove
+from llmtrain.checkpoint.verify import verify
+from llmtrain.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` did, or would do."""
+
+    lines: list[str]
+    failed: bool
+    """Something could not be deleted."""
+
+
+def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
+    """Delete all but the `keep` newest good checkpoints of a run, and what killed processes left there.
+
+    The newest checkpoint of which every byte verifies stays, whatever `keep` says. Leftovers stay while a launch or a
+    conversion holds the lock of their folder.
+
+    Raises:
+        CheckpointError: no checkpoint verifies, so nothing may go; or `keep` is below 1.
+    """
+    if keep < 1:
+        raise CheckpointError(f"--keep {keep}: at least one checkpoint stays. Give 1 or more.")
+    checkpoints = checkpoints_of(run)
+    lines = []
+    for newest in complete_checkpoints(checkpoints):
+        damage = verify(newest)
+        if not damage:
+            break
+        lines.append(f"damaged  {newest}  {damage[0]}")
+    else:
+        told = "; ".join(lines) or "it holds no complete checkpoint"
+        raise CheckpointError(f"{run}: no checkpoint verifies, so nothing was deleted. {told}.")
+    doomed = [folder for folder in outdated(checkpoints, keep) if folder != newest]
+    problems: list[str] = []
+    with _leftovers(checkpoints) as leftovers:
+        total = 0
+        for folder in [*doomed, *leftovers]:
+            size = folder_bytes(folder)
+            if not dry_run and not remove([folder], problems.append):
+                continue
+            total += size
+            lines.append(f"{'would delete' if dry_run else 'deleted'}  {folder}  {units.size(size)}")
+    kept = [folder for folder in complete_checkpoints(checkpoints) if folder not in doomed]
+    lines += [f"could not delete  {problem}" for problem in problems]
+    lines.append(
+        f"{units.size(total)} {'would be ' if dry_run else ''}freed, {len(kept)} checkpoints kept, "
+        f"{newest.name} verified"
+    )
+    return Pruned(lines, bool(problems))
+
+
+@contextlib.contextmanager
+def _leftovers(checkpoints: Path) -> Iterator[list[Path]]:
+    """What killed processes left in the folder; nobody can begin to use it before the end of this context."""
+    with contextlib.ExitStack() as locks:
+        found: list[Path] = []
+        if _locked(checkpoints.parent, locks):
+            found = [folder for folder in stale_folders(checkpoints) if _locked(folder, locks)]
+        yield found
+
+
+def _locked(folder: Path, locks: contextlib.ExitStack) -> bool:
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        locks.callback(os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,108 @@
+"""Whether a checkpoint is what its manifest says, byte by byte; and where it is not. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llmtrain.checkpoint.format import (
+    MANIFEST,
+    TRAINER,
+    FileEntry,
+    Manifest,
+    Piece,
+    hash_file,
+    open_file,
+    problems,
+    read_trainer,
+)
+from llmtrain.checkpoint.listing import disagreements
+from llmtrain.checkpoint.writer import as_fp32
+from llmtrain.errors import CheckpointError
+from llmtrain.log import Progress
+from llmtrain.models.checksum import checksum_array
+from llmtrain.models.tensorfile import ITEM_BYTES, TensorFile, TensorFileError
+
+_CHUNK = 4 << 20  # elements
+_NAMED = 5  # damaged tensors of a file that are named
+_RANK_FILE = re.compile(r"rank-([0-9]+)\.safetensors")
+_DTYPES = ("F32", "BF16", "F16")
+
+
+def verify(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint, one line each; nothing when it is intact. Reads every byte, on all cores."""
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError as error:
+        return [str(error).replace(f"{folder}/", "")]
+    total = sum(entry.bytes for entry in manifest.files.values())
+    with Progress(f"verifying {folder.name}", total) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = {name: pool.submit(_verify_file, folder, name, manifest, bar.advance) for name in sorted(manifest.files)}
+        wrong = {name: found for name, job in jobs.items() if (found := job.result())}
+    lines = [f"{_label(name)}: {text}" for name, text in wrong.items()]
+    if len(wrong) == len(manifest.files) > 1 and all((folder / name).exists() for name in wrong):
+        lines.insert(0, f"{MANIFEST} belongs to another checkpoint, it seems: no file has the contents that it lists")
+    if TRAINER not in wrong:
+        try:
+            lines += disagreements(folder, manifest, read_trainer(folder))
+        except CheckpointError as error:
+            lines.append(str(error).replace(f"{folder}/", ""))
+    return lines
+
+
+def _label(file: str) -> str:
+    match = _RANK_FILE.fullmatch(file)
+    return f"{file} (rank {int(match[1])})" if match else file
+
+
+def _verify_file(folder: Path, name: str, manifest: Manifest, advance: Callable[[int], None]) -> str:
+    """What is wrong with a file; empty when nothing is."""
+    entry = manifest.files[name]
+    found = problems(folder, manifest, [name], contents=False)
+    if found:
+        return found[0].removeprefix(name).lstrip(": ")
+    try:
+        intact = hash_file(folder / name, advance) == entry.xxh3
+        if not entry.pieces:
+            return "" if intact else "its contents differ from the manifest"
+        return _wrong_pieces(folder / name, entry, intact)
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    except TensorFileError as error:
+        return f"its header is damaged: {str(error).replace(f'{folder}/{name}', 'the file')}"
+
+
+def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
+    """Whether its header names the pieces, and which of them differ if it is not `intact`. Raises TensorFileError."""
+    with TensorFile(path, open_file(path)) as file:
+        listed = {f"{piece.kind}/{piece.name}": piece.numel for piece in entry.pieces}
+        held = {key: found.numel for key, found in file.entries.items()}
+        if held != listed:
+            odd = sorted(held.items() ^ listed.items())[0][0]
+            return f"it does not hold the tensors that the manifest lists: see {odd}"
+        strange = [key for key, found in file.entries.items() if found.dtype not in _DTYPES]
+        if strange:
+            return f"{strange[0]} has the type {file.entries[strange[0]].dtype}, which no checkpoint has"
+        if intact:
+            return ""
+        bad = [piece for piece in entry.pieces if _checksum(file, piece) != piece.checksum]
+    if not bad:
+        return "its header or the space behind it was changed; its tensors are as they were"
+    named = [f"{piece.kind} of {piece.name} [{piece.start}:{piece.start + piece.numel}]" for piece in bad[:_NAMED]]
+    more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+    return f"{len(bad)} of {len(entry.pieces)} tensors are damaged: {', '.join(named)}{more}"
+
+
+def _checksum(file: TensorFile, piece: Piece) -> int:
+    key = f"{piece.kind}/{piece.name}"
+    dtype, total = file.entries[key].dtype, 0
+    buffer = memoryview(bytearray(min(piece.numel, _CHUNK) * ITEM_BYTES[dtype]))
+    for first in range(0, piece.numel, _CHUNK):
+        count = min(_CHUNK, piece.numel - first)
+        raw = buffer[: count * ITEM_BYTES[dtype]]
+        file.read_into(key, first, raw)
+        total += checksum_array(as_fp32(raw, 0, 0, count, dtype), piece.start + first)
+    return total % 2**64

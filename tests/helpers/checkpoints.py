@@ -1,0 +1,107 @@
+"""Small checkpoints as a run leaves them, made without an engine; and the same written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors.torch import save_file
+
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece, hash_file, step_folder
+from llmtrain.models.checksum import checksum
+
+SHAPES = {
+    "model.embed_tokens.weight": (32, 8),
+    "model.layers.0.mlp.up_proj.weight": (16, 8),
+    "model.layers.0.mlp.down_proj.weight": (8, 16),
+    "model.norm.weight": (8,),
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+KINDS = ("param", "exp_avg", "exp_avg_sq")
+
+
+def tensors(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[tuple[str, str], torch.Tensor]:
+    """By (kind, name); one moment as Muon keeps it, in bf16."""
+    draw = torch.Generator().manual_seed(seed)
+    made = {(kind, name): torch.randn(shape, generator=draw) for name, shape in shapes.items() for kind in KINDS}
+    first = next(iter(shapes))
+    made[("momentum_buffer", first)] = torch.randn(shapes[first], generator=draw).bfloat16()
+    return made
+
+
+def trainer_state(step: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "tokens": 1024 * step,
+        "sample_index": 8 * step,
+        "skipped_steps": 0,
+        "optimizer_step": step,
+        "loss_scale": {},
+        "wandb_id": "abcdefgh",
+        "optimizer": "adamw",
+        "vocab_size": 32,
+        "data_fingerprint": "0" * 32,
+        "separator_id": 0,
+        "tokenizer_dir": "",
+        "model_config": dict(LLAMA),
+        "run": {"optim": {"name": "adamw", "lr": 0.003}, "train": {"max_steps": 100}},
+        "deepspeed": {"zero_optimization": {"stage": 1}},
+        "versions": {"torch": "2.13.0"},
+        "layout": {"world_size": 2, "zero_stage": 1},
+        **changes,
+    }
+
+
+def write_checkpoint(
+    run: Path, step: int, seed: int, *, ranks: int = 2, shapes: dict[str, tuple[int, ...]] = SHAPES, **trainer: Any
+) -> Path:
+    """RUN/checkpoints/step-N with each tensor cut into a slice for each rank."""
+    folder = step_folder(run / "checkpoints", step)
+    folder.mkdir(parents=True)
+    whole = tensors(seed, shapes)
+    files = {}
+    for rank in range(ranks):
+        held, pieces = {}, []
+        for (kind, name), values in whole.items():
+            flat = values.reshape(-1)
+            low, high = flat.numel() * rank // ranks, flat.numel() * (rank + 1) // ranks
+            held[f"{kind}/{name}"] = flat[low:high].clone()
+            pieces.append(Piece(kind, name, low, high - low, checksum(flat[low:high], low)))
+        path = folder / f"rank-{rank:05d}.safetensors"
+        save_file(held, path)
+        files[path.name] = FileEntry(bytes=path.stat().st_size, xxh3=hash_file(path), pieces=pieces)
+    (folder / TRAINER).write_text(json.dumps(trainer_state(step, **trainer), indent=1))
+    files[TRAINER] = FileEntry(bytes=(folder / TRAINER).stat().st_size, xxh3=hash_file(folder / TRAINER))
+    manifest = Manifest(
+        step=step,
+        tensors={name: list(shape) for name, shape in shapes.items()},
+        files=files,
+        layout={"world_size": ranks, "zero_stage": 1, "precision": "fp32"},
+    )
+    (folder / MANIFEST).write_text(manifest.to_json())
+    return folder
+
+
+def sign(raw: Any) -> str:
+    """A manifest with a signature that fits, whatever it says: what somebody with bad intent writes."""
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(raw, separators=(",", ":")).encode())
+    return json.dumps({"manifest": raw, "xxh3": digest})
+
+
+def resign(folder: Path) -> None:
+    """Make sizes and hashes in the manifest fit the files again."""
+    raw = json.loads((folder / MANIFEST).read_text())["manifest"]
+    for name, entry in raw["files"].items():
+        entry.update(bytes=(folder / name).stat().st_size, xxh3=hash_file(folder / name))
+    (folder / MANIFEST).write_text(sign(raw))
