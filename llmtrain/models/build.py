@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
+from llmtrain.models.layout import FolderLayout
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
 
@@ -91,8 +92,11 @@ def hf_names(model: LanguageModel) -> dict[str, nn.Parameter]:
     return dict(model.hf.named_parameters())
 
 
-def load_config(model: ModelConfig) -> Any:
-    """The transformers config of `model.pretrained` or `model.config`. Never runs code that a folder carries."""
+def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
+    """The transformers config of `model.pretrained` or `model.config`.
+
+    Code that a folder carries runs with `trust_remote_code` only; no key of a run sets it.
+    """
     from transformers import AutoConfig
 
     given = model.pretrained or model.config
@@ -103,8 +107,13 @@ def load_config(model: ModelConfig) -> Any:
         path = Path(str(given))
         file = path / "config.json" if path.is_dir() else path
         fields = json.loads(file.read_text())
+        if "auto_map" in fields and not trust_remote_code:
+            raise ModelError(
+                f"{file}: it asks for Python code of its own (auto_map), which is not run. If transformers has this "
+                "model itself, remove auto_map from the file; if you trust the code, convert with --trust-remote-code."
+            )
         if "auto_map" in fields:
-            raise ModelError(f"{file}: it asks for code of its own (auto_map), which is never run.")
+            return AutoConfig.from_pretrained(file.parent, trust_remote_code=True)
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     except ModelError:
         raise
@@ -149,13 +158,15 @@ def build_model(
     return LanguageModel(hf, model.loss_chunk_tokens)
 
 
-def _construct(config: Any, attention: str, dtype: torch.dtype) -> Any:
+def _construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     try:
         with no_init_weights():  # skips transformers' tying as well
-            hf = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+            hf = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         hf.tie_weights()
         return hf
     except (ValueError, ImportError, KeyError) as error:
@@ -165,7 +176,7 @@ def _construct(config: Any, attention: str, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def skeleton(model: ModelConfig) -> Any:
+def skeleton(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
     """The transformers model with its parameters on the meta device (names and shapes) and real fp32 buffers."""
     register = nn.Module.register_parameter
 
@@ -176,7 +187,8 @@ def skeleton(model: ModelConfig) -> Any:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
-        return _construct(load_config(model), "eager", torch.float32)
+        config = load_config(model, trust_remote_code=trust_remote_code)
+        return _construct(config, "eager", torch.float32, trust_remote_code=trust_remote_code)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -191,7 +203,7 @@ def _restore_buffers(hf: nn.Module, exact: nn.Module, device: torch.device) -> N
 def initial_weights(model: ModelConfig, seed: int, device: torch.device) -> ParameterSource:
     """Where the weights of a new run come from."""
     if model.pretrained is not None:
-        return SafetensorsSource(model.pretrained)
+        return SafetensorsSource(model.pretrained, FolderLayout(skeleton(model)))
     return RandomSource(skeleton(model), seed, device)
 
 

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
-from llmtrain.models.tensorfile import TensorFile, TensorFileError
+from llmtrain.models.layout import FolderLayout, Part, Placement
+from llmtrain.models.tensorfile import TensorFile, TensorFileError, numel
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 class ParameterSource(Protocol):
@@ -124,61 +128,192 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 class SafetensorsSource:
-    """A Hugging Face folder: model.safetensors, or shards with model.safetensors.index.json.
+    """A Hugging Face folder: model.safetensors, or shards with model.safetensors.index.json. Threads may read.
+
+    With a `layout` it speaks the model's own parameter names, also where the files keep a parameter in parts or under
+    another name; without one, the files' names.
 
     Raises:
-        ModelError: no safetensors, an index that leaves the folder, a broken or missing shard.
+        ModelError: no safetensors, an index that leaves the folder or disagrees with the shards, a broken or missing
+            shard, a parameter of which a part is missing.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(
+        self, folder: str | Path, layout: FolderLayout | None = None, *, asked_by: str = "model.pretrained"
+    ) -> None:
+        """`asked_by`: the key or command that named the folder, for messages."""
         self.folder = Path(folder)
-        self.origin = f"model.pretrained: {self.folder}"
-        self._file_of: dict[str, TensorFile] = {}
-        for path in self._paths():
+        self.origin = f"{asked_by}: {self.folder}"
+        self._asked_by = asked_by
+        self.file_of: dict[str, TensorFile] = {}
+        """The open file of every tensor, by the file's names."""
+        weight_map = self._weight_map()
+        for path in self._paths(weight_map):
             try:
                 file = TensorFile(path)
             except TensorFileError as error:
-                raise ModelError(f"model.pretrained: {error}") from error
+                raise self._wrong(str(error)) from error
             for name in file.entries:
-                if name in self._file_of:
-                    raise ModelError(f"model.pretrained: {name} stands in {self._file_of[name].path} and in {path}.")
-                self._file_of[name] = file
+                if name in self.file_of:
+                    raise self._wrong(f"{name} stands in {self.file_of[name].path} and in {path}.")
+                self.file_of[name] = file
+        if weight_map is not None:
+            self._compare(weight_map)
+        self.placement = self._place(layout)
+        surplus = [name for name in self.file_of if name in self.placement.surplus]
+        self._parts: dict[str, list[tuple[str, Part]]] = dict(self.placement.parts)
+        for name in surplus:
+            self._parts[name] = [(name, Part(name, 0, self.file_of[name].entries[name].shape))]
+        self._shapes = {name: self._whole_shape(name, layout) for name in self._parts}
+        for tensor, name in self.placement.buffers.items():
+            assert layout is not None
+            self._check_buffer(tensor, layout.buffers[name])
 
     def order(self) -> list[str]:
-        return sorted(self._file_of, key=lambda name: (str(self._file_of[name].path), name))
+        def where(name: str) -> tuple[str, int]:
+            tensor = self._parts[name][0][0]
+            return str(self.file_of[tensor].path), self.file_of[tensor].entries[tensor].begin
+
+        return sorted(self._parts, key=where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file_of[name].entries[name].shape
+        return self._shapes[name]
+
+    def dtypes(self, name: str) -> set[str]:
+        """safetensors' names of the types in which the files keep a parameter."""
+        return {self.file_of[tensor].entries[tensor].dtype for tensor, _ in self._parts[name]}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Reads only these elements."""
-        file = self._file_of[name]
-        dtype = DTYPE_OF.get(file.entries[name].dtype)
-        if dtype is None:
-            raise ModelError(f"model.pretrained: {file.path}: {name} has the type {file.entries[name].dtype}.")
-        out = torch.empty(stop - start, dtype=dtype)
-        try:
-            file.read_into(name, start, byte_view(out))
-        except TensorFileError as error:
-            raise ModelError(f"model.pretrained: {error}") from error
+        """Reads only these elements. Parts of several types come as fp32."""
+        parts = [(t, p) for t, p in self._parts[name] if p.start < stop and start < p.start + p.numel]
+        kinds = {self.file_of[tensor].entries[tensor].dtype for tensor, _ in parts}
+        out = torch.empty(stop - start, dtype=self._dtype(name, *kinds) if len(kinds) == 1 else torch.float32)
+        for tensor, part in parts:
+            low, high = max(start, part.start), min(stop, part.start + part.numel)
+            place = out[low - start : high - start]
+            values = self.read_tensor(tensor, low - part.start, high - part.start, place)
+            if values is not place:
+                place.copy_(values)
         return out
 
-    def _paths(self) -> list[Path]:
-        index = self.folder / "model.safetensors.index.json"
-        single = self.folder / "model.safetensors"
+    def read_tensor(self, tensor: str, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """Elements of one tensor by the file's name, into `out` where it has the same type. Raises ModelError."""
+        file = self.file_of[tensor]
+        dtype = self._dtype(tensor, file.entries[tensor].dtype)
+        if out is None or out.dtype != dtype:
+            out = torch.empty(stop - start, dtype=dtype)
+        try:
+            file.read_into(tensor, start, byte_view(out))
+        except TensorFileError as error:
+            raise self._wrong(str(error)) from error
+        return out
+
+    def close(self) -> None:
+        for file in {id(file): file for file in self.file_of.values()}.values():
+            file.close()
+
+    def _wrong(self, text: str) -> ModelError:
+        return ModelError(f"{self._asked_by}: {text}")
+
+    def _dtype(self, name: str, kind: str) -> torch.dtype:
+        if kind not in DTYPE_OF:
+            raise self._wrong(f"{self.folder}: {name} has the type {kind}, which is none of a parameter.")
+        return DTYPE_OF[kind]
+
+    def _place(self, layout: FolderLayout | None) -> Placement:
+        if layout is None:
+            return Placement(parts={}, surplus=list(self.file_of))
+        try:
+            found = layout.place(self.file_of)
+        except ModelError as error:
+            raise self._wrong(f"{self.folder}: {error}") from error
+        for parameter, parts in found.parts.items():
+            for tensor, part in parts:
+                shape = self.file_of[tensor].entries[tensor].shape
+                if len(parts) > 1 and shape != part.shape:
+                    raise self._wrong(f"{self.folder}: {tensor} has shape {list(shape)}, not {list(part.shape)}.")
+            if sum(part.numel for _, part in parts) < numel(layout.shapes[parameter]):
+                there = {part.start for _, part in parts}
+                written = layout.tensors.items()
+                lacking = next(name for name, p in written if p.parameter == parameter and p.start not in there)
+                raise self._wrong(f"{self.folder} lacks {lacking}, a part of the model's {parameter}.")
+        return found
+
+    def _whole_shape(self, name: str, layout: FolderLayout | None) -> tuple[int, ...]:
+        parts = self._parts[name]
+        if len(parts) == 1 and parts[0][1].start == 0:
+            return self.file_of[parts[0][0]].entries[parts[0][0]].shape
+        assert layout is not None
+        return layout.shapes[name]
+
+    def _check_buffer(self, tensor: str, fresh: Tensor) -> None:
+        """Buffers are no parameters and do not travel: fine where they are those of every new model."""
+        entry = self.file_of[tensor].entries[tensor]
+        values = self.read_tensor(tensor, 0, entry.numel).reshape(entry.shape)
+        if not torch.equal(values, fresh.to(values.dtype)):
+            raise self._wrong(
+                f"{self.folder}: {tensor} is a buffer of the model, not a parameter, and holds other values than a "
+                "new model's. Only parameters are trained and stored, so it would be lost; such models are refused."
+            )
+
+    def _weight_map(self) -> dict[str, str] | None:
+        """The index {tensor: file name}, or None where there is a single file."""
+        index, single = self.folder / INDEX, self.folder / SINGLE
         if not index.is_file():
             if single.is_file():
-                return [single]
-            raise ModelError(
-                f"model.pretrained: {self.folder} has no model.safetensors and no model.safetensors.index.json. "
+                return None
+            raise self._wrong(
+                f"{self.folder} has no {SINGLE} and no {INDEX}. "
                 "Only safetensors are read; convert .bin files first (nothing is unpickled)."
             )
+        if single.exists():
+            raise self._wrong(f"{self.folder} has both {SINGLE} and {INDEX}. One is stale: remove it.")
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"model.pretrained: {index} is not a weight index: {error!r}.") from error
-        for name in names:
+            weight_map = json.loads(self._inside(index).read_text())["weight_map"]
+            if not all(isinstance(name, str) for name in weight_map):
+                raise TypeError("a name is no string")
+            weight_map.values()
+        except ModelError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise self._wrong(f"{index} is not a weight index: {error!r}.") from error
+        return weight_map
+
+    def _paths(self, weight_map: dict[str, str] | None) -> list[Path]:
+        if weight_map is None:
+            return [self._inside(self.folder / SINGLE)]
+        for name in weight_map.values():
             # transformers 5.23 joins these names unchecked (transformers issue 46097): "../x" would leave the folder.
             if not isinstance(name, str) or Path(name).name != name or not (self.folder / name).is_file():
-                raise ModelError(f"model.pretrained: {index} names {name!r}, which is no file in {self.folder}.")
-        return sorted(self.folder / name for name in names)
+                raise self._wrong(f"{self.folder / INDEX} names {name!r}, which is no file in {self.folder}.")
+        return [self._inside(self.folder / name) for name in sorted(set(weight_map.values()))]
+
+    def _inside(self, path: Path) -> Path:
+        try:
+            return refuse_escape(self.folder, path)
+        except ModelError as error:
+            raise self._wrong(str(error)) from error
+
+    def _compare(self, weight_map: dict[str, str]) -> None:
+        for name, file in weight_map.items():
+            if name not in self.file_of or self.file_of[name].path.name != file:
+                raise self._wrong(f"{self.folder / INDEX} puts {name} into {file}, which does not hold it.")
+        for name, held in self.file_of.items():
+            if name not in weight_map:
+                raise self._wrong(f"{held.path} holds {name}, which {INDEX} does not list.")
+
+
+def refuse_escape(folder: Path, path: Path) -> Path:
+    """`path`, a file of a model folder, unless it is a link to somewhere else.
+
+    Allowed are links within the folder, and those by which the Hugging Face cache keeps its files
+    (snapshots/REVISION/NAME -> blobs/DIGEST).
+
+    Raises:
+        ModelError: naming the link and its target.
+    """
+    real, home = path.resolve(), folder.resolve()
+    blobs = home.parent.parent / "blobs"
+    if real.is_relative_to(home) or (home.parent.name == "snapshots" and real.parent == blobs):
+        return path
+    raise ModelError(f"{path} is a link to {real}, outside of the folder. Put a copy of the file in its place.")

@@ -1,0 +1,163 @@
+"""What the files of a Hugging Face folder call the parameters of a model, and which part of one each tensor is.
+
+transformers 5 keeps the experts of a layer as one parameter and renames others, but its files stay as they were (one
+tensor for each expert). The rules are transformers' own: it is asked to turn the model's tensors into the file's, on
+the meta device, and each result is followed back to the parameter that it is a view of.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from llmtrain.errors import ModelError
+
+_DERIVED = (".inv_freq", ".masked_bias", ".attn.bias")
+"""Buffers that old versions of transformers saved and that the model computes itself."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a file is the elements [start, start + numel) of a flat parameter."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+    """Shape of the tensor in the file."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the parameters of a model are in one folder."""
+
+    parts: dict[str, list[tuple[str, Part]]]
+    """Parameter -> (tensor of a file, what it is), in the order of the elements."""
+    twins: dict[str, str] = field(default_factory=dict)
+    """A tensor that repeats a tied weight -> the tied parameter."""
+    buffers: dict[str, str] = field(default_factory=dict)
+    """A tensor that is a buffer of the model -> the buffer's name."""
+    derived: list[str] = field(default_factory=list)
+    """Tensors that the model computes itself and nobody needs."""
+    surplus: list[str] = field(default_factory=list)
+    """Tensors that the model has no place for."""
+
+
+class _FollowViews(TorchFunctionMode):
+    """Lets `contiguous` return the view: a copy would hide which part of which parameter it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+class FolderLayout:
+    """The tensors that transformers writes for a model, and the other way around.
+
+    Raises:
+        ModelError: transformers converts a parameter in a way that is no cut into consecutive parts.
+    """
+
+    def __init__(self, skeleton: Any) -> None:
+        """`skeleton`: the transformers model with its parameters on the meta device."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        self._model = skeleton
+        self.shapes: dict[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in skeleton.named_parameters()}
+        """Of every parameter, by the model's name; a tied one is there once."""
+        every = dict(skeleton.named_parameters(remove_duplicate=False))
+        first = {id(parameter): name for name, parameter in skeleton.named_parameters()}
+        self._tied = {name: first[id(p)] for name, p in every.items() if name not in self.shapes}
+        state = skeleton.state_dict()
+        self._known = {name: torch.empty(value.shape, device="meta") for name, value in state.items()}
+        self.buffers = {name: value for name, value in state.items() if name not in every}
+        """Buffers that belong into a file, with the values of a new model."""
+        mapping: list[Any] = get_model_conversion_mapping(self._model)
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._renamings: list[Any] = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+        self.tensors: dict[str, Part] = self._written_tensors()
+        """Tensors that `save_pretrained` writes for the parameters and buffers, in its order."""
+
+    def place(self, tensors: Iterable[str]) -> Placement:
+        """Which tensors of a folder hold which parameters.
+
+        Names may be those that transformers writes, those of the model itself, older ones that transformers still
+        renames, and any of these without the decoder's prefix.
+
+        Raises:
+            ModelError: two tensors are the same part, or one is converted in a way that is not supported.
+        """
+        from transformers.core_model_loading import dot_natural_key
+
+        found = Placement(parts={})
+        named = [(tensor, *self._model_name(tensor)) for tensor in sorted(tensors, key=dot_natural_key)]
+        for tensor, name, converted in sorted(named, key=lambda item: item[1] in self._tied):
+            if name not in self._known:
+                (found.derived if self._is_derived(tensor) else found.surplus).append(tensor)
+            elif name in self.buffers:
+                found.buffers[tensor] = name
+            elif name in self._tied and self._tied[name] in found.parts:
+                found.twins[tensor] = self._tied[name]
+            else:
+                parameter = self._tied.get(name, name)
+                part = self._part(tensor, parameter) if converted else Part(parameter, 0, self.shapes[parameter])
+                found.parts.setdefault(parameter, []).append((tensor, part))
+        for parts in found.parts.values():
+            parts.sort(key=lambda item: item[1].start)
+            for (a, left), (b, right) in pairwise(parts):
+                if left.start + left.numel > right.start:
+                    raise ModelError(f"{a} and {b} are both the same part of the model's {left.parameter}. Remove one.")
+        return found
+
+    def _written_tensors(self) -> dict[str, Part]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        skipped = set(self._tied) | set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
+        state = {name: value for name, value in self._known.items() if name not in skipped}
+        owner = {value.untyped_storage()._cdata: name for name, value in state.items()}
+        parts = {}
+        with _FollowViews():
+            written = revert_weight_conversion(self._model, dict(state))
+        for tensor, view in written.items():
+            name = owner.get(view.untyped_storage()._cdata)
+            if name is None or not view.is_contiguous():
+                raise ModelError(
+                    f"{type(self._model).__name__}: transformers makes the file's {tensor} in a way that is no cut of "
+                    "a parameter into consecutive parts; such models cannot be read or written yet."
+                )
+            parts[tensor] = Part(name, view.storage_offset(), tuple(view.shape))
+        return parts
+
+    def _model_name(self, tensor: str) -> tuple[str, bool]:
+        """The model's name of the parameter or buffer that a tensor belongs to, and whether it is a part of it."""
+        from transformers.core_model_loading import rename_source_key
+
+        prefix = self._model.base_model_prefix
+        name, pattern = rename_source_key(tensor, self._renamings, self._converters, prefix, self._known)
+        if name not in self._known and tensor in self._known:
+            return tensor, False
+        return name, pattern is not None
+
+    def _part(self, tensor: str, parameter: str) -> Part:
+        prefix = f"{self._model.base_model_prefix}."
+        for name in (tensor, prefix + tensor, tensor.removeprefix(prefix)):
+            if name in self.tensors and self.tensors[name].parameter == parameter:
+                return self.tensors[name]
+        raise ModelError(
+            f"{tensor} becomes a part of the model's {parameter} in a way that cannot be followed: transformers would "
+            "write it under another name. Load the folder with transformers and save it again."
+        )
+
+    def _is_derived(self, tensor: str) -> bool:
+        patterns = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        return f".{tensor}".endswith(_DERIVED) or any(re.search(pattern, tensor) for pattern in patterns)
