@@ -1,43 +1,66 @@
-"""`llmtrain checkpoint ls|verify|to-hf`. No GPU, no torch.distributed; torch only for to-hf."""
+"""`llmtrain checkpoint COMMAND`: look at checkpoints, convert them, delete them. No GPU, no torch.distributed."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from llmtrain import units
-from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, read_trainer, step_of
+from llmtrain.checkpoint.listing import find_checkpoints, rows, table
 from llmtrain.errors import CheckpointError
 
-
-def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of a run folder (newest first), or the checkpoint itself. Raises CheckpointError."""
-    found = [path] if step_of(path) is not None else complete_checkpoints(path / "checkpoints")
-    if not found:
-        raise CheckpointError(f"{path} holds no complete checkpoint. Give a run folder or a checkpoint's folder.")
-    return found
+_PATH: dict[str, Any] = {"type": Path, "help": "run folder, a checkpoint's folder, or RUN/step-N"}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
-def _list(args: argparse.Namespace) -> int:
-    for folder in find_checkpoints(args.path):
-        manifest, trainer = Manifest.read(folder), read_trainer(folder)
-        total = sum(entry.bytes for entry in manifest.files.values())
-        layout = manifest.layout
-        print(
-            f"{folder}  step {manifest.step}  {units.count(trainer['tokens'])} tokens  {units.size(total)}  "
-            f"ZeRO {layout['zero_stage']} x {layout['world_size']} ranks  {layout['precision']}"
-        )
+def _ls(args: argparse.Namespace) -> int:
+    found = rows(args.path)
+    if args.json:
+        print(json.dumps([{**asdict(row), "path": str(row.path)} for row in found], indent=1))
+    else:
+        print("\n".join(table(found)))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.verify import verify
+
     bad = False
     for folder in find_checkpoints(args.path):
-        manifest = Manifest.read(folder)
-        wrong = problems(folder, manifest, sorted(manifest.files))
+        wrong = verify(folder)
         bad = bad or bool(wrong)
-        print(f"{folder}  {'; '.join(wrong) if wrong else 'intact'}")
+        print("\n  ".join([f"{folder}  {'DAMAGED' if wrong else 'intact'}", *wrong]), flush=True)
     return 1 if bad else 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.diff import diff
+
+    lines, equal = diff(find_checkpoints(args.a)[0], find_checkpoints(args.b)[0])
+    print("\n".join(lines))
+    return 0 if equal else 1
+
+
+def _prune(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.prune import prune
+
+    done = prune(args.run_folder, args.keep, args.dry_run)
+    print("\n".join(done.lines))
+    return 1 if done.failed else 0
+
+
+def _average(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.average import average
+
+    print("\n".join(average([find_checkpoints(path)[0] for path in args.sources], args.out)))
+    return 0
 
 
 def _to_hf(args: argparse.Namespace) -> int:
@@ -47,20 +70,58 @@ def _to_hf(args: argparse.Namespace) -> int:
     return 0
 
 
+def size_bytes(text: str) -> int:
+    """'2GB' -> 2 * 10**9, '512MiB' -> 512 * 2**20. Raises CheckpointError."""
+    match = _SIZE.fullmatch(text.strip())
+    power = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}[match[2].upper()] if match else 0
+    value = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
+    if value < 1:
+        raise CheckpointError(f"--max-shard-size {text}: give a size such as 2GB, 500MB or 4GiB.")
+    return value
+
+
+def _lookers(add: Callable[..., argparse.ArgumentParser]) -> None:
+    ls = add("ls", _ls, "step, tokens, size, layout, age and state of each checkpoint")
+    ls.add_argument("path", **_PATH)
+    ls.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+    verify = add("verify", _verify, "read every byte; name the file, the rank and the tensors that are damaged")
+    verify.add_argument("path", **_PATH)
+    diff = add("diff", _diff, "configuration, layout, and the largest difference of each tensor; exit code 1 if any")
+    diff.add_argument("a", **_PATH)
+    diff.add_argument("b", **_PATH)
+    prune = add("prune", _prune, "delete older checkpoints and what killed processes left")
+    prune.add_argument("run_folder", metavar="run", type=Path, help="run folder")
+    prune.add_argument("--keep", type=int, required=True, help="so many of the newest good checkpoints stay")
+    prune.add_argument("--dry-run", action="store_true", help="say it, do not do it")
+
+
+def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
+    average = add("average", _average, "the mean of the parameters of checkpoints of one model")
+    average.add_argument("sources", nargs="+", **_PATH)
+    average.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-N")
+    to_hf = add("to-hf", _to_hf, "write a checkpoint as a Hugging Face folder")
+    to_hf.add_argument("path", **_PATH)
+    to_hf.add_argument("out", type=Path, help="folder to write")
+    to_hf.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as it was trained")
+
+
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 1 when `verify` finds damage. Raises CheckpointError."""
-    parser = argparse.ArgumentParser(prog="llmtrain checkpoint", description=__doc__.split(".")[0])
+    """Returns the exit code: 1 when `verify` finds damage or `diff` a difference. Raises CheckpointError."""
+    parser = argparse.ArgumentParser(prog="llmtrain checkpoint", description=__doc__.split(":")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, text in (
-        ("ls", _list, "step, tokens, size and layout of each checkpoint"),
-        ("verify", _verify, "read every byte and compare it with the manifest"),
-        ("to-hf", _to_hf, "write the newest checkpoint as a Hugging Face folder"),
-    ):
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("path", type=Path, help="run folder, or one checkpoint's folder")
         command.set_defaults(run=run)
-        if name == "to-hf":
-            command.add_argument("out", type=Path, help="folder to write")
-            command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as it was trained")
+        return command
+
+    _lookers(add)
+    _converters(add)
     args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code

@@ -158,7 +158,7 @@ def _age_s(path: Path) -> float:
 def layout_words(layout: dict[str, Any], weights_only: bool) -> str:
     """'ZeRO 2 x 8 ranks, bf16'. What a manifest does not tell is left out."""
     stage, ranks = layout.get("zero_stage"), layout.get("world_size")
-    how = f"ZeRO {stage} x {ranks} ranks" if stage is not None and ranks is not None else str(layout.get("made_by", ""))
+    how = str(layout.get("made_by") or f"ZeRO {stage} x {ranks} ranks")
     words = [how, str(layout.get("precision") or ""), "weights only" if weights_only else ""]
     return ", ".join(word for word in words if word and word.isprintable())
 

@@ -64,10 +64,10 @@ def trainer_state(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def write_checkpoint(
-    run: Path, step: int, seed: int, *, ranks: int = 2, shapes: dict[str, tuple[int, ...]] = SHAPES, **trainer: Any
+    where: Path, step: int, seed: int, *, ranks: int = 2, shapes: dict[str, tuple[int, ...]] = SHAPES, **trainer: Any
 ) -> Path:
-    """RUN/checkpoints/step-N with each tensor cut into a slice for each rank."""
-    folder = step_folder(run / "checkpoints", step)
+    """WHERE/checkpoints/step-N with each tensor cut into a slice for each rank."""
+    folder = step_folder(where / "checkpoints", step)
     folder.mkdir(parents=True)
     whole = tensors(seed, shapes)
     files = {}

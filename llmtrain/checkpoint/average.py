@@ -1,0 +1,117 @@
+"""`llmtrain checkpoint average A B ... OUT`: the mean of the parameters of several checkpoints of one model."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain import units
+from llmtrain.checkpoint.build import build_checkpoint
+from llmtrain.checkpoint.diff import differences
+from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file, read_trainer, step_folder
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.errors import CheckpointError
+from llmtrain.log import Progress
+from llmtrain.models.checksum import checksum
+from llmtrain.models.tensorfile import numel
+
+
+def average(sources: list[Path], out: Path) -> list[str]:
+    """Write OUT/checkpoints/step-N with the mean of the parameters, summed in fp64; N is the newest source's step.
+
+    The result holds no moments of an optimizer. The sources' checksums are compared as their bytes pass. Returns the
+    report's lines.
+
+    Raises:
+        CheckpointError: fewer than two sources, other tensors, another vocabulary or model, a damaged source, or OUT
+            has checkpoints already.
+    """
+    if len({path.resolve() for path in sources}) != len(sources) or len(sources) < 2:
+        raise CheckpointError("average takes two or more different checkpoints, and then the folder to write.")
+    if complete_checkpoints(out / "checkpoints"):
+        raise CheckpointError(f"{out} holds checkpoints already; nothing was written. Give a new folder.")
+    readers = [CheckpointReader(path) for path in sources]
+    trainers = [read_trainer(path) for path in sources]
+    _refuse_other_models(readers, trainers)
+    mean = _Mean(readers)
+    newest = max(range(len(sources)), key=lambda i: readers[i].manifest.step)
+    step = readers[newest].manifest.step
+    first = readers[0]
+    shapes = {name: first.shape(name) for name in first.order()}
+    total = 4 * sum(map(numel, shapes.values()))
+    with Progress("averaging", total) as progress:
+        written = build_checkpoint(
+            step_folder(out / "checkpoints", step),
+            step=step,
+            shapes=shapes,
+            moments={},
+            read=mean.read,
+            trainer={**trainers[newest], "weights_only": True, "averaged": [str(path) for path in sources]},
+            layout={"made_by": "average", "precision": readers[newest].manifest.layout.get("precision")},
+            plan={"average": [hash_file(path / MANIFEST) for path in sources]},
+            advance=progress.advance,
+        )
+    for reader in readers:
+        reader.close()
+    return [
+        *(
+            f"read     {path}, step {reader.manifest.step}: checksums agree"
+            for path, reader in zip(sources, readers, strict=True)
+        ),
+        f"wrote    {written}: {len(shapes)} tensors, {units.size(total)}, the mean of {len(sources)}, no moments",
+    ]
+
+
+def _refuse_other_models(readers: list[CheckpointReader], trainers: list[dict[str, Any]]) -> None:
+    """Only checkpoints of one model have a mean. Raises CheckpointError."""
+    first = readers[0]
+    for reader, trainer in zip(readers[1:], trainers[1:], strict=True):
+        for key in ("vocab_size", "model_config"):
+            changed = differences({key: trainers[0].get(key)}, {key: trainer.get(key)})
+            if changed:
+                raise CheckpointError(
+                    f"{first.folder} and {reader.folder} are of different models: {changed[0]}. "
+                    "Only checkpoints of one model have a mean."
+                )
+        theirs, ours = ({name: r.shape(name) for name in r.order()} for r in (reader, first))
+        if theirs != ours:
+            name = sorted(theirs.items() ^ ours.items())[0][0]
+            raise CheckpointError(
+                f"{name} is {ours.get(name, 'missing')} in {first.folder} and {theirs.get(name, 'missing')} in "
+                f"{reader.folder}. Only checkpoints with the same tensors have a mean."
+            )
+
+
+class _Mean:
+    """The mean of parameters, chunk by chunk and from several threads; a source's damage shows by its checksums."""
+
+    def __init__(self, readers: list[CheckpointReader]) -> None:
+        self._readers = readers
+        self._sums = [reader.manifest.checksums() for reader in readers]
+        self._left: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the mean in fp32. Raises CheckpointError, once all of the tensor has passed."""
+        total = torch.zeros(stop - start, dtype=torch.float64)
+        found = []
+        for reader in self._readers:
+            values = reader.read_kind(kind, name, start, stop)
+            found.append(checksum(values, start))
+            total += values
+        with self._lock:
+            left = self._left.get(name, numel(self._readers[0].shape(name))) - (stop - start)
+            self._left[name] = left
+            for sums, value in zip(self._sums, found, strict=True):
+                sums[kind, name] = (sums[kind, name] - value) % 2**64
+            damaged = [r for r, sums in zip(self._readers, self._sums, strict=True) if sums[kind, name]]
+        if left == 0 and damaged:
+            raise CheckpointError(
+                f"{damaged[0].folder}: {kind} of {name} is damaged; nothing was written. "
+                f"`llmtrain checkpoint verify {damaged[0].folder}` tells where."
+            )
+        return (total / len(self._readers)).float()
