@@ -16,22 +16,15 @@ import torch.distributed as dist
 
 from llmtrain import log
 from llmtrain.begin import announce, device_name, max_memory_gib, write_run_files
-from llmtrain.checkpoint.diff import differences
-from llmtrain.checkpoint.format import read_trainer
-from llmtrain.checkpoint.load import (
-    choose_checkpoint,
-    load_checkpoint,
-    refuse_other_run,
-)
-from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.load import resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.engine.build import DTYPES, Ranks, build_engine, check_device, join_process_group
 from llmtrain.engine.control import Agree, AgreedError, Wishes, together
-from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.fragments import loss_scale_state, optimizer_step, refresh
 from llmtrain.engine.step import Stepper, StepResult, learning_rate_factor, seed_step
-from llmtrain.engine.weights import prove_weights, write_parameters
+from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import TrainingStopped
 from llmtrain.finish import finish
 from llmtrain.models.build import build_model, facts, initial_weights
@@ -85,6 +78,7 @@ class Training:
         self.started_s = time.monotonic()
         self.skipped_in_a_row = 0
         self.saved_step: int | None = None
+        self.began_from: dict[str, Any] | None = None  # the checkpoint of another run, see checkpoint/load.py
 
     def check_loss(self) -> None:
         """Prove on a few tokens that our loss is the one of the model's own logits. Raises AgreedError."""
@@ -94,37 +88,25 @@ class Training:
 
     def resume_or_start(self) -> list[str]:
         """Give the parameters their values: from a checkpoint, or from the model section. Returns lines to log."""
-        resume = self.run.resume
-        with together(self.ranks):
-            if self.ranks.rank == 0 and resume == "none":
-                self.folder.refuse_old_checkpoints()
-            elif self.ranks.rank == 0 and resume != "auto":
-                self.folder.refuse_going_back(resume)
-        with together(self.ranks):
-            chosen, rejected = choose_checkpoint(resume, self.folder.checkpoints, self.ranks)
-        if chosen is None:
-            source = initial_weights(self.run.model, self.run.train.seed, self.ranks.device)
-            with together(self.ranks):
-                write_parameters(self.engine, source)
-                prove_weights(self.engine, source, self.ranks)
-            return []
-        saved = read_trainer(chosen)
         now = json.loads(json.dumps(self.trainer_state()))  # tuples become lists, as in the file
         with together(self.ranks):
-            refuse_other_run(saved, now, chosen)
-        with together(self.ranks):
-            load_checkpoint(self.engine, CheckpointReader(chosen), saved, self.ranks)
-        self.position = Position(**{key: saved[key] for key in asdict(self.position)})
-        self.wandb_id = saved["wandb_id"]
-        if chosen.parent == self.folder.checkpoints:
-            self.saved_step = self.position.step
-        compared = ("run", "deepspeed", "versions", "layout")
-        changed = differences({k: saved[k] for k in compared}, {k: now[k] for k in compared})
-        return [
-            *(f"skipped {text}" for text in rejected),
-            f"resumed from {chosen} at step {self.position.step}",
-            *(f"changed since: {line}" for line in changed),
-        ]
+            resumed = resume(self.engine, self.run, self.folder, now, self.ranks)
+        if resumed is None:
+            source = initial_weights(self.run.model, self.run.train.seed, self.ranks.device)
+            with together(self.ranks):
+                fill_parameters(self.engine, source)
+            with together(self.ranks):
+                refresh(self.engine)
+                prove_weights(self.engine, source, self.ranks)
+            return []
+        self.began_from = resumed.began_from
+        if not resumed.weights_only:
+            saved = resumed.trainer  # made by other tools, it may lack what they do not know
+            self.position = Position(**{key: saved.get(key) or 0 for key in asdict(self.position)})
+            self.wandb_id = saved.get("wandb_id") or self.wandb_id
+            if resumed.folder.parent == self.folder.checkpoints:
+                self.saved_step = self.position.step
+        return resumed.lines
 
     def trainer_state(self) -> dict[str, Any]:
         """trainer.json: what a resume needs beside the tensors, and what it compares."""
@@ -133,6 +115,7 @@ class Training:
             "optimizer_step": optimizer_step(self.engine),
             "loss_scale": loss_scale_state(self.engine),
             "wandb_id": self.wandb_id,
+            "began_from": self.began_from,
             "optimizer": self.run.optim.name,
             "vocab_size": self.model_facts.vocab_size,
             "data_fingerprint": self.data.fingerprint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain import log
+from llmtrain.checkpoint.diff import differences
 from llmtrain.checkpoint.format import PARAM, TRAINER, complete_checkpoints, problems, read_trainer
 from llmtrain.checkpoint.listing import disagreements
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -62,8 +64,8 @@ def resume(engine: Any, run: RunConfig, folder: RunDirectory, now: dict[str, Any
             reader, trainer = _open(candidate, ranks)
             weights_only = run.resume_weights_only and not own
             notes = [] if weights_only else refuse_other_run(trainer, now, candidate)
-            load_checkpoint(engine, reader, trainer, ranks, weights_only=weights_only)
-            reader.close()
+            with contextlib.closing(reader):
+                load_checkpoint(engine, reader, trainer, ranks, weights_only=weights_only)
         except DamagedCheckpoint as error:
             rejected[candidate] = f"{candidate.name}: {error}"
             continue
@@ -83,16 +85,14 @@ def resume(engine: Any, run: RunConfig, folder: RunDirectory, now: dict[str, Any
         )
     if rejected:
         raise CheckpointError(
-            f"no checkpoint can be resumed from. {' | '.join(rejected.values())}. To start over, give another "
-            "train.run_dir; training never starts from scratch on top of damaged checkpoints."
+            f"no checkpoint can be resumed from. {' | '.join(rejected.values())}. Name another one (resume: PATH), or "
+            "start over in another train.run_dir: training never begins on top of damaged checkpoints."
         )
     return None
 
 
 def _taken_weights(folder: Path, reader: CheckpointReader) -> list[str]:
-    return [
-        f"took the parameters of {folder} (step {reader.manifest.step}); moments, schedule and data begin anew at step 0"
-    ]
+    return [f"took the parameters of {folder} (step {reader.manifest.step}); moments, schedule and data begin anew"]
 
 
 def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -248,8 +248,9 @@ def load_checkpoint(
     if found := _joined(shares):
         raise DamagedCheckpoint("; ".join(found))
     if not weights_only:
-        set_optimizer_step(engine, trainer["optimizer_step"])
-        set_loss_scale_state(engine, trainer["loss_scale"] or {})
+        applied = trainer.get("optimizer_step")
+        set_optimizer_step(engine, reader.manifest.step if applied is None else applied)
+        set_loss_scale_state(engine, trainer.get("loss_scale") or {})
     refresh(engine)
     sums = reader.manifest.checksums()
     expected = {key: value for key, value in sums.items() if key[0] == PARAM or not weights_only}
@@ -367,16 +368,3 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -
             f"{saved.get('sample_index') or 0} on"
         ]
     return []
-
-
-def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Lines `key: saved -> now` for every leaf that differs in two nested dicts."""
-    lines = []
-    for key in sorted(saved.keys() | now.keys()):
-        path = f"{prefix}{key}"
-        old, new = saved.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            lines += differences(old, new, f"{path}.")
-        elif old != new:
-            lines.append(f"{path}: {old!r} -> {new!r}")
-    return lines

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -100,19 +101,27 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
 
 
 def _split(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The config path and the (dotted key, text) overrides; the launcher's --local_rank is dropped."""
+    """The config path and the (dotted key, text) overrides; the launcher's --local_rank is dropped.
+
+    A flag without a value is true, if its field is true or false.
+    """
     pairs: list[tuple[str, str]] = []
-    words = iter(argv)
-    for word in words:
+    words = deque(argv)
+    while words:
+        word = words.popleft()
         flag, has_value, value = word.partition("=")
         if not word.startswith("--"):
             remedy = f"write --config {word}" if word.endswith((".yaml", ".yml")) else "write --SECTION.FIELD VALUE"
             raise stop("command line", word, "is not a flag", remedy, COMMAND_LINE)
+        flag = _known_spelling(flag)
         if not has_value:
-            following = next(words, None)
-            if following is None or following.startswith("--"):
+            following = words[0] if words else None
+            if following is not None and not following.startswith("--"):
+                value = words.popleft()
+            elif schema().get(flag[2:]) is bool:
+                value = "true"
+            else:
                 raise stop(flag, following, "needs a value", f"write {flag} VALUE", COMMAND_LINE)
-            value = following
         if flag not in _LAUNCHER_FLAGS:
             pairs.append((flag[2:], value))
     configs = [value for key, value in pairs if key == "config"]
@@ -120,6 +129,12 @@ def _split(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
         rule = "names the run's YAML, once"
         raise stop("--config", configs or None, rule, "write --config launch/recipes/NAME.yaml", COMMAND_LINE)
     return configs[0], [(key, value) for key, value in pairs if key != "config"]
+
+
+def _known_spelling(flag: str) -> str:
+    """Other tools write --resume-weights-only: dashes in field names stand for underscores."""
+    key = flag[2:].replace("-", "_")
+    return f"--{key}" if key in schema() else flag
 
 
 def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:

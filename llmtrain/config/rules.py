@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,9 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("schedule.name", run.schedule.name, "this shape needs the number of steps in advance",
                      "set train.max_steps or train.max_tokens, or schedule.name: constant",
                      places.get("schedule.name"))  # fmt: skip
+    if run.resume_weights_only and run.resume in ("auto", "none"):
+        problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
+                     "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip
     if run.schedule.decay_steps is not None and run.schedule.name != "wsd":
         problems.add("schedule.decay_steps", run.schedule.decay_steps, "belongs to schedule.name: wsd only",
                      "remove it, or set schedule.name to wsd", places.get("schedule.decay_steps"))  # fmt: skip
@@ -132,7 +136,8 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
         if isinstance(vocab := (manifest or {}).get("vocab_size"), int):
             data_vocab[path] = vocab
     model = _read_model_config(run, places, problems)
-    if run.resume not in ("auto", "none"):
+    # A run that has checkpoints of its own goes on from them; the one that it began from may be gone by now.
+    if run.resume not in ("auto", "none") and not glob(f"{escape(str(run.train.run_dir))}/checkpoints/step-*"):
         _exists("resume", run.resume, "write auto, none or the path of a checkpoint", places, problems)
     model_vocab = (model or {}).get("vocab_size")
     for path, vocab in data_vocab.items():

@@ -161,8 +161,10 @@ class RunConfig:
     deepspeed: str
     """The DeepSpeed JSON (ds_configs/ holds real ones)."""
     resume: str = "auto"
-    """auto: continue from the newest complete checkpoint of the run folder; none: the folder must be new; or
+    """auto: continue from the newest intact checkpoint of the run folder; none: the folder must be new; or
     a checkpoint's path."""
+    resume_weights_only: bool = False
+    """With a path in `resume`: take its parameters alone; moments, schedule, data and step count begin anew."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -9,7 +9,6 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.checkpoint.save import save_checkpoint
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
 from tests.helpers.training import (
     Case,
@@ -18,6 +17,7 @@ from tests.helpers.training import (
     largest_difference,
     make_engine,
     resolved_run,
+    save_checkpoint,
     shortened,
     train_steps,
 )
