@@ -104,15 +104,20 @@ class Saving:
         self.settle()
         if self._saved_step == step:
             return
-        try:
-            self._saver.begin(step, trainer_state())
-        except CheckpointError as error:
-            self._tracker.event("save_failed", step=step, error=str(error))
-            raise
-        outcome = self._saver.drain()
-        self._report(outcome)
-        if outcome is not None and outcome.error:
-            raise CheckpointError(f"the last checkpoint, at step {step}, failed: {outcome.error}")
+        for attempt in range(2):  # a writer that was killed is replaced at the second
+            try:
+                self._saver.begin(step, trainer_state())
+            except CheckpointError as error:
+                self._tracker.event("save_failed", step=step, error=str(error))
+                raise
+            outcome = self._saver.drain()
+            assert outcome is not None
+            if outcome.error and attempt:
+                self._tracker.event("save_failed", step=step, error=outcome.error)
+                raise CheckpointError(f"the last checkpoint, at step {step}, failed: {outcome.error}")
+            self._report(outcome)
+            if not outcome.error:
+                return
 
     def _report(self, outcome: Outcome | None) -> None:
         if outcome is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from llmtrain.models.tensorfile import ITEM_BYTES, header_bytes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PAGE = 4096
+_RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 Slice = tuple[str, str, int, Tensor]
@@ -158,7 +160,13 @@ class WriterProcess:
         env = {**os.environ, "PYTHONPATH": _search_path()}
         command = [sys.executable, "-m", "llmtrain.checkpoint.writer"]
         numbers = map(str, (*handles, image.bytes, os.getpid()))
-        self._process = subprocess.Popen([*command, *numbers], pass_fds=handles, env=env)
+        # Signals to a process group or tree are for the rank to answer: it will still want its last checkpoint.
+        # What is blocked here stays blocked in the child, from its first instruction on.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
+        try:
+            self._process = subprocess.Popen([*command, *numbers], pass_fds=handles, env=env)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
         self._connection = Connection(ours.detach())
         self.ask(table)

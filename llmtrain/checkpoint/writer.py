@@ -91,8 +91,10 @@ def commit(
         name: FileEntry(
             bytes=written[name]["bytes"],
             xxh3=written[name]["xxh3"],
-            pieces=[Piece(kind, tensor, start, numel, total)
-                for (kind, tensor, start, numel), total in zip(held, written[name]["checksums"], strict=True)],
+            pieces=[
+                Piece(kind, tensor, start, numel, total)
+                for (kind, tensor, start, numel), total in zip(held, written[name]["checksums"], strict=True)
+            ],
         )
         for name, held in pieces.items()
     }
@@ -150,9 +152,6 @@ def serve(connection: Connection, image: memoryview) -> None:
 
 def main(socket: int, memory: int, size: int, parent: int) -> int:
     """Entry point of the process: file descriptors of the socket and of the shared memory."""
-    # A signal to the process group is the rank's to answer: it will still want its last checkpoint.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1  # the rank died before the kernel knew what to do then
