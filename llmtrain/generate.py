@@ -47,7 +47,8 @@ def _hf_folder(path: Path, scratch: Path) -> Path:
         raise CheckpointError(
             f"{path} is neither a run with a checkpoint nor a Hugging Face folder. Give one of the two."
         )
-    return export_hf(checkpoint, scratch / "export")
+    export_hf(checkpoint, scratch / "export", check="none")
+    return scratch / "export"
 
 
 def main(argv: list[str]) -> int:

@@ -1,96 +1,305 @@
-"""From a checkpoint to a Hugging Face folder. No GPU, no torch.distributed."""
+"""From a checkpoint to a Hugging Face folder: streamed, restartable, proved. No GPU, no torch.distributed."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+import xxhash
 from torch import Tensor
 
-from llmtrain.checkpoint.durable import sync
-from llmtrain.checkpoint.format import read_trainer, remove_checkpoint
+from llmtrain import log, units
+from llmtrain.checkpoint.durable import remove_tree, sync
+from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, hash_file, problems, read_trainer
+from llmtrain.checkpoint.output import OutputFolder, stream_tensors
+from llmtrain.checkpoint.prove import (
+    CHUNK,
+    Check,
+    Report,
+    check_extents,
+    prove_logits,
+    read_back,
+)
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.shards import DTYPES, MAX_SHARD_BYTES, Shard, WeightFiles, as_described, cut
+from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError
+from llmtrain.models.build import skeleton
+from llmtrain.models.checksum import checksum
+from llmtrain.models.layout import FolderLayout
+from llmtrain.models.source import DTYPE_OF, INDEX, SafetensorsSource
 from llmtrain.models.tensorfile import numel
 
-_SHARD_BYTES = 4 << 30
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+MARK = "llmtrain_export.json"
+"""Says which checkpoint a folder was made from; such a folder may be replaced by a later export of the same run."""
+SOURCE = "source"
+"""Folder beside `checkpoints`: the files of an imported Hugging Face folder that are no weights."""
+_HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SPACE = 64 << 20  # bytes for the files beside the weights
 
 
-def export_hf(checkpoint: Path, out: Path, dtype: str | None = None) -> Path:
+def export_hf(
+    checkpoint: Path,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    max_shard_bytes: int | None = None,
+    check: Check = "auto",
+    trust_remote_code: bool = False,
+) -> Report:
     """Write `out` so that AutoModelForCausalLM.from_pretrained loads it; a tied weight is written once.
 
     Args:
-        dtype: fp32, bf16 or fp16; default: the precision that the checkpoint was trained in.
+        dtype: fp32, bf16 or fp16; default: the precision of the training, or the types of the folder that the
+            checkpoint was imported from.
+        max_shard_bytes: largest weight file; default 5 GB, or the files of the imported folder.
 
     Raises:
-        CheckpointError: `checkpoint` is none, or `out` exists and is no earlier export.
+        CheckpointError: `checkpoint` is none or damaged, `out` exists and is no earlier export of the same run, a value
+            does not fit into the type.
+        ModelError: the model cannot be built, or its files cannot be written.
+        ProofError: what was written is not what was read. Nothing is left at `out`.
     """
     reader = CheckpointReader(checkpoint)
+    if wrong := problems(checkpoint, reader.manifest, [TRAINER]):
+        raise CheckpointError(f"{checkpoint}: {wrong[0]}. Take another checkpoint.")
     trainer = read_trainer(checkpoint)
-    precision = dtype or reader.manifest.layout["precision"]
-    if out.exists() and not (out / "config.json").is_file():
-        raise CheckpointError(f"{out} exists and is no Hugging Face folder; nothing was written. Give another name.")
-    partial = out.with_name(out.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    target = _target(checkpoint, out, trainer)
+    layout = FolderLayout(skeleton(_model(checkpoint, trainer), trust_remote_code=trust_remote_code))
+    report = Report(out)
+    _check_names(reader, layout, report)
+    trained = reader.manifest.layout.get("precision") or "fp32"
+    files = _weight_files(trainer, layout, trained, dtype, max_shard_bytes)
+    plan = {
+        "to-hf": str(checkpoint.resolve()),
+        "manifest": hash_file(checkpoint / MANIFEST),
+        "files": xxhash.xxh3_64_hexdigest(json.dumps({name: asdict(s) for name, s in files.shards.items()}).encode()),
+        "check": check,
+    }
+    with OutputFolder(target, plan) as folder:
+        folder.need(files.bytes + _SPACE)
+        rounded = _write_weights(folder, reader, layout, files, rounded=check != "none")
+        report.add("source", f"{len(layout.shapes)} checksums are those of the manifest")
+        _write_others(folder.partial, checkpoint, trainer, layout, files)
+        if check != "none":
+            _prove(folder.partial, reader, layout, files, rounded, check, report, trust_remote_code=trust_remote_code)
+        folder.commit()
+    if target != out:
+        old = out.rename(out.with_name(out.name + ".old.trash"))
+        target.rename(out)
+        sync(out.parent)
+        remove_tree(old)
+    report.add("written", f"{out}: {units.size(files.bytes)} of weights in {len(files.shards)} file(s)")
+    return report
+
+
+def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any]) -> Path:
+    """Where to write: `out`, or beside it when it is an earlier export that is replaced at the end."""
+    if not out.exists():
+        return out
+    ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, whoever made it
     try:
-        _write_shards(reader, partial, _DTYPES[precision])
-        config = {**trainer["model_config"], "dtype": _HF_DTYPES[precision]}
-        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+        marked = json.loads((out / MARK).read_text())["run"] == _run_id(checkpoint, trainer)
+    except (OSError, ValueError, KeyError, TypeError):
+        marked = False
+    if not marked and not (ours and (out / "config.json").is_file()):
+        raise CheckpointError(
+            f"{out} exists and is no earlier export of this run; nothing was written. Give another name."
+        )
+    target = out.with_name(out.name + ".new")
+    if target.exists():  # a kill between two renames
+        remove_tree(target)
+    return target
+
+
+def _run_id(checkpoint: Path, trainer: Mapping[str, Any]) -> str:
+    return str(trainer.get("wandb_id") or checkpoint.resolve().parent.parent)
+
+
+def _model(checkpoint: Path, trainer: Mapping[str, Any]) -> ModelConfig:
+    config = {key: value for key, value in trainer["model_config"].items() if key != "use_cache"}  # off in training
+    if "auto_map" in config:  # the code lies beside the configuration that names it
+        return ModelConfig(pretrained=str(checkpoint.parent.parent / SOURCE), attention="eager")
+    return ModelConfig(config=config, attention="eager")
+
+
+def _check_names(reader: CheckpointReader, layout: FolderLayout, report: Report) -> None:
+    """Every parameter of the model class is there with its shape, and nothing else."""
+    model, held = type(layout.skeleton).__name__, {name: reader.shape(name) for name in reader.order()}
+    lacking, surplus = sorted(layout.shapes.keys() - held.keys()), sorted(held.keys() - layout.shapes.keys())
+    if lacking or surplus:
+        raise CheckpointError(
+            f"{reader.folder} is not of its own configuration, {model}: it lacks {len(lacking)} parameters "
+            f"({', '.join(lacking[:3])}) and holds {len(surplus)} others ({', '.join(surplus[:3])}). Was it made with "
+            "another version of transformers? Convert with that one."
+        )
+    ends = {id(m.weight) for m in (layout.skeleton.get_input_embeddings(), layout.skeleton.get_output_embeddings())}
+    padded = {name for name, parameter in layout.skeleton.named_parameters() if id(parameter) in ends}
+    for name, shape in layout.shapes.items():
+        if name in padded and held[name][1:] == shape[1:] and held[name][0] > shape[0]:
+            report.add("padding", f"{held[name][0] - shape[0]} rows beyond the vocabulary removed from {name}")
+        elif held[name] != shape:
+            raise CheckpointError(
+                f"{reader.folder}: {name} has shape {list(held[name])}, its configuration makes it {list(shape)}."
+            )
+    tied = f", {layout.tied} tied and written once" if layout.tied else ""
+    report.add("parameters", f"{len(held)}: names and shapes as {model} has them{tied}")
+
+
+def _weight_files(
+    trainer: Mapping[str, Any], layout: FolderLayout, trained: str, dtype: str | None, max_shard_bytes: int | None
+) -> WeightFiles:
+    dtypes = dict.fromkeys((*layout.shapes, *layout.buffers), DTYPES[dtype or trained])
+    if "source" in trainer:
+        given = as_described(layout, trainer["source"]["files"])
+        if dtype is None:
+            dtypes |= {given.parts[tensor].parameter: kind for tensor, kind in given.dtype_of().items()}
+        if max_shard_bytes is None and all(dtypes[given.parts[t].parameter] == d for t, d in given.dtype_of().items()):
+            return given
+    return cut(layout, dtypes, max_shard_bytes or MAX_SHARD_BYTES)
+
+
+class _Rounding:
+    """Reads a tensor of a file from the checkpoint in the file's type, and adds up checksums of what passes."""
+
+    def __init__(self, reader: CheckpointReader, layout: FolderLayout, files: WeightFiles, *, rounded: bool) -> None:
+        self._reader, self._layout, self._files = reader, layout, files
+        self._dtype_of = files.dtype_of()
+        self._rounded = rounded
+        self.sums: dict[str, dict[int, tuple[int, int]]] = {}
+        """Tensor -> {first element: (checksum in the source, checksum once rounded)}, one entry a chunk."""
+
+    def read(self, tensor: str, start: int, stop: int) -> Tensor:
+        """For stream_tensors: elements [start, stop) of a tensor of the file. Raises CheckpointError."""
+        part, dtype = self._files.parts[tensor], DTYPE_OF[self._dtype_of[tensor]]
+        if part.parameter in self._layout.buffers:
+            return self._layout.buffers[part.parameter].reshape(-1)[start:stop].to(dtype)
+        at = part.start + start
+        values = self._reader.read(part.parameter, at, part.start + stop)
+        out = values.to(dtype)
+        if out.numel() and dtype != torch.float32 and not bool(torch.isfinite(torch.stack(out.aminmax())).all()):
+            self._refuse_overflow(part.parameter, values, out)
+        before = checksum(values, at)
+        after = checksum(out, at) if self._rounded and dtype != torch.float32 else before
+        self.sums.setdefault(tensor, {})[start] = (before, after)
+        return out
+
+    def _refuse_overflow(self, name: str, values: Tensor, out: Tensor) -> None:
+        lost = values[torch.isinf(out) & torch.isfinite(values)]
+        if lost.numel():
+            kind = str(out.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{name} holds {float(lost[0]):g}, which {kind} cannot hold (largest {torch.finfo(out.dtype).max:g}). "
+                "Nothing was written. Use --dtype bf16 or fp32."
+            )
+
+
+def _write_weights(
+    folder: OutputFolder, reader: CheckpointReader, layout: FolderLayout, files: WeightFiles, *, rounded: bool
+) -> dict[str, int]:
+    """Write the weight files and hold the source against its manifest. Returns the checksums of what was written."""
+    rounding = _Rounding(reader, layout, files, rounded=rounded)
+
+    def write(path: Path, shard: Shard, progress: log.Progress) -> dict[str, Any]:
+        tensors = {tensor: (dtype, files.parts[tensor].shape) for tensor, dtype in shard.tensors.items()}
+        info = stream_tensors(
+            path, tensors, rounding.read, metadata=shard.metadata, align=shard.align, advance=progress.advance
+        )
+        chunks = {tensor: list(rounding.sums.pop(tensor, {}).values()) for tensor in tensors}
+        sums = {tensor: [sum(column) % 2**64 for column in zip(*c, strict=True)] for tensor, c in chunks.items() if c}
+        return {**info, "sums": sums}
+
+    before, after = dict.fromkeys(layout.shapes, 0), dict.fromkeys(layout.shapes, 0)
+    with log.Progress("writing", files.bytes) as progress:
+        for name, shard in files.shards.items():
+            info = folder.file(name, partial(write, shard=shard, progress=progress))
+            for tensor, (one, two) in info["sums"].items():
+                before[files.parts[tensor].parameter] += one
+                after[files.parts[tensor].parameter] += two
+    expected = reader.manifest.checksums()
+    for name, shape in layout.shapes.items():
+        beyond = range(numel(shape), numel(reader.shape(name)), CHUNK)  # padding is not written, but proves the rest
+        stops = [min(start + CHUNK, numel(reader.shape(name))) for start in beyond]
+        before[name] += sum(checksum(reader.read(name, a, b), a) for a, b in zip(beyond, stops, strict=True))
+        if before[name] % 2**64 != expected[PARAM, name]:
+            where = [f for f, e in reader.manifest.files.items() if any(p.name == name for p in e.pieces)]
+            raise CheckpointError(
+                f"{reader.folder}: the values of {name} are not those that were saved (in {', '.join(where[:3])}). "
+                "Nothing was written. Look at it with `llmtrain checkpoint verify`, and take another checkpoint."
+            )
+    return {name: value % 2**64 for name, value in after.items()}
+
+
+def _write_others(
+    folder: Path, checkpoint: Path, trainer: Mapping[str, Any], layout: FolderLayout, files: WeightFiles
+) -> None:
+    """Configuration, generation configuration, tokenizer, index, and where all of it comes from."""
+    run = checkpoint.parent.parent
+    imported = "source" in trainer
+    tokenizer = run / SOURCE if imported else Path(trainer["tokenizer_dir"])
+    for file in sorted(tokenizer.iterdir()) if tokenizer.is_dir() else ():
+        if file.is_file():
+            shutil.copy2(file, folder / file.name)
+    dtype = _HF_DTYPES[next(iter(files.dtype_of().values()))]
+    if imported:
+        _keep_config(folder / "config.json", trainer["source"], files, dtype)
+    else:
+        config = layout.skeleton.config
+        config.dtype, config.architectures = dtype, [type(layout.skeleton).__name__]
+        (folder / "config.json").write_text(config.to_json_string())
         separator = trainer["separator_id"]
         generation = {"eos_token_id": separator, "pad_token_id": separator}
-        (partial / "generation_config.json").write_text(json.dumps(generation, indent=2))
-        tokenizer = Path(trainer["tokenizer_dir"])
-        if tokenizer.is_dir():
-            for file in sorted(tokenizer.iterdir()):
-                shutil.copy2(file, partial / file.name)
-        for file in partial.iterdir():
-            sync(file)
-        if out.exists():
-            remove_checkpoint(out.rename(out.with_name(out.name + ".old.tmp")))
-        partial.rename(out)
-        sync(out.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return out
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    index = files.index(sum(map(numel, layout.shapes.values())))
+    same_index = imported and files.shards.keys() == trainer["source"]["files"].keys() and (folder / INDEX).is_file()
+    if index is None:
+        (folder / INDEX).unlink(missing_ok=True)
+    elif not (same_index and json.loads((folder / INDEX).read_text())["weight_map"] == json.loads(index)["weight_map"]):
+        (folder / INDEX).write_text(index)
+    mark = {"run": _run_id(checkpoint, trainer), "checkpoint": str(checkpoint.resolve()), "step": trainer.get("step")}
+    (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n")
 
 
-def _write_shards(reader: CheckpointReader, folder: Path, dtype: torch.dtype) -> None:
-    """model.safetensors, or numbered shards with an index. At most one shard is in memory."""
-    plan = list(_shards(reader, torch.empty((), dtype=dtype).element_size()))
-    weight_map: dict[str, str] = {}
-    for index, names in enumerate(plan, 1):
-        file = "model.safetensors" if len(plan) == 1 else f"model-{index:05d}-of-{len(plan):05d}.safetensors"
-        tensors = {name: _tensor(reader, name, dtype) for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
-    if len(plan) > 1:
-        total = sum(numel(reader.shape(name)) for name in weight_map) * torch.empty((), dtype=dtype).element_size()
-        index_json: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1))
+def _keep_config(path: Path, source: Mapping[str, Any], files: WeightFiles, dtype: str) -> None:
+    """The imported config.json, byte by byte unless the weights have another type now."""
+    known, config = source["files"], dict(source["config"])
+    before = {tensor: kind for shard in known.values() for tensor, kind in shard["tensors"].items()}
+    same = all(files.dtype_of().get(tensor) == kind for tensor, kind in before.items())
+    try:
+        unchanged = json.loads(path.read_text()) == config
+    except (OSError, ValueError):
+        unchanged = False
+    if not same:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if not same or not unchanged:
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _tensor(reader: CheckpointReader, name: str, dtype: torch.dtype) -> Tensor:
-    shape = reader.shape(name)
-    return reader.read(name, 0, numel(shape)).reshape(shape).to(dtype)
+def _prove(
+    folder: Path,
+    reader: CheckpointReader,
+    layout: FolderLayout,
+    files: WeightFiles,
+    rounded: Mapping[str, int],
+    check: Check,
+    report: Report,
+    *,
+    trust_remote_code: bool,
+) -> None:
+    """Read the folder again as any user would, and compare it with the checkpoint. Raises ProofError."""
+    written = SafetensorsSource(folder, layout, asked_by="to-hf")
+    check_extents(read_back(written, rounded, "reading back"), layout.skeleton, report)
+    written.close()
+    report.add("round trip", f"{len(rounded)} parameters read back, equal to the source bit by bit once rounded")
+    dtypes = {files.parts[tensor].parameter: DTYPE_OF[kind] for tensor, kind in files.dtype_of().items()}
 
+    def values(name: str, start: int, stop: int) -> Tensor:
+        return reader.read(name, start, stop).to(dtypes[name]).float()
 
-def _shards(reader: CheckpointReader, element_bytes: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name in reader.order():
-        grows = numel(reader.shape(name)) * element_bytes
-        if names and size + grows > _SHARD_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += grows
-    yield names
+    prove_logits(layout, values, folder, check, report, trust_remote_code=trust_remote_code)

@@ -72,17 +72,19 @@ class FolderLayout:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
-        self._model = skeleton
+        self.skeleton = skeleton
         self.shapes: dict[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in skeleton.named_parameters()}
         """Of every parameter, by the model's name; a tied one is there once."""
         every = dict(skeleton.named_parameters(remove_duplicate=False))
         first = {id(parameter): name for name, parameter in skeleton.named_parameters()}
         self._tied = {name: first[id(p)] for name, p in every.items() if name not in self.shapes}
+        self.tied = len(self._tied)
+        """How many names share the parameter of another."""
         state = skeleton.state_dict()
         self._known = {name: torch.empty(value.shape, device="meta") for name, value in state.items()}
         self.buffers = {name: value for name, value in state.items() if name not in every}
         """Buffers that belong into a file, with the values of a new model."""
-        mapping: list[Any] = get_model_conversion_mapping(self._model)
+        mapping: list[Any] = get_model_conversion_mapping(self.skeleton)
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._renamings: list[Any] = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
         self.tensors: dict[str, Part] = self._written_tensors()
@@ -122,18 +124,18 @@ class FolderLayout:
     def _written_tensors(self) -> dict[str, Part]:
         from transformers.core_model_loading import revert_weight_conversion
 
-        skipped = set(self._tied) | set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
+        skipped = set(self._tied) | set(getattr(self.skeleton, "_keys_to_ignore_on_save", None) or ())
         state = {name: value for name, value in self._known.items() if name not in skipped}
         owner = {value.untyped_storage()._cdata: name for name, value in state.items()}
         parts = {}
         with _FollowViews():
-            written = revert_weight_conversion(self._model, dict(state))
+            written = revert_weight_conversion(self.skeleton, dict(state))
         for tensor, view in written.items():
             name = owner.get(view.untyped_storage()._cdata)
             if name is None or not view.is_contiguous():
                 raise ModelError(
-                    f"{type(self._model).__name__}: transformers makes the file's {tensor} in a way that is no cut of "
-                    "a parameter into consecutive parts; such models cannot be read or written yet."
+                    f"{type(self.skeleton).__name__}: transformers makes the file's {tensor} in a way that is no cut "
+                    "of a parameter into consecutive parts; such models cannot be read or written yet."
                 )
             parts[tensor] = Part(name, view.storage_offset(), tuple(view.shape))
         return parts
@@ -142,14 +144,14 @@ class FolderLayout:
         """The model's name of the parameter or buffer that a tensor belongs to, and whether it is a part of it."""
         from transformers.core_model_loading import rename_source_key
 
-        prefix = self._model.base_model_prefix
+        prefix = self.skeleton.base_model_prefix
         name, pattern = rename_source_key(tensor, self._renamings, self._converters, prefix, self._known)
         if name not in self._known and tensor in self._known:
             return tensor, False
         return name, pattern is not None
 
     def _part(self, tensor: str, parameter: str) -> Part:
-        prefix = f"{self._model.base_model_prefix}."
+        prefix = f"{self.skeleton.base_model_prefix}."
         for name in (tensor, prefix + tensor, tensor.removeprefix(prefix)):
             if name in self.tensors and self.tensors[name].parameter == parameter:
                 return self.tensors[name]
@@ -159,5 +161,5 @@ class FolderLayout:
         )
 
     def _is_derived(self, tensor: str) -> bool:
-        patterns = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        patterns = getattr(self.skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
         return f".{tensor}".endswith(_DERIVED) or any(re.search(pattern, tensor) for pattern in patterns)

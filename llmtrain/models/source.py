@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -284,7 +285,7 @@ class SafetensorsSource:
             return [self._inside(self.folder / SINGLE)]
         for name in weight_map.values():
             # transformers 5.23 joins these names unchecked (transformers issue 46097): "../x" would leave the folder.
-            if not isinstance(name, str) or Path(name).name != name or not (self.folder / name).is_file():
+            if not isinstance(name, str) or Path(name).name != name or not os.path.isfile(self.folder / name):
                 raise self._wrong(f"{self.folder / INDEX} names {name!r}, which is no file in {self.folder}.")
         return [self._inside(self.folder / name) for name in sorted(set(weight_map.values()))]
 

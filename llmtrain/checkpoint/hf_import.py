@@ -1,0 +1,242 @@
+"""From a Hugging Face folder to a checkpoint of parameters alone: streamed, restartable, proved."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain import log, units
+from llmtrain.checkpoint.build import build_checkpoint
+from llmtrain.checkpoint.durable import remove_tree, sync
+from llmtrain.checkpoint.format import MANIFEST, PARAM, read_trainer, step_folder
+from llmtrain.checkpoint.hf import SOURCE
+from llmtrain.checkpoint.prove import CHUNK, Check, Report, check_extents, prove_logits, read_back
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.shards import DTYPES, describe
+from llmtrain.config.run import ModelConfig
+from llmtrain.errors import CheckpointError, ModelError, UserError
+from llmtrain.models.build import skeleton
+from llmtrain.models.layout import FolderLayout
+from llmtrain.models.source import DTYPE_OF, SafetensorsSource, refuse_escape
+from llmtrain.models.tensorfile import numel
+
+_ASKED_BY = "from-hf"
+_KEPT = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+"""Files beside the weights that come along: configurations, tokenizers, templates and the model card."""
+_KEPT_LIMIT = 256 << 20  # bytes of one of them; the largest tokenizers have 40 MB
+
+
+def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_code: bool = False) -> Report:
+    """Write `out`/checkpoints/step-00000000 with the parameters of a Hugging Face folder in fp32.
+
+    `out` is laid out like a run folder. Beside `checkpoints` it keeps the files that are no weights, so that to-hf
+    gives the folder back byte by byte.
+
+    Raises:
+        CheckpointError: `out` exists, or another process writes it.
+        ModelError: the folder is none, is not of its own configuration, or needs code that is not trusted.
+        ProofError: what was written is not what was read. Nothing is left at `out`.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} exists already; nothing was written. Give another name or move it away.")
+    report = Report(out)
+    model, config = _configuration(folder, trust_remote_code=trust_remote_code)
+    layout = FolderLayout(skeleton(model, trust_remote_code=trust_remote_code))
+    source = SafetensorsSource(folder, layout, asked_by=_ASKED_BY)
+    _check_names(source, layout, report)
+    _check_twins(source, layout)
+    partial = out.with_name(out.name + ".tmp")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(f"{partial} is being written by another process. Wait for it.") from None
+    except OSError as error:
+        raise CheckpointError(f"{partial} cannot be made: {error.strerror}. Give another folder.") from error
+    try:
+        step = _write(partial, source, layout, config, report)
+        _keep_others(folder, partial / SOURCE, python=trust_remote_code)
+        if check != "none":
+            _prove(step, source, layout, check, report, trust_remote_code=trust_remote_code)
+        sync(partial)
+        partial.rename(out)
+        sync(out.parent)
+    except UserError:
+        remove_tree(partial)
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{partial} cannot be written: {error.strerror}. Mend that and start the same command again."
+        ) from error
+    finally:
+        os.close(lock)
+        source.close()
+    total = 4 * sum(map(numel, layout.shapes.values()))
+    report.add("written", f"{step_folder(out / 'checkpoints', 0)}: {units.size(total)}, parameters alone")
+    return report
+
+
+def _configuration(folder: Path, *, trust_remote_code: bool) -> tuple[ModelConfig, dict[str, Any]]:
+    """The model section for the folder, and its config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{_ASKED_BY}: {folder} has no config.json. Give a Hugging Face model folder.")
+    for file in folder.iterdir():
+        if file.is_symlink() and file.is_file():
+            refuse_escape(folder, file)
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{_ASKED_BY}: {path} cannot be read: {error}.") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{_ASKED_BY}: {path} is no model configuration.")
+    if config.get("quantization_config"):
+        raise ModelError(
+            f"{_ASKED_BY}: {path}: quantization_config: quantized weights cannot be read. Dequantize first."
+        )
+    return ModelConfig(pretrained=str(folder), attention="eager"), config
+
+
+def _check_names(source: SafetensorsSource, layout: FolderLayout, report: Report) -> None:
+    """Every parameter of the model class is there with its shape and a type that fp32 holds, and nothing else."""
+    model, there = type(layout.skeleton).__name__, set(source.order())
+    if lacking := sorted(layout.shapes.keys() - there):
+        raise ModelError(
+            f"{source.origin} lacks {len(lacking)} of the {len(layout.shapes)} parameters of {model}, first "
+            f"{', '.join(lacking[:3])}. Is its config.json the one of these weights (tie_word_embeddings, "
+            "num_hidden_layers)?"
+        )
+    if surplus := source.placement.surplus:
+        raise ModelError(
+            f"{source.origin} holds {len(surplus)} tensors that {model} has no place for, first "
+            f"{', '.join(surplus[:3])}. Is its config.json the one of these weights?"
+        )
+    for name, shape in layout.shapes.items():
+        if source.shape(name) != shape:
+            raise ModelError(
+                f"{source.origin}: {name} has shape {list(source.shape(name))}, config.json makes it {list(shape)}."
+            )
+        if odd := source.dtypes(name) - set(DTYPES.values()):
+            raise ModelError(f"{source.origin}: {name} has the type {odd.pop()}; F32, BF16 and F16 are read.")
+    tied = f", {layout.tied} tied" if layout.tied else ""
+    report.add("parameters", f"{len(layout.shapes)}: names and shapes as {model} has them{tied}")
+    dropped = source.placement.derived
+    if dropped:
+        report.add("dropped", f"{len(dropped)} that the model computes itself, first {', '.join(dropped[:3])}")
+
+
+def _check_twins(source: SafetensorsSource, layout: FolderLayout) -> None:
+    """A tied weight that a folder holds twice has one value. Raises ModelError."""
+    for tensor, name in source.placement.twins.items():
+        size = numel(layout.shapes[name])
+        for start in range(0, size, CHUNK):
+            stop = min(size, start + CHUNK)
+            same = source.file_of[tensor].entries[tensor].shape == layout.shapes[name]
+            if not same or not torch.equal(source.read_tensor(tensor, start, stop), source.read(name, start, stop)):
+                raise ModelError(
+                    f"{source.origin}: config.json ties {tensor} to {name}, but they differ. If both are meant, set "
+                    "tie_word_embeddings to false there; else remove one."
+                )
+
+
+def _write(
+    partial: Path, source: SafetensorsSource, layout: FolderLayout, config: Mapping[str, Any], report: Report
+) -> Path:
+    """The checkpoint, unless an earlier start of the same conversion finished it."""
+    step = step_folder(partial / "checkpoints", 0)
+    trainer, changed = _trainer(source, layout, config)
+    trainer["tokenizer_dir"] = str((partial.with_name(partial.name.removesuffix(".tmp")) / SOURCE).absolute())
+    if (step / MANIFEST).is_file() and read_trainer(step) == json.loads(json.dumps(trainer)):
+        log.info(f"continuing {partial}: the checkpoint is finished")
+    else:
+        remove_tree(step)
+        with log.Progress("writing", 4 * sum(map(numel, layout.shapes.values()))) as progress:
+            build_checkpoint(
+                step,
+                step=0,
+                shapes={name: layout.shapes[name] for name in source.order()},
+                moments={},
+                read=lambda _, name, start, stop: source.read(name, start, stop).float(),
+                trainer=trainer,
+                layout={"made_by": _ASKED_BY, "precision": trainer["source"]["precision"]},
+                plan={_ASKED_BY: trainer["source"]["identity"]},
+                advance=progress.advance,
+            )
+    twins = source.placement.twins
+    if twins:
+        report.add("ties", f"{', '.join(sorted(twins))} repeats a tied weight; to-hf writes it once")
+    report.add(
+        "way back",
+        f"not byte by byte for {', '.join(changed[:3])}" if changed else "to-hf writes the same weight files",
+    )
+    return step
+
+
+def _trainer(
+    source: SafetensorsSource, layout: FolderLayout, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """trainer.json, and the weight files that to-hf cannot give back byte by byte."""
+    files, changed = describe(source)
+    kinds = [kind for file in files.values() for kind in file["tensors"].values()]
+    most = max(sorted(set(kinds)), key=kinds.count)
+    stats = {file.path: os.stat(file.path) for file in source.file_of.values()}
+    settings = layout.skeleton.config
+    return {
+        "weights_only": True,
+        "step": 0,
+        "tokens": 0,
+        "vocab_size": settings.get_text_config().vocab_size,
+        "separator_id": settings.eos_token_id,
+        "model_config": settings.to_dict(),
+        "source": {
+            "folder": str(source.folder.resolve()),
+            "identity": {str(path.resolve()): [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()},
+            "config": dict(config),
+            "files": files,
+            "precision": next(ours for ours, theirs in DTYPES.items() if theirs == most),
+        },
+    }, changed
+
+
+def _keep_others(folder: Path, kept: Path, *, python: bool) -> None:
+    """Copy the files that are no weights. Code comes along only where it is trusted."""
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir()
+    for file in sorted(folder.iterdir()):
+        plain = file.suffix in _KEPT or file.name.startswith(("LICENSE", "NOTICE")) or (python and file.suffix == ".py")
+        if plain and file.is_file() and file.stat().st_size <= _KEPT_LIMIT:
+            shutil.copyfile(refuse_escape(folder, file), kept / file.name)
+            sync(kept / file.name)
+    sync(kept)
+
+
+def _prove(
+    step: Path,
+    source: SafetensorsSource,
+    layout: FolderLayout,
+    check: Check,
+    report: Report,
+    *,
+    trust_remote_code: bool,
+) -> None:
+    """Read the checkpoint again and compare it with the folder. Raises ProofError."""
+    reader = CheckpointReader(step)
+    expected = {name: value for (kind, name), value in reader.manifest.checksums().items() if kind == PARAM}
+    check_extents(read_back(reader, expected, "reading back"), layout.skeleton, report)
+    report.add("round trip", f"{len(expected)} parameters read back, equal to the source bit by bit")
+
+    def values(name: str, start: int, stop: int) -> Tensor:
+        kinds = source.dtypes(name)
+        return reader.read(name, start, stop).to(DTYPE_OF[kinds.pop()] if len(kinds) == 1 else torch.float32).float()
+
+    prove_logits(layout, values, source.folder, check, report, trust_remote_code=trust_remote_code)
+    reader.close()

@@ -1,0 +1,226 @@
+"""Proofs that a conversion kept every value under its name. A conversion that cannot prove itself leaves nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from llmtrain import log, units
+from llmtrain.errors import CheckpointError, UserError
+from llmtrain.models.checksum import checksum
+from llmtrain.models.layout import FolderLayout
+from llmtrain.models.source import RandomSource
+from llmtrain.models.tensorfile import numel
+
+Check = Literal["auto", "logits", "none"]
+"""How far a conversion proves itself: `none` does not read back what it wrote, `auto` does, and compares logits where
+they fit in memory, `logits` insists on them."""
+CHUNK = 4 << 20  # elements in memory at a time
+_READERS = 2
+_TOKENS = 64
+_ROUNDING = 1e-5
+"""Allowed difference of logits as a share of the largest: both sides compute in fp32 with the same values, and are
+equal to the bit unless a kernel takes another path. Two swapped matrices make more than 1e-4 even in a new model."""
+
+
+class ProofError(CheckpointError):
+    """A conversion ran, but what it made is not what it was made from, or there is doubt."""
+
+    exit_code = 1
+
+
+@dataclass
+class Report:
+    """What a conversion did and proved, for people."""
+
+    path: Path
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, what: str, text: str) -> None:
+        """One line."""
+        self.lines.append(f"{what:<11} {text}")
+
+
+class Values(Protocol):
+    """Values of flat parameters by the model's names."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, start: int, stop: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Smallest and largest value of a parameter."""
+
+    low: float
+    high: float
+    finite: bool
+
+
+def read_back(values: Values, expected: Mapping[str, int], what: str) -> dict[str, Extent]:
+    """Read every parameter of `expected` (name -> checksum) again, and tell its extent.
+
+    Raises:
+        ProofError: naming the parameters whose values are others.
+    """
+    total = sum(4 * numel(values.shape(name)) for name in expected)
+
+    def one(name: str) -> tuple[int, Extent]:
+        size, found, lows, highs = numel(values.shape(name)), 0, [math.inf], [-math.inf]
+        for start in range(0, size, CHUNK):
+            chunk = values.read(name, start, min(size, start + CHUNK))
+            found += checksum(chunk, start)
+            low, high = chunk.aminmax()
+            lows.append(float(low))
+            highs.append(float(high))
+            progress.advance(4 * chunk.numel())
+        finite = all(map(math.isfinite, (*lows[1:], *highs[1:])))
+        return found % 2**64, Extent(min(lows), max(highs), finite)
+
+    with log.Progress(what, total) as progress, ThreadPoolExecutor(_READERS) as pool:
+        results = dict(zip(expected, pool.map(one, expected), strict=True))
+    bad = [name for name, (found, _) in results.items() if found != expected[name]]
+    if bad:
+        raise ProofError(
+            f"{what}: {len(bad)} of {len(expected)} parameters differ from the source, first {', '.join(bad[:3])}. "
+            "Nothing was kept. Try again; if it happens again, the disk or the conversion is at fault."
+        )
+    return {name: extent for name, (_, extent) in results.items()}
+
+
+def check_extents(extents: Mapping[str, Extent], skeleton: nn.Module, report: Report) -> None:
+    """No parameter is empty, non-finite, or a matrix of one value that a new model does not have either.
+
+    Raises:
+        ProofError: naming the parameters.
+    """
+    odd = [f"{name} holds NaN or infinity" for name, extent in extents.items() if not extent.finite]
+    shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+    odd += [f"{name} is empty" for name in extents if numel(shapes[name]) == 0]
+    constant = {n: e.low for n, e in extents.items() if e.finite and e.low == e.high and numel(shapes[n]) > 1}
+    fresh = RandomSource(skeleton, 0, torch.device("cpu"))
+    for name, value in constant.items():
+        # Norm weights of one and biases of zero are what training starts from; a weight matrix of one value is not.
+        if len(shapes[name]) > 1 and not bool((fresh.read(name, 0, numel(shapes[name])) == value).all()):
+            odd.append(f"{name} {list(shapes[name])} is {value:g} everywhere")
+    if odd:
+        raise ProofError(
+            f"{len(odd)} parameters cannot be right: {'; '.join(odd[:3])}. Nothing was kept. Look at the source; if it "
+            "is meant to be so, convert with --check none."
+        )
+    same = ", ".join(f"{count} of {value:g} everywhere" for value, count in sorted(Counter(constant.values()).items()))
+    report.add("values", f"finite, none empty, {same or 'none of one value'}")
+
+
+def prove_logits(
+    layout: FolderLayout,
+    values: Callable[[str, int, int], Tensor],
+    folder: Path,
+    check: Check,
+    report: Report,
+    *,
+    trust_remote_code: bool,
+) -> None:
+    """Compare the logits of `folder`, loaded by transformers, with those of a model filled from `values`.
+
+    Both compute in fp32 on 64 random tokens, one after the other: one model is in memory at a time.
+
+    Args:
+        values: (parameter, start, stop) -> elements of the flat parameter, rounded as in the folder.
+
+    Raises:
+        ProofError: they differ, or transformers does not take every parameter from the folder.
+    """
+    parameters = sum(map(numel, layout.shapes.values()))
+    largest = max(map(numel, layout.shapes.values()))
+    need, free = 4 * parameters + 12 * largest + (256 << 20), memory_available()
+    if check == "auto" and need > 0.9 * free:
+        report.add("logits", f"not compared: {units.size(need)} of memory needed, {units.size(free)} free")
+        return
+    config = layout.skeleton.config.get_text_config()
+    length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
+    tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    want = _filled_logits(layout, values, tokens)
+    got = _folder_logits(folder, tokens, trust_remote_code=trust_remote_code)
+    worst, scale = float((got - want).abs().max()), float(want.abs().max())
+    if not worst <= _ROUNDING * scale:
+        raise ProofError(
+            f"the logits of {folder}, loaded by transformers, differ from those of the source by {worst:.3g} (largest "
+            f"logit {scale:.3g}): a tensor stands under a wrong name. Nothing was kept; this is a fault of the "
+            "conversion, report it with the model's config.json."
+        )
+    report.add("logits", f"{length} x {want.shape[-1]} logits agree with the source's, largest difference {worst:.3g}")
+
+
+@torch.no_grad()
+def _filled_logits(layout: FolderLayout, values: Callable[[str, int, int], Tensor], tokens: Tensor) -> Tensor:
+    hf = layout.skeleton
+    empty: dict[int, nn.Parameter] = {}
+    meta = []
+    for module in hf.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                meta.append((module, name, parameter))
+                made = nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
+                module._parameters[name] = empty.setdefault(id(parameter), made)
+    try:
+        for name, parameter in hf.named_parameters():
+            flat = parameter.view(-1)
+            for start in range(0, flat.numel(), CHUNK):
+                flat[start : start + CHUNK] = values(name, start, min(flat.numel(), start + CHUNK))
+        return hf.eval()(input_ids=tokens, use_cache=False).logits.float()
+    finally:
+        for module, name, parameter in meta:
+            module._parameters[name] = parameter
+
+
+@torch.no_grad()
+def _folder_logits(folder: Path, tokens: Tensor, *, trust_remote_code: bool) -> Tensor:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        hf, info = loaded
+        lacking = sorted({*info["missing_keys"], *map(str, info["mismatched_keys"])})
+        if lacking:
+            raise ProofError(f"transformers does not find {', '.join(lacking[:3])} in {folder}. Nothing was kept.")
+        for parameter in hf.parameters():
+            # From where the file is mapped, values lie at odd addresses, and the kernels may take another path there.
+            parameter.data = parameter.data.clone()
+        return hf.eval()(input_ids=tokens, use_cache=False).logits.float()
+    except UserError:
+        raise
+    except Exception as error:
+        raise ProofError(f"transformers cannot load {folder}: {error}. Nothing was kept.") from error
+
+
+def memory_available() -> int:
+    """Bytes that this process may still take: of the machine, and of its container (cgroup 2)."""
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" is no number: no limit
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return min(free, limit - used + int(stat["file"]))  # the page cache gives way
+    except (OSError, ValueError, KeyError):
+        return free
