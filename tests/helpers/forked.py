@@ -1,0 +1,99 @@
+"""Runs whose ranks are forked from a process that has imported everything: a launch takes about 2 s instead of 10.
+
+For tests that kill many launches. The ranks run `llmtrain train`'s own main; only DeepSpeed's launcher is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.helpers.launching import free_port
+
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["llmtrain.loop", "transformers.models.llama.modeling_llama", "tests.helpers.forked"])
+
+
+class Launch:
+    """`world_size` ranks that train; the output of all of them goes to one file."""
+
+    def __init__(self, recipe: Path, *overrides: str, world_size: int = 2) -> None:
+        self.log = recipe.parent / "launch.log"
+        port = free_port()
+        arguments = ["--config", str(recipe), *overrides]
+        self.ranks: list[Any] = [
+            _CONTEXT.Process(target=_rank, args=(rank, world_size, port, arguments, str(self.log)))
+            for rank in range(world_size)
+        ]
+        for rank in self.ranks:
+            rank.start()
+
+    def alive(self) -> bool:
+        return any(rank.is_alive() for rank in self.ranks)
+
+    def writer(self, rank: int) -> psutil.Process | None:
+        """The checkpoint writer of a rank, if it has one."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.ranks[rank].pid).children():
+                if "llmtrain.checkpoint.writer" in child.cmdline():
+                    return child
+        return None
+
+    def kill(self) -> None:
+        """SIGKILL for every rank at once; returns when they and their writers are gone."""
+        writers = [self.writer(index) for index in range(len(self.ranks))]
+        for rank in self.ranks:
+            rank.kill()
+        self.wait(20)
+        _, alive = psutil.wait_procs([w for w in writers if w is not None], timeout=10)
+        assert not alive, "a writer outlived its rank"
+
+    def wait(self, timeout_s: float) -> list[int | None]:
+        """Exit codes; None for a rank that did not end in time."""
+        deadline = time.monotonic() + timeout_s
+        for rank in self.ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        return [rank.exitcode for rank in self.ranks]
+
+    def output(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def _rank(rank: int, world_size: int, port: int, arguments: list[str], log: str) -> None:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+        DS_ACCELERATOR="cpu",
+    )
+    os.environ.pop("LOCAL_SIZE", None)
+    import torch
+
+    from llmtrain.errors import UserError
+    from llmtrain.train import main
+
+    torch.set_num_threads(1)
+    try:
+        code = main(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
