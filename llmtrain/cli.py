@@ -45,11 +45,16 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         # Before the ranks have met, one voice a host: another host may have another file or another version.
         if log.rank() == 0 or (not error.everywhere and os.environ.get("LOCAL_RANK") == "0"):
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {_plain(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would obey: names in files that others made come into messages."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def _command(name: str) -> Callable[[list[str]], int]:

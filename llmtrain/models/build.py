@@ -106,6 +106,8 @@ def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
         path = Path(str(given))
         file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():  # a pipe would keep us waiting
+            raise FileNotFoundError(f"{file} is no file")
         fields = json.loads(file.read_text())
         if "auto_map" in fields and not trust_remote_code:
             raise ModelError(
