@@ -92,9 +92,8 @@ class OutputFolder:
     def commit(self) -> Path:
         """Rename to the final name. Every file must be durable by now, or small enough to be synced here."""
         (self.partial / _JOURNAL).unlink()
-        for file in self.partial.iterdir():
-            sync(file)
-        sync(self.partial)
+        for path in [*self.partial.rglob("*"), self.partial]:
+            sync(path)
         self.partial.rename(self.out)
         sync(self.out.parent)
         return self.out
@@ -111,9 +110,9 @@ class OutputFolder:
                         self._finished[entry["file"]] = entry["info"]
         if self._finished:
             log.info(f"continuing {self.partial}: {len(self._finished)} files are finished")
-        for path in self.partial.iterdir():
-            if path.name not in self._finished:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in self.partial.rglob("*"):
+            if not path.is_dir() and str(path.relative_to(self.partial)) not in self._finished:
+                path.unlink()
         with open(journal, "w") as file:
             file.write(json.dumps(self._plan) + "\n")
             for name, info in self._finished.items():

@@ -1,0 +1,293 @@
+"""DeepSpeed's own checkpoints into one of ours. No GPU, no torch.distributed, and no DeepSpeed."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain import units
+from llmtrain.checkpoint.build import build_checkpoint
+from llmtrain.checkpoint.format import PARAM, step_folder
+from llmtrain.checkpoint.native_files import Files, find_tag, open_files
+from llmtrain.checkpoint.native_names import Target, hf_names
+from llmtrain.checkpoint.native_state import (
+    MOMENTS,
+    State,
+    add_copies,
+    add_copies_as_masters,
+    add_zero,
+    place_tied,
+    read_spans,
+)
+from llmtrain.checkpoint.native_universal import add_universal
+from llmtrain.checkpoint.native_unnamed import add_unnamed
+from llmtrain.checkpoint.pickles import Record
+from llmtrain.errors import CheckpointError
+from llmtrain.log import Progress
+from llmtrain.models.tensorfile import numel
+
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@dataclass(frozen=True)
+class _Import:
+    """A DeepSpeed checkpoint with its names resolved."""
+
+    files: Files
+    state: State
+    names: dict[str, str]
+    """Hugging Face name -> DeepSpeed's."""
+    target: Target
+    kinds: tuple[str, ...]
+    """Moments that are taken along."""
+
+    def moments(self) -> dict[str, set[str]]:
+        return {
+            kind: {hf for hf, name in self.names.items() if (kind, name) in self.state.spans} for kind in self.kinds
+        }
+
+    def precision(self) -> str:
+        tensors = [span.tensor for span in self.state.copies.values()]
+        tensors += [value for value in (self.files.state.get("module") or {}).values() if isinstance(value, Tensor)]
+        for tensor in tensors:
+            if tensor.dtype in _PRECISIONS:
+                return _PRECISIONS[tensor.dtype]
+        return "fp32"
+
+
+def import_deepspeed(
+    folder: Path,
+    out: Path,
+    *,
+    model: Path | None = None,
+    tag: str | None = None,
+    names: Path | None = None,
+    weights_only: bool = False,
+) -> list[str]:
+    """Write `out`/checkpoints/step-XXXXXXXX from a checkpoint of DeepSpeed's: ZeRO 0-3, PipelineModule, or universal.
+
+    Args:
+        folder: what engine.save_checkpoint was given, or one step's folder in it.
+        model: Hugging Face folder or config.json; default: config.json in `folder`.
+        tag: the step's folder; default: the one that the file `latest` names.
+        names: JSON {their parameter name: Hugging Face name}, where they cannot be told.
+        weights_only: take no optimizer state.
+
+    Returns the lines of a report.
+
+    Raises:
+        CheckpointError, ModelError: whatever is in doubt; then nothing is written.
+    """
+    chosen = find_tag(folder, tag)
+    config = _config(folder, chosen, model)
+    target = Target.of(config)
+    files = open_files(chosen, weights_only=weights_only)
+    with Progress(f"checking {chosen}", sum(file.bytes for file in files.all())) as bar:
+        files.verify(bar.advance)
+    source = _resolve(files, target, names, weights_only=weights_only)
+    step = _step(files, source.state, weights_only=weights_only)
+    reader = _Reader(source)
+    moments = {} if weights_only else source.moments()
+    total = 4 * sum(numel(shape) for shape in target.shapes.values()) * (1 + len(moments))
+    trainer = _trainer(source, step, config)
+    layout = {
+        "world_size": len(files.models) if not files.zero else sum(map(len, files.zero)),
+        "zero_stage": _stage(files),
+        "precision": source.precision(),
+    }
+    with Progress(f"writing {out}", total) as bar:
+        path = build_checkpoint(
+            step_folder(out / "checkpoints", step),
+            step=step,
+            shapes=target.shapes,
+            moments=moments,
+            read=reader.read,
+            trainer=trainer,
+            layout=layout,
+            plan={"from": str(chosen.resolve()), "weights_only": weights_only, "names": source.names},
+            advance=bar.advance,
+        )
+    return _report(source, path, layout, trainer, reader, weights_only=weights_only)
+
+
+def _config(folder: Path, chosen: Path, model: Path | None) -> Path:
+    if model is not None:
+        return model
+    for candidate in (folder, chosen, chosen.parent):
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise CheckpointError(
+        f"{folder} has no config.json: which model is it? Give its Hugging Face folder or config.json with --model; "
+        "every name and shape is checked against that."
+    )
+
+
+def _resolve(files: Files, target: Target, names: Path | None, *, weights_only: bool) -> _Import:
+    """Find every tensor and give it its Hugging Face name."""
+    state, kinds = State(), () if weights_only else MOMENTS
+    add_copies(state, files)
+    if files.universal:
+        add_universal(state, files, kinds)
+    elif files.zero:
+        add_zero(state, files, kinds)
+        place_tied(state, files)
+    found = hf_names(state.shapes, target, names, files.folder)
+    if not (files.universal or files.zero or weights_only):
+        add_unnamed(state, files, [name for name in state.copies if name in found], kinds)
+    lacking = [name for name in found if (PARAM, name) not in state.spans]
+    absent = [name for name in lacking if name not in state.copies]
+    if absent:
+        raise CheckpointError(f"{files.folder}: no file holds the values of {absent[0]} ({len(absent)} in all).")
+    add_copies_as_masters(state, lacking)
+    state.check_gaps()
+    ours = {hf: name for name, hf in found.items()}
+    for alias, hf in target.aliases.items():
+        theirs = ours[hf].removesuffix(hf) + alias
+        if theirs in state.copies:
+            state.aliases.setdefault(ours[hf], []).append(state.copies[theirs])
+    return _Import(files, state, ours, target, kinds)
+
+
+class _Reader:
+    """Values by Hugging Face name; each is checked on its way. Called from several threads."""
+
+    def __init__(self, source: _Import) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._constant: dict[str, float] = {}
+        self.compared = 0
+        """Elements of masters that were compared with another copy of them."""
+
+    def read(self, kind: str, hf: str, start: int, stop: int) -> Tensor:
+        """fp32 elements [start, stop). Raises CheckpointError when they contradict another copy, or are no numbers."""
+        state, name = self._source.state, self._source.names[hf]
+        values = read_spans(state.spans[kind, name], start, stop)
+        if not bool(torch.isfinite(values).all()):
+            raise CheckpointError(f"{state.spans[kind, name][0].file.path.parent}: {kind} of {name} is not finite.")
+        others = [state.twins[kind, name]] if (kind, name) in state.twins else []
+        if kind == PARAM:
+            own = state.copies.get(name)
+            copies = [own] if own is not None and own.tensor is not state.spans[kind, name][0].tensor else []
+            others += [[copy] for copy in (*copies, *state.aliases.get(name, []))]
+            self._note_constant(hf, values, start)
+        for spans in others:
+            held = read_spans(spans, start, stop)
+            if not torch.equal(values.to(spans[0].tensor.dtype).float(), held):
+                at = start + int((values.to(spans[0].tensor.dtype).float() != held).nonzero()[0])
+                first, second = state.spans[kind, name][0].file.path, spans[0].file.path
+                raise CheckpointError(
+                    f"{first.parent}: element {at} of {kind} of {name} contradicts another copy of it ({first.name} "
+                    f"and {second.name}): the files are of different steps, or one is damaged. DeepSpeed would load "
+                    "them without a word; nothing was imported."
+                )
+            with self._lock:
+                self.compared += values.numel()
+        return values
+
+    def _note_constant(self, hf: str, values: Tensor, start: int) -> None:
+        """Remember matrices of which every element is the same: no training leaves such a one."""
+        if len(self._source.target.shapes[hf]) < 2 or values.numel() == 0:
+            return
+        low, high = float(values.min()), float(values.max())
+        with self._lock:
+            if low != high or self._constant.setdefault(hf, low) != low:
+                self._constant[hf] = float("nan")
+
+    def constant(self) -> list[str]:
+        """Matrices with one value everywhere."""
+        return sorted(name for name, value in self._constant.items() if value == value)
+
+
+def _step(files: Files, state: State, *, weights_only: bool) -> int:
+    """The step to file it under. Raises CheckpointError when the files tell of different ones."""
+    step, skipped = files.state.get("global_steps"), files.state.get("skipped_steps") or 0
+    if type(step) is not int or type(skipped) is not int or not 0 <= skipped <= step < 10**18:
+        raise CheckpointError(f"{files.models[0].path}: global_steps is {step!r}, skipped_steps {skipped!r}.")
+    if weights_only:
+        return step
+    counted = state.step()
+    if not state.copies and counted != step - skipped:
+        raise CheckpointError(
+            f"{files.folder}: the optimizer counts {counted} steps, {files.models[0].path.name} {step} of which "
+            f"{skipped} were skipped, and there is no second copy of the weights that could tell whether these are "
+            "files of two saves. If the optimizer was started anew in between, import the weights alone, with --weights-only."
+        )
+    return step
+
+
+def _stage(files: Files) -> int:
+    config = files.state.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    return stage if type(stage) is int and 0 <= stage <= 3 else 0
+
+
+def _trainer(source: _Import, step: int, config: Path) -> dict[str, Any]:
+    """trainer.json. What DeepSpeed does not write down is None; tokens count from here."""
+    state, folder = source.files.state, config if config.is_dir() else config.parent
+    fields = source.target.model.config.to_dict()
+    samples = state.get("global_samples")
+    return {
+        "step": step,
+        "tokens": 0,
+        "sample_index": samples if type(samples) is int and samples >= 0 else 0,
+        "skipped_steps": state.get("skipped_steps") or 0,
+        "optimizer_step": source.state.step() if source.kinds else 0,
+        "loss_scale": _loss_scale(source),
+        "wandb_id": None,
+        "optimizer": "adamw" if source.kinds else None,
+        "vocab_size": source.target.model.config.get_text_config().vocab_size,
+        "data_fingerprint": None,
+        "separator_id": fields.get("eos_token_id") if isinstance(fields.get("eos_token_id"), int) else None,
+        "tokenizer_dir": str(folder.resolve()) if any(folder.glob("tokenizer*.json")) else None,
+        "model_config": fields,
+        "run": None,
+        "deepspeed": None,
+        "versions": {"deepspeed": str(state.get("ds_version"))},
+        "layout": None,
+        "imported_from": str(source.files.folder.resolve()),
+    }
+
+
+def _loss_scale(source: _Import) -> dict[str, float]:
+    """The dynamic loss scaler's numbers; nothing outside fp16 training."""
+    if source.precision() != "fp16" or not source.kinds:
+        return {}
+    if source.files.zero:
+        held = source.files.zero[0][0].tree["optimizer_state_dict"].get("loss_scaler")
+        numbers = vars(held) if isinstance(held, Record) else {}
+    else:
+        numbers = source.files.state.get("optimizer") or {}
+    return {key: numbers[key] for key in _SCALER_KEYS if type(numbers.get(key)) in (int, float)}
+
+
+def _report(
+    source: _Import, path: Path, layout: dict[str, Any], trainer: dict[str, Any], reader: _Reader, *, weights_only: bool
+) -> list[str]:
+    files, shapes = source.files, source.target.shapes
+    form = "universal" if files.universal else f"ZeRO {layout['zero_stage']} x {layout['world_size']} ranks"
+    stages = f", {len(files.models)} pipeline stages" if files.layers else ""
+    lines = [
+        f"{files.folder}: {form}{stages}, {layout['precision']}, step {trainer['step']}, "
+        f"optimizer step {trainer['optimizer_step']}, DeepSpeed {trainer['versions']['deepspeed']}",
+        f"{len(files.all())} files read whole, their CRC32s agree",
+        f"{len(shapes)} tensors, {units.count(sum(map(numel, shapes.values())))} parameters: keys and shapes are those "
+        f"of {type(source.target.model).__name__}",
+    ]
+    if reader.compared:
+        lines.append(f"{units.count(reader.compared)} elements agree with the module's own copy of them")
+    for alias, name in source.target.aliases.items():
+        lines.append(f"tied once: {alias} is {name}")
+    if weights_only:
+        lines.append("weights only: no optimizer state was taken")
+        if not files.zero and not files.universal and layout["precision"] != "fp32":
+            lines.append(f"the weights are the {layout['precision']} copies; there were no fp32 masters")
+    lines.append("not recorded by DeepSpeed, so not carried over: tokens, data order, W&B id, schedule")
+    lines += [f"doubtful: {name} has one value everywhere" for name in reader.constant()]
+    return [*lines, f"wrote {path}"]

@@ -1,0 +1,306 @@
+"""Where each parameter and each moment lies in the files of a DeepSpeed checkpoint, by DeepSpeed's names.
+
+ZeRO 1 and 2 keep one flat tensor for a parameter group, cut evenly over the ranks, and say what lies where
+(param_slice_mappings). ZeRO 3 cuts every parameter by itself and keeps the parts one after another, in the order of
+param_shapes. Without ZeRO the optimizer numbers its parameters and knows no names: see native_unnamed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.checkpoint.format import PARAM
+from llmtrain.checkpoint.native_files import Files
+from llmtrain.checkpoint.pickles import PickleFile
+from llmtrain.errors import CheckpointError
+from llmtrain.models.tensorfile import numel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_TIED = "tied_modules."
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, start + numel) of a flat parameter; they begin at element `offset` of a file's flat tensor."""
+
+    file: PickleFile
+    tensor: Tensor
+    offset: int
+    start: int
+    numel: int
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the parameter, in the precision of the file."""
+        first = self.offset + start - self.start
+        return self.file.read(self.tensor, first, first + stop - start)
+
+
+@dataclass
+class State:
+    """The contents of a checkpoint, by DeepSpeed's names of the parameters."""
+
+    spans: dict[tuple[str, str], list[Span]] = field(default_factory=dict)
+    """(kind, name) -> the parts, in order."""
+    twins: dict[tuple[str, str], list[Span]] = field(default_factory=dict)
+    """The same of a tied parameter as a second pipeline stage keeps it."""
+    copies: dict[str, Span] = field(default_factory=dict)
+    """What the module itself holds, in the precision of the forward pass."""
+    aliases: dict[str, list[Span]] = field(default_factory=dict)
+    """The module's copies under other names of a tied parameter, by its first name."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    steps: dict[Path, int] = field(default_factory=dict)
+    """Optimizer steps done, by the file that says so."""
+
+    def add(self, kind: str, name: str, span: Span, stage: int = 0) -> None:
+        """Append a part; from a later pipeline stage a tied parameter comes again."""
+        home = self.twins if stage and name.startswith(_TIED) else self.spans
+        home.setdefault((kind, name), []).append(span)
+
+    def check_gaps(self) -> None:
+        """Raises CheckpointError unless the parts of every tensor cover it once."""
+        for (kind, name), spans in [*self.spans.items(), *self.twins.items()]:
+            end = 0
+            for span in spans:
+                if span.start != end:
+                    raise CheckpointError(
+                        f"{span.file.path}: {kind} of {name} has a gap or an overlap at element {end}."
+                    )
+                end += span.numel
+            if end != numel(self.shapes[name]):
+                raise CheckpointError(
+                    f"{spans[0].file.path.parent}: {kind} of {name} has {end} elements, its shape "
+                    f"{list(self.shapes[name])} has {numel(self.shapes[name])}. A part is missing."
+                )
+
+    def note_step(self, file: PickleFile, value: Any) -> None:
+        """The optimizer's counter, as a file has it. Raises CheckpointError when the same file has had another."""
+        step = int(file.number(value))
+        if self.steps.setdefault(file.path, step) != step:
+            raise CheckpointError(f"{file.path}: the optimizer counts {self.steps[file.path]} steps, and {step}.")
+
+    def step(self) -> int:
+        """The optimizer step that all files agree on. Raises CheckpointError."""
+        values = {value: path for path, value in self.steps.items()}
+        if len(values) > 1:
+            told = ", ".join(f"{value} in {path.name}" for value, path in sorted(values.items()))
+            raise CheckpointError(
+                f"{next(iter(self.steps)).parent} mixes files of different steps: the optimizer's counter is {told}. "
+                "DeepSpeed would load that without a word; nothing can be taken from it."
+            )
+        return next(iter(values), 0)
+
+
+def add_copies(state: State, files: Files) -> None:
+    """The module's own tensors: from the model file, or from the layer files of a PipelineModule."""
+    named: list[tuple[str, PickleFile, Any]] = []
+    if files.layers:
+        for index, file in sorted(files.layers.items()):
+            named += [(f"{index}.{suffix}", file, value) for suffix, value in file.tree.items()]
+    else:
+        file = files.models[0]
+        buffers = set(file.tree.get("buffer_names") or [])
+        named = [(n, file, value) for n, value in (file.tree.get("module") or {}).items() if n not in buffers]
+    for name, file, value in named:
+        if not isinstance(name, str) or not name.isprintable():
+            raise CheckpointError(f"{file.path}: {name!r} is no name of a parameter.")
+        if isinstance(value, Tensor):
+            tensor = file.tensor(value)
+            if tensor.is_floating_point() and tensor.numel():
+                state.copies[name] = Span(file, tensor, 0, 0, tensor.numel())
+                state.shapes.setdefault(name, tuple(tensor.shape))
+
+
+def add_zero(state: State, files: Files, kinds: tuple[str, ...]) -> None:
+    """Masters and moments from ZeRO's optimizer files, any stage. Raises CheckpointError."""
+    for stage, ranks in enumerate(files.zero):
+        groups = _shape_groups(files.models[stage]) or [_shapes_of_copies(state, ranks)]
+        for group in groups:
+            state.shapes.update(group)
+        for rank, file in enumerate(ranks):
+            saved = file.tree.get("optimizer_state_dict")
+            if not isinstance(saved, dict):
+                raise CheckpointError(f"{file.path} holds no optimizer_state_dict.")
+            if "fp32_flat_groups" in saved:
+                parts = _zero_3_parts(file, saved, groups, rank, len(ranks))
+            else:
+                parts = _zero_12_parts(state, file, saved, stage)
+            for index, offset, name, start, count in parts:
+                for kind, tensor in _flat_tensors(state, file, saved, index, kinds).items():
+                    if offset + count > tensor.numel():
+                        raise CheckpointError(
+                            f"{file.path}: {kind} of group {index} has {tensor.numel()} elements, {name} would end at "
+                            f"{offset + count}. (State that is offloaded to NVMe is not in these files.)"
+                        )
+                    state.add(kind, name, Span(file, tensor, offset, start, count), stage)
+    _add_frozen(state, files)
+
+
+def _shape_groups(file: PickleFile) -> list[dict[str, tuple[int, ...]]]:
+    groups = file.tree.get("param_shapes") or []
+    try:
+        found = [{name: tuple(int(size) for size in shape) for name, shape in group.items()} for group in groups]
+    except (TypeError, AttributeError, ValueError):
+        raise CheckpointError(f"{file.path}: param_shapes is not a list of names with shapes.") from None
+    for name in (name for group in found for name in group):
+        if not isinstance(name, str) or not name.isprintable():
+            raise CheckpointError(f"{file.path}: {name!r} is no name of a parameter.")
+    return found
+
+
+def _shapes_of_copies(state: State, ranks: list[PickleFile]) -> dict[str, tuple[int, ...]]:
+    """Where DeepSpeed writes no param_shapes (a bf16 pipeline without ZeRO): from the module's copies."""
+    counts: dict[str, int] = {}
+    for file in ranks:
+        for mapping in (file.tree.get("optimizer_state_dict") or {}).get("param_slice_mappings") or []:
+            for name, address in mapping.items():
+                counts[name] = counts.get(name, 0) + int(vars(address).get("numel", 0))
+    found = {}
+    for name, count in counts.items():
+        homes = [name] if name in state.copies else _tied_homes(state, name, count, set(counts))
+        if len(homes) == 1:
+            found[name] = state.shapes[homes[0]]
+    return found
+
+
+def _tied_homes(state: State, name: str, count: int, owned: set[str]) -> list[str]:
+    """The copies that can be the tied parameter `name`: those of layers that own no parameter themselves."""
+    layers = {other.split(".")[0] for other in owned}
+    suffix = name.split(".", 2)[-1]
+    return [
+        copy
+        for copy in state.copies
+        if copy.split(".", 1)[-1] == suffix and numel(state.shapes[copy]) == count and copy.split(".")[0] not in layers
+    ]
+
+
+_Part = tuple[int, int, str, int, int]
+"""Group, first element in the flat tensor, name, first element in the parameter, elements."""
+
+
+def _zero_12_parts(state: State, file: PickleFile, saved: dict[str, Any], stage: int) -> Iterator[_Part]:
+    for group, mapping in enumerate(saved.get("param_slice_mappings") or _lacks(file, "param_slice_mappings")):
+        for name, address in mapping.items():
+            where = vars(address)
+            offset, count = where.get("start"), where.get("numel")
+            if type(offset) is not int or type(count) is not int or offset < 0 or count < 0 or name not in state.shapes:
+                raise CheckpointError(f"{file.path}: param_slice_mappings says nothing that makes sense of {name}.")
+            home = state.twins if stage and name.startswith(_TIED) else state.spans
+            yield group, offset, name, sum(span.numel for span in home.get((PARAM, name), [])), count
+
+
+def _zero_3_parts(
+    file: PickleFile, saved: dict[str, Any], groups: list[dict[str, tuple[int, ...]]], rank: int, ranks: int
+) -> Iterator[_Part]:
+    if saved.get("ds_zero_partition_groups"):
+        raise CheckpointError(f"{file.path}: expert-parallel checkpoints of DeepSpeed's are not read.")
+    if len(groups) != len(saved["fp32_flat_groups"]):
+        raise CheckpointError(f"{file.path}: it has other parameter groups than the model file.")
+    for group, shapes in enumerate(groups):
+        offset = 0
+        for name, shape in shapes.items():
+            total = numel(shape)
+            part = -(-total // ranks)
+            start = min(total, part * rank)
+            yield group, offset, name, start, min(part, total - start)
+            offset += part
+        flat = saved["fp32_flat_groups"][group]
+        if isinstance(flat, Tensor) and flat.numel() != offset:
+            raise CheckpointError(
+                f"{file.path}: fp32_flat_groups[{group}] has {flat.numel()} elements, its parameters have {offset}. "
+                "(State that is offloaded to NVMe is not in these files.)"
+            )
+
+
+def _flat_tensors(
+    state: State, file: PickleFile, saved: dict[str, Any], group: int, kinds: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Kind -> the flat tensor of a group; the optimizer's step is noted on the way."""
+    masters = saved.get("fp32_flat_groups") or saved.get("single_partition_of_fp32_groups")
+    if not isinstance(masters, list) or group >= len(masters):
+        _lacks(file, "fp32 master parameters")
+    found = {PARAM: file.tensor(masters[group])}  # type: ignore[index]
+    if kinds:
+        base = saved.get("optimizer_state_dict") or saved.get("base_optimizer_state")
+        states = base.get("state") if isinstance(base, dict) else dict(enumerate(base or []))
+        found |= adam_moments(state, file, (states or {}).get(group), found[PARAM].numel(), kinds)
+    return found
+
+
+def adam_moments(state: State, file: PickleFile, entry: Any, count: int, kinds: tuple[str, ...]) -> dict[str, Tensor]:
+    """The moments of one entry of an optimizer's state; its step is noted.
+
+    Raises:
+        CheckpointError: the optimizer is not Adam.
+    """
+    tensors = {}
+    if isinstance(entry, dict):
+        tensors = {
+            key: file.tensor(v) for key, v in entry.items() if key in kinds or (isinstance(v, Tensor) and v.numel() > 1)
+        }
+    if set(tensors) != set(kinds) or any(tensor.numel() < count for tensor in tensors.values()):
+        raise CheckpointError(
+            f"{file.path}: the optimizer keeps {', '.join(sorted(tensors)) or 'nothing'} of {count} elements; Adam's "
+            f"{' and '.join(kinds)} were expected. Another optimizer's state cannot be imported; the weights alone "
+            "can, with --weights-only."
+        )
+    if "step" in entry:
+        state.note_step(file, entry["step"])
+    return tensors
+
+
+def _add_frozen(state: State, files: Files) -> None:
+    """Parameters that the optimizer does not know: in full in a model file, or cut over the model files (ZeRO 3)."""
+    first = files.models[0].tree
+    shapes = first.get("frozen_param_shapes") or {}
+    if "fp32_flat_groups" in files.zero[0][0].tree["optimizer_state_dict"]:
+        for name, shape in shapes.items():
+            state.shapes[name] = tuple(int(size) for size in shape)
+            total, start = numel(state.shapes[name]), 0
+            for file in files.models:
+                tensor = file.tensor((file.tree.get("frozen_param_fragments") or {}).get(name))
+                count = min(tensor.numel(), total - start)
+                state.add(PARAM, name, Span(file, tensor, 0, start, count))
+                start += count
+
+
+def place_tied(state: State, files: Files) -> None:
+    """Give a tied parameter of a pipeline its copy: it lies in the layer file of its first place in the pipeline.
+
+    Raises:
+        CheckpointError: it could be in two of the files.
+    """
+    owned = {name for _, name in state.spans}
+    for name in [name for name in state.shapes if name.startswith(_TIED)] if files.layers else []:
+        homes = _tied_homes(state, name, numel(state.shapes[name]), owned)
+        if len(homes) != 1:
+            raise CheckpointError(
+                f"{files.folder}: which of its layer files holds {name}? ({', '.join(homes) or 'none'})"
+            )
+        state.copies[name] = state.copies.pop(homes[0])
+        del state.shapes[homes[0]]
+
+
+def add_copies_as_masters(state: State, names: list[str]) -> None:
+    """Of these parameters the module's copy is all there is."""
+    for name in names:
+        state.spans[PARAM, name] = [state.copies[name]]
+
+
+def read_spans(spans: list[Span], start: int, stop: int) -> Tensor:
+    """fp32 elements [start, stop) of a flat parameter."""
+    parts = [
+        span.read(max(start, span.start), min(stop, span.start + span.numel))
+        for span in spans
+        if span.start < stop and start < span.start + span.numel
+    ]
+    return torch.cat(parts).float() if len(parts) != 1 else parts[0].float()
+
+
+def _lacks(file: PickleFile, what: str) -> Any:
+    raise CheckpointError(f"{file.path} has no {what}: it is not what DeepSpeed 0.19.8 writes.")

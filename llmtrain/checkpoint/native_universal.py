@@ -1,0 +1,150 @@
+"""DeepSpeed's universal checkpoints: a folder for each parameter, with fp32.pt and the moments. Both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain import units
+from llmtrain.checkpoint.durable import DurableFile, write_durably
+from llmtrain.checkpoint.format import PARAM, read_trainer, step_of
+from llmtrain.checkpoint.native_files import Files
+from llmtrain.checkpoint.native_state import MOMENTS, Span, State
+from llmtrain.checkpoint.output import OutputFolder
+from llmtrain.checkpoint.pickles import write_pickle
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.errors import CheckpointError
+from llmtrain.log import Progress
+from llmtrain.models.checksum import checksum
+from llmtrain.models.tensorfile import numel
+
+_VERSION = "0.19.8"
+_FILE_OF = {PARAM: "fp32"}
+_GROUPS = (
+    64  # more parameter groups than anyone has: DeepSpeed loads as many as the file lists, and no word of the rest
+)
+_PARALLEL = {"dp_world_size": 1, "mp_world_size": 1, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}}
+
+
+def add_universal(state: State, files: Files, kinds: tuple[str, ...]) -> None:
+    """Masters and moments of a universal checkpoint. Raises CheckpointError.
+
+    Made from ZeRO 3 its tensors are flat and alone in their files, else they stand in a dictionary, in shape.
+    """
+    shapes: dict[str, Any] = {}
+    for model in files.models:
+        for group in model.tree.get("param_shapes") or []:
+            shapes.update(group)
+    for name, held in files.parameters.items():
+        for kind in (PARAM, *kinds):
+            file = held.get(_FILE_OF.get(kind, kind))
+            if file is None:
+                raise CheckpointError(
+                    f"{files.folder / 'zero' / name} has no {kind}.pt. The weights alone can be imported, with "
+                    "--weights-only."
+                )
+            tensor = file.tensor(file.tree["param"] if isinstance(file.tree, dict) else file.tree)
+            if kind == PARAM:
+                state.shapes[name] = tuple(int(size) for size in shapes.get(name, tensor.shape))
+            state.add(kind, name, Span(file, tensor, 0, 0, tensor.numel()))
+        if kinds and "step" in held:
+            state.note_step(held["step"], held["step"].tree)
+    for file in files.shared if kinds else []:
+        inner = file.tree.get("optimizer_state_dict") or {}
+        for entry in (inner.get("state") or {}).values():
+            state.note_step(file, entry["step"])
+    if kinds and not state.steps:
+        raise CheckpointError(f"{files.folder / 'zero'} tells no optimizer step. Import with --weights-only.")
+
+
+def export_universal(checkpoint: Path, out: Path) -> list[str]:
+    """Write `out` so that DeepSpeed 0.19.8 loads it with "checkpoint": {"load_universal": true}, at any ZeRO stage.
+
+    Values are compared with the manifest's checksums on their way. The hyperparameters stay those of the DeepSpeed
+    script that loads it. Returns the lines of a report.
+
+    Raises:
+        CheckpointError: `checkpoint` is damaged or has no Adam moments, or `out` exists.
+    """
+    reader, trainer = CheckpointReader(checkpoint), read_trainer(checkpoint)
+    kinds = (PARAM, *MOMENTS)
+    if reader.kinds() != set(kinds):
+        raise CheckpointError(
+            f"{checkpoint} holds {', '.join(sorted(reader.kinds()))}; DeepSpeed's universal format is for Adam: "
+            f"{', '.join(kinds)}."
+        )
+    tag = f"step-{step_of(checkpoint) or trainer['step']:08d}"
+    sums, names = reader.manifest.checksums(), reader.order()
+    count = torch.tensor(float(trainer["optimizer_step"]))
+    total = 4 * sum(numel(reader.shape(name)) for name in names) * len(kinds)
+    with OutputFolder(out, {"universal": str(checkpoint.resolve()), "sums": sorted(sums.values())}) as folder:
+        folder.need(total + 4096 * (8 * len(names) + 8))
+        with Progress(f"writing {out}", total) as bar:
+            for name in names:
+                home = folder.partial / tag / "zero" / name
+                home.mkdir(parents=True, exist_ok=True)
+                for kind in kinds:
+                    path = f"{tag}/zero/{name}/{_FILE_OF.get(kind, kind)}.pt"
+                    folder.file(path, _writer(lambda k=kind, n=name: {"param": _whole(reader, k, n, sums)}))  # type: ignore[misc]
+                    bar.advance(4 * numel(reader.shape(name)))
+                folder.file(f"{tag}/zero/{name}/step.pt", _writer(lambda: count))
+        folder.file(f"{tag}/zero/optimizer_state.pt", _writer(lambda: _optimizer_state(trainer, count)))
+        model = _model_state(reader, trainer)
+        for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # ZeRO 0-2, and 3
+            folder.file(f"{tag}/{file}", _writer(lambda: model))
+        write_durably(folder.partial / "latest_universal", tag)
+        folder.commit()
+    return [
+        f"{checkpoint}: step {trainer['step']}, optimizer step {trainer['optimizer_step']}",
+        f"{len(sums)} tensors of {len(names)} parameters ({units.size(total)}): all agree with the manifest",
+        f'wrote {out}; load it with "checkpoint": {{"load_universal": true}} and load_checkpoint("{out}")',
+    ]
+
+
+def _writer(tree: Callable[[], Any]) -> Callable[[Path], dict[str, Any]]:
+    def write(path: Path) -> dict[str, Any]:
+        with DurableFile(path) as file:
+            write_pickle(tree(), file.write)
+            size, _ = file.close()
+        return {"bytes": size}
+
+    return write
+
+
+def _whole(reader: CheckpointReader, kind: str, name: str, sums: dict[tuple[str, str], int]) -> Tensor:
+    shape = reader.shape(name)
+    values = reader.read_kind(kind, name, 0, numel(shape))
+    if checksum(values) != sums[kind, name]:
+        raise CheckpointError(
+            f"{reader.folder}: {kind} of {name} differs from the manifest's checksum. Run verify on it."
+        )
+    return values.reshape(shape)
+
+
+def _optimizer_state(trainer: dict[str, Any], count: Tensor) -> dict[str, Any]:
+    """What all ranks share. ZeRO 1 and 2 look at the top, ZeRO 3 one level below."""
+    groups: list[dict[str, Any]] = [{} for _ in range(_GROUPS)]
+    return {
+        "ds_version": _VERSION,
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": {0: {"step": count}}, "param_groups": groups[:1]},
+    }
+
+
+def _model_state(reader: CheckpointReader, trainer: dict[str, Any]) -> dict[str, Any]:
+    step = trainer["step"]
+    return {
+        "module": None,
+        "param_shapes": [{name: torch.Size(reader.shape(name)) for name in reader.order()}],
+        "lr_scheduler": {"last_batch_iteration": step - 1, "last_epoch": step},
+        "global_steps": step,
+        "global_samples": trainer["sample_index"],
+        "skipped_steps": trainer["skipped_steps"],
+        **_PARALLEL,
+        "ds_config": {},
+        "ds_version": _VERSION,
+    }

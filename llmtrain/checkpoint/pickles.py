@@ -1,0 +1,227 @@
+"""PyTorch's .pt files from elsewhere, read without trust: the pickle in them may only name what stands in a list here.
+
+A .pt file is a zip archive of a pickle and of one record for each storage. torch.load builds its objects on the meta
+device, so what a pickle claims takes no memory; data is read by position, and only from a record of the size that the
+storage claims. torch.load does not look at the archive's CRC32, so a flipped bit would go through: `verify` does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pickletools
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import torch
+from torch import Tensor
+
+from llmtrain.checkpoint.format import open_file
+from llmtrain.errors import CheckpointError
+from llmtrain.models.source import byte_view
+
+_PICKLE_LIMIT = 256 << 20  # bytes; 100,000 tensors take about 20 MB
+_LOCAL_HEADER = 30  # bytes, before the name and the extra field of a zip record
+_BLOCK = 8 << 20
+
+
+class Record:
+    """Stands for DeepSpeed's small classes: what the pickle puts into the object are its attributes, nothing runs."""
+
+
+class _Ignored:
+    """Stands for what a training script may have put beside the weights; it takes everything and keeps nothing."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+_STANDINS: dict[str, Any] = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Record,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Record,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    "deepspeed.utils.tensor_fragment.fragment_address": Record,
+    "argparse.Namespace": _Ignored,
+    "numpy.ndarray": _Ignored,
+    "numpy.dtype": _Ignored,
+    "numpy.core.multiarray._reconstruct": _Ignored,
+    "numpy.core.multiarray.scalar": _Ignored,
+    "numpy._core.multiarray._reconstruct": _Ignored,
+    "numpy._core.multiarray.scalar": _Ignored,
+}
+_PLAIN = {
+    "collections.OrderedDict",
+    "_codecs.encode",  # how bytes look in the pickles that torch writes
+    "torch.Size",
+    "torch.device",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    "torch._tensor._rebuild_from_type_v2",  # a parameter that has attributes
+    "torch.Tensor",
+    "torch.nn.parameter.Parameter",
+    *(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)),
+    *(f"torch.{kind.__name__}" for kind in torch._storage_classes),
+}
+_UNSEEN = {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"}  # names that a scan would not see
+
+
+class PickleFile:
+    """One .pt file. `tree` is what was saved, with tensors that have no values yet; `read` gets those.
+
+    Raises:
+        CheckpointError: no zip archive of stored records, cut short, a pickle that names something else than plain
+            data, a tensor that does not fit its record.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._open() as file:
+            self.bytes = os.fstat(file.fileno()).st_size
+            with self._damage():
+                archive = zipfile.ZipFile(file)
+                self._records = self._find_records(archive, file.fileno())
+                self._check_names(archive)
+            self.tree = self._load(file)
+
+    def verify(self, advance: Callable[[int], None] = lambda count: None) -> None:
+        """Read every byte once and compare the archive's CRC32s; `advance` is told the bytes."""
+        with self._open() as file, self._damage():
+            archive = zipfile.ZipFile(file)
+            for info in archive.infolist():
+                with self._damage(info.filename), archive.open(info) as record:
+                    while block := record.read(_BLOCK):
+                        advance(len(block))
+
+    def tensor(self, value: Any) -> Tensor:
+        """A value of `tree` that must be a tensor that lies in its record, in order. Raises CheckpointError."""
+        if not isinstance(value, Tensor) or any(hasattr(Tensor, name) for name in vars(value)):
+            self._refuse(f"{str(value)[:50]!r} stands where a tensor belongs")
+        tensor, storage = value, value.untyped_storage()
+        at = getattr(storage, "_checkpoint_offset", None)
+        if self._records.get(at) != storage.nbytes():  # type: ignore[arg-type]
+            self._refuse(f"a tensor of shape {list(tensor.shape)} does not fit the record that it names")
+        end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        if not tensor.is_contiguous() or end > storage.nbytes():
+            self._refuse(f"a tensor of shape {list(tensor.shape)} is not stored in one piece")
+        return tensor
+
+    def read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a flat tensor that `tensor` gave, in its precision. Raises CheckpointError."""
+        assert 0 <= start <= stop <= tensor.numel()
+        out = torch.empty(stop - start, dtype=tensor.dtype)
+        storage: Any = tensor.untyped_storage()
+        at = storage._checkpoint_offset + (tensor.storage_offset() + start) * tensor.element_size()
+        view, done = byte_view(out), 0
+        with self._open() as file:
+            while done < view.nbytes:
+                try:
+                    count = os.preadv(file.fileno(), [view[done : done + (1 << 30)]], at + done)
+                except OSError as error:
+                    self._refuse(f"it cannot be read at byte {at + done}: {error.strerror}")
+                if count == 0:
+                    self._refuse(f"it ends at byte {at + done}: it was cut short while being read")
+                done += count
+        return out
+
+    def number(self, value: Any) -> float:
+        """A counter that some optimizers keep as a number and others as a tensor of one element."""
+        if isinstance(value, Tensor) and self.tensor(value).numel() == 1:
+            value = self.read(value, 0, 1).item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            self._refuse(f"{value!r} stands where a number belongs")
+        return value
+
+    @contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        """A thousand of these files may be in use: none stays open."""
+        try:
+            handle = open_file(self.path)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be opened: {error.strerror}") from error
+        with open(handle, "rb", buffering=0) as file:
+            yield file
+
+    def _find_records(self, archive: zipfile.ZipFile, handle: int) -> dict[int, int]:
+        """Position of the data -> size, of each record of the archive."""
+        records: dict[int, int] = {}
+        names = [info.filename for info in archive.infolist()]
+        if len(set(names)) != len(names) or sum(name.endswith("/data.pkl") for name in names) != 1:
+            self._refuse("it is no archive that torch.save writes: one pickle, and no name twice")
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                self._refuse(f"its record {info.filename!r} is compressed; torch.save never does that")
+            head = os.pread(handle, _LOCAL_HEADER, info.header_offset)
+            name_bytes, extra_bytes = struct.unpack("<HH", head[26:])
+            at = info.header_offset + _LOCAL_HEADER + name_bytes + extra_bytes
+            if at + info.file_size > self.bytes:
+                self._refuse(f"its record {info.filename!r} claims {info.file_size} bytes, the file has {self.bytes}")
+            records[at] = info.file_size
+        return records
+
+    def _check_names(self, archive: zipfile.ZipFile) -> None:
+        """Scan the pickle's instructions; nothing is built. Raises CheckpointError for any name that is not listed."""
+        (info,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        if info.file_size > _PICKLE_LIMIT:
+            self._refuse(f"its pickle has {info.file_size} bytes (limit {_PICKLE_LIMIT})")
+        for code, argument, _ in pickletools.genops(archive.read(info)):
+            name = str(argument).replace(" ", ".") if code.name == "GLOBAL" else ""
+            if code.name in _UNSEEN or (name and name not in _PLAIN and name not in _STANDINS):
+                self._refuse(
+                    f"its pickle asks for {name or code.name}, which is not on the list of plain data that is read "
+                    "from foreign files. Nothing of it was run. If it is state that a training script added "
+                    "(client_state), save the checkpoint without it"
+                )
+
+    def _load(self, file: BinaryIO) -> Any:
+        file.seek(0)
+        allowed: list[Any] = [(standin, name) for name, standin in _STANDINS.items()]
+        try:
+            with torch.serialization.safe_globals(allowed):
+                return torch.load(file, map_location="meta", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, MemoryError) as error:
+            head, _, reason = str(error).partition("WeightsUnpickler error:")
+            self._refuse(f"it cannot be loaded: {' '.join((reason or head).split())[:200]}")
+        except (LookupError, ValueError, TypeError, AttributeError, EOFError, OverflowError, AssertionError) as error:
+            self._refuse(f"it cannot be loaded, it is damaged: {error!r}")
+
+    @contextmanager
+    def _damage(self, record: str = "") -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (zipfile.BadZipFile, struct.error, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
+            self._refuse(f"{f'its record {record!r}' if record else 'it'} is damaged, or it is no .pt file: {error}")
+        except (OSError, ValueError, LookupError) as error:
+            self._refuse(f"it cannot be read: {error}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CheckpointError(f"{self.path}: {what}.")
+
+
+class _Sink:
+    """What torch.save writes to, over a file with `write` of a memoryview."""
+
+    def __init__(self, write: Callable[[memoryview], None]) -> None:
+        self._write = write
+
+    def write(self, data: bytes) -> int:
+        self._write(memoryview(data))
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def write_pickle(tree: Any, write: Callable[[memoryview], None]) -> None:
+    """What torch.save(tree) writes, piece by piece."""
+    torch.save(tree, _Sink(write))  # type: ignore[arg-type]
