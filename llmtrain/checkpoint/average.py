@@ -12,8 +12,10 @@ from torch import Tensor
 from llmtrain import units
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.diff import differences
+from llmtrain.checkpoint.durable import remove_tree
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file, read_trainer, step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.verify import verify
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress
 from llmtrain.models.checksum import checksum
@@ -43,6 +45,8 @@ def average(sources: list[Path], out: Path) -> list[str]:
     first = readers[0]
     shapes = {name: first.shape(name) for name in first.order()}
     total = 4 * sum(map(numel, shapes.values()))
+    trainer = {**trainers[newest], "weights_only": True, "averaged": [str(path) for path in sources]}
+    trainer.pop("source", None)  # no way back, byte by byte, to a folder that one of them was imported from
     with Progress("averaging", total) as progress:
         written = build_checkpoint(
             step_folder(out / "checkpoints", step),
@@ -50,13 +54,16 @@ def average(sources: list[Path], out: Path) -> list[str]:
             shapes=shapes,
             moments={},
             read=mean.read,
-            trainer={**trainers[newest], "weights_only": True, "averaged": [str(path) for path in sources]},
+            trainer=trainer,
             layout={"made_by": "average", "precision": readers[newest].manifest.layout.get("precision")},
             plan={"average": [hash_file(path / MANIFEST) for path in sources]},
             advance=progress.advance,
         )
     for reader in readers:
         reader.close()
+    if wrong := verify(written):
+        remove_tree(written)
+        raise CheckpointError(f"{written} was not written as it should be, and is removed again: {wrong[0]}.")
     return [
         *(
             f"read     {path}, step {reader.manifest.step}: checksums agree"

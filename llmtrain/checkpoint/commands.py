@@ -66,7 +66,40 @@ def _average(args: argparse.Namespace) -> int:
 def _to_hf(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.hf import export_hf
 
-    print(export_hf(find_checkpoints(args.path)[0], args.out, args.dtype))
+    report = export_hf(
+        find_checkpoints(args.path)[0],
+        args.out,
+        args.dtype,
+        max_shard_bytes=None if args.max_shard_size is None else size_bytes(args.max_shard_size),
+        check=args.check,
+        trust_remote_code=args.trust_remote_code,
+    )
+    print("\n".join(report.lines))
+    return 0
+
+
+def _from_hf(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.hf_import import import_hf
+
+    report = import_hf(args.folder, args.out, check=args.check, trust_remote_code=args.trust_remote_code)
+    print("\n".join(report.lines))
+    return 0
+
+
+def _from_deepspeed(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.native import import_deepspeed
+
+    lines = import_deepspeed(
+        args.folder, args.out, model=args.model, tag=args.tag, names=args.names, weights_only=args.weights_only
+    )
+    print("\n".join(lines))
+    return 0
+
+
+def _to_deepspeed_universal(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.native_export import export_universal
+
+    print("\n".join(export_universal(find_checkpoints(args.path)[0], args.out)))
     return 0
 
 
@@ -102,12 +135,34 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     to_hf = add("to-hf", _to_hf, "write a checkpoint as a Hugging Face folder")
     to_hf.add_argument("path", **_PATH)
     to_hf.add_argument("out", type=Path, help="folder to write")
-    to_hf.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as it was trained")
+    to_hf.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as it was trained or imported")
+    to_hf.add_argument("--max-shard-size", metavar="SIZE", help="of a weight file, such as 2GB; default 5GB")
+    from_hf = add("from-hf", _from_hf, "make a checkpoint of parameters alone from a Hugging Face folder")
+    from_hf.add_argument("folder", type=Path, help="Hugging Face model folder")
+    from_hf.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-00000000")
+    for command in (to_hf, from_hf):
+        command.add_argument(
+            "--check",
+            choices=["auto", "logits", "none"],
+            default="auto",
+            help="compare logits with the source's (auto: where they fit in memory); none reads nothing back",
+        )
+        command.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model carries")
+    from_deepspeed = add("from-deepspeed", _from_deepspeed, "make a checkpoint from one of DeepSpeed's own")
+    from_deepspeed.add_argument("folder", type=Path, help="what engine.save_checkpoint was given, or a step's folder")
+    from_deepspeed.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-N")
+    from_deepspeed.add_argument("--tag", help="the step's folder; default: what the file `latest` names")
+    from_deepspeed.add_argument("--model", type=Path, help="Hugging Face folder or config.json; default: in the folder")
+    from_deepspeed.add_argument("--names", type=Path, help="JSON {their parameter name: Hugging Face name}")
+    from_deepspeed.add_argument("--weights-only", action="store_true", help="take no optimizer state")
+    universal = add("to-deepspeed-universal", _to_deepspeed_universal, "write DeepSpeed's universal checkpoint")
+    universal.add_argument("path", **_PATH)
+    universal.add_argument("out", type=Path, help="folder to write")
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 1 when `verify` finds damage or `diff` a difference. Raises CheckpointError."""
-    parser = argparse.ArgumentParser(prog="llmtrain checkpoint", description=__doc__.split(":")[0])
+    parser = argparse.ArgumentParser(prog="llmtrain checkpoint", description="Look at checkpoints, convert them, delete them.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
