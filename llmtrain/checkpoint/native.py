@@ -216,7 +216,8 @@ def _step(files: Files, state: State, *, weights_only: bool) -> int:
         raise CheckpointError(
             f"{files.folder}: the optimizer counts {counted} steps, {files.models[0].path.name} {step} of which "
             f"{skipped} were skipped, and there is no second copy of the weights that could tell whether these are "
-            "files of two saves. If the optimizer was started anew in between, import the weights alone, with --weights-only."
+            "files of two saves. If the optimizer was started anew in between, import the weights alone, with "
+            "--weights-only."
         )
     return step
 

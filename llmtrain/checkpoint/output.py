@@ -110,7 +110,7 @@ class OutputFolder:
                         self._finished[entry["file"]] = entry["info"]
         if self._finished:
             log.info(f"continuing {self.partial}: {len(self._finished)} files are finished")
-        for path in self.partial.rglob("*"):
+        for path in list(self.partial.rglob("*")):
             if not path.is_dir() and str(path.relative_to(self.partial)) not in self._finished:
                 path.unlink()
         with open(journal, "w") as file:
