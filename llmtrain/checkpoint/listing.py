@@ -56,7 +56,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     found = [path] if (path / MANIFEST).exists() else complete_checkpoints(checkpoints_of(path))
     short = _SHORT_STEP.fullmatch(path.name)
     if not found and short:
-        places = (step_folder(folder, int(short[1])) for folder in (path.parent, checkpoints_of(path.parent)))
+        places = [step_folder(folder, int(short[1])) for folder in (path.parent, path.parent / "checkpoints")]
         found = [place for place in places if (place / MANIFEST).exists()]
     if not found:
         what = "no such folder" if not path.exists() else "it holds no complete checkpoint"

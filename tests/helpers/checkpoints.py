@@ -64,12 +64,19 @@ def trainer_state(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def write_checkpoint(
-    where: Path, step: int, seed: int, *, ranks: int = 2, shapes: dict[str, tuple[int, ...]] = SHAPES, **trainer: Any
+    where: Path,
+    step: int,
+    seed: int,
+    *,
+    ranks: int = 2,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+    values: dict[tuple[str, str], torch.Tensor] | None = None,
+    **trainer: Any,
 ) -> Path:
-    """WHERE/checkpoints/step-N with each tensor cut into a slice for each rank."""
+    """WHERE/checkpoints/step-N with each tensor cut into a slice for each rank. `trainer`: other values there."""
     folder = step_folder(where / "checkpoints", step)
     folder.mkdir(parents=True)
-    whole = tensors(seed, shapes)
+    whole = values or tensors(seed, shapes)
     files = {}
     for rank in range(ranks):
         held, pieces = {}, []
