@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llmtrain.checkpoint.listing import find_checkpoints, rows, table
+from llmtrain.checkpoint.listing import find_checkpoints, rows, step_folders, table
 from llmtrain.errors import CheckpointError
 
 _PATH: dict[str, Any] = {"type": Path, "help": "run folder, a checkpoint's folder, or RUN/step-N"}
@@ -33,7 +33,7 @@ def _verify(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.verify import verify
 
     bad = False
-    for folder in find_checkpoints(args.path):
+    for folder in step_folders(args.path) or find_checkpoints(args.path):
         wrong = verify(folder)
         bad = bad or bool(wrong)
         print("\n  ".join([f"{folder}  {'DAMAGED' if wrong else 'intact'}", *wrong]), flush=True)
@@ -97,7 +97,7 @@ def _from_deepspeed(args: argparse.Namespace) -> int:
 
 
 def _to_deepspeed_universal(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.native_export import export_universal
+    from llmtrain.checkpoint.native_universal import export_universal
 
     print("\n".join(export_universal(find_checkpoints(args.path)[0], args.out)))
     return 0
@@ -162,7 +162,9 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 1 when `verify` finds damage or `diff` a difference. Raises CheckpointError."""
-    parser = argparse.ArgumentParser(prog="llmtrain checkpoint", description="Look at checkpoints, convert them, delete them.")
+    parser = argparse.ArgumentParser(
+        prog="llmtrain checkpoint", description="Look at checkpoints, convert them, delete them."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -179,4 +181,6 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or 'the system refuses'}: {error.strerror or error}") from error
     return code

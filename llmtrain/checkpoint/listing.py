@@ -69,6 +69,13 @@ def checkpoints_of(path: Path) -> Path:
     return path if path.name == "checkpoints" and not (path / "checkpoints").is_dir() else path / "checkpoints"
 
 
+def step_folders(path: Path) -> list[Path]:
+    """Every folder in a run's checkpoints/ that has a checkpoint's name, complete or not, newest first."""
+    folder = checkpoints_of(path)
+    found = [p for p in folder.iterdir() if p.is_dir() and step_of(p) is not None] if folder.is_dir() else []
+    return sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
+
+
 def rows(path: Path) -> list[Row]:
     """Everything in a run's checkpoints/, newest step first; or the one checkpoint. Tensors are not read.
 

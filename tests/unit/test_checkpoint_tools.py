@@ -166,6 +166,12 @@ def test_verify_finds_each_kind_of_damage(run: Path, say: Say, file: str, how: s
     assert code == 1 and f"{at(run, 300)}  DAMAGED" in out and words in out, out
 
 
+def test_verify_of_a_run_looks_at_what_has_no_manifest(run: Path, say: Say) -> None:
+    (at(run, 200) / MANIFEST).unlink()
+    code, out, _ = say("verify", run)
+    assert code == 1 and f"{at(run, 200)}  DAMAGED" in out and "it has no manifest.json" in out
+
+
 def test_verify_knows_a_manifest_of_another_checkpoint(run: Path, say: Say) -> None:
     (at(run, 300) / MANIFEST).write_bytes((at(run, 200) / MANIFEST).read_bytes())
     code, out, _ = say("verify", at(run, 300))
@@ -371,9 +377,10 @@ def test_a_conversion_continues_where_it_was_interrupted(
 
 def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
     """A real process with real signals; the tool in the clone is the same door."""
-    shapes = {**SHAPES, UP: (8192, 2048)}
+    large = torch.ones(8192, 2048)
     for step in (1, 2):
-        write_checkpoint(tmp_path / "run", step, seed=step, shapes=shapes, ranks=1)
+        shape = {UP: tuple(large.shape)}
+        write_checkpoint(tmp_path / "run", step, seed=0, shapes=shape, values={("param", UP): large}, ranks=1)
     tool = Path(cli.__file__).parents[1] / "tools/convert_checkpoint.py"
     command = [sys.executable, tool, "average", "run/step-1", "run/step-2", "mean"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,0 +1,270 @@
+"""Checkpoints and folders from somebody with bad intent: refused, nothing executed, nothing read or written outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llmtrain import cli
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, read_trainer
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.errors import CheckpointError, UserError
+from llmtrain.models.tensorfile import TensorFile, TensorFileError
+from tests.helpers.checkpoints import LLAMA, SHAPES, resign, sign, tensors, write_checkpoint
+
+RANK = "rank-00001.safetensors"
+Say = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "run", 5, seed=1).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """Nothing here may wait for a pipe or read a device to its end."""
+
+    def stop(*_: object) -> None:
+        raise BaseException("it waits")  # what an `except Exception` does not swallow
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    """`llmtrain checkpoint ...`: exit code and all that it printed."""
+
+    def call(*words: object) -> tuple[int, str]:
+        code = cli.main(["checkpoint", *map(str, words)])
+        told = capsys.readouterr()
+        return code, told.out + told.err
+
+    return call
+
+
+def folder_of(run: Path) -> Path:
+    return run / "checkpoints/step-00000005"
+
+
+def change_manifest(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change it and sign it again."""
+    raw = json.loads((folder_of(run) / MANIFEST).read_text())["manifest"]
+    change(raw)
+    (folder_of(run) / MANIFEST).write_text(sign(raw))
+
+
+def everything_refuses(run: Path, out: Path, say: Say, told: str) -> None:
+    """Each command that reads tensors ends with a message and without a result."""
+    code, text = say("verify", run)
+    assert code == 1 and told in text, text
+    with pytest.raises(UserError, match=r".{20}"):
+        reader = CheckpointReader(folder_of(run))
+        for kind, name in reader.tensors():
+            reader.read_kind(kind, name, 0, 1 if name == "model.norm.weight" else 64)
+            reader.read_kind(kind, name, 4, 8)
+            read_trainer(folder_of(run))
+    intact = write_checkpoint(out / "intact", 5, seed=1)
+    for words in (["diff", intact, run], ["average", intact, run, out / "made"], ["to-hf", run, out / "made"]):
+        code, text = say(*words)
+        assert code in (1, 2) and text.startswith("error: ") and not (out / "made/config.json").exists(), text
+
+
+@pytest.mark.parametrize(
+    "name", ["../canary.safetensors", "/etc/passwd", "a/b", "..", ".", "", "manifest.json", ".hidden", "a\0b", "a\\b\n"]
+)
+def test_a_file_name_that_leaves_the_folder(run: Path, tmp_path: Path, say: Say, name: str) -> None:
+    shutil.copy(folder_of(run) / RANK, run / "checkpoints/canary.safetensors")
+    change_manifest(run, lambda raw: raw["files"].update({name: raw["files"].pop(RANK)}))
+    with pytest.raises(CheckpointError, match="is no name of a file in the checkpoint's folder"):
+        Manifest.read(folder_of(run))
+    everything_refuses(run, tmp_path, say, "is no name of a file in the checkpoint's folder")
+
+
+@pytest.mark.parametrize("file", [RANK, TRAINER, MANIFEST])
+def test_a_link_out_of_the_folder(run: Path, tmp_path: Path, say: Say, file: str) -> None:
+    """Even to the very same bytes."""
+    path = folder_of(run) / file
+    (tmp_path / "elsewhere").write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    if file == RANK:
+        change_manifest(run, lambda raw: raw["files"][RANK].update(bytes=path.lstat().st_size))  # as lstat sees it
+    code, text = say("verify", run)
+    assert code == 1 and ("symbolic link" in text or "instead of" in text or "more elements" in text), text
+    with pytest.raises(CheckpointError):
+        reader = CheckpointReader(folder_of(run))
+        reader.read("model.norm.weight", 0, 8)
+        read_trainer(folder_of(run))
+    assert say("ls", run)[1].count("damaged") == 1
+
+
+@pytest.mark.parametrize("file", [RANK, TRAINER, MANIFEST])
+@pytest.mark.parametrize("what", ["pipe", "device", "folder", "link to a device"])
+def test_something_that_is_no_file(run: Path, tmp_path: Path, say: Say, file: str, what: str) -> None:
+    path = folder_of(run) / file
+    path.unlink()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        try:
+            os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero
+        except PermissionError:
+            pytest.skip("only root makes devices")
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    if file != MANIFEST:
+        size = path.lstat().st_size
+        change_manifest(run, lambda raw: raw["files"][file].update(bytes=size, pieces=[] if size == 0 else None))
+        change_manifest(run, lambda raw: raw["files"][file].update(pieces=raw["files"][file]["pieces"] or []))
+    code, text = say("verify", run)
+    assert code == 1 and "DAMAGED" in text, text
+    with pytest.raises(CheckpointError):
+        reader = CheckpointReader(folder_of(run))
+        reader.check(RANK)
+        read_trainer(folder_of(run))
+    assert "damaged" in say("ls", run)[1]
+
+
+def test_a_pipe_as_a_weight_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(TensorFileError, match="is no regular file"):
+        TensorFile(tmp_path / "model.safetensors")
+
+
+class Gadget:
+    """Unpickling it makes a file."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+def test_a_pickle_is_never_loaded(run: Path, tmp_path: Path, say: Say) -> None:
+    canary = tmp_path / "canary"
+    raw = pickle.dumps(Gadget(canary))
+    pickle.loads(raw)
+    assert canary.exists()  # the gadget works
+    canary.unlink()
+    archive = tmp_path / "x.pt"
+    torch.save({"module": Gadget(canary)}, archive)
+    assert zipfile.is_zipfile(archive)
+    for data in (raw, archive.read_bytes(), len(raw).to_bytes(8, "little") + raw):
+        (folder_of(run) / RANK).write_bytes(data.ljust(5000, b"\0"))
+        resign(folder_of(run))
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        everything_refuses(run, tmp_path / "out", say, "rank-00001.safetensors (rank 1): its header is damaged")
+    shutil.copy(archive, folder_of(run) / TRAINER)
+    resign(folder_of(run))
+    assert say("verify", run)[0] == 1 and "damaged" in say("ls", run)[1]
+    assert not canary.exists()
+
+
+def test_a_foreign_folder_with_a_pickle(tmp_path: Path, say: Say) -> None:
+    canary, hf, ds = tmp_path / "canary", tmp_path / "hf", tmp_path / "ds"
+    (ds / "global_step1").mkdir(parents=True)
+    hf.mkdir()
+    for folder in (hf, ds):
+        (folder / "config.json").write_text(json.dumps(LLAMA))
+    torch.save({"w": Gadget(canary)}, hf / "pytorch_model.bin")
+    (ds / "latest").write_text("global_step1")
+    torch.save({"module": Gadget(canary)}, ds / "global_step1/mp_rank_00_model_states.pt")
+    for command, folder in (("from-hf", hf), ("from-deepspeed", ds)):
+        code, text = say(command, folder, tmp_path / "out")
+        assert code in (1, 2) and text.startswith("error: "), text
+    (ds / "latest").write_text("../ds/global_step1")
+    assert say("from-deepspeed", ds, tmp_path / "out")[0] == 2
+    assert not canary.exists() and not (tmp_path / "out").exists()
+
+
+def test_code_that_a_folder_carries(tmp_path: Path, say: Say) -> None:
+    canary, hf = tmp_path / "canary", tmp_path / "hf"
+    hf.mkdir()
+    config = {**LLAMA, "model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
+    (hf / "config.json").write_text(json.dumps(config))
+    (hf / "mine.py").write_text(f"open({str(canary)!r}, 'w')")
+    save_file({name: tensors(1)["param", name] for name in SHAPES}, hf / "model.safetensors")
+    code, text = say("from-hf", hf, tmp_path / "out")
+    assert code == 2 and "auto_map" in text and "--trust-remote-code" in text
+    run = write_checkpoint(tmp_path / "run", 5, seed=1, model_config=config).parent.parent
+    assert say("to-hf", run, tmp_path / "out")[0] == 2
+    assert not canary.exists() and not (tmp_path / "out").exists()
+
+
+def test_names_that_a_terminal_obeys(run: Path, say: Say) -> None:
+    """A tensor's name cannot clear the screen or end the program with half a surrogate pair."""
+    for name in ("\x1b[2J", "\ud800"):
+        change_manifest(run, lambda raw, name=name: raw["tensors"].update({name: [1]}))
+        for command in ("verify", "ls"):
+            text = say(command, run)[1]
+            assert "is no name" in text and text.replace("\n", "").isprintable(), text
+
+
+def test_a_name_that_is_a_path_stays_a_name(tmp_path: Path, say: Say) -> None:
+    """No command makes a file by the name of a tensor without looking at it."""
+    shapes = {**SHAPES, "../../../canary": (4,), "/tmp/canary": (4,)}
+    run = write_checkpoint(tmp_path / "deep/er/run", 5, seed=1, shapes=shapes).parent.parent
+    other = write_checkpoint(tmp_path / "deep/er/other", 5, seed=2, shapes=shapes).parent.parent
+    before = set(tmp_path.rglob("*"))
+    assert say("average", run, other, tmp_path / "deep/er/mean")[0] == 0
+    for command in ("to-hf", "to-deepspeed-universal"):
+        code, text = say(command, run, tmp_path / f"deep/er/{command}")
+        assert code in (1, 2) and text.startswith("error: "), text
+    made = {path for path in set(tmp_path.rglob("*")) - before if path.is_file()}
+    assert made and all(path.is_relative_to(tmp_path / "deep/er/mean") for path in made)
+
+
+@contextlib.contextmanager
+def somebody_else() -> Iterator[None]:
+    """Root may read everything; nobody may not."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_permissions(say: Say) -> None:
+    """A file or a folder that may not be read is named, with the system's reason."""
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        run = write_checkpoint(Path(place) / "run", 5, seed=1).parent.parent
+        for file in folder_of(run).iterdir():
+            file.chmod(0 if file.name == RANK else 0o644)
+        with somebody_else():
+            code, text = say("verify", run)
+            assert code == 1 and "rank-00001.safetensors (rank 1): it cannot be read: Permission denied" in text
+            code, text = say("diff", run, run)
+            assert code == 2 and f"{RANK} cannot be opened: Permission denied" in text
+            code, text = say("average", run, run / "checkpoints/step-00000005", Path(place) / "mean")
+            assert code == 2
+        (run / "checkpoints").chmod(0)
+        with somebody_else():
+            for words in (["ls", run], ["verify", run], ["prune", run, "--keep", "1"]):
+                code, text = say(*words)
+                assert code == 2 and "Permission denied" in text, text
+        (run / "checkpoints").chmod(0o755)
