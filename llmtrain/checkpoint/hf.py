@@ -29,7 +29,7 @@ from llmtrain.checkpoint.prove import (
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.shards import DTYPES, MAX_SHARD_BYTES, Shard, WeightFiles, as_described, cut
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import CheckpointError
+from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.build import skeleton
 from llmtrain.models.checksum import checksum
 from llmtrain.models.layout import FolderLayout
@@ -71,7 +71,7 @@ def export_hf(
         raise CheckpointError(f"{checkpoint}: {wrong[0]}. Take another checkpoint.")
     trainer = read_trainer(checkpoint)
     target = _target(checkpoint, out, trainer)
-    layout = FolderLayout(skeleton(_model(checkpoint, trainer), trust_remote_code=trust_remote_code))
+    layout = layout_of(_model(checkpoint, trainer), trust_remote_code=trust_remote_code)
     report = Report(out)
     _check_names(reader, layout, report)
     trained = reader.manifest.layout.get("precision") or "fp32"
@@ -95,8 +95,21 @@ def export_hf(
         target.rename(out)
         sync(out.parent)
         remove_tree(old)
+    reader.close()
     report.add("written", f"{out}: {units.size(files.bytes)} of weights in {len(files.shards)} file(s)")
     return report
+
+
+def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
+    """The tensors of a model's files. Raises ModelError for every configuration that transformers cannot build."""
+    try:
+        return FolderLayout(skeleton(model, trust_remote_code=trust_remote_code))
+    except UserError:
+        raise
+    except Exception as error:  # a configuration is input: whatever its numbers do to a constructor is a message
+        raise ModelError(
+            f"transformers cannot build the model of {model.pretrained or 'trainer.json'}: {error!r}."
+        ) from error
 
 
 def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any]) -> Path:
@@ -294,7 +307,7 @@ def _prove(
 ) -> None:
     """Read the folder again as any user would, and compare it with the checkpoint. Raises ProofError."""
     written = SafetensorsSource(folder, layout, asked_by="to-hf")
-    check_extents(read_back(written, rounded, "reading back"), layout.skeleton, report)
+    check_extents(read_back(written, layout, rounded, "reading back"), layout, report)
     written.close()
     report.add("round trip", f"{len(rounded)} parameters read back, equal to the source bit by bit once rounded")
     dtypes = {files.parts[tensor].parameter: DTYPE_OF[kind] for tensor, kind in files.dtype_of().items()}

@@ -17,13 +17,12 @@ from llmtrain import log, units
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, PARAM, read_trainer, step_folder
-from llmtrain.checkpoint.hf import SOURCE
+from llmtrain.checkpoint.hf import SOURCE, layout_of
 from llmtrain.checkpoint.prove import CHUNK, Check, Report, check_extents, prove_logits, read_back
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.shards import DTYPES, describe
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
-from llmtrain.models.build import skeleton
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import DTYPE_OF, SafetensorsSource, refuse_escape
 from llmtrain.models.tensorfile import numel
@@ -49,7 +48,8 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
         raise CheckpointError(f"{out} exists already; nothing was written. Give another name or move it away.")
     report = Report(out)
     model, config = _configuration(folder, trust_remote_code=trust_remote_code)
-    layout = FolderLayout(skeleton(model, trust_remote_code=trust_remote_code))
+    kept = _others(folder, python=trust_remote_code)
+    layout = layout_of(model, trust_remote_code=trust_remote_code)
     source = SafetensorsSource(folder, layout, asked_by=_ASKED_BY)
     _check_names(source, layout, report)
     _check_twins(source, layout)
@@ -63,15 +63,17 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
     except OSError as error:
         raise CheckpointError(f"{partial} cannot be made: {error.strerror}. Give another folder.") from error
     try:
+        _clear(partial)
         step = _write(partial, source, layout, config, report)
-        _keep_others(folder, partial / SOURCE, python=trust_remote_code)
+        _keep(kept, partial / SOURCE)
         if check != "none":
             _prove(step, source, layout, check, report, trust_remote_code=trust_remote_code)
         sync(partial)
         partial.rename(out)
         sync(out.parent)
-    except UserError:
-        remove_tree(partial)
+    except UserError as error:
+        if not isinstance(error.__cause__, OSError):  # after a full disk the same command continues
+            remove_tree(partial)
         raise
     except OSError as error:
         raise CheckpointError(
@@ -90,19 +92,16 @@ def _configuration(folder: Path, *, trust_remote_code: bool) -> tuple[ModelConfi
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{_ASKED_BY}: {folder} has no config.json. Give a Hugging Face model folder.")
-    for file in folder.iterdir():
-        if file.is_symlink() and file.is_file():
-            refuse_escape(folder, file)
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(refuse_escape(folder, path).read_text())
+    except ModelError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{_ASKED_BY}: {path} cannot be read: {error}.") from error
     if not isinstance(config, dict):
         raise ModelError(f"{_ASKED_BY}: {path} is no model configuration.")
     if config.get("quantization_config"):
-        raise ModelError(
-            f"{_ASKED_BY}: {path}: quantization_config: quantized weights cannot be read. Dequantize first."
-        )
+        raise ModelError(f"{_ASKED_BY}: {path}: quantization_config: quantized weights are not read. Dequantize them.")
     return ModelConfig(pretrained=str(folder), attention="eager"), config
 
 
@@ -207,15 +206,29 @@ def _trainer(
     }, changed
 
 
-def _keep_others(folder: Path, kept: Path, *, python: bool) -> None:
-    """Copy the files that are no weights. Code comes along only where it is trusted."""
-    shutil.rmtree(kept, ignore_errors=True)
-    kept.mkdir()
+def _others(folder: Path, *, python: bool) -> list[Path]:
+    """The files that are no weights and come along; code only where it is trusted. Raises ModelError."""
+    found = []
     for file in sorted(folder.iterdir()):
         plain = file.suffix in _KEPT or file.name.startswith(("LICENSE", "NOTICE")) or (python and file.suffix == ".py")
         if plain and file.is_file() and file.stat().st_size <= _KEPT_LIMIT:
-            shutil.copyfile(refuse_escape(folder, file), kept / file.name)
-            sync(kept / file.name)
+            found.append(refuse_escape(folder, file))
+    return found
+
+
+def _clear(partial: Path) -> None:
+    """Remove all but what an earlier start of a conversion left of its checkpoint."""
+    step = step_folder(partial / "checkpoints", 0)
+    for child in (*partial.glob("*"), *partial.glob("checkpoints/*")):
+        if child not in (step.parent, step, step.with_name(step.name + ".tmp")):
+            shutil.rmtree(child) if child.is_dir() else child.unlink()
+
+
+def _keep(files: list[Path], kept: Path) -> None:
+    kept.mkdir()
+    for file in files:
+        shutil.copyfile(file, kept / file.name)
+        sync(kept / file.name)
     sync(kept)
 
 
@@ -231,7 +244,7 @@ def _prove(
     """Read the checkpoint again and compare it with the folder. Raises ProofError."""
     reader = CheckpointReader(step)
     expected = {name: value for (kind, name), value in reader.manifest.checksums().items() if kind == PARAM}
-    check_extents(read_back(reader, expected, "reading back"), layout.skeleton, report)
+    check_extents(read_back(reader, layout, expected, "reading back"), layout, report)
     report.add("round trip", f"{len(expected)} parameters read back, equal to the source bit by bit")
 
     def values(name: str, start: int, stop: int) -> Tensor:

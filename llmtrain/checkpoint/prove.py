@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from llmtrain import log, units
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models.checksum import checksum
-from llmtrain.models.layout import FolderLayout
+from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.source import RandomSource
 from llmtrain.models.tensorfile import numel
 
@@ -53,70 +53,77 @@ class Report:
 class Values(Protocol):
     """Values of flat parameters by the model's names."""
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
     def read(self, name: str, start: int, stop: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Smallest and largest value of a parameter."""
+    """Smallest and largest value of a tensor."""
 
     low: float
     high: float
     finite: bool
 
 
-def read_back(values: Values, expected: Mapping[str, int], what: str) -> dict[str, Extent]:
-    """Read every parameter of `expected` (name -> checksum) again, and tell its extent.
+def read_back(values: Values, layout: FolderLayout, expected: Mapping[str, int], what: str) -> dict[str, Extent]:
+    """Read all parameters again; returns the extent of every tensor that a file has for them.
+
+    Args:
+        expected: checksum by parameter.
 
     Raises:
         ProofError: naming the parameters whose values are others.
     """
-    total = sum(4 * numel(values.shape(name)) for name in expected)
+    parts = {tensor: part for tensor, part in layout.tensors.items() if part.parameter in expected}
 
-    def one(name: str) -> tuple[int, Extent]:
-        size, found, lows, highs = numel(values.shape(name)), 0, [math.inf], [-math.inf]
-        for start in range(0, size, CHUNK):
-            chunk = values.read(name, start, min(size, start + CHUNK))
+    def one(part: Part) -> tuple[int, Extent]:
+        found, lows, highs = 0, [math.inf], [-math.inf]
+        for start in range(part.start, part.start + part.numel, CHUNK):
+            chunk = values.read(part.parameter, start, min(part.start + part.numel, start + CHUNK))
             found += checksum(chunk, start)
             low, high = chunk.aminmax()
             lows.append(float(low))
             highs.append(float(high))
             progress.advance(4 * chunk.numel())
         finite = all(map(math.isfinite, (*lows[1:], *highs[1:])))
-        return found % 2**64, Extent(min(lows), max(highs), finite)
+        return found, Extent(min(lows), max(highs), finite)
 
+    sums, extents = dict.fromkeys(expected, 0), {}
+    total = 4 * sum(part.numel for part in parts.values())
     with log.Progress(what, total) as progress, ThreadPoolExecutor(_READERS) as pool:
-        results = dict(zip(expected, pool.map(one, expected), strict=True))
-    bad = [name for name, (found, _) in results.items() if found != expected[name]]
+        for (tensor, part), (found, extent) in zip(parts.items(), pool.map(one, parts.values()), strict=True):
+            sums[part.parameter] += found
+            extents[tensor] = extent
+    bad = [name for name in expected if sums[name] % 2**64 != expected[name]]
     if bad:
         raise ProofError(
             f"{what}: {len(bad)} of {len(expected)} parameters differ from the source, first {', '.join(bad[:3])}. "
             "Nothing was kept. Try again; if it happens again, the disk or the conversion is at fault."
         )
-    return {name: extent for name, (_, extent) in results.items()}
+    return extents
 
 
-def check_extents(extents: Mapping[str, Extent], skeleton: nn.Module, report: Report) -> None:
-    """No parameter is empty, non-finite, or a matrix of one value that a new model does not have either.
+def check_extents(extents: Mapping[str, Extent], layout: FolderLayout, report: Report) -> None:
+    """No tensor is empty, non-finite, or a matrix of one value that a new model does not have either.
 
     Raises:
-        ProofError: naming the parameters.
+        ProofError: naming the tensors.
     """
+    parts = layout.tensors
     odd = [f"{name} holds NaN or infinity" for name, extent in extents.items() if not extent.finite]
-    shapes = {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
-    odd += [f"{name} is empty" for name in extents if numel(shapes[name]) == 0]
-    constant = {n: e.low for n, e in extents.items() if e.finite and e.low == e.high and numel(shapes[n]) > 1}
-    fresh = RandomSource(skeleton, 0, torch.device("cpu"))
+    odd += [f"{name} is empty" for name in extents if parts[name].numel == 0]
+    constant = {n: e.low for n, e in extents.items() if e.finite and e.low == e.high and parts[n].numel > 1}
+    fresh = RandomSource(layout.skeleton, 0, torch.device("cpu"))
     for name, value in constant.items():
         # Norm weights of one and biases of zero are what training starts from; a weight matrix of one value is not.
-        if len(shapes[name]) > 1 and not bool((fresh.read(name, 0, numel(shapes[name])) == value).all()):
-            odd.append(f"{name} {list(shapes[name])} is {value:g} everywhere")
+        part = parts[name]
+        new = fresh.read(part.parameter, part.start, part.start + part.numel) if len(part.shape) > 1 else value
+        if not bool(torch.as_tensor(new == value).all()):
+            odd.append(f"{name} {list(part.shape)} is {value:g} everywhere")
     if odd:
         raise ProofError(
-            f"{len(odd)} parameters cannot be right: {'; '.join(odd[:3])}. Nothing was kept. Look at the source; if it "
-            "is meant to be so, convert with --check none."
+            f"{len(odd)} tensors cannot be right: {'; '.join(odd[:3])}. Nothing was kept. Look at the source; if it is "
+            "meant to be so, convert with --check none."
         )
     same = ", ".join(f"{count} of {value:g} everywhere" for value, count in sorted(Counter(constant.values()).items()))
     report.add("values", f"finite, none empty, {same or 'none of one value'}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmtrain.errors import ModelError
 from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.source import SINGLE, SafetensorsSource
 from llmtrain.models.tensorfile import ITEM_BYTES, TensorFile, header_bytes
@@ -60,21 +61,31 @@ def cut(layout: FolderLayout, dtypes: Mapping[str, str], max_shard_bytes: int) -
     """The files that `save_pretrained` writes for a model whose parameters have these types (name -> "F32", ...).
 
     Tensors go one after another into a file until the next would pass the limit (rule and names:
-    huggingface_hub, serialization/_base.py); a tensor above the limit has a file of its own.
+    huggingface_hub, serialization/_base.py); a tensor above the limit has a file of its own. The experts of a layer,
+    views of one parameter, count as one tensor.
+
+    Raises:
+        ModelError: a buffer that belongs into the files holds no floating-point numbers.
     """
+    for name, buffer in layout.buffers.items():
+        if not buffer.is_floating_point():
+            raise ModelError(f"{name} is a buffer of {buffer.dtype} values; only models of numbers can be written.")
     dtype_of = {tensor: dtypes[part.parameter] for tensor, part in layout.tensors.items()}
+    members: dict[int, list[str]] = {}
+    for tensor in layout.tensors:
+        members.setdefault(layout.together[tensor][0], []).append(tensor)
     groups: list[list[str]] = []
     current: list[str] = []
     filled = 0
-    for tensor, part in layout.tensors.items():
-        size = part.numel * ITEM_BYTES[dtype_of[tensor]]
+    for tensors in members.values():
+        size = layout.together[tensors[0]][1] * ITEM_BYTES[dtype_of[tensors[0]]]
         if size > max_shard_bytes:
-            groups.append([tensor])
+            groups.append(tensors)
             continue
         if filled + size > max_shard_bytes:
             groups.append(current)
             current, filled = [], 0
-        current.append(tensor)
+        current += tensors
         filled += size
     groups += [current] if current else []
     total = len(groups)

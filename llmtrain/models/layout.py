@@ -89,6 +89,8 @@ class FolderLayout:
         self._renamings: list[Any] = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
         self.tensors: dict[str, Part] = self._written_tensors()
         """Tensors that `save_pretrained` writes for the parameters and buffers, in its order."""
+        self.together: dict[str, tuple[int, int]] = self._groups()
+        """Tensor -> (group, elements of the group): `save_pretrained` puts tensors that share memory into one file."""
 
     def place(self, tensors: Iterable[str]) -> Placement:
         """Which tensors of a folder hold which parameters.
@@ -124,8 +126,7 @@ class FolderLayout:
     def _written_tensors(self) -> dict[str, Part]:
         from transformers.core_model_loading import revert_weight_conversion
 
-        skipped = set(self._tied) | set(getattr(self.skeleton, "_keys_to_ignore_on_save", None) or ())
-        state = {name: value for name, value in self._known.items() if name not in skipped}
+        state = self._saved_state()
         owner = {value.untyped_storage()._cdata: name for name, value in state.items()}
         parts = {}
         with _FollowViews():
@@ -139,6 +140,18 @@ class FolderLayout:
                 )
             parts[tensor] = Part(name, view.storage_offset(), tuple(view.shape))
         return parts
+
+    def _groups(self) -> dict[str, tuple[int, int]]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        written = revert_weight_conversion(self.skeleton, self._saved_state())
+        storages = {tensor: view.untyped_storage() for tensor, view in written.items()}
+        item = torch.empty((), device="meta").element_size()
+        return {tensor: (storage._cdata, storage.nbytes() // item) for tensor, storage in storages.items()}
+
+    def _saved_state(self) -> dict[str, torch.Tensor]:
+        skipped = set(self._tied) | set(getattr(self.skeleton, "_keys_to_ignore_on_save", None) or ())
+        return {name: value for name, value in self._known.items() if name not in skipped}
 
     def _model_name(self, tensor: str) -> tuple[str, bool]:
         """The model's name of the parameter or buffer that a tensor belongs to, and whether it is a part of it."""

@@ -7,41 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
 
+from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.hf import MARK, export_hf
 from llmtrain.checkpoint.hf_import import import_hf
+from llmtrain.checkpoint.reader import CheckpointReader
+from tests.helpers.hf_folders import FAMILIES, model_folder, new_model
 
-SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA = {"intermediate_size": 48, "num_key_value_heads": 2, **SMALL}
-TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-FAMILIES = {
-    "llama": LLAMA,
-    "qwen2": LLAMA,
-    "qwen3": {**LLAMA, "head_dim": 8},
-    "mistral": LLAMA,
-    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "gpt_neox": {**SMALL, "intermediate_size": 48},
-    "gemma2": {**LLAMA, "head_dim": 8},
-    "phi3": LLAMA,
-    "olmo2": LLAMA,
-    "mixtral": {**LLAMA, "num_local_experts": 4},
-    "qwen3_moe": {**LLAMA, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-}
-
-
-def model_folder(path: Path, family: str, *, tied: bool, dtype: torch.dtype, shard: str) -> Path:
-    """A folder as `save_pretrained` writes it, with something that stands for a tokenizer."""
-    torch.manual_seed(3)
-    config = AutoConfig.for_model(family, **FAMILIES[family], **TOKENS, tie_word_embeddings=tied)
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path, max_shard_size=shard)
-    (path / "tokenizer.json").write_text('{"version": "1.0",  "é": 1}')
-    (path / "chat_template.jinja").write_text("{{ messages }}\n")
-    return path
+STEP = Path("checkpoints") / "step-00000000"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != MARK}
+
+
+def line(lines: list[str], what: str) -> str:
+    return next((text for text in lines if text.startswith(what)), "")
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -50,11 +32,86 @@ def test_there_and_back_is_the_same_folder(tmp_path, family, tied):
     """One shard in bf16, many in fp32; MoE and GPT-NeoX have other names in the file than in the model."""
     for dtype, shard in ((torch.bfloat16, "1GB"), (torch.float32, "20KB")):
         case = tmp_path / str(dtype)
-        folder = model_folder(case / "hf", family, tied=tied, dtype=dtype, shard=shard)
+        folder = model_folder(case / "hf", new_model(family, tied=tied, dtype=dtype), shard)
         lines = import_hf(folder, case / "run").lines
-        assert any(line.startswith("logits") and "agree" in line for line in lines), lines
-        export_hf(case / "run" / "checkpoints" / "step-00000000", case / "back")
+        assert "agree" in line(lines, "logits") and ("tied" in line(lines, "parameters")) == tied
+        assert "the same weight files" in line(lines, "way back")
+        export_hf(case / "run" / STEP, case / "back")
         assert contents(case / "back") == contents(folder)
         assert len(list(folder.glob("*.safetensors"))) == 1 or shard == "20KB"
     index = json.loads((case / "back" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
+
+
+def test_another_precision_and_shard_size_than_the_sources(tmp_path):
+    """bf16 in one file -> fp16 in several, as `save_pretrained` writes that; the tokenizer and the rest stay."""
+    model = new_model("mixtral", dtype=torch.bfloat16)
+    folder = model_folder(tmp_path / "hf", model)
+    import_hf(folder, tmp_path / "run", check="none")
+    export_hf(tmp_path / "run" / STEP, tmp_path / "fp16", "fp16", max_shard_bytes=30_000)
+    want = model_folder(tmp_path / "want", model.to(torch.float16), "30KB")
+    got = contents(tmp_path / "fp16")
+    assert json.loads(got.pop("config.json")) == json.loads((want / "config.json").read_text())
+    assert got == {name: data for name, data in contents(want).items() if name != "config.json"}
+
+
+def test_mixed_types_in_another_cut_keep_their_types(tmp_path):
+    """Norms in fp32 beside bf16 matrices: as the source, in one file instead of many."""
+    model = new_model("llama", dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float() + 1e-3
+    folder = model_folder(tmp_path / "many", model, "20KB")
+    import_hf(folder, tmp_path / "run")
+    export_hf(tmp_path / "run" / STEP, tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(folder)
+    export_hf(tmp_path / "run" / STEP, tmp_path / "one", max_shard_bytes=10**9)
+    want = model_folder(tmp_path / "want", model)
+    assert contents(tmp_path / "one")["model.safetensors"] == (want / "model.safetensors").read_bytes()
+
+
+def test_bare_decoders_fused_names_and_old_buffers(tmp_path):
+    """Files without the decoder's prefix, with the model's own names for the experts, and with buffers of old times."""
+    model = new_model("mixtral", tied=True)
+    want = dict(model.named_parameters())
+    written = load_file(model_folder(tmp_path / "plain", model) / "model.safetensors")
+    bare = {name.removeprefix("model."): value for name, value in written.items()}
+    bare["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    fused = {name: value.detach() for name, value in want.items()}
+    for name, tensors in (("bare", bare), ("fused", fused)):
+        folder = model_folder(tmp_path / name, model)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        report = import_hf(folder, tmp_path / f"{name}-run")
+        reader = CheckpointReader(tmp_path / f"{name}-run" / STEP)
+        assert set(reader.order()) == set(want)
+        for parameter, value in want.items():
+            assert torch.equal(reader.read(parameter, 0, value.numel()), value.detach().reshape(-1)), parameter
+        assert ("inv_freq" in line(report.lines, "dropped")) == (name == "bare")
+    assert "not byte by byte for model.safetensors" in line(
+        import_hf(tmp_path / "bare", tmp_path / "x").lines, "way back"
+    )
+
+
+def test_a_tied_weight_that_stands_twice_is_written_once(tmp_path):
+    model = new_model("llama", tied=True)
+    folder = model_folder(tmp_path / "hf", model)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    assert "lm_head.weight repeats" in line(import_hf(folder, tmp_path / "run").lines, "ties")
+    export_hf(tmp_path / "run" / STEP, tmp_path / "back")
+    assert "lm_head.weight" not in load_file(tmp_path / "back" / "model.safetensors")
+
+
+def test_an_imported_checkpoint_stands_alone(tmp_path):
+    """`ls`, a weights-only resume and to-hf use it without the folder beside it; averaged ones have none."""
+    folder = model_folder(tmp_path / "hf", new_model("qwen2"))
+    import_hf(folder, tmp_path / "run")
+    manifest = Manifest.read(tmp_path / "run" / STEP)
+    assert manifest.step == 0 and manifest.layout == {"made_by": "from-hf", "precision": "fp32"}
+    (tmp_path / "moved" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / STEP).rename(tmp_path / "moved" / STEP)
+    export_hf(tmp_path / "moved" / STEP, tmp_path / "back")
+    back = contents(tmp_path / "back")
+    assert json.loads(back["config.json"]) == json.loads((folder / "config.json").read_text())
+    assert back["model.safetensors"] == (folder / "model.safetensors").read_bytes() and len(back) == 2
