@@ -17,6 +17,10 @@ from llmtrain.errors import CheckpointError
 from llmtrain.tracking.tracker import Tracker
 
 
+_TELL_S = 1.0
+"""A shorter wait for a checkpoint is in the events only."""
+
+
 class Saving:
     """The checkpoints of one launch. All ranks call every method together. Use as a context manager."""
 
@@ -86,10 +90,11 @@ class Saving:
             self.settle()
             waited_s = time.monotonic() - began_s
             self._tracker.event("save_waited", step=step, seconds=round(waited_s, 3))
-            log.warn(
-                f"training waited {waited_s:.1f} s at step {step} until the checkpoint before was written. Save less "
-                "often (checkpoint.every_steps), or set checkpoint.when_busy to skip"
-            )
+            if waited_s > _TELL_S:
+                log.warn(
+                    f"training waited {waited_s:.1f} s at step {step} until the checkpoint before was written. Save less "
+                    "often (checkpoint.every_steps), or set checkpoint.when_busy to skip"
+                )
         if self._saved_step == step:
             return
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,14 @@ class Trace:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train_steps(case: Case, stepper: Stepper, ranks: Ranks, first: int, last: int) -> Trace:
+def train_steps(
+    case: Case,
+    stepper: Stepper,
+    ranks: Ranks,
+    first: int,
+    last: int,
+    before_update: Callable[[], None] = lambda: None,
+) -> Trace:
     """Steps [first, last) with the engine."""
     trace = Trace([], [])
     source = batches(case, (ranks.rank, ranks.world_size), case.accumulation, first)
@@ -202,7 +209,7 @@ def train_steps(case: Case, stepper: Stepper, ranks: Ranks, first: int, last: in
         dist.all_reduce(total, group=ranks.control)
         agreed = Agreement(counted_tokens=int(total), stop=False, time_up=False, save=False)
         factor = learning_rate_factor(resolved.run.schedule, step, case.steps)
-        result = stepper.step(batch, lambda agreed=agreed: agreed, factor)  # type: ignore[misc]
+        result = stepper.step(batch, lambda agreed=agreed: agreed, factor, before_update)  # type: ignore[misc]
         assert not result.skipped
         trace.losses.append(stepper.global_loss(result.local_loss_sum, agreed.counted_tokens))
         trace.norms.append(float(result.grad_norm) if result.grad_norm is not None else float("nan"))

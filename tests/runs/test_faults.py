@@ -3,46 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import time
 from pathlib import Path
 
-import pytest
-
 from llmtrain.checkpoint.format import complete_checkpoints
 from tests.helpers.launching import environment, finish, launch, losses, rows, train, write_recipe
 from tests.helpers.wandb_files import read_back
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 3 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_data, tmp_path, small_disk):
-    """Saves fail for lack of space with a message, training goes on; with space again, the next save works."""
-    recipe, run = write_recipe(tmp_path, small_data), small_disk / "run"
-    ballast = small_disk / "ballast"
-    ballast.write_bytes(b"x" * (2 << 20))
-    process = launch(recipe, "--train.run_dir", str(run), "--train.max_steps", "100000", "--schedule.name", "constant")
-    deadline = time.monotonic() + 90
-    while not [e for e in rows(run, "events.jsonl") if e["kind"] == "save_failed"] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.terminate()
-    _, output = finish(process, 60)
-    failed = [event for event in rows(run, "events.jsonl") if event["kind"] == "save_failed"]
-    assert failed and "no space for a checkpoint" in failed[0]["error"] and "MiB" in failed[0]["error"]
-    assert max(losses(run)) > failed[0]["step"], output
-    assert os.listdir(run / "checkpoints") == []
 
 
 def test_explosion_stops_with_a_message_and_the_samples(small_data, tmp_path):

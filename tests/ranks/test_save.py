@@ -1,0 +1,153 @@
+"""The saver itself: asynchronous and synchronous, memory that is short, disks and writers that fail."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from llmtrain.checkpoint.durable import DurableFile
+from llmtrain.checkpoint.format import Manifest, hash_file, problems
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.save import Saver
+from llmtrain.config.run import CheckpointConfig, ResolvedRun
+from tests.helpers.training import Case, assembled, make_engine, resolved_run, train_steps
+
+TRAINER = {"step": 2}
+
+
+def resolved_in_mode(case: Case, world_size: int, mode: Any) -> ResolvedRun:
+    resolved = resolved_run(case, world_size)
+    return replace(resolved, run=replace(resolved.run, checkpoint=CheckpointConfig(mode=mode)))
+
+
+def save_both_ways(case: Case, folder: str) -> tuple[list[str], bool, dict[str, torch.Tensor]]:
+    """Synchronously, and asynchronously with steps on top. (paths, whether it was asynchronous, parameters)."""
+    engine, stepper, ranks = make_engine(case)
+    train_steps(case, stepper, ranks, 0, 2)
+    want = assembled(engine, ranks)
+    paths = []
+    for mode in ("sync", "async"):
+        with Saver(engine, Path(folder) / mode, resolved_in_mode(case, ranks.world_size, mode), ranks) as saver:
+            saver.begin(2, TRAINER)
+            if mode == "async":
+                train_steps(case, stepper, ranks, 2, 4, before_update=saver.before_update)
+            outcome = saver.drain()
+            assert outcome is not None and outcome.path is not None, outcome
+            paths.append(str(outcome.path))
+            asynchronous = saver.asynchronous
+    engine.destroy()
+    return paths, asynchronous, want
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"stage": 0},
+        {"stage": 1, "precision": "bf16"},
+        {"stage": 2, "offload": "optimizer"},
+        {"stage": 3},
+        {"stage": 1, "optimizer": "muon"},
+    ],
+    ids=lambda form: "-".join(str(v) for v in form.values()),
+)
+def test_a_copy_made_while_training_goes_on_is_the_state_at_the_boundary(pools, small_data, tmp_path, form):
+    case = Case(data=small_data, steps=4, **form)
+    (sync, behind), asynchronous, want = pools(2).run(save_both_ways, case, str(tmp_path))[0]
+    assert asynchronous
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors", "trainer.json", "manifest.json"):
+        assert (Path(sync) / name).read_bytes() == (Path(behind) / name).read_bytes(), name
+    manifest = Manifest.read(Path(behind))
+    assert problems(Path(behind), manifest, sorted(manifest.files)) == []
+    reader = CheckpointReader(Path(behind))
+    for name, value in want.items():
+        assert torch.equal(reader.read(name, 0, value.numel()), value.float().reshape(-1)), name
+    if case.optimizer != "muon":  # 12 bytes a parameter, and headers
+        data = sum(entry.bytes for file, entry in manifest.files.items() if file.startswith("rank"))
+        assert data - 2 * 65536 < 12 * sum(value.numel() for value in want.values()) <= data
+
+
+def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, Any]:
+    """A disk that fills up in the middle of a save, a writer that is killed, host memory that is short."""
+    engine, stepper, ranks = make_engine(case)
+    train_steps(case, stepper, ranks, 0, 2)
+    found: dict[str, Any] = {}
+    resolved = resolved_in_mode(case, ranks.world_size, "async")
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: usage(path)._replace(free=1 << 40)  # type: ignore[attr-defined]
+    try:
+        for mode in ("sync", "async"):
+            with Saver(engine, Path(small_disk), resolved_in_mode(case, ranks.world_size, mode), ranks) as saver:
+                saver.begin(2, TRAINER)
+                found[f"full {mode}"] = saver.drain()
+                found[f"left {mode}"] = os.listdir(small_disk)
+    finally:
+        shutil.disk_usage = usage
+    with Saver(engine, Path(folder), resolved, ranks) as saver:
+        saver.prepare()
+        if ranks.rank == 1:
+            assert saver._writer is not None
+            psutil.Process(saver._writer.pid).kill()
+        saver.begin(2, TRAINER)
+        found["killed"] = saver.drain()
+        found["left killed"] = os.listdir(folder)
+        saver.begin(3, TRAINER)
+        found["next"] = saver.drain()
+    memory = psutil.virtual_memory
+    psutil.virtual_memory = lambda: memory()._replace(available=1000)
+    try:
+        with Saver(engine, Path(folder), resolved, ranks) as saver:
+            saver.begin(4, TRAINER)
+            found["no memory"] = saver.drain()
+            found["synchronous"] = not saver.asynchronous
+    finally:
+        psutil.virtual_memory = memory
+    engine.destroy()
+    return found
+
+
+def test_a_failed_save_leaves_nothing_and_the_next_one_works(pools, small_data, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        case = Case(data=small_data, steps=2, stage=1)
+        everywhere = pools(2).run(fail_and_save_again, case, str(tmp_path / "run"), str(disk))
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+    for found in everywhere:
+        for mode in ("sync", "async"):
+            assert found[f"full {mode}"].path is None and found[f"left {mode}"] == []
+            assert "could not write its file: No space left on device" in found[f"full {mode}"].error
+        assert found["killed"].path is None and found["left killed"] == []
+        assert "rank 1 could not write its file: the checkpoint writer" in found["killed"].error
+        for later, step in (("next", 3), ("no memory", 4)):
+            assert found[later].path == tmp_path / "run" / f"step-{step:08d}", found[later]
+            manifest = Manifest.read(found[later].path)
+            assert problems(found[later].path, manifest, sorted(manifest.files)) == []
+        assert found["synchronous"]
+
+
+def test_a_durable_file_is_what_was_written_for_any_cut(tmp_path):
+    """Aligned and unaligned memory, pieces smaller and larger than a block, O_DIRECT or a file system without it."""
+    memory = torch.randint(0, 256, (40_000_001,), dtype=torch.uint8).numpy().data
+    for cuts in ((0, 40_000_001), (0, 1, 4097, 4098, 30_000_000, 40_000_001), (0, 17_000_000, 17_000_001, 40_000_001)):
+        with DurableFile(tmp_path / "file") as file:
+            for low, high in itertools.pairwise(cuts):
+                file.write(memory[low:high])
+            size, xxh3 = file.close()
+        assert (tmp_path / "file").read_bytes() == bytes(memory)
+        assert (size, xxh3) == (40_000_001, hash_file(tmp_path / "file"))
+    with pytest.raises(RuntimeError), DurableFile(tmp_path / "gone") as file:
+        file.write(memory[:100])
+        raise RuntimeError
+    assert not (tmp_path / "gone").exists()

@@ -1,0 +1,137 @@
+"""Saves that are disturbed: a full or read-only disk, stopped processes, signals. Nothing is half there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, stale_folders
+from tests.helpers.forked import Launch
+from tests.helpers.launching import losses, rows, write_recipe
+
+SCHEDULE = ("--schedule.name", "constant")
+EVER = ("--train.max_steps", "1000000")
+
+
+def mount(folder: Path, options: str, *more: str) -> None:
+    done = subprocess.run(["mount", *more, "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
+    if done.returncode != 0:
+        pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.decode().strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A run folder whose checkpoints lie on a file system of 70 MiB, of which 64 are headroom."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    mount(folder, "size=70m")
+    yield folder.parent
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def wait_for(launch: Launch, run: Path, kind: str, after: int = 0, timeout_s: float = 90) -> dict[str, Any]:
+    """The first event of the kind past a step."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for event in rows(run, "events.jsonl"):
+            if event["kind"] == kind and event["step"] > after:
+                return event
+        assert launch.alive() and time.monotonic() < deadline, launch.output()[-3000:]
+        time.sleep(0.005)
+
+
+def wait_until(launch: Launch, true: Any, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert launch.alive() and time.monotonic() < deadline, launch.output()[-3000:]
+        time.sleep(0.001)
+
+
+def stop_well(launch: Launch) -> None:
+    for rank in launch.ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, signal.SIGTERM)
+    assert launch.wait(60) == [0, 0], launch.output()[-3000:]
+
+
+def all_intact(run: Path) -> bool:
+    found = complete_checkpoints(run / "checkpoints")
+    whole = all(not problems(f, (m := Manifest.read(f)), sorted(m.files)) for f in found)
+    return bool(found) and whole and not stale_folders(run / "checkpoints")
+
+
+def test_a_full_and_a_read_only_disk_cost_checkpoints_and_not_the_run(small_data, tmp_path, small_disk):
+    """No space: a message with what is needed, free, and could be freed. Space again, writable again: saves again."""
+    recipe, disk = write_recipe(tmp_path, small_data), small_disk / "checkpoints"
+    launch = Launch(recipe, *SCHEDULE, *EVER)
+    wait_for(launch, small_disk, "save", after=5)
+    ballast = disk / "ballast"
+    ballast.write_bytes(b"x" * (6 << 20))
+    failed = wait_for(launch, small_disk, "save_failed")
+    for text in ("no space for a checkpoint", "MiB are free", "llmtrain checkpoint prune", "would free"):
+        assert text in failed["error"], failed
+    ballast.unlink()
+    saved = wait_for(launch, small_disk, "save", after=failed["step"])
+
+    mount(disk, "remount,ro")
+    failed = wait_for(launch, small_disk, "save_failed", after=saved["step"])
+    assert "Read-only file system" in failed["error"]
+    mount(disk, "remount,rw")
+    wait_for(launch, small_disk, "save", after=failed["step"])
+    stop_well(launch)
+    assert all_intact(small_disk)
+    assert sorted(losses(small_disk)) == list(range(1, max(losses(small_disk)) + 1))  # no step was lost to it
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+def test_a_save_that_is_due_while_one_is_written(small_data, tmp_path, when_busy):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    launch = Launch(recipe, *SCHEDULE, *EVER, "--checkpoint.when_busy", when_busy)
+    wait_for(launch, run, "save")
+    writer = launch.writer(1)
+    assert writer is not None
+    writer.suspend()  # a disk that takes for ever
+    stuck = max(losses(run))
+    if when_busy == "skip":
+        skipped = wait_for(launch, run, "save_skipped")
+        wait_until(launch, lambda: max(losses(run)) > skipped["step"] + 5)  # training goes on meanwhile
+        writer.resume()
+        wait_for(launch, run, "save", after=skipped["step"])
+    else:
+        time.sleep(2.5)
+        assert max(losses(run)) <= stuck + 10  # one save is under way, at the next training waits
+        writer.resume()
+        waited = wait_for(launch, run, "save_waited", after=stuck)
+        assert waited["seconds"] > 1
+        wait_until(launch, lambda: max(losses(run)) > stuck + 10)
+        assert "training waited" in launch.output()
+    stop_well(launch)
+    assert all_intact(run)
+
+
+def test_signals_during_a_save(small_data, tmp_path):
+    """SIGSTOP of a rank holds the run up and no more; SIGTERM while a save is under way ends it with all saved."""
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    launch = Launch(recipe, *SCHEDULE, *EVER, "--checkpoint.every_steps", "3")
+    wait_for(launch, run, "save")
+    wait_until(launch, lambda: stale_folders(run / "checkpoints"))
+    os.kill(launch.ranks[1].pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    stuck = max(losses(run))
+    time.sleep(1.0)
+    assert max(losses(run)) <= stuck + 1
+    os.kill(launch.ranks[1].pid, signal.SIGCONT)
+    wait_for(launch, run, "save", after=stuck + 3)
+    wait_until(launch, lambda: stale_folders(run / "checkpoints"))
+    stop_well(launch)
+    assert all_intact(run)
+    assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{max(losses(run)):08d}"
+    assert sorted(losses(run)) == list(range(1, max(losses(run)) + 1))
