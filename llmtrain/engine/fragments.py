@@ -23,6 +23,7 @@ PARAM = "param"
 
 _ADAM_KINDS = ("exp_avg", "exp_avg_sq")
 _MOMENTUM = "momentum_buffer"
+_PIECE = 1 << 20  # elements sent at once
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,25 @@ def refresh(engine: Any) -> None:
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     elif hasattr(optimizer, "update_lp_params"):
-        optimizer.update_lp_params()
+        if engine.device.type == "cpu":
+            _update_lp_params_in_pieces(optimizer)
+        else:
+            optimizer.update_lp_params()
     elif hasattr(optimizer, "fp32_groups"):
         for masters, copies in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
             for master, copy in zip(masters, copies, strict=True):
                 copy.data.copy_(master.data)
+
+
+def _update_lp_params_in_pieces(optimizer: Any) -> None:
+    """DeepSpeed's update_lp_params for gloo, whose all-gather takes the memory of all parameters a second time."""
+    partitioned = getattr(optimizer, "parallel_partitioned_bit16_groups", None) or optimizer.bf16_partitioned_groups
+    groups = optimizer.real_dp_process_group
+    for partitions, master, group in zip(partitioned, _flat_masters(optimizer), groups, strict=True):
+        partitions[dist.get_rank(group)].data.copy_(master.data)
+        for owner, partition in enumerate(partitions):
+            for piece in partition.data.split(_PIECE):
+                dist.broadcast(piece, dist.get_global_rank(group, owner), group=group)
 
 
 def optimizer_step(engine: Any) -> int:

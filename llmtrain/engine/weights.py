@@ -28,7 +28,7 @@ from llmtrain.models.tensorfile import numel
 
 Key = tuple[str, str]
 """(kind, Hugging Face name) of a tensor of the optimizer's state."""
-_CHUNK = 4 << 20  # elements
+_CHUNK = 1 << 20  # elements
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def fill_parameters(engine: Any, source: ParameterSource) -> None:
 def fill(fragment: Fragment, read: Callable[[int, int], Tensor]) -> None:
     """Fill a fragment from `read`: (start, stop) -> these elements of the flat Hugging Face tensor.
 
-    A chunk of 4 M elements at a time: that is all the memory that it needs beside the state.
+    A chunk of 1 M elements at a time: that is all the memory that it needs beside the state.
     """
     for low in range(0, fragment.view.numel(), _CHUNK):
         view = fragment.view[low : low + _CHUNK]
@@ -149,7 +149,9 @@ def _differing_copies(engine: Any, masters: Mapping[Key, int], ranks: Ranks) -> 
         sums = dict.fromkeys(wanted, 0)
         for fragment in live:
             start, values = owned(fragment)
-            sums[fragment.kind, fragment.name] += checksum(values.to(dtype), start)
+            for low in range(0, values.numel(), _CHUNK):
+                piece = values[low : low + _CHUNK].to(dtype)
+                sums[fragment.kind, fragment.name] += checksum(piece, start + low)
         wanted = _summed(sums, ranks)
     in_place = {fragment.view.data_ptr() for fragment in live}  # ZeRO 0 in fp32 computes with the masters themselves
     partitions: dict[Key, int] = dict.fromkeys(wanted, 0)

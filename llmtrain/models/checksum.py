@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK = 1 << 16  # positions that share a row of factors: the row is 512 KiB and stays in the cache
+_CPU_PIECE = 16 * _BLOCK  # elements converted to fp32 at once, where they are not
 _GPU_BLOCKS = 128  # blocks hashed at once on a GPU: the int64 temporaries stay at 64 MiB
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 
@@ -28,10 +29,14 @@ def checksum(values: Tensor, start: int = 0) -> int:
 
     Returns an integer in [0, 2^64). `(checksum(x[:k]) + checksum(x[k:], k)) % 2**64 == checksum(x)`.
     """
-    flat = values.detach().reshape(-1).float()
-    if flat.device.type == "cpu":
-        return checksum_array(flat.contiguous().numpy(), start)
-    return _on_device(flat, start)
+    flat = values.detach().reshape(-1)
+    if flat.device.type != "cpu":
+        return _on_device(flat.float(), start)
+    total = 0
+    for done in range(0, flat.numel(), _CPU_PIECE):
+        piece = flat[done : done + _CPU_PIECE].float().contiguous()
+        total += checksum_array(piece.numpy(), start + done)
+    return total % 2**64
 
 
 def checksum_array(values: npt.NDArray[np.float32], start: int = 0) -> int:

@@ -1,0 +1,91 @@
+"""What loading costs a rank: it reads its own slices and no more, and needs little memory beside its state."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.checkpoint.load import load_checkpoint
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.engine.fragments import fragments, loss_scale_state, optimizer_step, refresh, whole_shapes
+from llmtrain.models.tensorfile import numel
+from tests.helpers.training import LLAMA, Case, make_engine, resolved_run, save_checkpoint
+
+# 17 M parameters, the largest tensor a quarter of them: headers and manifest are small beside the values, and a rank
+# that read whole files would be seen.
+LARGE = {**LLAMA, "vocab_size": 16384, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+FORMS = [
+    (1, {"stage": 0}),
+    (2, {"stage": 1}),
+    (2, {"stage": 1, "precision": "bf16"}),
+    (2, {"stage": 3}),
+    (4, {"stage": 2}),
+    (4, {"stage": 3, "precision": "bf16"}),
+]
+
+
+def save_large(case: Case, folder: str) -> str:
+    engine, _, ranks = make_engine(case)
+    with torch.no_grad():
+        for index, fragment in enumerate(fragments(engine)):
+            fragment.view.add_(torch.arange(fragment.view.numel()) % 97 + index)
+    refresh(engine)
+    state = {"step": 1, "tokens": 0, "optimizer_step": optimizer_step(engine), "loss_scale": loss_scale_state(engine)}
+    path = save_checkpoint(engine, Path(folder), 1, state, resolved_run(case, ranks.world_size), ranks)
+    engine.destroy()
+    return str(path)
+
+
+def measured_load(case: Case, path: str) -> dict[str, int]:
+    """Bytes: needed, read, the largest tensor, the peak of resident memory above what the engine takes."""
+    engine, _, ranks = make_engine(case)
+    live = fragments(engine)
+    trainer = json.loads((Path(path) / "trainer.json").read_text())
+    # Once before it counts: zeros that were never written take no memory yet, nor does code that never ran.
+    load_checkpoint(engine, CheckpointReader(Path(path)), trainer, ranks)
+    with torch.no_grad():
+        for fragment in live:
+            fragment.view.fill_(0.5)
+    refresh(engine)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that is free but kept would hide what loading takes
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    resident, read = _status("VmRSS"), _read_bytes()
+    load_checkpoint(engine, CheckpointReader(Path(path)), trainer, ranks)
+    costs = {
+        "needed": 4 * sum(fragment.view.numel() for fragment in live),
+        "read": _read_bytes() - read,
+        "largest": 4 * max(numel(shape) for shape in whole_shapes(engine).values()),
+        "extra": _status("VmHWM") - resident,
+    }
+    engine.destroy()
+    return costs
+
+
+def _status(key: str) -> int:
+    """Bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
+
+
+def _read_bytes() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.fixture(scope="module")
+def large(pools, small_data, tmp_path_factory):
+    """A checkpoint of 201 MB, saved under ZeRO 1 on 2 ranks."""
+    folder = tmp_path_factory.mktemp("large")
+    return pools(2).run(save_large, Case(data=small_data, stage=1, model=LARGE), str(folder))[0]
+
+
+@pytest.mark.parametrize(("world_size", "form"), FORMS, ids=str)
+def test_a_rank_reads_its_slices_and_needs_little_memory(pools, small_data, large, world_size, form):
+    for costs in pools(world_size).run(measured_load, Case(data=small_data, model=LARGE, **form), large):
+        assert costs["needed"] <= costs["read"] <= 1.05 * costs["needed"]
+        assert costs["extra"] <= 2 * costs["largest"]
