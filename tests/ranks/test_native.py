@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
@@ -25,7 +26,6 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.engine.build import DTYPES, Ranks
 from llmtrain.engine.step import learning_rate_factor
-from llmtrain.errors import CheckpointError
 from llmtrain.models.build import initial_weights
 from tests.helpers.training import (
     LLAMA,
@@ -119,3 +119,196 @@ def test_imported_checkpoint_loads_at_another_layout(pools, small_data, tmp_path
     path = imported(tmp_path / "theirs", tmp_path / "ours")
     got = pools(1).run(resumed_by_us, shortened(case, stage=3), str(path))[0]
     assert worst(got, want) < ROUNDING
+
+
+class Block(LlamaDecoderLayer):
+    """A decoder layer that a pipeline can pass hidden states through."""
+
+    def __init__(self, config: LlamaConfig, index: int) -> None:
+        super().__init__(config, index)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def forward(self, hidden_BTH: Tensor) -> Tensor:  # type: ignore[override]
+        positions = torch.arange(hidden_BTH.shape[1]).unsqueeze(0)
+        return super().forward(hidden_BTH, position_embeddings=self.rotary(hidden_BTH, positions))
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def adamw(module: nn.Module, case: Case, *, one_group: bool = False) -> torch.optim.AdamW:
+    """As our engine has it; `one_group`: vectors decay, too."""
+    groups: list[dict[str, Any]] = [{"params": [p for p in module.parameters() if p.dim() >= 2 or one_group]}]
+    if not one_group:
+        groups.append({"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0})
+    return torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+
+
+def set_rate(engine: Any, case: Case, step: int) -> None:
+    schedule = resolved_run(case, 1).run.schedule
+    for group in engine.optimizer.param_groups:
+        group["lr"] = case.lr * learning_rate_factor(schedule, step, case.steps)
+
+
+@torch.no_grad()
+def give_weights(named: Iterator[tuple[str, nn.Parameter]], case: Case) -> None:
+    """The run's initial values, by Hugging Face name."""
+    source = initial_weights(ModelConfig(config=dict(case.model)), 0, torch.device("cpu"))
+    for name, parameter in named:
+        parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
+
+
+def make_pipeline(case: Case, ranks: Ranks) -> Any:
+    """The model of the case as a PipelineModule of two stages, in DeepSpeed's engine."""
+    config = LlamaConfig(**{k: v for k, v in case.model.items() if k != "model_type"}, attn_implementation="sdpa")
+    size = (config.vocab_size, config.hidden_size)
+    blocks = [LayerSpec(Block, config, index) for index in range(config.num_hidden_layers)]
+    norm = LayerSpec(LlamaRMSNorm, config.hidden_size, eps=config.rms_norm_eps)
+    if config.tie_word_embeddings:
+        ends = [
+            TiedLayerSpec("embed", nn.Embedding, *size),
+            TiedLayerSpec("embed", nn.Embedding, *size, forward_fn=lambda m, hidden: F.linear(hidden, m.weight)),
+        ]
+    else:
+        ends = [LayerSpec(nn.Embedding, *size), LayerSpec(nn.Linear, *size[::-1], bias=False)]
+    module = PipelineModule([ends[0], *blocks, norm, ends[1]], num_stages=2, loss_fn=mean_loss)
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    homes = {"0": "model.embed_tokens.", "tied_modules.embed": "model.embed_tokens."}
+    homes |= {str(index + 1): f"model.layers.{index}." for index in range(len(blocks))}
+    homes |= {str(len(blocks) + 1): "model.norm.", str(len(blocks) + 2): head.removesuffix("weight")}
+    named = []
+    for name, parameter in module.named_parameters():
+        place = next(place for place in homes if name.startswith(f"{place}."))
+        named.append((homes[place] + name.removeprefix(f"{place}."), parameter))
+    give_weights(iter(named), case)
+    run = dict(resolved_run(case, 1).deepspeed, train_micro_batch_size_per_gpu=12, train_batch_size=12)
+    module = module.to(DTYPES[case.precision])
+    engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module, case), config=run)
+    return engine
+
+
+def pipeline_steps(engine: Any, case: Case, first: int, last: int) -> Trace:
+    """Steps of the pipeline: the whole global batch in one micro-batch."""
+    trace = Trace([], [])
+    source = batches(case, (0, 1), 1, first)
+    for step in range(first, last):
+        (micro,) = next(source).micro_batches
+        set_rate(engine, case, step)
+        trace.losses.append(float(engine.train_batch(iter([(micro.inputs, micro.labels)]))))
+    source.close()  # type: ignore[attr-defined]
+    return trace
+
+
+def pipeline_saves_and_resumes(case: Case, folder: str) -> Trace:
+    """The first half, DeepSpeed's save, and the second half of a new engine after DeepSpeed's load."""
+    engine = make_pipeline(case, joined())
+    pipeline_steps(engine, case, 0, HALF)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = make_pipeline(case, joined())
+    assert engine.load_checkpoint(folder)[0] is not None
+    trace = pipeline_steps(engine, case, HALF, END)
+    engine.destroy()
+    deepspeed_groups.mpu = None  # DeepSpeed leaves the pipeline's here, and takes every later engine for one
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("stage", "model", "precision"), [(0, LLAMA, "fp32"), (0, TIED, "fp32"), (1, TIED, "fp32"), (1, LLAMA, "bf16")]
+)
+def test_pipeline_of_deepspeed_goes_on_in_our_engine(pools, small_data, tmp_path, stage, model, precision):
+    # Without ZeRO DeepSpeed clips the gradient of each pipeline stage by its own norm: not what one model does
+    clip = 1.0 if stage else 0.0
+    case = Case(data=small_data, stage=stage, steps=END, model=dict(model), precision=precision, clip=clip)
+    want = pools(2).run(pipeline_saves_and_resumes, case, str(tmp_path / "theirs"))[0]
+    path = imported(tmp_path / "theirs", tmp_path / "ours", case.model)
+    got = pools(2).run(resumed_by_us, shortened(case, stage=2), str(path))[0]
+    # bf16 rounds activations in another order: measured 1e-3 between two layouts of DeepSpeed's own
+    assert worst(got, want) < (ROUNDING if precision == "fp32" else 1e-2)
+
+
+def make_plain(case: Case, ranks: Ranks, *, universal: bool = False, one_group: bool = False) -> Any:
+    """transformers' model, unwrapped, in DeepSpeed's engine: its parameters have Hugging Face names."""
+    config = dict(resolved_run(case, ranks.world_size).deepspeed, checkpoint={"load_universal": universal})
+    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in case.model.items() if k != "model_type"}))
+    give_weights(model.named_parameters(), case)
+    model = model.to(DTYPES[case.precision])
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, case, one_group=one_group), config=config)
+    return engine
+
+
+def plain_steps(engine: Any, case: Case, ranks: Ranks, first: int, last: int) -> Trace:
+    """Steps with transformers' logits and the mean over all counted tokens."""
+    trace = Trace([], [])
+    source = batches(case, (ranks.rank, ranks.world_size), 1, first)
+    for step in range(first, last):
+        batch = next(source)
+        (micro,) = batch.micro_batches
+        set_rate(engine, case, step)
+        counted = torch.tensor(float(batch.counted_tokens))
+        dist.all_reduce(counted)
+        logits = engine(input_ids=micro.inputs, use_cache=False).logits.float()
+        total = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100, reduction="sum")
+        engine.backward(total * ranks.world_size / counted)
+        engine.step()
+        shown = total.detach().clone()
+        dist.all_reduce(shown)
+        trace.losses.append(float(shown / counted))
+    source.close()  # type: ignore[attr-defined]
+    return trace
+
+
+def plain_saves_and_resumes(case: Case, folder: str, one_group: bool) -> Trace:
+    """The first half, DeepSpeed's save, and the second half of a new engine after DeepSpeed's load."""
+    ranks = joined()
+    engine = make_plain(case, ranks, one_group=one_group)
+    plain_steps(engine, case, ranks, 0, HALF)
+    engine.save_checkpoint(folder, client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}})
+    engine.destroy()
+    return plain_resumes(case, folder, False, one_group)
+
+
+def plain_resumes(case: Case, folder: str, universal: bool, one_group: bool) -> Trace:
+    """The second half after DeepSpeed's load."""
+    ranks = joined()
+    engine = make_plain(case, ranks, universal=universal, one_group=one_group)
+    assert engine.load_checkpoint(folder)[0] is not None
+    trace = plain_steps(engine, case, ranks, HALF, END)
+    engine.destroy()
+    return trace
+
+
+def converted_by_deepspeed(source: Path, out: Path) -> Path:
+    """DeepSpeed's own conversion to its universal format."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    arguments = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    names = {"input_folder": str(source / f"global_step{HALF}"), "output_folder": str(out / f"global_step{HALF}")}
+    ds_to_universal.main(type("Arguments", (), {**arguments, **names, "inject_missing_state": False}))
+    return out
+
+
+# Loading a universal checkpoint at ZeRO 3, DeepSpeed gives one tensor as the step counter to all parameter groups: with
+# two of them it counts two steps at a time (with its own conversions, too). So ZeRO 3 is held to one group.
+@pytest.mark.parametrize(("saved", "loaded", "one_group"), [(1, (1, 2), False), (3, (1, 2, 3), True)])
+def test_universal_both_ways(pools, small_data, tmp_path, saved, loaded, one_group):
+    case = Case(data=small_data, stage=saved, steps=END)
+    theirs = tmp_path / "theirs"
+    want = pools(2).run(plain_saves_and_resumes, case, str(theirs), one_group)[0]
+    path = imported(theirs, tmp_path / "ours")
+    if not one_group:
+        got = pools(2).run(resumed_by_us, case, str(path))[0]
+        assert worst(got, want) < ROUNDING
+
+    again = imported(converted_by_deepspeed(theirs, tmp_path / "converted"), tmp_path / "again")
+    assert Manifest.read(again).checksums() == Manifest.read(path).checksums()
+    assert read_trainer(again)["optimizer_step"] == HALF
+
+    export_universal(path, tmp_path / "universal")
+    for file in (tmp_path / "universal").rglob("*.pt"):
+        torch.load(file, weights_only=True)
+    for stage in loaded:
+        other = shortened(case, stage=stage)
+        got = pools(2).run(plain_resumes, other, str(tmp_path / "universal"), True, one_group)[0]
+        assert worst(got, want) < ROUNDING, stage
