@@ -138,14 +138,15 @@ def test_muon_is_the_same_under_every_stage(pools, small_data):
 
 def load_pretrained(case: Case, folder: str, break_name: str | None) -> str:
     """Write a folder's weights into a live engine and prove them; "" or the error."""
+    from llmtrain.config.run import ModelConfig
     from llmtrain.engine.fragments import PARAM, fragments
     from llmtrain.engine.weights import prove_weights, write_parameters
     from llmtrain.errors import ModelError
-    from llmtrain.models.source import SafetensorsSource
+    from llmtrain.models.build import initial_weights
 
     engine, _, ranks = make_engine(case)
     try:
-        source = SafetensorsSource(folder)
+        source = initial_weights(ModelConfig(pretrained=folder), 0, torch.device("cpu"))
         write_parameters(engine, source)
         if break_name:
             for fragment in fragments(engine):
@@ -183,8 +184,25 @@ def test_pretrained_weights_are_proved(pools, small_data, tmp_path, world_size, 
     tensors = load_file(tmp_path / moved)
     tensors["model.other.weight"] = tensors.pop("model.norm.weight")
     save_file(tensors, tmp_path / moved)
+    index["weight_map"]["model.other.weight"] = moved
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (error, *_) = pool.run(load_pretrained, case, str(tmp_path), None)
     assert "lacks 1 of the model's 39 parameters" in error and "model.norm.weight" in error
+
+
+@pytest.mark.parametrize(("world_size", "stage", "precision"), [(1, 0, "fp32"), (2, 3, "bf16")])
+def test_pretrained_experts_are_proved(pools, small_data, tmp_path, world_size, stage, precision):
+    """A file for each expert's matrix, one parameter for all of a layer: each rank reads its slices of it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {**LLAMA, "num_local_experts": 4, "num_hidden_layers": 2, "model_type": "mixtral"}
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    hf.save_pretrained(tmp_path, max_shard_size="200KB")
+    case = Case(data=small_data, stage=stage, precision=precision, model=fields)
+    pool = pools(world_size)
+    assert pool.run(load_pretrained, case, str(tmp_path), None) == [""] * world_size
+    (error, *_) = pool.run(load_pretrained, case, str(tmp_path), "model.layers.1.mlp.experts.gate_up_proj")
+    assert "parameters differ from the file, first model.layers.1.mlp.experts.gate_up_proj" in error
 
 
 def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], float, bool]:
@@ -269,6 +287,8 @@ def train_and_export(case: Case, folder: str) -> tuple[torch.Tensor, torch.Tenso
         engine(tokens, tokens)
         logits = engine.module.hf(input_ids=tokens).logits.clone()
     trainer = {
+        "step": 3,
+        "tokens": 0,
         "optimizer_step": 3,
         "loss_scale": {},
         "separator_id": 0,
