@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.engine.build import DTYPES, Ranks
 from llmtrain.engine.step import learning_rate_factor
+from llmtrain.errors import CheckpointError
 from llmtrain.models.build import initial_weights
 from tests.helpers.training import (
     LLAMA,
@@ -161,7 +164,8 @@ def give_weights(named: Iterator[tuple[str, nn.Parameter]], case: Case) -> None:
 
 def make_pipeline(case: Case, ranks: Ranks) -> Any:
     """The model of the case as a PipelineModule of two stages, in DeepSpeed's engine."""
-    config = LlamaConfig(**{k: v for k, v in case.model.items() if k != "model_type"}, attn_implementation="sdpa")
+    config = LlamaConfig(**{k: v for k, v in case.model.items() if k != "model_type"})
+    config._attn_implementation = "sdpa"
     size = (config.vocab_size, config.hidden_size)
     blocks = [LayerSpec(Block, config, index) for index in range(config.num_hidden_layers)]
     norm = LayerSpec(LlamaRMSNorm, config.hidden_size, eps=config.rms_norm_eps)
@@ -233,7 +237,7 @@ def make_plain(case: Case, ranks: Ranks, *, universal: bool = False, one_group: 
     config = dict(resolved_run(case, ranks.world_size).deepspeed, checkpoint={"load_universal": universal})
     model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in case.model.items() if k != "model_type"}))
     give_weights(model.named_parameters(), case)
-    model = model.to(DTYPES[case.precision])
+    model = model.to(dtype=DTYPES[case.precision])  # type: ignore[call-arg]
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, case, one_group=one_group), config=config)
     return engine
 
@@ -312,3 +316,95 @@ def test_universal_both_ways(pools, small_data, tmp_path, saved, loaded, one_gro
         other = shortened(case, stage=stage)
         got = pools(2).run(plain_resumes, other, str(tmp_path / "universal"), True, one_group)[0]
         assert worst(got, want) < ROUNDING, stage
+
+
+def saved_twice(case: Case, folder: str) -> None:
+    """DeepSpeed's checkpoints of steps 2 and 3."""
+    engine, stepper, ranks = make_engine(case)
+    for first, last in ((0, 2), (2, 3)):
+        train_steps(case, stepper, ranks, first, last)
+        engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """A .pt file of DeepSpeed's with something else in it."""
+    tree = torch.load(path, weights_only=False)
+    change(tree)
+    torch.save(tree, path)
+
+
+def other_optimizer(tree: dict[str, Any]) -> None:
+    for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        del state["exp_avg_sq"]
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(bytes(data))
+
+
+FAULTS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+    # (the step's folder, the folder of the step before) -> damage; what the error says
+    "another step's rank": (lambda new, old: shutil.copy(old / RANK_1, new / RANK_1), "mixes files of different steps"),
+    "another step's model": (lambda new, old: shutil.copy(old / MODEL, new / MODEL), "contradicts another copy"),
+    "missing rank": (lambda new, old: (new / RANK_1).unlink(), "rank 1 is missing"),
+    "rank too many": (
+        lambda new, old: shutil.copy(new / RANK_1, new / RANK_1.replace("rank_1", "rank_2")),
+        "rank 2 is left over",
+    ),
+    "flipped bit": (lambda new, old: flipped(new / RANK_1), "damaged"),
+    "cut short": (lambda new, old: os.truncate(new / RANK_1, 1000), "damaged"),
+    "optimizer": (
+        lambda new, old: edited(new / RANK_1, other_optimizer),
+        "Adam's exp_avg and exp_avg_sq were expected",
+    ),
+    "tag outside": (lambda new, old: (new.parent / "latest").write_text("../elsewhere"), "no name of a folder"),
+    "tag of a link": (lambda new, old: os.symlink(new.rename(old / "x"), new), "is no folder"),
+    "latest without folder": (lambda new, old: (new.parent / "latest").write_text("global_step9"), "is no folder"),
+    "other model": (
+        lambda new, old: (new.parent / "config.json").write_text(json.dumps({**LLAMA, "intermediate_size": 96})),
+        "has the shape",
+    ),
+    "more layers": (
+        lambda new, old: (new.parent / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 5})),
+        "whatever prefix is taken off",
+    ),
+}
+
+
+def test_nothing_doubtful_is_imported(pools, small_data, tmp_path):
+    case = Case(data=small_data, stage=2, steps=END)
+    pools(2).run(saved_twice, case, str(tmp_path / "theirs"))
+    for name, (damage, message) in FAULTS.items():
+        folder = config_folder(shutil.copytree(tmp_path / "theirs", tmp_path / name), LLAMA)
+        damage(folder / "global_step3", folder / "global_step2")
+        with pytest.raises(CheckpointError, match=message):
+            import_deepspeed(folder, tmp_path / "out")
+        assert not (tmp_path / "out" / "checkpoints" / "step-00000003").exists(), name
+
+    folder = config_folder(tmp_path / "theirs", LLAMA)
+    for file in (folder / "global_step3").glob("*optim_states.pt"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="--weights-only"):
+        import_deepspeed(folder, tmp_path / "out")
+    import_deepspeed(folder, tmp_path / "out", weights_only=True)
+    import_deepspeed(folder, tmp_path / "out", tag="global_step2", weights_only=True)
+    weights, earlier = (CheckpointReader(tmp_path / "out" / "checkpoints" / f"step-0000000{n}") for n in (3, 2))
+    assert weights.kinds() == earlier.kinds() == {"param"}
+    assert weights.manifest.checksums() != earlier.manifest.checksums()
+
+
+def test_zero_3_of_two_steps_is_refused(pools, small_data, tmp_path):
+    """It has no second copy of the weights: the optimizer's counter and the model file's must agree."""
+    case = Case(data=small_data, stage=3, steps=END)
+    pools(2).run(saved_twice, case, str(tmp_path))
+    for file in (tmp_path / "global_step2").glob("*model_states.pt"):
+        shutil.copy(file, tmp_path / "global_step3" / file.name)
+    with pytest.raises(CheckpointError, match=r"the optimizer counts 3 steps, .* 2 of which 0 were skipped"):
+        imported(tmp_path, tmp_path / "out")
