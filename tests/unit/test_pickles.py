@@ -38,15 +38,9 @@ class Claim:
 
     def __reduce__(self) -> Any:
         storage = ("storage", torch.FloatStorage, "0", "cpu", self.stored)
-        strides, hooks = (1,), collections.OrderedDict[str, Any]()
-        return torch._utils._rebuild_tensor_v2, (
-            _Persistent(storage),
-            self.start,
-            (self.numel,),
-            strides,
-            False,
-            hooks,
-        )
+        hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
+        place = (self.start, (self.numel,), (1,))  # first element, shape, strides
+        return torch._utils._rebuild_tensor_v2, (_Persistent(storage), *place, False, hooks)
 
 
 class _Persistent:
