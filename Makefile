@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test lint install gpu-check clean
+.PHONY: train test test-slow lint install gpu-check clean
 
 # torch goes first and alone: with its version there, pip fetches no other build of it.
 $(VENV)/.run: constraints.txt pyproject.toml
@@ -45,6 +45,9 @@ lint: $(VENV)/.dev
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
 
 gpu-check:
 	tools/gpu_check.sh

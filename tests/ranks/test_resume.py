@@ -22,7 +22,7 @@ from tests.helpers.training import (
     train_steps,
 )
 
-HALF, END = 4, 8
+HALF, END = 4, 9
 
 
 def save_in_the_middle(case: Case, folder: str) -> tuple[Trace, str]:
@@ -83,21 +83,6 @@ def test_same_layout_goes_on_bit_for_bit(pools, small_data, tmp_path, world_size
         assert torch.equal(got.parameters[name], value), name
 
 
-LAYOUTS = [(1, 0), (4, 1), (2, 2), (4, 3), (1, 1), (2, 3), (4, 0), (1, 2), (2, 1), (1, 3), (4, 2), (2, 0)]
-
-
-@pytest.mark.parametrize("index", range(len(LAYOUTS)))
-def test_another_layout_goes_on_within_rounding(pools, small_data, tmp_path, index):
-    saved_world, saved_stage = LAYOUTS[index]
-    world, stage = LAYOUTS[(index + 1) % len(LAYOUTS)]
-    case = Case(data=small_data, stage=saved_stage, steps=END)
-    want, path = pools(saved_world).run(save_in_the_middle, case, str(tmp_path))[0]
-    other = shortened(case, stage=stage, accumulation=3 if index % 2 else 1)
-    got = pools(world).run(load_and_go_on, other, path)[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-6
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
-
-
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 1), (1, 3)), ((1, 3), (2, 2)), ((2, 0), (4, 1))])
 def test_muon_momentum_travels(pools, small_data, tmp_path, saved, loaded):
     case = Case(data=small_data, stage=saved[1], steps=END, optimizer="muon")
@@ -105,12 +90,3 @@ def test_muon_momentum_travels(pools, small_data, tmp_path, saved, loaded):
     got = pools(loaded[0]).run(load_and_go_on, shortened(case, stage=loaded[1]), path)[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
     assert largest_difference(got.parameters, want.parameters) < 1e-5
-
-
-def test_precision_and_offload_travel(pools, small_data, tmp_path):
-    case = Case(data=small_data, stage=2, steps=END, precision="bf16")
-    want, path = pools(2).run(save_in_the_middle, case, str(tmp_path))[0]
-    other = shortened(case, stage=3, precision="fp32", offload="optimizer")
-    got = pools(1).run(load_and_go_on, other, path)[0]
-    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-2  # bf16 against fp32
-    assert largest_difference(got.parameters, want.parameters) < 2e-3

@@ -1,0 +1,77 @@
+"""Saved under every ZeRO stage and number of ranks, loaded under every other: the next losses agree within rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+
+from tests.helpers.training import Case, Trace, largest_difference
+from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
+
+LAYOUTS = list(product((0, 1, 2, 3), (1, 2, 4)))
+"""(ZeRO stage, ranks)."""
+# In every run of the tests: each layout once as the one that saves and once as the one that loads, and four more pairs.
+SAMPLE = {(i, (5 * i + 3) % 12) for i in range(12)} | {(i, (7 * i + 1) % 12) for i in (0, 3, 6, 9)}
+PAIRS = [
+    pytest.param(*pair, marks=[] if pair in SAMPLE else pytest.mark.slow, id="-".join(f"z{s}x{w}" for s, w in names))
+    for pair in product(range(12), range(12))
+    for names in [[LAYOUTS[i] for i in pair]]
+]
+
+
+def case_of(data: str, layout: tuple[int, int]) -> Case:
+    """Accumulation differs as well: three micro-batches on one rank, one on more."""
+    stage, world_size = layout
+    return Case(data=data, stage=stage, steps=END, accumulation=3 if world_size == 1 else 1)
+
+
+@pytest.fixture(scope="module")
+def saved(pools, small_data, tmp_path_factory) -> Callable[[int], tuple[Trace, str]]:
+    """saved(i): what LAYOUTS[i] did after its checkpoint, and the checkpoint; made once."""
+    made: dict[int, tuple[Trace, str]] = {}
+
+    def save(index: int) -> tuple[Trace, str]:
+        if index not in made:
+            layout = LAYOUTS[index]
+            folder = tmp_path_factory.mktemp(f"saved{index}")
+            made[index] = pools(layout[1]).run(save_in_the_middle, case_of(small_data, layout), str(folder))[0]
+        return made[index]
+
+    return save
+
+
+def test_the_sample_has_every_layout_on_both_sides():
+    assert len(SAMPLE) == 16 and all(a != b for a, b in SAMPLE)
+    assert {a for a, _ in SAMPLE} == {b for _, b in SAMPLE} == set(range(12))
+
+
+@pytest.mark.parametrize(("saved_at", "loaded_at"), PAIRS)
+def test_losses_go_on(pools, small_data, saved, saved_at, loaded_at):
+    want, path = saved(saved_at)
+    layout = LAYOUTS[loaded_at]
+    got = pools(layout[1]).run(load_and_go_on, case_of(small_data, layout), path)[0]
+    assert len(want.losses) == len(got.losses) == 5
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-6
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("world_size", "saving", "loading", "tolerance"),
+    [
+        (2, {"stage": 1, "precision": "bf16"}, {"stage": 3, "precision": "bf16"}, 2e-2),
+        (2, {"stage": 3, "precision": "bf16"}, {"stage": 0, "precision": "fp32"}, 2e-2),
+        (1, {"stage": 0, "precision": "fp32"}, {"stage": 2, "precision": "bf16"}, 2e-2),
+        (1, {"stage": 2, "offload": "optimizer"}, {"stage": 3}, 2e-6),
+        (2, {"stage": 1}, {"stage": 3, "offload": "all"}, 2e-6),
+    ],
+    ids=str,
+)
+def test_precision_and_offload_travel(pools, small_data, tmp_path, world_size, saving, loading, tolerance):
+    """Between precisions the losses agree to bf16's rounding; fp16, which needs a GPU, is in tests/gpu."""
+    case = Case(data=small_data, steps=END, **saving)
+    want, path = pools(world_size).run(save_in_the_middle, case, str(tmp_path))[0]
+    other = Case(data=small_data, steps=END, **loading)
+    got = pools(3 - world_size).run(load_and_go_on, other, path)[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < tolerance
