@@ -77,6 +77,11 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
             f"{checkpoint} holds {', '.join(sorted(reader.kinds()))}; DeepSpeed's universal format is for Adam: "
             f"{', '.join(kinds)}."
         )
+    for name in reader.order():
+        if Path(name).name != name or name in (".", ".."):
+            raise CheckpointError(
+                f"{checkpoint}: {name!r} cannot be the name of a folder, as the universal format has it."
+            )
     tag = f"step-{step_of(checkpoint) or trainer['step']:08d}"
     sums, names = reader.manifest.checksums(), reader.order()
     count = torch.tensor(float(trainer["optimizer_step"]))
