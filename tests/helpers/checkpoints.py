@@ -28,6 +28,15 @@ LLAMA = {
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
 }
+WHOLE_LLAMA = {
+    **SHAPES,
+    **{f"model.layers.0.self_attn.{letter}_proj.weight": (8, 8) for letter in "qkvo"},
+    "model.layers.0.mlp.gate_proj.weight": (16, 8),
+    "model.layers.0.input_layernorm.weight": (8,),
+    "model.layers.0.post_attention_layernorm.weight": (8,),
+    "lm_head.weight": (32, 8),
+}
+"""All parameters of the model that LLAMA describes."""
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 

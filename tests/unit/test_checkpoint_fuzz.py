@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from llmtrain.checkpoint.diff import diff
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, read_trainer
+from llmtrain.checkpoint.hf import export_hf
 from llmtrain.checkpoint.listing import rows, table
 from llmtrain.checkpoint.prune import prune
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -35,10 +36,13 @@ from llmtrain.models.build import load_config
 from llmtrain.models.checksum import checksum
 from llmtrain.models.source import SafetensorsSource
 from llmtrain.models.tensorfile import numel
-from tests.helpers.checkpoints import LLAMA, SHAPES, resign, sign, tensors, write_checkpoint
+from tests.helpers.checkpoints import LLAMA, SHAPES, WHOLE_LLAMA, resign, sign, tensors, write_checkpoint
 
 EACH = 125
 """Mutations of each of the eight kinds."""
+EXPORTS = 40
+KINDS = ["tensors", "header", "manifest", "trainer", "folder"]
+"""Of damage to a checkpoint."""
 LONGEST_S = 5.0
 LARGEST_MIB = 300
 DEEP = "[" * 100_000
@@ -317,7 +321,7 @@ def _damage(rng: random.Random, kind: str, folder: Path, other: Path) -> None:
             path.write_bytes(mutate_bytes(rng, path.read_bytes()))
 
 
-@pytest.mark.parametrize("kind", ["tensors", "header", "manifest", "trainer", "folder"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_damage(kind: str, copies: Callable[[], Path], originals: Path, bounded: Callable[[], None]) -> None:
     """What verify calls intact is what was saved; what reads differently is caught by its checksum, too."""
     intact = originals / "a/checkpoints/step-00000100"
@@ -366,6 +370,28 @@ def test_malice(copies: Callable[[], Path], originals: Path, bounded: Callable[[
         wrong, values, _ = look(folder, originals / "a/checkpoints/step-00000100")
         refused += bool(wrong) or len(values) < len(tensors(1))
     assert refused > EACH // 2
+
+
+def test_exports(originals: Path, tmp_path: Path, bounded: Callable[[], None]) -> None:
+    """What leaves a mutated checkpoint as a Hugging Face folder has the values of the intact one, or nothing leaves."""
+    first = write_checkpoint(tmp_path / "intact", 100, 1, shapes=WHOLE_LLAMA)
+    other = write_checkpoint(tmp_path / "other", 100, 2, shapes=WHOLE_LLAMA)
+    export_hf(first, tmp_path / "want", "fp32", check="none")
+    want = (tmp_path / "want/model.safetensors").read_bytes()
+    refused = 0
+    for number in range(EXPORTS):
+        folder = tmp_path / f"trial {number}/checkpoints/step-00000100"
+        shutil.copytree(first, folder)
+        rng = random.Random(f"export {number}")
+        _damage(rng, KINDS[number % len(KINDS)], folder, other)
+        bounded()
+        log: list[str] = []
+        out = folder.parent.parent / "export"
+        attempt(log, lambda folder=folder, out=out: export_hf(folder, out, "fp32", check="none"))
+        refused += bool(log)
+        assert out.exists() != bool(log), number
+        assert log or (out / "model.safetensors").read_bytes() == want, number
+    assert EXPORTS // 4 < refused < EXPORTS
 
 
 @pytest.mark.parametrize("kind", ["shards", "index and config"])
