@@ -33,7 +33,7 @@ from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.build import skeleton
 from llmtrain.models.checksum import checksum
 from llmtrain.models.layout import FolderLayout
-from llmtrain.models.source import DTYPE_OF, INDEX, SafetensorsSource
+from llmtrain.models.source import DTYPE_OF, INDEX, SafetensorsSource, refuse_escape
 from llmtrain.models.tensorfile import numel
 
 MARK = "llmtrain_export.json"
@@ -41,6 +41,8 @@ MARK = "llmtrain_export.json"
 SOURCE = "source"
 """Folder beside `checkpoints`: the files of an imported Hugging Face folder that are no weights."""
 _HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+_BESIDE_LIMIT = 256 << 20  # bytes; the largest tokenizers have 40 MB
 _SPACE = 64 << 20  # bytes for the files beside the weights
 
 
@@ -91,10 +93,7 @@ def export_hf(
             _prove(folder.partial, reader, layout, files, rounded, check, report, trust_remote_code=trust_remote_code)
         folder.commit()
     if target != out:
-        old = out.rename(out.with_name(out.name + ".old.trash"))
-        target.rename(out)
-        sync(out.parent)
-        remove_tree(old)
+        _replace(out, target)
     reader.close()
     report.add("written", f"{out}: {units.size(files.bytes)} of weights in {len(files.shards)} file(s)")
     return report
@@ -126,9 +125,21 @@ def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any]) -> Path:
             f"{out} exists and is no earlier export of this run; nothing was written. Give another name."
         )
     target = out.with_name(out.name + ".new")
-    if target.exists():  # a kill between two renames
+    if (target / MARK).is_file():  # a kill in `_replace` left it
         remove_tree(target)
     return target
+
+
+def _replace(out: Path, new: Path) -> None:
+    old = out.with_name(out.name + ".old.trash")
+    try:
+        remove_tree(old)
+        out.rename(old)
+        new.rename(out)
+        sync(out.parent)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be replaced: {error.strerror}. The new export is {new}.") from error
+    remove_tree(old)
 
 
 def _run_id(checkpoint: Path, trainer: Mapping[str, Any]) -> str:
@@ -136,6 +147,8 @@ def _run_id(checkpoint: Path, trainer: Mapping[str, Any]) -> str:
 
 
 def _model(checkpoint: Path, trainer: Mapping[str, Any]) -> ModelConfig:
+    if not isinstance(trainer.get("model_config"), dict):
+        raise CheckpointError(f"{checkpoint / TRAINER} does not tell model_config, so no model can be written.")
     config = {key: value for key, value in trainer["model_config"].items() if key != "use_cache"}  # off in training
     if "auto_map" in config:  # the code lies beside the configuration that names it
         return ModelConfig(pretrained=str(checkpoint.parent.parent / SOURCE), attention="eager")
@@ -253,12 +266,10 @@ def _write_others(
     folder: Path, checkpoint: Path, trainer: Mapping[str, Any], layout: FolderLayout, files: WeightFiles
 ) -> None:
     """Configuration, generation configuration, tokenizer, index, and where all of it comes from."""
-    run = checkpoint.parent.parent
-    imported = "source" in trainer
-    tokenizer = run / SOURCE if imported else Path(trainer["tokenizer_dir"])
-    for file in sorted(tokenizer.iterdir()) if tokenizer.is_dir() else ():
-        if file.is_file():
-            shutil.copy2(file, folder / file.name)
+    imported, tokenizer = "source" in trainer, trainer.get("tokenizer_dir")
+    beside = checkpoint.parent.parent / SOURCE if imported else Path(tokenizer) if tokenizer else None
+    for file in beside_weights(beside, python=imported) if beside is not None and beside.is_dir() else ():
+        shutil.copy2(file, folder / file.name)
     dtype = _HF_DTYPES[next(iter(files.dtype_of().values()))]
     if imported:
         _keep_config(folder / "config.json", trainer["source"], files, dtype)
@@ -266,9 +277,10 @@ def _write_others(
         config = layout.skeleton.config
         config.dtype, config.architectures = dtype, [type(layout.skeleton).__name__]
         (folder / "config.json").write_text(config.to_json_string())
-        separator = trainer["separator_id"]
-        generation = {"eos_token_id": separator, "pad_token_id": separator}
-        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+        separator = trainer.get("separator_id")
+        if separator is not None:
+            generation = {"eos_token_id": separator, "pad_token_id": separator}
+            (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
     index = files.index(sum(map(numel, layout.shapes.values())))
     same_index = imported and files.shards.keys() == trainer["source"]["files"].keys() and (folder / INDEX).is_file()
     if index is None:
@@ -277,6 +289,20 @@ def _write_others(
         (folder / INDEX).write_text(index)
     mark = {"run": _run_id(checkpoint, trainer), "checkpoint": str(checkpoint.resolve()), "step": trainer.get("step")}
     (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n")
+
+
+def beside_weights(folder: Path, *, python: bool) -> list[Path]:
+    """The files of a model folder that are no weights: configurations, tokenizer, templates, card; code if asked for.
+
+    Raises:
+        ModelError: one is a link that leaves the folder.
+    """
+    found = []
+    for file in sorted(folder.iterdir()):
+        plain = file.suffix in _BESIDE or file.name.startswith(("LICENSE", "NOTICE"))
+        if (plain or (python and file.suffix == ".py")) and file.is_file() and file.stat().st_size <= _BESIDE_LIMIT:
+            found.append(refuse_escape(folder, file))
+    return found
 
 
 def _keep_config(path: Path, source: Mapping[str, Any], files: WeightFiles, dtype: str) -> None:

@@ -17,7 +17,7 @@ from llmtrain import log, units
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, PARAM, read_trainer, step_folder
-from llmtrain.checkpoint.hf import SOURCE, layout_of
+from llmtrain.checkpoint.hf import SOURCE, beside_weights, layout_of
 from llmtrain.checkpoint.prove import CHUNK, Check, Report, check_extents, prove_logits, read_back
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.shards import DTYPES, describe
@@ -28,9 +28,6 @@ from llmtrain.models.source import DTYPE_OF, SafetensorsSource, refuse_escape
 from llmtrain.models.tensorfile import numel
 
 _ASKED_BY = "from-hf"
-_KEPT = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
-"""Files beside the weights that come along: configurations, tokenizers, templates and the model card."""
-_KEPT_LIMIT = 256 << 20  # bytes of one of them; the largest tokenizers have 40 MB
 
 
 def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_code: bool = False) -> Report:
@@ -48,7 +45,7 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
         raise CheckpointError(f"{out} exists already; nothing was written. Give another name or move it away.")
     report = Report(out)
     model, config = _configuration(folder, trust_remote_code=trust_remote_code)
-    kept = _others(folder, python=trust_remote_code)
+    kept = beside_weights(folder, python=trust_remote_code)
     layout = layout_of(model, trust_remote_code=trust_remote_code)
     source = SafetensorsSource(folder, layout, asked_by=_ASKED_BY)
     _check_names(source, layout, report)
@@ -204,16 +201,6 @@ def _trainer(
             "precision": next(ours for ours, theirs in DTYPES.items() if theirs == most),
         },
     }, changed
-
-
-def _others(folder: Path, *, python: bool) -> list[Path]:
-    """The files that are no weights and come along; code only where it is trusted. Raises ModelError."""
-    found = []
-    for file in sorted(folder.iterdir()):
-        plain = file.suffix in _KEPT or file.name.startswith(("LICENSE", "NOTICE")) or (python and file.suffix == ".py")
-        if plain and file.is_file() and file.stat().st_size <= _KEPT_LIMIT:
-            found.append(refuse_escape(folder, file))
-    return found
 
 
 def _clear(partial: Path) -> None:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmtrain.checkpoint import build, hf_import, prove
 from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.hf import MARK, export_hf
 from llmtrain.checkpoint.hf_import import import_hf
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.errors import CheckpointError
 from tests.helpers.hf_folders import FAMILIES, model_folder, new_model
 
 STEP = Path("checkpoints") / "step-00000000"
@@ -101,6 +103,49 @@ def test_a_tied_weight_that_stands_twice_is_written_once(tmp_path):
     assert "lm_head.weight repeats" in line(import_hf(folder, tmp_path / "run").lines, "ties")
     export_hf(tmp_path / "run" / STEP, tmp_path / "back")
     assert "lm_head.weight" not in load_file(tmp_path / "back" / "model.safetensors")
+
+
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def test_an_import_goes_on_where_it_was_killed(tmp_path, monkeypatch):
+    """While it proved itself: the checkpoint is not written again, but is if the folder changed meanwhile."""
+    folder = model_folder(tmp_path / "hf", new_model("llama"))
+    monkeypatch.setattr(hf_import, "read_back", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            import_hf(folder, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        monkeypatch.setattr(hf_import, "build_checkpoint", interrupted)
+    monkeypatch.setattr(hf_import, "read_back", prove.read_back)
+    (tmp_path / "run.tmp" / "model.safetensors").write_text("of something else that was here")
+    report = import_hf(folder, tmp_path / "run")
+    assert "agree" in line(report.lines, "logits")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoints", "source"]
+    (tmp_path / "run").rename(tmp_path / "run.tmp")
+    model_folder(folder, new_model("llama"))
+    with pytest.raises(KeyboardInterrupt):
+        import_hf(folder, tmp_path / "run")
+
+
+def test_a_full_disk_keeps_what_is_written(tmp_path, monkeypatch):
+    """The message says that the same command goes on, so a restart must find its files."""
+    folder = model_folder(tmp_path / "hf", new_model("llama"))
+    stream, begun = build.stream_tensors, []
+
+    def full(path, *args, **kwargs):
+        if path.name == "rank-00002.safetensors":
+            raise OSError(28, "No space left on device")
+        return stream(path, *args, **kwargs)
+
+    monkeypatch.setattr(build, "_FILE_BYTES", 30_000)
+    monkeypatch.setattr(build, "stream_tensors", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*start the same command again"):
+        import_hf(folder, tmp_path / "run")
+    monkeypatch.setattr(build, "stream_tensors", lambda path, *a, **k: begun.append(path.name) or stream(path, *a, **k))
+    import_hf(folder, tmp_path / "run")
+    assert begun[0] == "rank-00002.safetensors"
 
 
 def test_an_imported_checkpoint_stands_alone(tmp_path):
