@@ -21,6 +21,7 @@ from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.prove import (
     CHUNK,
     Check,
+    ProofError,
     Report,
     check_extents,
     prove_logits,
@@ -333,6 +334,10 @@ def _prove(
 ) -> None:
     """Read the folder again as any user would, and compare it with the checkpoint. Raises ProofError."""
     written = SafetensorsSource(folder, layout, asked_by="to-hf")
+    if odd := sorted(written.file_of.keys() ^ files.parts.keys()):
+        raise ProofError(f"{folder}: {odd[0]} is there and should not be, or the other way around. Nothing was kept.")
+    if odd := [name for name, shape in layout.shapes.items() if written.shape(name) != shape]:
+        raise ProofError(f"{folder}: {odd[0]} has shape {list(written.shape(odd[0]))}. Nothing was kept.")
     check_extents(read_back(written, layout, rounded, "reading back"), layout, report)
     written.close()
     report.add("round trip", f"{len(rounded)} parameters read back, equal to the source bit by bit once rounded")

@@ -161,9 +161,8 @@ class SafetensorsSource:
         if weight_map is not None:
             self._compare(weight_map)
         self.placement = self._place(layout)
-        surplus = [name for name in self.file_of if name in self.placement.surplus]
         self._parts: dict[str, list[tuple[str, Part]]] = dict(self.placement.parts)
-        for name in surplus:
+        for name in self.placement.surplus:
             self._parts[name] = [(name, Part(name, 0, self.file_of[name].entries[name].shape))]
         self._shapes = {name: self._whole_shape(name, layout) for name in self._parts}
         for tensor, name in self.placement.buffers.items():

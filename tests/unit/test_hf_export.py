@@ -175,6 +175,25 @@ def test_a_tensor_of_the_right_shape_under_a_wrong_name(tmp_path, monkeypatch, a
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_tied_weight_that_is_written_twice_or_reshaped_is_seen(tmp_path, monkeypatch):
+    checkpoint = checkpoint_of(new_model("llama", tied=True), tmp_path / "run")
+    write = hf._write_others
+    embedding = "model.embed_tokens.weight"
+    for says, change in (
+        (r"lm_head\.weight is there and should not be", lambda old: {"lm_head.weight": old[embedding].clone()}),
+        (r"embed_tokens\.weight has shape \[32, 96\]", lambda old: {embedding: old[embedding].reshape(32, 96)}),
+    ):
+
+        def write_and_change(folder, *args, change=change):
+            write(folder, *args)
+            tensors = load_file(folder / "model.safetensors")
+            save_file({**tensors, **change(tensors)}, folder / "model.safetensors")
+
+        monkeypatch.setattr(hf, "_write_others", write_and_change)
+        with pytest.raises(ProofError, match=says):
+            export_hf(checkpoint, tmp_path / "out")
+
+
 def test_two_layers_in_the_wrong_order_and_two_experts(tmp_path):
     """The logits alone, of the smallest differences that there are: a fresh model's."""
     model = new_model("mixtral")
