@@ -34,6 +34,14 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _JSON_LIMIT = 1 << 30  # bytes; 1,000 ranks with 6,000 pieces each stay below it
 
 
+_TRAINER_TYPES: dict[str, type] = {
+    **dict.fromkeys(("sample_index", "skipped_steps", "optimizer_step", "vocab_size"), int),
+    **dict.fromkeys(("model_config", "run", "deepspeed", "versions", "layout", "loss_scale"), dict),
+    **dict.fromkeys(("optimizer", "data_fingerprint", "tokenizer_dir", "wandb_id"), str),
+}
+"""What trainer.json holds where it holds it."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A slice of one tensor that a file holds under the name `kind/NAME`."""
@@ -236,6 +244,9 @@ def read_trainer(folder: Path) -> dict[str, Any]:
         trainer = json.loads(read_file(path))
         for key in ("step", "tokens"):
             _natural(trainer[key])
+        for key, kind in _TRAINER_TYPES.items():
+            if not isinstance(trainer.get(key), kind | None):
+                raise TypeError(f"{key} is {trainer[key]!r}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as the state of a run: {error!r}") from error
     return trainer

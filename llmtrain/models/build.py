@@ -22,6 +22,8 @@ from llmtrain.models.layout import FolderLayout
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
 
+_MOST = 10_000  # layers, labels or experts
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
@@ -103,12 +105,14 @@ def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
     try:
         if isinstance(given, dict):
             fields = dict(given)
+            _refuse_endless(fields)
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
         path = Path(str(given))
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():  # a pipe would keep us waiting
             raise FileNotFoundError(f"{file} is no file")
         fields = json.loads(file.read_text())
+        _refuse_endless(fields)
         if "auto_map" in fields and not trust_remote_code:
             raise ModelError(
                 f"{file}: it asks for Python code of its own (auto_map), which is not run. If transformers has this "
@@ -122,6 +126,15 @@ def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
     except Exception as error:
         key = "model.pretrained" if model.pretrained else "model.config"
         raise ModelError(f"{key}: {given!r} is not a model configuration: {error}") from error
+
+
+def _refuse_endless(fields: dict[str, Any]) -> None:
+    """A count that transformers would build so many objects for, until the memory is full. Raises ModelError."""
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            _refuse_endless(value)
+        elif type(value) is int and value > _MOST and any(word in key for word in ("layer", "label", "expert")):
+            raise ModelError(f"model configuration: {key}: {value} is more than any model has (at most {_MOST}).")
 
 
 def build_model(
@@ -171,7 +184,7 @@ def _construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_
             )
         hf.tie_weights()
         return hf
-    except (ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # whatever a configuration with strange numbers makes transformers or torch raise
         raise ModelError(
             f"model.attention {attention}: transformers cannot build this causal language model: {error} "
             "If it is the attention, set model.attention to eager."
