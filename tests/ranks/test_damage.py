@@ -1,0 +1,349 @@
+"""What is wrong with a checkpoint is found before the first step, by all ranks alike, and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.checkpoint import load
+from llmtrain.checkpoint.build import build_checkpoint
+from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, Manifest, step_folder
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.errors import CheckpointError, UserError
+from llmtrain.models.tensorfile import TensorFile
+from tests.helpers.training import (
+    LLAMA,
+    Case,
+    assembled,
+    make_engine,
+    resolved_run,
+    save_checkpoint,
+    train_steps,
+)
+
+NOW = {
+    "optimizer": "adamw",
+    "vocab_size": 512,
+    "data_fingerprint": "d",
+    "run": {},
+    "deepspeed": {},
+    "versions": {},
+    "layout": {},
+}
+
+
+def save_run(case: Case, run: str, steps: list[int]) -> None:
+    """A run folder with a checkpoint after each of these steps."""
+    engine, stepper, ranks = make_engine(case)
+    done = 0
+    for step in steps:
+        train_steps(case, stepper, ranks, done, step)
+        done = step
+        state = {
+            **NOW,
+            "step": step,
+            "tokens": 384 * step,
+            "sample_index": 12 * step,
+            "wandb_id": "w",
+            "optimizer_step": optimizer_step(engine),
+            "loss_scale": loss_scale_state(engine),
+        }
+        save_checkpoint(engine, Path(run) / "checkpoints", step, state, resolved_run(case, ranks.world_size), ranks)
+    engine.destroy()
+
+
+def try_resume(case: Case, attempts: list[dict[str, Any]], broken: Callable[[Any], None] | None = None) -> list[Any]:
+    """For each {"folder", "resume", ...}: what `resume` gives, or its error; one engine is loaded again and again."""
+    engine, _, ranks = make_engine(case)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        if broken is not None:
+            broken((patch, ranks))
+        for attempt in attempts:
+            run = replace(
+                resolved_run(case, ranks.world_size).run,
+                resume=attempt.get("resume", "auto"),
+                resume_weights_only=attempt.get("weights_only", False),
+            )
+            now = {**NOW, **attempt.get("now", {})}
+            try:
+                resumed = load.resume(engine, run, RunDirectory(attempt["folder"]), now, ranks)
+                assert resumed is not None
+                found.append((resumed.folder.name, resumed.lines))
+            except UserError as error:
+                found.append(f"{type(error).__name__}: {error}")
+    engine.destroy()
+    return found
+
+
+def flip(checkpoint: Path, kind: str, name: str, element: int) -> str:
+    """Flip the lowest bit of one element, wherever it lies; the file's name."""
+    for file, entry in Manifest.read(checkpoint).files.items():
+        for piece in entry.pieces:
+            if (piece.kind, piece.name) == (kind, name) and piece.start <= element < piece.start + piece.numel:
+                with TensorFile(checkpoint / file) as tensors:
+                    held = tensors.entries[f"{kind}/{name}"]
+                size = (held.end - held.begin) // held.numel
+                with open(checkpoint / file, "r+b") as out:
+                    out.seek(held.begin + size * (element - piece.start))
+                    byte = out.read(1)[0]
+                    out.seek(-1, 1)
+                    out.write(bytes([byte ^ 1]))
+                return file
+    raise AssertionError((kind, name, element))
+
+
+def same_on_all_ranks(answers: list[list[Any]]) -> list[Any]:
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
+@pytest.fixture(scope="module")
+def run(pools, small_data, tmp_path_factory) -> Path:
+    """Checkpoints of steps 1 and 2, ZeRO 1 on 2 ranks."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    pools(2).run(save_run, Case(data=small_data, stage=1), str(folder), [1, 2])
+    return folder
+
+
+def copy_of(run: Path, tmp_path: Path, name: str) -> Path:
+    return Path(shutil.copytree(run, tmp_path / name))
+
+
+@pytest.mark.parametrize("form", [(2, 0), (2, 1), (4, 2), (2, 3), (1, 3)], ids=lambda f: f"z{f[1]}x{f[0]}")
+def test_one_bit_is_found_under_every_layout_and_named(pools, small_data, run, tmp_path, form):
+    world_size, stage = form
+    attempts, wanted = [], []
+    for index, (kind, name, element) in enumerate(
+        [
+            (PARAM, "model.embed_tokens.weight", 512 * 64 - 1),
+            (PARAM, "model.norm.weight", 0),
+            ("exp_avg", "lm_head.weight", 7),
+            ("exp_avg_sq", "model.layers.2.mlp.up_proj.weight", 5000),
+        ]
+    ):
+        folder = copy_of(run, tmp_path, str(index))
+        file = flip(step_folder(folder / "checkpoints", 2), kind, name, element)
+        attempts.append({"folder": str(folder)})
+        wanted.append((folder, f"{file} is damaged", f"{kind} of {name} differs"))
+    found = same_on_all_ranks(pools(world_size).run(try_resume, Case(data=small_data, stage=stage), attempts))
+    for (folder, damage, tensor), (taken, lines) in zip(wanted, found, strict=True):
+        assert taken == "step-00000001"
+        assert lines[0].startswith("skipped step-00000002: ") and damage in lines[0] and tensor in lines[0]
+        assert {p.name for p in (folder / "checkpoints").iterdir()} == {"step-00000001", "step-00000002.damaged"}
+
+
+def resumed_state(case: Case, attempt: dict[str, Any]) -> tuple[dict[str, dict[str, torch.Tensor]], int]:
+    """All tensors by kind, and the optimizer's step, after a resume."""
+    engine, stepper, ranks = make_engine(case)
+    train_steps(case, stepper, ranks, 0, 1)  # its own state is not the one that a new engine has
+    run = replace(
+        resolved_run(case, ranks.world_size).run,
+        resume=attempt.get("resume", "auto"),
+        resume_weights_only=attempt.get("weights_only", False),
+    )
+    load.resume(engine, run, RunDirectory(attempt["folder"]), NOW, ranks)
+    state = {kind: assembled(engine, ranks, kind) for kind in (PARAM, "exp_avg", "exp_avg_sq")}
+    step = optimizer_step(engine)
+    engine.destroy()
+    return state, step
+
+
+def test_after_a_walk_back_nothing_of_the_damaged_checkpoint_is_left(pools, small_data, run, tmp_path):
+    folder, clean = copy_of(run, tmp_path, "run"), copy_of(run, tmp_path, "clean")
+    flip(step_folder(folder / "checkpoints", 2), "exp_avg_sq", "lm_head.weight", 7)
+    shutil.rmtree(step_folder(clean / "checkpoints", 2))
+    case = Case(data=small_data, stage=3)
+    (got, got_step), (want, want_step) = (
+        pools(2).run(resumed_state, case, {"folder": str(each)})[0] for each in (folder, clean)
+    )
+    assert got_step == want_step == 1
+    for kind, tensors in want.items():
+        assert all(torch.equal(got[kind][name], values) for name, values in tensors.items()), kind
+
+
+def test_muons_momentum_is_proven_too(pools, small_data, tmp_path):
+    """ZeRO 1 in bf16 keeps it in bf16, and two ranks hold what a partition cuts."""
+    case = Case(data=small_data, stage=1, optimizer="muon", precision="bf16")
+    pools(2).run(save_run, case, str(tmp_path / "run"), [1, 2])
+    intact = copy_of(tmp_path / "run", tmp_path, "intact")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    file = flip(step_folder(tmp_path / "run" / "checkpoints", 2), "momentum_buffer", name, 64 * 64 - 1)
+    attempts = [{"folder": str(intact)}, {"folder": str(tmp_path / "run")}]
+    for other in (case, replace(case, stage=0), replace(case, stage=3, precision="fp32")):
+        damaged = copy_of(tmp_path / "run", tmp_path, f"{other.stage}")
+        attempts[1] = {"folder": str(damaged)}
+        (first, _), (second, lines) = same_on_all_ranks(pools(2).run(try_resume, other, attempts))
+        assert (first, second) == ("step-00000002", "step-00000001")
+        assert f"{file} is damaged" in lines[0] and f"momentum_buffer of {name} differs" in lines[0]
+
+
+def unreadable_on_rank_1(world: Any) -> None:
+    def read_kind(*_: object) -> torch.Tensor:
+        raise CheckpointError("rank-00000.safetensors cannot be read at byte 4096: Input/output error")
+
+    patch, ranks = world
+    if ranks.rank == 1:
+        patch.setattr(CheckpointReader, "read_kind", read_kind)
+
+
+def other_bytes_on_rank_1(world: Any) -> None:
+    """In the half of a moment that rank 0 answers for, where both ranks hold all of it."""
+    read_kind = CheckpointReader.read_kind
+
+    def read_wrongly(self: CheckpointReader, kind: str, name: str, start: int, stop: int) -> torch.Tensor:
+        values = read_kind(self, kind, name, start, stop)
+        if (kind, name) == ("exp_avg", "lm_head.weight"):
+            values[0] += 1
+        return values
+
+    patch, ranks = world
+    if ranks.rank == 1:
+        patch.setattr(CheckpointReader, "read_kind", read_wrongly)
+
+
+def stale_copies(world: Any) -> None:
+    """The forward pass would go on with what was there before the resume."""
+    world[0].setattr(load, "refresh", lambda engine: None)
+
+
+@pytest.mark.parametrize(
+    ("broken", "stage", "message"),
+    [
+        (unreadable_on_rank_1, 2, "no checkpoint can be resumed from. step-00000002: rank-00000.safetensors cannot be"),
+        (
+            other_bytes_on_rank_1,
+            0,
+            "exp_avg of lm_head.weight differs from the manifest after loading, though its",
+        ),
+        (stale_copies, 1, "param of lm_head.weight, param of model.embed_tokens.weight"),
+        (stale_copies, 3, "param of lm_head.weight, param of model.embed_tokens.weight"),
+    ],
+)
+def test_what_one_rank_meets_ends_all_with_one_message(pools, small_data, run, broken, stage, message):
+    (error,) = same_on_all_ranks(
+        pools(2).run(try_resume, Case(data=small_data, stage=stage), [{"folder": str(run)}], broken)
+    )
+    assert message in error and error.startswith("CheckpointError: ")
+    assert {p.name for p in (run / "checkpoints").iterdir()} == {"step-00000001", "step-00000002"}
+
+
+def rebuilt(source: Path, out: Path, moments: dict[str, set[str]], **trainer: Any) -> str:
+    """The checkpoint with these moments only, as another tool would write it."""
+    reader = CheckpointReader(source)
+    shapes = {name: reader.shape(name) for name in reader.order()}
+    state = {**json.loads((source / TRAINER).read_text()), **trainer}
+    layout = {"world_size": 1, "zero_stage": 0, "precision": "fp32"}
+    out.parent.mkdir(parents=True)
+    build_checkpoint(
+        out, step=1, shapes=shapes, moments=moments, read=reader.read_kind, trainer=state, layout=layout, plan={}
+    )
+    return str(out)
+
+
+@pytest.fixture(scope="module")
+def imported(run, tmp_path_factory) -> dict[str, str]:
+    """Checkpoints that other tools made."""
+    source, out = step_folder(run / "checkpoints", 1), tmp_path_factory.mktemp("imported")
+    names = set(Manifest.read(source).tensors)
+    both = {"exp_avg": names, "exp_avg_sq": names}
+    trained = names - {"lm_head.weight", "model.norm.weight"}
+    return {
+        "weights": rebuilt(source, out / "weights" / "step-00000001", {}, weights_only=True),
+        "frozen": rebuilt(
+            source, out / "frozen" / "step-00000001", {"exp_avg": names, "exp_avg_sq": trained}, optimizer="adamw"
+        ),
+        "unrecorded": rebuilt(
+            source,
+            out / "unrecorded" / "step-00000001",
+            both,
+            data_fingerprint=None,
+            wandb_id=None,
+            run=None,
+            optimizer=None,
+            vocab_size=None,
+        ),
+    }
+
+
+def test_what_cannot_travel_is_refused_by_name(pools, small_data, run, imported, tmp_path):
+    path = str(step_folder(run / "checkpoints", 2))
+    attempts = [
+        {"resume": imported["weights"]},
+        {"resume": imported["frozen"]},
+        {"resume": path, "now": {"data_fingerprint": "e"}},
+        {"resume": path, "now": {"optimizer": "muon"}},
+        {"resume": path, "now": {"vocab_size": 640}},
+        {"resume": imported["unrecorded"]},
+    ]
+    attempts = [{**attempt, "folder": str(tmp_path / str(index))} for index, attempt in enumerate(attempts)]
+    found = same_on_all_ranks(pools(2).run(try_resume, Case(data=small_data, stage=2), attempts))
+    assert f"--resume {imported['weights']} --resume-weights-only" in found[0] and "parameters alone" in found[0]
+    assert "it lacks exp_avg_sq of lm_head.weight, exp_avg_sq of model.norm.weight, which this run trains" in found[1]
+    assert "data_fingerprint is 'd' there and 'e' in this run" in found[2] and "resume_weights_only" in found[2]
+    assert "optimizer is 'adamw' there and 'muon' in this run" in found[3] and "resume_weights_only" in found[3]
+    assert "vocab_size is 512 there and 640 in this run" in found[4]
+    name, lines = found[5]
+    assert name == "step-00000001" and "does not tell its data" in lines[-1] and "from sequence 12 on" in lines[-1]
+
+    muon = [{"folder": str(tmp_path / "m"), "resume": imported["unrecorded"]}]
+    (error,) = same_on_all_ranks(pools(2).run(try_resume, Case(data=small_data, optimizer="muon"), muon))
+    assert "it holds exp_avg, exp_avg_sq, param, this run's optimizer keeps exp_avg, exp_avg_sq, momentum" in error
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_alone_begin_a_new_run(pools, small_data, run, imported, tmp_path, world_size):
+    """Of a full checkpoint or of one without moments; with another optimizer as well; never of other shapes."""
+    path = str(step_folder(run / "checkpoints", 2))
+    case = Case(data=small_data, stage=world_size)
+    for index, source in enumerate((path, imported["weights"])):
+        attempt = {"folder": str(tmp_path / str(index)), "resume": source, "weights_only": True}
+        state, step = pools(world_size).run(resumed_state, case, attempt)[0]
+        reader = CheckpointReader(Path(source))
+        for name, values in state[PARAM].items():
+            assert torch.equal(values.reshape(-1), reader.read(name, 0, values.numel())), name
+        assert step == 1 and float(state["exp_avg"]["lm_head.weight"].abs().max()) > 0  # those of `resumed_state`
+
+    attempts = [{"folder": str(tmp_path / "a"), "resume": path, "weights_only": True, "now": {"optimizer": "muon"}}]
+    muon = replace(case, optimizer="muon")
+    ((name, lines),) = same_on_all_ranks(pools(world_size).run(try_resume, muon, attempts))
+    assert name == "step-00000002" and lines[0].startswith(f"took the parameters of {path} (step 2)")
+    larger = replace(case, model={**LLAMA, "vocab_size": 640})
+    (error,) = same_on_all_ranks(pools(world_size).run(try_resume, larger, attempts))
+    assert "has shape [512, 64] there, but the model's configuration makes it [640, 64]" in error
+
+
+def test_files_that_do_not_belong_together_are_found(pools, small_data, run, tmp_path):
+    """The manifest of another step, trainer.json of another run, a file that is not there. A manifest of another run
+    with the same layout is found by the values."""
+    other = tmp_path / "other"
+    pools(2).run(save_run, Case(data=small_data, stage=1, lr=1e-3), str(other), [1, 2])
+    cases = {}
+    for name in ("manifest", "older manifest", "trainer", "gone", "short"):
+        cases[name] = copy_of(run, tmp_path, name)
+    newest = {name: step_folder(folder / "checkpoints", 2) for name, folder in cases.items()}
+    shutil.copy(step_folder(other / "checkpoints", 2) / MANIFEST, newest["manifest"])
+    shutil.copy(step_folder(run / "checkpoints", 1) / MANIFEST, newest["older manifest"])
+    shutil.copy(step_folder(other / "checkpoints", 1) / TRAINER, newest["trainer"])
+    (newest["gone"] / "rank-00001.safetensors").unlink()
+    with open(newest["short"] / "rank-00000.safetensors", "r+b") as file:
+        file.truncate(70_000)
+    attempts = [{"folder": str(folder)} for folder in cases.values()]
+    found = same_on_all_ranks(pools(2).run(try_resume, Case(data=small_data, stage=1), attempts))
+    words = dict(zip(cases, found, strict=True))
+    for taken, lines in found:
+        assert taken == "step-00000001" and lines[0].startswith("skipped step-00000002: ")
+    assert "rank-00001.safetensors is damaged" in words["manifest"][1][0]
+    assert "trainer.json is damaged" in words["older manifest"][1][0]
+    assert "trainer.json" in words["trainer"][1][0]
+    assert "rank-00001.safetensors is missing" in words["gone"][1][0]
+    assert "rank-00000.safetensors has 70000 bytes instead of" in words["short"][1][0]

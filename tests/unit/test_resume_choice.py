@@ -1,0 +1,69 @@
+"""Which checkpoints a launch tries, from what `resume` says and what the run folder holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmtrain.checkpoint.load import candidates
+from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.config.run import RunConfig
+from llmtrain.errors import CheckpointError
+from tests.helpers.checkpoints import write_checkpoint
+
+
+def chosen(where: Path, resume: str | Path, weights_only: bool = False) -> tuple[list[str], bool]:
+    run = RunConfig(deepspeed="x", resume=str(resume), resume_weights_only=weights_only)
+    found, own = candidates(run, RunDirectory(where))
+    return [str(path.relative_to(where.parent)) for path in found], own
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint of another run."""
+    return write_checkpoint(tmp_path / "source", 7, 0)
+
+
+def test_auto_takes_this_runs_own_newest_first(tmp_path):
+    where = tmp_path / "run"
+    assert chosen(where, "auto") == ([], True)
+    for step in (5, 20, 10):
+        write_checkpoint(where, step, step)
+    assert chosen(where, "auto")[0] == [f"run/checkpoints/step-{step:08d}" for step in (20, 10, 5)]
+    with pytest.raises(CheckpointError, match="a run is never overwritten"):
+        chosen(where, "none")
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_same_command_goes_on_where_it_came_to(tmp_path, source, weights_only):
+    """A restart after a crash must not begin again from the path, and lose what was trained since."""
+    where = tmp_path / "run"
+    assert chosen(where, source, weights_only) == (["source/checkpoints/step-00000007"], False)
+    began_from = {"path": str(source.resolve()), "weights_only": weights_only}
+    write_checkpoint(where, 2, 1, began_from=began_from)
+    write_checkpoint(where, 4, 1, began_from=began_from)
+    want = ["run/checkpoints/step-00000004", "run/checkpoints/step-00000002"]
+    assert chosen(where, source, weights_only) == (want, True)
+    assert chosen(where, "auto") == (want, True)
+    (where / "checkpoints" / "step-00000004" / "trainer.json").write_text("{")  # damaged, as the look at it will say
+    assert chosen(where, source, weights_only) == (want, True)
+    with pytest.raises(CheckpointError, match="holds step-00000004 of a run that did not begin there"):
+        chosen(where, source, not weights_only)
+
+
+def test_a_path_does_not_begin_on_top_of_another_run(tmp_path, source):
+    where = tmp_path / "run"
+    write_checkpoint(where, 2, 1)
+    with pytest.raises(CheckpointError, match=r"did not begin there. Use --resume auto .* train\.run_dir of its own"):
+        chosen(where, source)
+
+
+def test_a_path_in_the_run_folder_is_its_newest_and_is_continued_in_full(tmp_path):
+    where = tmp_path / "run"
+    older, newest = (write_checkpoint(where, step, step) for step in (2, 4))
+    assert chosen(where, newest) == (["run/checkpoints/step-00000004"], True)
+    with pytest.raises(CheckpointError, match="is older than step-00000004"):
+        chosen(where, older)
+    with pytest.raises(CheckpointError, match=r"begins a new run.*train\.run_dir of its own"):
+        chosen(where, newest, weights_only=True)
