@@ -394,6 +394,26 @@ def test_exports(originals: Path, tmp_path: Path, bounded: Callable[[], None]) -
     assert EXPORTS // 4 < refused < EXPORTS
 
 
+def test_exports_of_a_signed_state(tmp_path: Path, bounded: Callable[[], None]) -> None:
+    """The model's configuration in trainer.json may say anything, and say it with a signature."""
+    folder = write_checkpoint(tmp_path / "run", 100, 1, shapes=WHOLE_LLAMA)
+    trainer = (folder / TRAINER).read_text()
+    refused = 0
+    for number in range(EXPORTS):
+        rng = random.Random(f"state {number}")
+        tree = json.loads(trainer)
+        mutate_tree(rng, rng.choice([tree, tree["model_config"]]))
+        (folder / TRAINER).write_text(json.dumps(tree))
+        resign(folder)
+        bounded()
+        log: list[str] = []
+        attempt(log, lambda: export_hf(folder, tmp_path / "export", check="none"))
+        refused += bool(log)
+        assert (tmp_path / "export").exists() != bool(log), (number, log)
+        shutil.rmtree(tmp_path / "export", ignore_errors=True)
+    assert EXPORTS // 4 < refused < EXPORTS
+
+
 @pytest.mark.parametrize("kind", ["shards", "index and config"])
 def test_hugging_face_folders(kind: str, copies: Callable[[], Path], bounded: Callable[[], None]) -> None:
     """Whatever our reader takes, the safetensors library takes too, and both read the same values."""
