@@ -30,7 +30,7 @@ _TOKENS = 64
 _ROUNDING = 1e-5
 """Allowed difference of logits as a share of the largest. Both sides compute in fp32 with the same values and are equal
 to the bit unless a kernel takes another path. Two matrices of one shape that change places in a new model make at least
-8e-4 (Gemma-2 with a hidden size of 32, the least of five families); trained ones differ more."""
+8e-4 (Gemma-2 with a hidden size of 32, the least of five families)."""
 
 
 class ProofError(CheckpointError):
