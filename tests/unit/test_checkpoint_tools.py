@@ -207,6 +207,7 @@ def test_diff_says_what_and_where(tmp_path: Path, say: Say) -> None:
     changed["param", UP][3, 5] += 0.5
     changed["param", UP][2, 1] -= 0.25
     changed["exp_avg", "model.norm.weight"][7] = float("nan")
+    changed["exp_avg_sq", "model.norm.weight"][6] = float("-inf")
     run = {"optim": {"name": "adamw", "lr": 0.001}, "train": {"max_steps": 100}}
     b = write_checkpoint(tmp_path / "b", 6, seed=1, values=changed, run=run, versions={"torch": "2.12.0"})
     code, out, _ = say("diff", a, b)
@@ -219,9 +220,10 @@ def test_diff_says_what_and_where(tmp_path: Path, say: Say) -> None:
         "config   versions.torch: '2.13.0' -> '2.12.0'",
         f"tensor   param of {UP}: by up to 0.5 at [3, 5], 2 elements",
         "tensor   exp_avg of model.norm.weight: by up to inf at [7], 1 elements",
+        "tensor   exp_avg_sq of model.norm.weight: by up to inf at [6], 1 elements",
     ):
         assert line in told, out
-    assert told[-1].startswith("different: 2 of 13 tensors differ") and sum("tensor  " in line for line in told) == 2
+    assert told[-1].startswith("different: 3 of 13 tensors differ") and sum("tensor  " in line for line in told) == 3
 
 
 def test_diff_of_other_tensors(tmp_path: Path, say: Say) -> None:
