@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -30,6 +31,8 @@ class RunDirectory:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self.path, os.O_RDONLY)
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.access(self.checkpoints, os.W_OK):
+                raise OSError(errno.EROFS, "nothing can be written in it")
         except BlockingIOError:
             raise CheckpointError(
                 f"train.run_dir: {self.path} is in use by another launch{self._holder()}. "

@@ -106,6 +106,19 @@ def test_overrides_win_over_the_yaml(here: Path) -> None:
     assert (run.optim.betas, run.train.sample_prompt) == ((0.9, 0.99), "a: b")
 
 
+def test_a_flag_that_is_true_or_false_may_stand_alone_with_dashes(here: Path) -> None:
+    (here / "step-00000005").mkdir()
+    argv = ["--resume", "step-00000005", "--resume-weights-only", "--train.export", "false"]
+    run = loaded(here, None, None, *argv).run
+    assert (run.resume, run.resume_weights_only, run.train.export) == ("step-00000005", True, False)
+    assert not loaded(here, None, None, "--resume=step-00000005", "--resume-weights-only=false").run.resume_weights_only
+
+
+def test_the_checkpoint_that_a_run_began_from_may_be_gone_once_the_run_has_its_own(here: Path) -> None:
+    (here / "runs" / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)
+    assert loaded(here, {"resume": "gone"}).run.resume == "gone"
+
+
 def test_a_mixture_is_overridden_by_folder(here: Path) -> None:
     run = loaded(here, {"data": {"path": ...}}, None, "--data.mixture.data/x", "0.5").run
     assert run.data.mixture == {"data/x": 0.5}

@@ -137,6 +137,11 @@ CASES = [
         ('model.pretrained = "Qwen/Q3"', "nothing is downloaded"),
         {"model": {"config": ..., "pretrained": "Qwen/Q3"}},
     ),
+    Wrong(
+        "weights of no checkpoint",
+        ("resume_weights_only = true", "the parameters of one checkpoint", "resume: PATH"),
+        argv=["--resume-weights-only"],
+    ),
     Wrong("no such checkpoint", ('resume = "ck"', "no such file", "write auto, none"), {"resume": "ck"}),
     # the JSON
     Wrong("no such JSON", ('deepspeed = "zz.json"', "no such file", "ds_configs/"), {"deepspeed": "zz.json"}),

@@ -1,0 +1,114 @@
+"""Resuming from the command line: checkpoints that were damaged, folders that cannot be written, weights alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmtrain.checkpoint.format import complete_checkpoints, step_folder
+from tests.helpers.launching import finish, launch, losses, rows, train, write_recipe
+
+CONSTANT = ("--schedule.name", "constant")
+
+
+@pytest.fixture(scope="module")
+def trained(small_data, tmp_path_factory) -> tuple[Path, Path]:
+    """The recipe and the folder of a run with checkpoints of steps 2, 4, ... 16."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = write_recipe(folder, small_data)
+    train(recipe, *CONSTANT, "--train.max_steps", "16", "--checkpoint.every_steps", "2", "--checkpoint.keep", "8")
+    return recipe, folder / "run"
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_auto_walks_back_past_every_kind_of_damage(trained, small_data, tmp_path):
+    """Each is named, none is taken, and what follows is what was there before, digit for digit."""
+    recipe, run = trained
+    other = write_recipe(tmp_path, small_data)
+    train(other, *CONSTANT, "--train.max_steps", "8", "--train.seed", "1")
+    before, at = losses(run), {step: step_folder(run / "checkpoints", step) for step in range(2, 18, 2)}
+    assert complete_checkpoints(run / "checkpoints") == [at[step] for step in range(16, 0, -2)]
+    flip(at[16] / "rank-00001.safetensors", -3000)
+    flip(at[14] / "rank-00000.safetensors", 40)
+    with open(at[12] / "rank-00000.safetensors", "r+b") as file:
+        file.truncate(20_000)
+    (at[10] / "rank-00001.safetensors").unlink()
+    shutil.copy(step_folder(tmp_path / "run" / "checkpoints", 8) / "manifest.json", at[8])
+    flip(at[6] / "trainer.json", 100)
+    flip(at[4] / "manifest.json", 100)
+
+    output = train(recipe, *CONSTANT, "--train.max_steps", "16", "--checkpoint.keep", "8")
+    said = {line.split(":")[0][-2:]: line for line in output.splitlines() if line.startswith("skipped step-")}
+    assert list(said) == ["16", "14", "12", "10", "08", "06", "04"]
+    assert "rank-00001.safetensors is damaged" in said["16"] and "differs from the manifest" in said["16"]
+    assert "rank-00000.safetensors" in said["14"]
+    assert "rank-00000.safetensors has 20000 bytes instead of" in said["12"]
+    assert "rank-00001.safetensors is missing" in said["10"]
+    assert "trainer.json" in said["08"]
+    assert "trainer.json is damaged" in said["06"]
+    assert "manifest.json" in said["04"]
+    assert f"resumed from {at[2]} at step 2" in output
+    assert losses(run) == before
+    names = {p.name for p in (run / "checkpoints").iterdir()}
+    assert {f"{at[step].name}.damaged" for step in range(4, 18, 2)} <= names
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused(trained, tmp_path):
+    recipe, run = trained
+    copied = shutil.copytree(complete_checkpoints(run / "checkpoints")[0], tmp_path / "copied")
+    flip(copied / "rank-00000.safetensors", -3000)
+    to = ("--train.run_dir", str(tmp_path / "to"), "--resume", str(copied))
+    code, output = finish(launch(recipe, *CONSTANT, *to, slots=1), 60)
+    assert code == 2 and "Traceback" not in output and output.count("error:") == 1
+    assert "copied: rank-00000.safetensors is damaged" in output and "differs from the manifest" in output
+    assert copied.is_dir() and not rows(tmp_path / "to")
+
+
+@pytest.fixture
+def read_only(trained, tmp_path) -> Iterator[Path]:
+    """The run's folder, mounted so that nothing can be written in it."""
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "--bind", trained[1], folder], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"needs the right to mount a folder: {mounted.stderr.decode().strip()}")
+    subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_weights_alone_from_a_read_only_folder_and_a_restart(trained, read_only, tmp_path):
+    """The run begins at step 0 with an identity of its own. The same command again goes on where it came to."""
+    recipe, _ = trained
+    code, output = finish(launch(recipe, *CONSTANT, "--train.run_dir", str(read_only), slots=1), 60)
+    assert code == 2 and "Traceback" not in output
+    assert f"train.run_dir: {read_only} cannot be used: nothing can be written in it" in output
+
+    path, run = complete_checkpoints(read_only / "checkpoints")[0], tmp_path / "tuned"
+    command = ("--resume", str(path), "--resume-weights-only", "--train.run_dir", str(run), *CONSTANT)
+    output = train(recipe, *command, "--train.max_steps", "4", "--optim.lr", "1e-4", "--data.seed", "3")
+    assert f"took the parameters of {path}" in output
+    assert sorted(losses(run)) == [1, 2, 3, 4] and losses(run)[1] < losses(trained[1])[1] - 0.01
+    state, source = (json.loads((p / "trainer.json").read_text()) for p in (newest(run), path))
+    assert state["optimizer_step"] == 4 and state["sample_index"] == 32
+    assert state["wandb_id"] != source["wandb_id"]
+
+    output = train(recipe, *command, "--train.max_steps", "6", "--optim.lr", "1e-4", "--data.seed", "3")
+    assert f"resumed from {run / 'checkpoints' / 'step-00000004'} at step 4" in output
+    assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
+    assert json.loads((newest(run) / "trainer.json").read_text())["wandb_id"] == state["wandb_id"]
+
+
+def newest(run: Path) -> Path:
+    return complete_checkpoints(run / "checkpoints")[0]
