@@ -56,12 +56,16 @@ def diff(a: Path, b: Path) -> tuple[list[str], bool]:
     readers = CheckpointReader(a, manifests[0]), CheckpointReader(b, manifests[1])
     trainers = read_trainer(a), read_trainer(b)
     lines = [f"A  {a}", f"B  {b}"]
+    # What a conversion does not know is None: one line for all of it.
+    unequal = [key for key in _CONFIG if (trainers[0].get(key) is None) != (trainers[1].get(key) is None)]
+    recorded = [key for key in _CONFIG if key not in unequal]
     for what, (left, right) in {
         "state": [{k: v for k, v in t.items() if k not in (*_CONFIG, "layout")} for t in trainers],
         "layout": [manifest.layout for manifest in manifests],
-        "config": [{key: trainer.get(key) for key in _CONFIG} for trainer in trainers],
+        "config": [{key: trainer.get(key) for key in recorded} for trainer in trainers],
     }.items():
         lines += [f"{what:<7}  {line}" for line in differences(left, right)]
+    lines += [f"config   {key}: only in {'A' if trainers[1].get(key) is None else 'B'}" for key in unequal]
     same = []
     for key in sorted(readers[0].tensors() | readers[1].tensors(), key=lambda key: (key[1], key[0])):
         kind, name = key

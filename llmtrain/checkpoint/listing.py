@@ -13,6 +13,7 @@ from typing import Any
 from llmtrain import units
 from llmtrain.checkpoint.format import (
     MANIFEST,
+    PARAM,
     TRAINER,
     Manifest,
     complete_checkpoints,
@@ -117,7 +118,7 @@ def _row(folder: Path) -> Row:
         step=manifest.step,
         tokens=trainer["tokens"],
         layout=manifest.layout,
-        weights_only=bool(trainer.get("weights_only")),
+        weights_only={kind for kind, _ in manifest.checksums()} == {PARAM},
     )
 
 

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llmtrain import cli
 from llmtrain.checkpoint import build, retain
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, complete_checkpoints, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import keep_newest, outdated
-from tests.helpers.checkpoints import SHAPES, resign, tensors, write_checkpoint
+from tests.helpers.checkpoints import LLAMA, SHAPES, WHOLE_LLAMA, resign, tensors, write_checkpoint
 
 Say = Callable[..., tuple[int, str, str]]
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -397,3 +398,57 @@ def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stderr
     assert Manifest.read(at(tmp_path / "mean", 2)).step == 2
+
+
+# conversions: that the command line reaches them with its options; what they do is tested beside them
+
+
+def test_from_and_to_hugging_face(tmp_path: Path, say: Say) -> None:
+    values = {name: value for (kind, name), value in tensors(1, WHOLE_LLAMA).items() if kind == "param"}
+    (tmp_path / "hf").mkdir()
+    save_file(values, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    (tmp_path / "hf/config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
+    code, out, _ = say("from-hf", tmp_path / "hf", tmp_path / "run", "--check", "logits")
+    assert code == 0 and "logits" in out and str(at(tmp_path / "run", 0)) in out
+    assert "from-hf, fp32, weights only" in say("ls", tmp_path / "run")[1] and say("verify", tmp_path / "run")[0] == 0
+    code, out, _ = say("to-hf", tmp_path / "run", tmp_path / "back", "--check", "none")
+    assert code == 0 and "logits" not in out
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+    words = ["--dtype", "bf16", "--max-shard-size", "1KB", "--check", "auto"]
+    code, out, _ = say("to-hf", tmp_path / "run/step-0", tmp_path / "small", *words)
+    assert code == 0, out
+    files = list((tmp_path / "small").glob("*.safetensors"))
+    shards = {name: value for file in files for name, value in load_file(file).items()}
+    assert len(files) > 2
+    assert all(torch.equal(shards[name], value.bfloat16()) for name, value in values.items())
+    code, _, err = say("to-hf", tmp_path / "run", tmp_path / "hf")
+    assert code == 2 and "exists" in err
+    code, _, err = say("to-hf", tmp_path / "run", tmp_path / "x", "--max-shard-size", "2 potatoes")
+    assert code == 2 and "--max-shard-size 2 potatoes: give a size such as 2GB" in err
+
+
+def test_the_mean_goes_to_hugging_face(tmp_path: Path, say: Say) -> None:
+    for step in (1, 2):
+        write_checkpoint(tmp_path / "run", step, seed=step, shapes=WHOLE_LLAMA)
+    assert say("average", tmp_path / "run/step-1", tmp_path / "run/step-2", tmp_path / "mean")[0] == 0
+    assert say("to-hf", tmp_path / "mean", tmp_path / "hf")[0] == 0
+    made = load_file(tmp_path / "hf/model.safetensors")
+    each = [tensors(seed, WHOLE_LLAMA)["param", UP].double() for seed in (1, 2)]
+    assert torch.equal(made[UP], (sum(each) / 2).float())
+
+
+def test_to_and_from_deepspeed(tmp_path: Path, say: Say) -> None:
+    values = {key: value for key, value in tensors(1, WHOLE_LLAMA).items() if key[0] != "momentum_buffer"}
+    run = write_checkpoint(tmp_path / "run", 7, seed=1, shapes=WHOLE_LLAMA, values=values).parent.parent
+    code, out, err = say("to-deepspeed-universal", run, tmp_path / "universal")
+    assert code == 0, (out, err)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["from-deepspeed", tmp_path / "universal", tmp_path / "back", "--model", tmp_path / "config.json"]
+    code, out, err = say(*words)
+    assert code == 0 and str(at(tmp_path / "back", 7)) in out, (out, err)
+    code, out, _ = say("diff", run, tmp_path / "back")
+    assert "0 of 36 tensors differ in their values" in out and "config   run: only in A" in out.splitlines()
+    code, _, err = say(*words[:2], tmp_path / "other", "--tag", "../x")
+    assert code == 2 and "../x" in err
+    assert say(*words[:2], tmp_path / "weights", *words[3:], "--weights-only")[0] == 0
+    assert "weights only" in say("ls", tmp_path / "weights")[1]
