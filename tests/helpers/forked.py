@@ -17,16 +17,17 @@ from typing import Any
 import psutil
 
 from tests.helpers.launching import free_port
+from tests.helpers.ranks import PRELOAD
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["llmtrain.loop", "transformers.models.llama.modeling_llama", "tests.helpers.forked"])
+_CONTEXT.set_forkserver_preload([*PRELOAD, "tests.helpers.forked"])
 
 
 class Launch:
     """`world_size` ranks that train; the output of all of them goes to one file."""
 
     def __init__(self, recipe: Path, *overrides: str, world_size: int = 2) -> None:
-        self.log = recipe.parent / "launch.log"
+        self.log = recipe.parent / f"launch-{len(list(recipe.parent.glob('launch-*.log')))}.log"
         port = free_port()
         arguments = ["--config", str(recipe), *overrides]
         self.ranks: list[Any] = [
@@ -67,6 +68,23 @@ class Launch:
         return self.log.read_text() if self.log.exists() else ""
 
 
+def finish(recipe: Path, *overrides: str, world_size: int = 2, timeout_s: float = 120) -> tuple[int, str]:
+    """(exit code of rank 0, output of all ranks) of a launch. All must end in time."""
+    launch = Launch(recipe, *overrides, world_size=world_size)
+    codes = launch.wait(timeout_s)
+    if None in codes:
+        launch.kill()
+    assert codes[0] is not None and None not in codes, (codes, launch.output()[-3000:])
+    return codes[0], launch.output()
+
+
+def train(recipe: Path, *overrides: str, world_size: int = 2) -> str:
+    """A run that must end well; its output."""
+    code, output = finish(recipe, *overrides, world_size=world_size)
+    assert code == 0, output
+    return output
+
+
 def _rank(rank: int, world_size: int, port: int, arguments: list[str], log: str) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
@@ -83,15 +101,11 @@ def _rank(rank: int, world_size: int, port: int, arguments: list[str], log: str)
     os.environ.pop("LOCAL_SIZE", None)
     import torch
 
-    from llmtrain.errors import UserError
-    from llmtrain.train import main
+    from llmtrain.cli import main
 
     torch.set_num_threads(1)
     try:
-        code = main(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = error.exit_code
+        code = main(["train", *arguments])
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -11,7 +11,10 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+
+PRELOAD = ["llmtrain.loop", "transformers.models.llama.modeling_llama", "tests.helpers.training"]
 
 
 class RankFailed(AssertionError):
@@ -61,7 +64,7 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = _context()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -72,6 +75,15 @@ class RankPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+
+
+def _context() -> Any:
+    """Forked from a process that has imported everything; spawned where there is CUDA, which survives no fork."""
+    if Path("/dev/nvidiactl").exists():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:

@@ -9,14 +9,15 @@ import time
 from pathlib import Path
 
 from llmtrain.checkpoint.format import complete_checkpoints
-from tests.helpers.launching import environment, finish, launch, losses, rows, train, write_recipe
+from tests.helpers import forked
+from tests.helpers.launching import environment, finish, launch, losses, rows, write_recipe
 from tests.helpers.wandb_files import read_back
 
 
 def test_explosion_stops_with_a_message_and_the_samples(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    code, output = finish(
-        launch(recipe, "--optim.lr", "1e30", "--schedule.name", "constant", "--fault.max_skipped", "3"), 90
+    code, output = forked.finish(
+        recipe, *("--optim.lr", "1e30", "--schedule.name", "constant", "--fault.max_skipped", "3")
     )
     assert code == 3, output
     assert "3 steps in a row were skipped" in output and "fault.max_skipped is 3" in output
@@ -30,8 +31,8 @@ def test_explosion_stops_with_a_message_and_the_samples(small_data, tmp_path):
 def test_wandb_offline_holds_config_metrics_and_one_run_id_after_a_resume(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     common = ("--tracking.wandb", "offline", "--schedule.name", "constant")
-    train(recipe, *common, "--train.max_steps", "10")
-    train(recipe, *common, "--train.max_steps", "20")
+    forked.train(recipe, *common, "--train.max_steps", "10")
+    forked.train(recipe, *common, "--train.max_steps", "20")
     folders = sorted((run / "wandb").glob("offline-run-*"), key=lambda p: p.stat().st_mtime)
     sessions = [read_back(folder) for folder in folders]
     assert len(sessions) == 2
@@ -69,7 +70,7 @@ def test_wrong_configuration_is_answered_in_three_seconds(small_data, tmp_path):
 def test_a_time_limit_ends_a_run_well(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     began = time.monotonic()
-    output = train(
+    output = forked.train(
         recipe,
         *("--train.max_steps", "null", "--train.max_minutes", "0.2", "--schedule.name", "constant"),
         *("--checkpoint.every_minutes", "0.05", "--checkpoint.every_steps", "null", "--train.export", "true"),
@@ -84,14 +85,14 @@ def test_a_time_limit_ends_a_run_well(small_data, tmp_path):
 def test_fp16_is_refused_where_the_device_lacks_it(small_data, tmp_path):
     recipe = write_recipe(tmp_path, small_data)
     fp16 = str(Path(__file__).parents[2] / "ds_configs" / "fp16.json")
-    code, output = finish(launch(recipe, "--deepspeed", fp16), 60)
+    code, output = forked.finish(recipe, "--deepspeed", fp16)
     assert code == 2 and "Traceback" not in output
     assert "fp16.enabled is true, but the device (cpu) does not support fp16" in output and "use bf16" in output
 
 
 def test_validation_data_that_is_too_short_is_told_before_training(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    code, output = finish(launch(recipe, "--data.sequence_length", "4000"), 60)
+    code, output = forked.finish(recipe, "--data.sequence_length", "4000")
     assert code == 2 and "Traceback" not in output
     assert "does not fill one sequence of data.sequence_length 4000" in output and "--validation-fraction" in output
     assert not rows(run)

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from llmtrain.checkpoint.format import complete_checkpoints, stale_folders
+from tests.helpers import forked
 from tests.helpers.launching import (
     finish,
     gone,
@@ -71,9 +72,9 @@ def test_kills_under_the_launcher_leave_no_process_and_lose_nothing(small_data, 
             kill_tree(process)
         assert gone(everyone, 20)
     steps = ("--train.max_steps", str(max(losses(run)) + 3))
-    train(recipe, *schedule, *steps)
+    forked.train(recipe, *schedule, *steps)
     (tmp_path / "undisturbed").mkdir()
-    train(write_recipe(tmp_path / "undisturbed", small_data), *schedule, *steps)
+    forked.train(write_recipe(tmp_path / "undisturbed", small_data), *schedule, *steps)
     assert losses(run) == losses(tmp_path / "undisturbed" / "run")
     assert not stale_folders(run / "checkpoints")
 
@@ -92,7 +93,7 @@ def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(undisturbed, small_dat
     stop = next(event for event in rows(run, "events.jsonl") if event["kind"] == "stop")
     assert stop["complete"] is False and "the same command continues" in output
     assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{stop['step']:08d}"
-    train(recipe, "--train.max_steps", str(stop["step"] + 2), "--schedule.name", "constant")
+    forked.train(recipe, "--train.max_steps", str(stop["step"] + 2), "--schedule.name", "constant")
     assert max(losses(run)) == stop["step"] + 2
 
 
@@ -143,7 +144,7 @@ def test_second_launch_into_a_live_run_is_refused(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     first = launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
     wait_for_step(first, run, 1)
-    code, output = finish(launch(recipe), 60)
+    code, output = forked.finish(recipe)
     assert code == 2 and "in use by another launch (process" in output and "train.run_dir" in output
     assert "Traceback" not in output
     kill_tree(first)
@@ -159,29 +160,29 @@ def test_other_data_optimizer_and_vocabulary_are_refused_by_name(undisturbed, sm
         (("--model.config.vocab_size", "640"), "vocab_size"),
         (("--model.config.intermediate_size", "96"), "mlp.gate_proj.weight has shape [64, 32] there"),
     ):
-        code, output = finish(launch(recipe, *common, *override, slots=1), 60)
+        code, output = forked.finish(recipe, *common, *override, world_size=1)
         assert code == 2 and word in output and "Traceback" not in output, output
         assert output.count("error:") == 1
-    code, output = finish(launch(recipe, *common, "--resume", "none", slots=1), 60)
+    code, output = forked.finish(recipe, *common, "--resume", "none", world_size=1)
     assert code == 2 and "--resume auto" in output
     newest, older = complete_checkpoints(run / "checkpoints")
-    code, output = finish(launch(recipe, *common, "--resume", str(older), slots=1), 60)
+    code, output = forked.finish(recipe, *common, "--resume", str(older), world_size=1)
     assert code == 2 and f"older than {newest.name}" in output and "train.run_dir of its own" in output
     assert complete_checkpoints(run / "checkpoints") == [newest, older]
 
 
 def test_resume_shows_what_changed_and_another_layout_agrees(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    train(recipe, "--train.max_steps", "15", "--schedule.name", "constant")
+    forked.train(recipe, "--train.max_steps", "15", "--schedule.name", "constant")
     want, other = tmp_path / "run", tmp_path / "other"
     path = complete_checkpoints(run / "checkpoints")[0]
-    straight = train(recipe, "--train.max_steps", "20", "--schedule.name", "constant")
+    straight = forked.train(recipe, "--train.max_steps", "20", "--schedule.name", "constant")
     assert "changed since: run.train.max_steps: 15 -> 20" in straight
-    output = train(
+    output = forked.train(
         recipe,
         *("--train.max_steps", "20", "--schedule.name", "constant", "--optim.lr", "3e-4"),
         *("--train.run_dir", str(other), "--resume", str(path), "--train.micro_batch", "4"),
-        slots=1,
+        world_size=1,
     )
     assert "layout.world_size: 2 -> 1" in output
     assert max(abs(losses(other)[step] - losses(want)[step]) for step in range(16, 21)) < 1e-2  # dropout differs
@@ -189,13 +190,13 @@ def test_resume_shows_what_changed_and_another_layout_agrees(small_data, tmp_pat
 
 def test_damaged_newest_checkpoint_is_walked_past(undisturbed, small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    train(recipe, "--train.max_steps", "15")
+    forked.train(recipe, "--train.max_steps", "15")
     newest = complete_checkpoints(run / "checkpoints")[0]
     victim = newest / "rank-00001.safetensors"
     data = bytearray(victim.read_bytes())
     data[-20] ^= 0x40
     victim.write_bytes(data)
-    output = train(recipe, "--train.max_steps", "15")
+    output = forked.train(recipe, "--train.max_steps", "15")
     assert f"skipped {newest.name}: rank-00001.safetensors is damaged" in output
     assert "resumed from" in output and "step-00000010" in output
     # The damaged one is out of the way: retention must not take it for the newest good one.
