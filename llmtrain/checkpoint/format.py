@@ -23,6 +23,7 @@ import xxhash
 
 from llmtrain.checkpoint.durable import remove_tree
 from llmtrain.errors import CheckpointError
+from llmtrain.models.tensorfile import TensorFile
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -250,6 +251,13 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as the state of a run: {error!r}") from error
     return trainer
+
+
+def misfit(file: TensorFile, entry: FileEntry) -> str | None:
+    """A tensor `kind/NAME` that the file's header and its entry in the manifest do not agree on."""
+    held = {name: found.numel for name, found in file.entries.items()}
+    listed = {f"{piece.kind}/{piece.name}": piece.numel for piece in entry.pieces}
+    return min(held.items() ^ listed.items())[0] if held != listed else None
 
 
 def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint.format import PARAM, Manifest, open_file
+from llmtrain.checkpoint.format import PARAM, Manifest, misfit, open_file
 from llmtrain.errors import CheckpointError
 from llmtrain.models.source import DTYPE_OF, byte_view
 from llmtrain.models.tensorfile import TensorFile, TensorFileError
@@ -82,10 +82,7 @@ class CheckpointReader:
         handle = self._open(file)
         if handle.bytes != entry.bytes:
             raise CheckpointError(f"{self.folder / file} has {handle.bytes} bytes instead of {entry.bytes}.")
-        held = {name: found.numel for name, found in handle.entries.items()}
-        listed = {f"{piece.kind}/{piece.name}": piece.numel for piece in entry.pieces}
-        if held != listed:
-            odd = sorted(held.items() ^ listed.items())[0][0]
+        if odd := misfit(handle, entry):
             raise CheckpointError(f"{self.folder / file} does not hold what the manifest says: see {odd}.")
 
     def _check_piece(self, file: str, key: str, count: int) -> None:

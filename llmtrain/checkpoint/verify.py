@@ -15,6 +15,7 @@ from llmtrain.checkpoint.format import (
     Manifest,
     Piece,
     hash_file,
+    misfit,
     open_file,
     problems,
     read_trainer,
@@ -78,10 +79,7 @@ def _verify_file(folder: Path, name: str, manifest: Manifest, advance: Callable[
 def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
     """Whether its header names the pieces, and which of them differ if it is not `intact`. Raises TensorFileError."""
     with TensorFile(path, open_file(path)) as file:
-        listed = {f"{piece.kind}/{piece.name}": piece.numel for piece in entry.pieces}
-        held = {key: found.numel for key, found in file.entries.items()}
-        if held != listed:
-            odd = sorted(held.items() ^ listed.items())[0][0]
+        if odd := misfit(file, entry):
             return f"it does not hold the tensors that the manifest lists: see {odd}"
         strange = [key for key, found in file.entries.items() if found.dtype not in _DTYPES]
         if strange:
