@@ -19,7 +19,8 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.log import Progress
 from llmtrain.models.tensorfile import numel
 
-_CHUNK = 2 << 20  # elements compared at a time by each thread
+_CHUNK = 2 << 20  # elements compared at a time by each thread, which takes 130 MiB
+_THREADS = 8
 _CONFIG = ("run", "deepspeed", "model_config", "versions", "optimizer", "vocab_size", "data_fingerprint")
 
 
@@ -97,7 +98,7 @@ def _line(d: Difference) -> str:
 
 def _compare(readers: tuple[CheckpointReader, CheckpointReader], keys: list[tuple[str, str]]) -> list[Difference]:
     total = sum(8 * numel(readers[0].shape(name)) for _, name in keys)
-    with Progress("comparing", total) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with Progress("comparing", total) as progress, ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         found = list(pool.map(lambda key: _compare_tensor(readers, key, progress.advance), keys))
     return [difference for difference in found if difference is not None]
 
