@@ -120,7 +120,7 @@ class Training:
             "vocab_size": self.model_facts.vocab_size,
             "data_fingerprint": self.data.fingerprint,
             "separator_id": self.data.separator_id,
-            "tokenizer_dir": str(self.data.tokenizer_dir),
+            "tokenizer_dir": str(self.data.tokenizer_dir.resolve()),  # to-hf may run anywhere
             "model_config": self.engine.module.hf.config.to_dict(),
             "run": asdict(self.run),
             "deepspeed": self.resolved.deepspeed,

@@ -119,6 +119,7 @@ def launched(place: Workplace) -> str:
 def form(line: str) -> str:
     """A line of output without its figures."""
     line = re.sub(r"ETA \S+", "", line.partition("error: ")[2] or line)
+    line = re.sub(r"\b(\d+h)?(\d+m)?\d+(\.\d+)?[sm]\b", "#", line)  # a duration
     return " ".join(re.sub(r"\d[\d.,]*(e[+-]\d+)?([kMGT]|\.?\d* [KMG]iB)?\b", "#", line).split())
 
 
