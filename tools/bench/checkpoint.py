@@ -1,0 +1,304 @@
+"""Saving, resuming at another layout and exporting, against DeepSpeed's and PyTorch's own ways, in one run.
+
+    python tools/bench/checkpoint.py                     # CPU: 0.11 B parameters, two ranks, 7 GB of disk
+    python tools/bench/checkpoint.py --preset 0.4b
+    python tools/bench/checkpoint.py --preset 1.2b       # one GPU, 60 GB of disk
+
+Training is bf16 with ZeRO 1. Contestants take turns, round by round, on the same state; medians are printed. A save
+blocks the loop while it is inside its calls or waits before the optimizer; the time lost is that and what the steps
+take longer meanwhile. DeepSpeed's checkpoint is not durable when its call returns; the others are when they are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from train_speed import LLAMA_1B, about  # noqa: E402
+
+_SMALL = {
+    "model_type": "llama",
+    "vocab_size": 16384,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+_MEDIUM = {**_SMALL, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 22, "vocab_size": 32768}
+# model, tokens of a sequence, sequences of a rank in a step
+PRESETS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "tiny": ({**_SMALL, "num_hidden_layers": 2, "vocab_size": 2048}, 64, 1),
+    "0.1b": (_SMALL, 128, 2),
+    "0.4b": (_MEDIUM, 128, 2),
+    "1.2b": (LLAMA_1B, 4096, 2),
+}
+_MEASURED = """
+import os, sys, json, subprocess, time
+def io():
+    fields = dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())
+    return int(fields["rchar"]), int(fields["wchar"])
+began, before = time.monotonic(), io()
+process = subprocess.Popen(sys.argv[2:], stdout=sys.stderr)
+_, status, usage = os.wait4(process.pid, 0)
+after = io()
+json.dump([os.waitstatus_to_exitcode(status), time.monotonic() - began, usage.ru_maxrss * 1024,
+           after[0] - before[0], after[1] - before[1]], open(sys.argv[1], "w"))
+"""
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="1.2b" if on_gpu else "0.1b")
+    parser.add_argument("--ranks", type=int, default=1 if on_gpu else 2)
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default 3); one more warms up")
+    parser.add_argument("--folder", type=Path, help="where to write (default: the folder for temporary files)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    return parser.parse_args(argv)
+
+
+def command(folder: Path, *words: str) -> dict[str, float]:
+    """Run a program: its seconds, peak memory of one process, bytes read and written (its children included)."""
+    out, said = folder / "measured.json", folder / "said.txt"
+    with open(said, "w") as log:
+        subprocess.run([sys.executable, "-c", _MEASURED, str(out), *words], check=True, stdout=log, stderr=log)
+    code, seconds, peak, read, written = json.loads(out.read_text())
+    if code:
+        raise SystemExit(f"{' '.join(words)} ended with {code}:\n{said.read_text()[-2000:]}")
+    return {"seconds": seconds, "peak_bytes": peak, "read": read, "written": written}
+
+
+def python(folder: Path, *words: str) -> dict[str, float]:
+    return command(folder, sys.executable, *words)
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def measure_saves(pool: Any, task: Any) -> dict[str, Any]:
+    """Blocked time, lost time and bytes of each contestant; the slowest rank counts."""
+    import savers
+
+    found = pool.run(savers.saves, task, timeout_s=1800.0)
+    names = found[0][0]
+    by_name: dict[str, Any] = {
+        name: {
+            key: _median([max(rank[0][name][i].__dict__[key] for rank in found) for i in range(task.rounds)])
+            for key in ("blocked_s", "lost_s", "seconds", "bytes")
+        }
+        for name in names
+    }
+    return {
+        "saves": by_name,
+        "step_s": _median([max(steps) for steps in zip(*(rank[1] for rank in found), strict=True)]),
+    }
+
+
+def measure_writes(pool: Any, task: Any) -> dict[str, float]:
+    """Seconds of a durable save of ours, and of a plain write of its bytes."""
+    import savers
+
+    rounds = pool.run(savers.writes, task, timeout_s=1800.0)[0]
+    return {
+        "ours_s": _median([ours for ours, _ in rounds]),
+        "plain_s": _median([plain for _, plain in rounds]),
+        "speed": _median([plain / ours for ours, plain in rounds]),
+    }
+
+
+def import_source(task: Any) -> Path:
+    """DeepSpeed's checkpoint as one of ours: equal values on both sides of what follows."""
+    from llmtrain.checkpoint.native import import_deepspeed
+
+    folder = Path(task.folder)
+    (folder / "source" / "config.json").write_text(json.dumps(task.model))
+    import_deepspeed(folder / "source", folder / "run")
+    (path,) = (folder / "run" / "checkpoints").iterdir()
+    return path
+
+
+def measure_resumes(pool: Any, task: Any, path: Path) -> dict[str, list[dict[str, float]]]:
+    """Resume on one rank with ZeRO 2, by turns: ours, and DeepSpeed's conversion with the load of it."""
+    import savers
+
+    folder = Path(task.folder)
+    tag = (folder / "source" / "latest").read_text()
+    rounds: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
+    for _ in range(task.rounds):
+        ((seconds, read),) = pool.run(savers.resume_ours, task, str(path), timeout_s=1800.0)
+        rounds["ours"].append({"seconds": seconds, "read": read})
+        out = folder / "universal" / tag
+        words = ("--input_folder", str(folder / "source" / tag), "--output_folder", str(out))
+        converted = python(folder, "-m", "deepspeed.checkpoint.ds_to_universal", *words, "--inject_missing_state")
+        ((seconds, read),) = pool.run(savers.resume_universal, task, str(folder / "universal"), timeout_s=1800.0)
+        rounds["theirs"].append({"seconds": converted["seconds"] + seconds, "read": converted["read"] + read})
+        shutil.rmtree(folder / "universal")
+    return rounds
+
+
+def measure_exports(task: Any, path: Path) -> dict[str, list[dict[str, float]]]:
+    """To bf16 safetensors, by turns: ours without the proof, ours with it, DeepSpeed's zero_to_fp32 (in fp32)."""
+    folder = Path(task.folder)
+    out = folder / "exported"
+    ours = ("-m", "llmtrain", "checkpoint", "to-hf", str(path), str(out), "--dtype", "bf16")
+    programs = {
+        "ours": (*ours, "--check", "none"),
+        "proved": ours,
+        "theirs": ("-m", "deepspeed.utils.zero_to_fp32", str(folder / "source"), str(out), "--safe_serialization"),
+    }
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
+    for _ in range(task.rounds):
+        for name, words in programs.items():
+            rounds[name].append(python(folder, *words))
+            shutil.rmtree(out)
+    rounds["start"] = [
+        python(folder, "-c", "import llmtrain.checkpoint.hf, transformers; transformers.LlamaForCausalLM")
+    ]
+    rounds["their start"] = [python(folder, "-c", "import deepspeed.utils.zero_to_fp32")]
+    return rounds
+
+
+class Table:
+    """Lines of what, ours, theirs, their ratio, and the target with whether it is met."""
+
+    def __init__(self) -> None:
+        self.lines = [("", "llmtrain", "against", "ratio", "target")]
+        self.missed = False
+
+    def row(
+        self, what: str, sides: Sequence[float], unit: str, limit: float | None = None, *, least: bool = False
+    ) -> None:
+        """`sides`: ours and theirs. `limit`: the largest ratio that meets the target, or with `least` the smallest."""
+        ours, theirs = sides
+        ratio, target = ours / theirs, ""
+        if limit is not None:
+            met = ratio >= limit if least else ratio <= limit
+            target = f"{'>=' if least else '<='} {limit:.3g} {'met' if met else 'MISSED'}"
+            self.missed = self.missed or not met
+        self.lines.append((what, f"{ours:,.3f} {unit}", f"{theirs:,.3f} {unit}", f"{ratio:.3f}", target))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{w:<34}{ours:>16}{theirs:>16}{ratio:>9}  {t}" for w, ours, theirs, ratio, t in self.lines)
+
+
+def add_saves(table: Table, found: dict[str, Any], parameters: int, on_gpu: bool) -> None:
+    """Blocked time, bytes, speed of the disk."""
+    ours = found["saves"]["llmtrain"]
+    for name, limit in (("deepspeed", 1 / 20), ("dcp thread", 1 / 3), ("dcp process", 1 / 3)):
+        theirs = found["saves"][name]
+        table.row(f"loop blocked: {name}", (ours["blocked_s"], theirs["blocked_s"]), "s", limit)
+        table.row(f"time lost: {name}", (ours["lost_s"], theirs["lost_s"]), "s")
+    if on_gpu:
+        table.row("loop blocked: 50 ms", (ours["blocked_s"], 0.050), "s", 1)
+    bytes_each = [found["saves"][name]["bytes"] / parameters for name in ("llmtrain", "deepspeed")]
+    table.row("bytes per parameter: deepspeed", bytes_each, "B")
+    table.row("bytes per parameter: 12", (bytes_each[0], 12), "B", 1.005)  # headers, manifest and trainer.json
+    speeds = [ours["bytes"] / 1e9 / found["writes"][key] for key in ("ours_s", "plain_s")]
+    table.row("durable write: plain O_DIRECT", speeds, "GB/s", 0.85, least=True)
+
+
+def add_conversions(table: Table, found: dict[str, Any], parameters: int) -> None:
+    """Resume at another layout, and the export."""
+
+    def middle(part: str, name: str, key: str) -> float:
+        return _median([one[key] for one in found[part][name]])
+
+    def both(part: str, key: str, unit_of: float = 1.0, ours: str = "ours") -> tuple[float, float]:
+        return middle(part, ours, key) / unit_of, middle(part, "theirs", key) / unit_of
+
+    table.row("resume: conversion + load", both("resumes", "seconds"), "s", 0.5)
+    table.row("resume: bytes needed", (middle("resumes", "ours", "read") / 1e9, 12 * parameters / 1e9), "GB", 1.05)
+    table.row("resume: bytes of the conversion", both("resumes", "read", 1e9), "GB")
+    table.row("to-hf: zero_to_fp32", both("exports", "seconds"), "s", 1 / 3)
+    table.row("to-hf with proof: zero_to_fp32", both("exports", "seconds", ours="proved"), "s")
+    starts = [middle("exports", name, "seconds") for name in ("start", "their start")]
+    net = [value - start for value, start in zip(both("exports", "seconds"), starts, strict=True)]
+    table.row("to-hf less imports: zero_to_fp32", net, "s")
+    table.row("to-hf: its peak memory", both("exports", "peak_bytes", 1e9), "GB", 1 / 5)
+    moved = sum(middle("exports", "ours", key) - middle("exports", "start", key) for key in ("read", "written"))
+    table.row("to-hf: bytes read and written", (moved / 1e9, 6 * parameters / 1e9), "GB", 1.05)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print the table; 1 when a target is missed."""
+    options = arguments(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from savers import Task
+
+    from llmtrain.config.run import ModelConfig
+    from llmtrain.models.build import facts
+    from tests.helpers.ranks import RankPool
+
+    model, sequence, micro_batch = PRESETS[options.preset]
+    parameters = facts(ModelConfig(config=model)).parameters
+    machine = about()
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    with tempfile.TemporaryDirectory(prefix="llmtrain-bench-", dir=options.folder) as folder:
+        task = Task(
+            folder=folder,
+            model=model,
+            sequence=sequence,
+            micro_batch=micro_batch,
+            stage=1,
+            rounds=options.rounds,
+            parameters=parameters,
+        )
+        print(
+            f"{parameters / 1e9:.3f} B parameters, {options.ranks} rank(s), bf16, ZeRO 1, {options.rounds} rounds",
+            flush=True,
+        )
+        began_s = time.monotonic()
+        pool = RankPool(options.ranks)
+        try:
+            found: dict[str, Any] = measure_saves(pool, task)
+            found["writes"] = measure_writes(pool, task)
+        finally:
+            pool.close()
+        path = import_source(task)
+        found["exports"] = measure_exports(task, path)
+        pool = RankPool(1)
+        try:
+            found["resumes"] = measure_resumes(pool, task, path)
+        finally:
+            pool.close()
+    table = Table()
+    add_saves(table, found, parameters, on_gpu)
+    add_conversions(table, found, parameters)
+    print(f"an undisturbed step takes {found['step_s']:.2f} s; measured in {time.monotonic() - began_s:.0f} s")
+    print(table)
+    if options.json:
+        shown = {**asdict(task), "folder": ""}
+        options.json.write_text(
+            json.dumps({"machine": machine, "task": shown, "ranks": options.ranks, **found}, indent=2)
+        )
+    return int(table.missed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

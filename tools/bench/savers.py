@@ -1,0 +1,395 @@
+"""What the ranks of checkpoint.py do: one engine, and one save of its state after another, by every contestant."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.checkpoint.format import read_trainer
+from llmtrain.checkpoint.load import load_checkpoint
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.save import Saver
+from llmtrain.config.run import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ResolvedRun,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from llmtrain.data.loader import MicroBatch, StepBatch
+from llmtrain.engine.build import DTYPES, Ranks, build_engine, join_process_group
+from llmtrain.engine.control import Agreement
+from llmtrain.engine.fragments import fragments, loss_scale_state, optimizer_step, owned
+from llmtrain.engine.step import Stepper
+from llmtrain.models.build import build_model
+
+_BLOCK = 16 << 20
+RESUMED = 2
+"""ZeRO stage of the resumed run. Not 3: DeepSpeed 0.19.8 does not load there what it converted from stage 1 or 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The training whose state is saved; plain values, as it travels to the ranks."""
+
+    folder: str
+    model: dict[str, Any]
+    """Fields of a Hugging Face config."""
+    sequence: int
+    micro_batch: int
+    """Sequences of each rank in a step."""
+    stage: int
+    """ZeRO stage."""
+    rounds: int
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """One save beside the training."""
+
+    blocked_s: float
+    """Inside the calls of the save, and waits before the optimizer."""
+    lost_s: float
+    """`blocked_s`, and what the steps took longer while the save was under way."""
+    seconds: float
+    """Until its files were there."""
+    bytes: int
+
+
+def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[Any, Ranks, ResolvedRun]:
+    """A bf16 engine of our own build. Its weights are zeros: no figure depends on them."""
+    ranks = _joined()
+    config: dict[str, Any] = {
+        "train_batch_size": task.micro_batch * ranks.world_size,
+        "train_micro_batch_size_per_gpu": task.micro_batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31 - 1,
+        "checkpoint": {"load_universal": universal},
+    }
+    run = RunConfig(
+        deepspeed="(bench)",
+        model=ModelConfig(config=dict(task.model)),
+        data=DataConfig(path="(bench)", sequence_length=task.sequence),
+        optim=OptimConfig(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0),
+        schedule=ScheduleConfig(name="constant", warmup_steps=0),
+        train=TrainConfig(
+            global_batch=task.micro_batch * ranks.world_size, micro_batch=task.micro_batch, accumulation=1
+        ),
+        checkpoint=CheckpointConfig(keep=1),
+    )
+    resolved = ResolvedRun(
+        run=run,
+        deepspeed=config,
+        world_size=ranks.world_size,
+        data_parallel=ranks.world_size,
+        precision="bf16",
+        zero_stage=stage,
+        offload_optimizer=False,
+        offload_param=False,
+        activation_checkpointing=False,
+        max_steps=None,
+    )
+    model = build_model(
+        run.model,
+        dtype=DTYPES["bf16"],
+        device=ranks.device,
+        zero3_config=config if stage == 3 else None,
+        checkpoint_activations=None,
+    )
+    if stage < 3:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.02)
+    return build_engine(model, resolved), ranks, resolved
+
+
+@cache
+def _joined() -> Ranks:
+    return join_process_group(600.0)
+
+
+class Trainer:
+    """Steps on random tokens, each timed between two synchronisations."""
+
+    def __init__(self, task: Task, engine: Any, ranks: Ranks) -> None:
+        self._stepper, self._task, self._ranks = Stepper(engine, ranks), task, ranks
+        self.step_number = 0
+
+    def step(self, before_update: Callable[[], None] = lambda: None) -> float:
+        """Seconds of one step."""
+        began_s = self._now()
+        torch.manual_seed(self.step_number * 1000 + self._ranks.rank)
+        shape = (self._task.micro_batch, self._task.sequence)
+        inputs = torch.randint(0, self._task.model["vocab_size"], shape).to(self._ranks.device)
+        micro = MicroBatch(inputs=inputs, labels=inputs, sample_indices=list(range(shape[0])))
+        counted = inputs.numel() * self._ranks.world_size
+        agreed = Agreement(counted_tokens=counted, stop=False, time_up=False, save=False)
+        batch = StepBatch(micro_batches=[micro], counted_tokens=inputs.numel(), first_index=0)
+        self._stepper.step(batch, lambda: agreed, 1.0, before_update)
+        self.step_number += 1
+        return self._now() - began_s
+
+    def _now(self) -> float:
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+
+class Ours:
+    """llmtrain's Saver, as the loop uses it."""
+
+    def __init__(self, task: Task, engine: Any, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
+        self._engine, self._ranks, self._folder = engine, ranks, folder
+        self._saver = Saver(engine, folder, resolved, ranks)
+        self._saver.prepare()
+        self.waited_s = 0.0
+
+    def begin(self, step: int) -> None:
+        trainer = {"optimizer_step": optimizer_step(self._engine), "loss_scale": loss_scale_state(self._engine)}
+        self._saver.begin(step, {"step": step, "tokens": 0, **trainer})
+
+    def before_update(self) -> None:
+        began_s = time.monotonic()
+        self._saver.before_update()
+        self.waited_s += time.monotonic() - began_s
+
+    def done(self) -> bool:
+        message = torch.tensor(self._saver.status(), dtype=torch.int64)
+        dist.all_reduce(message, group=self._ranks.control)
+        outcome = self._saver.advance(*message.tolist())
+        assert outcome is None or outcome.error is None, outcome
+        return not self._saver.busy
+
+    def finish(self) -> None:
+        outcome = self._saver.drain()
+        assert outcome is None or outcome.error is None, outcome
+
+    def close(self) -> None:
+        self._saver.__exit__()
+
+
+class DeepSpeed:
+    """engine.save_checkpoint: the loop stands still until the files are written (not: durable)."""
+
+    def __init__(self, task: Task, engine: Any, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
+        self._engine, self._folder = engine, folder
+        self.waited_s = 0.0
+
+    def begin(self, step: int) -> None:
+        state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
+        self._engine.save_checkpoint(str(self._folder), tag=f"step-{step}", client_state=state)
+
+    def before_update(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Dcp:
+    """torch.distributed.checkpoint.async_save of the same slices, each under a name of its own: no plan to agree on."""
+
+    kind = "thread"
+
+    def __init__(self, task: Task, engine: Any, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
+        self._engine, self._ranks, self._folder = engine, ranks, folder
+        self._group = _gloo()
+        self._future: Any = None
+        self.waited_s = 0.0
+
+    def begin(self, step: int) -> None:
+        from torch.distributed.checkpoint import async_save
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        pieces = [(f, owned(f)[1]) for f in fragments(self._engine)]
+        state = {f"{self._ranks.rank}/{f.kind}/{f.name}": values.detach() for f, values in pieces if values.numel()}
+        kind = AsyncCheckpointerType.THREAD if self.kind == "thread" else AsyncCheckpointerType.PROCESS
+        path = self._folder / f"step-{step}"
+        self._future = async_save(state, checkpoint_id=path, process_group=self._group, async_checkpointer_type=kind)
+
+    def before_update(self) -> None:
+        pass  # async_save returns when its copy is made
+
+    def done(self) -> bool:
+        finished = torch.tensor(int(self._future.done()))
+        dist.all_reduce(finished, dist.ReduceOp.MIN, group=self._ranks.control)
+        return bool(finished)
+
+    def finish(self) -> None:
+        self._future.result()
+
+    def close(self) -> None:
+        pass
+
+
+class DcpProcess(Dcp):
+    """The same, written by a process of torch's."""
+
+    kind = "process"
+
+    def begin(self, step: int) -> None:
+        # The ranks are daemons, so that none outlives the benchmark; multiprocessing gives such a process no child.
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        super().begin(step)
+
+    def close(self) -> None:
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join()
+
+
+@cache
+def _gloo() -> Any:
+    return dist.new_group(backend="gloo")
+
+
+CONTESTANTS: dict[str, Any] = {"llmtrain": Ours, "deepspeed": DeepSpeed, "dcp thread": Dcp, "dcp process": DcpProcess}
+
+
+def saves(task: Task) -> tuple[dict[str, list[Save]], list[float]]:
+    """Rounds of saves beside training, the contestants by turns; and the seconds of undisturbed steps.
+
+    The last DeepSpeed checkpoint stays in FOLDER/source, for the conversions.
+    """
+    engine, ranks, resolved = make_engine(task, task.stage)
+    trainer = Trainer(task, engine, ranks)
+    results: dict[str, list[Save]] = {name: [] for name in CONTESTANTS}
+    plain = [trainer.step() for _ in range(3)][1:]
+    folder = Path(task.folder) / "saves"
+    made = {name: kind(task, engine, ranks, resolved, folder / name) for name, kind in CONTESTANTS.items()}
+    for _ in range(task.rounds + 1):  # the first one warms up: memory is got, processes are started
+        for name, contestant in made.items():
+            plain.append(trainer.step())
+            results[name].append(_one_save(task, trainer, contestant, plain, folder / name, ranks))
+    for contestant in made.values():
+        contestant.close()
+    DeepSpeed(task, engine, ranks, resolved, Path(task.folder) / "source").begin(trainer.step_number)
+    engine.destroy()
+    return {name: found[1:] for name, found in results.items()}, plain
+
+
+def _one_save(task: Task, trainer: Trainer, contestant: Any, plain: list[float], folder: Path, ranks: Ranks) -> Save:
+    contestant.waited_s = 0.0
+    dist.barrier(group=ranks.control)
+    began_s = time.monotonic()
+    contestant.begin(trainer.step_number)
+    inside_s = time.monotonic() - began_s
+    usual_s = sorted(plain[-8:])[len(plain[-8:]) // 2]
+    longer_s = 0.0
+    for _ in range(2):  # at least one step is taken beside every save
+        longer_s += trainer.step(contestant.before_update) - usual_s
+        if contestant.done():
+            break
+    while not contestant.done():
+        longer_s += trainer.step(contestant.before_update) - usual_s
+    contestant.finish()
+    seconds = time.monotonic() - began_s
+    dist.barrier(group=ranks.control)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    dist.barrier(group=ranks.control)
+    if ranks.rank == 0:
+        shutil.rmtree(folder)
+    dist.barrier(group=ranks.control)
+    blocked_s = inside_s + contestant.waited_s
+    return Save(blocked_s=blocked_s, lost_s=inside_s + max(longer_s, contestant.waited_s), seconds=seconds, bytes=size)
+
+
+def writes(task: Task) -> list[tuple[float, float]]:
+    """Seconds of (our save with nothing beside it, a plain O_DIRECT write and fsync of as many bytes), by turns."""
+    engine, ranks, resolved = make_engine(task, task.stage)
+    Trainer(task, engine, ranks).step()
+    folder = Path(task.folder) / "writes"
+    ours = Ours(task, engine, ranks, resolved, folder)
+    found = []
+    for step in range(1, task.rounds + 2):
+        dist.barrier(group=ranks.control)
+        began_s = time.monotonic()
+        ours.begin(step)
+        ours.finish()
+        dist.barrier(group=ranks.control)
+        ours_s = time.monotonic() - began_s
+        mine = sum(p.stat().st_size for p in folder.glob(f"step-*/rank-{ranks.rank:05d}.safetensors"))
+        dist.barrier(group=ranks.control)
+        if ranks.rank == 0:
+            shutil.rmtree(folder)
+        dist.barrier(group=ranks.control)
+        began_s = time.monotonic()
+        _plain_write(Path(task.folder) / f"plain-{ranks.rank}", mine)
+        dist.barrier(group=ranks.control)
+        found.append((ours_s, time.monotonic() - began_s))
+        (Path(task.folder) / f"plain-{ranks.rank}").unlink()
+    ours.close()
+    engine.destroy()
+    return found[1:]
+
+
+def _plain_write(path: Path, size: int) -> None:
+    """As fast as the disk takes it: no checksum, no page cache, one writer a rank."""
+    block = mmap.mmap(-1, _BLOCK)
+    block.write(os.urandom(_BLOCK))
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
+    try:
+        for at in range(0, size, _BLOCK):
+            os.pwrite(handle, memoryview(block)[: min(_BLOCK, -(-(size - at) // 4096) * 4096)], at)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_bytes() -> int:
+    """Bytes that this process, and those that it has waited for, have read from files, cached or not."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def written_bytes() -> int:
+    """The same for writing."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["wchar"])
+
+
+def resume_ours(task: Task, path: str) -> tuple[float, int]:
+    """(seconds, bytes read) of loading our checkpoint into an engine of ZeRO 2."""
+    engine, ranks, _ = make_engine(task, RESUMED)
+    began_s, read = time.monotonic(), read_bytes()
+    load_checkpoint(engine, CheckpointReader(Path(path)), read_trainer(Path(path)), ranks)
+    result = time.monotonic() - began_s, read_bytes() - read
+    engine.destroy()
+    return result
+
+
+def resume_universal(task: Task, path: str) -> tuple[float, int]:
+    """The same for DeepSpeed's load of a universal checkpoint."""
+    engine, _, _ = make_engine(task, RESUMED, universal=True)
+    began_s, read = time.monotonic(), read_bytes()
+    assert engine.load_checkpoint(path)[0] is not None
+    result = time.monotonic() - began_s, read_bytes() - read
+    engine.destroy()
+    return result
