@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.checkpoint.format import complete_checkpoints, step_folder
-from tests.helpers.launching import finish, launch, losses, rows, train, write_recipe
+from tests.helpers import forked
+from tests.helpers.launching import losses, rows, train, write_recipe
 
 CONSTANT = ("--schedule.name", "constant")
 
@@ -21,7 +22,8 @@ def trained(small_data, tmp_path_factory) -> tuple[Path, Path]:
     """The recipe and the folder of a run with checkpoints of steps 2, 4, ... 16."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = write_recipe(folder, small_data)
-    train(recipe, *CONSTANT, "--train.max_steps", "16", "--checkpoint.every_steps", "2", "--checkpoint.keep", "8")
+    every = ("--checkpoint.every_steps", "2", "--checkpoint.keep", "8")
+    forked.train(recipe, *CONSTANT, "--train.max_steps", "16", *every)
     return recipe, folder / "run"
 
 
@@ -36,7 +38,7 @@ def test_auto_walks_back_past_every_kind_of_damage(trained, small_data, tmp_path
     """Each is named, none is taken, and what follows is what was there before, digit for digit."""
     recipe, run = trained
     other = write_recipe(tmp_path, small_data)
-    train(other, *CONSTANT, "--train.max_steps", "8", "--train.seed", "1")
+    forked.train(other, *CONSTANT, "--train.max_steps", "8", "--train.seed", "1")
     before, at = losses(run), {step: step_folder(run / "checkpoints", step) for step in range(2, 18, 2)}
     assert complete_checkpoints(run / "checkpoints") == [at[step] for step in range(16, 0, -2)]
     flip(at[16] / "rank-00001.safetensors", -3000)
@@ -69,7 +71,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(trained, tmp_path):
     copied = shutil.copytree(complete_checkpoints(run / "checkpoints")[0], tmp_path / "copied")
     flip(copied / "rank-00000.safetensors", -3000)
     to = ("--train.run_dir", str(tmp_path / "to"), "--resume", str(copied))
-    code, output = finish(launch(recipe, *CONSTANT, *to, slots=1), 60)
+    code, output = forked.finish(recipe, *CONSTANT, *to, world_size=1)
     assert code == 2 and "Traceback" not in output and output.count("error:") == 1
     assert "copied: rank-00000.safetensors is damaged" in output and "differs from the manifest" in output
     assert copied.is_dir() and not rows(tmp_path / "to")
@@ -91,7 +93,7 @@ def read_only(trained, tmp_path) -> Iterator[Path]:
 def test_weights_alone_from_a_read_only_folder_and_a_restart(trained, read_only, tmp_path):
     """The run begins at step 0 with an identity of its own. The same command again goes on where it came to."""
     recipe, _ = trained
-    code, output = finish(launch(recipe, *CONSTANT, "--train.run_dir", str(read_only), slots=1), 60)
+    code, output = forked.finish(recipe, *CONSTANT, "--train.run_dir", str(read_only))
     assert code == 2 and "Traceback" not in output
     assert f"train.run_dir: {read_only} cannot be used: nothing can be written in it" in output
 
