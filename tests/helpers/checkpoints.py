@@ -121,3 +121,15 @@ def resign(folder: Path) -> None:
     for name, entry in raw["files"].items():
         entry.update(bytes=(folder / name).stat().st_size, xxh3=hash_file(folder / name))
     (folder / MANIFEST).write_text(sign(raw))
+
+
+def at(run: Path, step: int) -> Path:
+    """The folder of a step."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 4
+    path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""`llmtrain checkpoint ls|verify|diff|prune|average`, as a user calls them; and which checkpoints retention takes."""
+"""`llmtrain checkpoint ls|verify|diff|prune`, as a user calls them; and which checkpoints retention takes."""
 
 from __future__ import annotations
 
@@ -6,56 +6,20 @@ import errno
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from llmtrain import cli
-from llmtrain.checkpoint import build, retain
-from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, complete_checkpoints, read_trainer
-from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint import retain
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints, read_trainer
 from llmtrain.checkpoint.retain import keep_newest, outdated
-from tests.helpers.checkpoints import LLAMA, SHAPES, WHOLE_LLAMA, resign, tensors, write_checkpoint
+from tests.helpers.checkpoints import SHAPES, at, flip, resign, tensors, write_checkpoint
 
 Say = Callable[..., tuple[int, str, str]]
 UP = "model.layers.0.mlp.up_proj.weight"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run with the steps 100, 200 and 300."""
-    for step in (100, 200, 300):
-        write_checkpoint(tmp_path / "run", step, seed=step)
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    """`llmtrain checkpoint ...`: exit code, standard output, standard error."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        code = cli.main(["checkpoint", *map(str, words)])
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return call
-
-
-def at(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step-{step:08d}"
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 4
-    path.write_bytes(data)
 
 
 # ls
@@ -306,149 +270,3 @@ def test_prune_leaves_alone_what_is_being_written(run: Path, say: Say, whose: st
         os.close(handle)
     assert say("prune", run, "--keep", 1)[0] == 0
     assert not partial.exists()
-
-
-# average
-
-
-def test_average_is_the_mean(run: Path, tmp_path: Path, say: Say) -> None:
-    code, out, _ = say("average", run / "step-100", run / "step-200", run / "step-300", tmp_path / "mean")
-    assert code == 0, out
-    made = at(tmp_path / "mean", 300)
-    assert f"read     {at(run, 100)}, step 100: checksums agree" in out and str(made) in out
-    reader = CheckpointReader(made)
-    assert reader.kinds() == {"param"} and reader.order() == list(SHAPES)
-    for name, shape in SHAPES.items():
-        each = [tensors(seed)["param", name].double() for seed in (100, 200, 300)]
-        want = (torch.stack(each).sum(0) / 3).float().reshape(-1)
-        assert torch.equal(reader.read(name, 0, want.numel()), want) and reader.shape(name) == shape
-    trainer = read_trainer(made)
-    assert trainer["weights_only"] is True and trainer["step"] == 300 and len(trainer["averaged"]) == 3
-    assert say("verify", tmp_path / "mean")[0] == 0
-    assert "average, fp32, weights only" in say("ls", tmp_path / "mean")[1]
-
-
-def test_average_refuses_what_has_no_mean(run: Path, tmp_path: Path, say: Say) -> None:
-    other = {**SHAPES, UP: (8, 16)}
-    write_checkpoint(tmp_path / "shapes", 1, seed=1, shapes=other)
-    write_checkpoint(tmp_path / "words", 1, seed=1, vocab_size=33)
-    out = tmp_path / "mean"
-    for words, told in (
-        ([run / "step-100", tmp_path / "shapes", out], UP),
-        ([run / "step-100", tmp_path / "words", out], "vocab_size: 32 -> 33"),
-        ([run / "step-100", out], "two or more different checkpoints"),
-        ([run / "step-100", run / "checkpoints/step-100", out], "two or more different checkpoints"),
-        ([run / "step-100", run / "step-200", run], "holds checkpoints already"),
-    ):
-        code, _, err = say("average", *words)
-        assert code == 2 and told in err and not out.exists(), err
-
-
-def test_average_notices_damage_as_it_reads(run: Path, tmp_path: Path, say: Say) -> None:
-    path = at(run, 200) / "rank-00001.safetensors"
-    data = path.read_bytes()
-    begin = 8 + int.from_bytes(data[:8], "little")
-    flip(path, begin + json.loads(data[8:begin])[f"param/{UP}"]["data_offsets"][0])
-    code, _, err = say("average", run / "step-100", run / "step-200", tmp_path / "mean")
-    assert code == 2 and f"{at(run, 200)}: param of {UP} is damaged; nothing was written" in err
-    assert not list((tmp_path / "mean/checkpoints").iterdir())
-
-
-def test_a_conversion_continues_where_it_was_interrupted(
-    run: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "_FILE_BYTES", 1)  # each tensor in a file of its own
-    read = CheckpointReader.read_kind
-    names: list[str] = []
-
-    def interrupted(self: CheckpointReader, kind: str, name: str, start: int, stop: int) -> torch.Tensor:
-        names.append(name)
-        if name == "model.norm.weight":
-            raise KeyboardInterrupt
-        return read(self, kind, name, start, stop)
-
-    monkeypatch.setattr(CheckpointReader, "read_kind", interrupted)
-    code, _, err = say("average", run / "step-100", run / "step-200", tmp_path / "mean")
-    assert (code, err) == (130, "interrupted\n") and not at(tmp_path / "mean", 200).exists()
-    monkeypatch.setattr(CheckpointReader, "read_kind", lambda *args: names.append(args[2]) or read(*args))
-    names.clear()
-    code, out, _ = say("average", run / "step-100", run / "step-200", tmp_path / "mean")
-    assert code == 0 and "3 files are finished" in out
-    assert set(names) == {"model.norm.weight"}
-    assert say("verify", at(tmp_path / "mean", 200))[0] == 0
-
-
-def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
-    """A real process with real signals; the tool in the clone is the same door."""
-    large = torch.ones(8192, 2048)
-    for step in (1, 2):
-        shape = {UP: tuple(large.shape)}
-        write_checkpoint(tmp_path / "run", step, seed=0, shapes=shape, values={("param", UP): large}, ranks=1)
-    tool = Path(cli.__file__).parents[1] / "tools/convert_checkpoint.py"
-    command = [sys.executable, tool, "average", "run/step-1", "run/step-2", "mean"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    partial = tmp_path / "mean/checkpoints/step-00000002.tmp/rank-00000.safetensors"
-    deadline = time.monotonic() + 60
-    while not partial.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "interrupted\n")
-    assert not at(tmp_path / "mean", 2).exists()
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0, again.stderr
-    assert Manifest.read(at(tmp_path / "mean", 2)).step == 2
-
-
-# conversions: that the command line reaches them with its options; what they do is tested beside them
-
-
-def test_from_and_to_hugging_face(tmp_path: Path, say: Say) -> None:
-    values = {name: value for (kind, name), value in tensors(1, WHOLE_LLAMA).items() if kind == "param"}
-    (tmp_path / "hf").mkdir()
-    save_file(values, tmp_path / "hf/model.safetensors", {"format": "pt"})
-    (tmp_path / "hf/config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
-    code, out, _ = say("from-hf", tmp_path / "hf", tmp_path / "run", "--check", "logits")
-    assert code == 0 and "logits" in out and str(at(tmp_path / "run", 0)) in out
-    assert "from-hf, fp32, weights only" in say("ls", tmp_path / "run")[1] and say("verify", tmp_path / "run")[0] == 0
-    code, out, _ = say("to-hf", tmp_path / "run", tmp_path / "back", "--check", "none")
-    assert code == 0 and "logits" not in out
-    assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
-    words = ["--dtype", "bf16", "--max-shard-size", "1KB", "--check", "auto"]
-    code, out, _ = say("to-hf", tmp_path / "run/step-0", tmp_path / "small", *words)
-    assert code == 0, out
-    files = list((tmp_path / "small").glob("*.safetensors"))
-    shards = {name: value for file in files for name, value in load_file(file).items()}
-    assert len(files) > 2
-    assert all(torch.equal(shards[name], value.bfloat16()) for name, value in values.items())
-    code, _, err = say("to-hf", tmp_path / "run", tmp_path / "hf")
-    assert code == 2 and "exists" in err
-    code, _, err = say("to-hf", tmp_path / "run", tmp_path / "x", "--max-shard-size", "2 potatoes")
-    assert code == 2 and "--max-shard-size 2 potatoes: give a size such as 2GB" in err
-
-
-def test_the_mean_goes_to_hugging_face(tmp_path: Path, say: Say) -> None:
-    for step in (1, 2):
-        write_checkpoint(tmp_path / "run", step, seed=step, shapes=WHOLE_LLAMA)
-    assert say("average", tmp_path / "run/step-1", tmp_path / "run/step-2", tmp_path / "mean")[0] == 0
-    assert say("to-hf", tmp_path / "mean", tmp_path / "hf")[0] == 0
-    made = load_file(tmp_path / "hf/model.safetensors")
-    each = [tensors(seed, WHOLE_LLAMA)["param", UP].double() for seed in (1, 2)]
-    assert torch.equal(made[UP], (sum(each) / 2).float())
-
-
-def test_to_and_from_deepspeed(tmp_path: Path, say: Say) -> None:
-    values = {key: value for key, value in tensors(1, WHOLE_LLAMA).items() if key[0] != "momentum_buffer"}
-    run = write_checkpoint(tmp_path / "run", 7, seed=1, shapes=WHOLE_LLAMA, values=values).parent.parent
-    code, out, err = say("to-deepspeed-universal", run, tmp_path / "universal")
-    assert code == 0, (out, err)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    words = ["from-deepspeed", tmp_path / "universal", tmp_path / "back", "--model", tmp_path / "config.json"]
-    code, out, err = say(*words)
-    assert code == 0 and str(at(tmp_path / "back", 7)) in out, (out, err)
-    code, out, _ = say("diff", run, tmp_path / "back")
-    assert "0 of 36 tensors differ in their values" in out and "config   run: only in A" in out.splitlines()
-    code, _, err = say(*words[:2], tmp_path / "other", "--tag", "../x")
-    assert code == 2 and "../x" in err
-    assert say(*words[:2], tmp_path / "weights", *words[3:], "--weights-only")[0] == 0
-    assert "weights only" in say("ls", tmp_path / "weights")[1]
