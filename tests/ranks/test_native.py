@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
@@ -23,10 +25,15 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from llmtrain.checkpoint.format import Manifest, read_trainer
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.native import import_deepspeed
+from llmtrain.checkpoint.native_files import open_files
+from llmtrain.checkpoint.native_names import Target, hf_names
+from llmtrain.checkpoint.native_state import MOMENTS, State, add_copies
 from llmtrain.checkpoint.native_universal import export_universal
+from llmtrain.checkpoint.native_unnamed import add_unnamed
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.engine.build import DTYPES, Ranks
+from llmtrain.engine.fragments import loss_scale_state
 from llmtrain.engine.step import learning_rate_factor
 from llmtrain.errors import CheckpointError
 from llmtrain.models.build import initial_weights
@@ -59,14 +66,30 @@ def imported(source: Path, out: Path, model: dict[str, Any] = LLAMA, **options: 
     return path
 
 
-def saved_by_deepspeed(case: Case, folder: str) -> None:
-    """The first half in our engine, then DeepSpeed's save."""
+@contextlib.contextmanager
+def fp16_on_cpu() -> Iterator[None]:
+    """torch computes in fp16 on a CPU; DeepSpeed's accelerator says that it does not."""
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    accelerator.supported_dtypes = lambda: [torch.float, torch.half, torch.bfloat16]
+    try:
+        yield
+    finally:
+        del accelerator.is_fp16_supported, accelerator.supported_dtypes
+
+
+@fp16_on_cpu()
+def saved_by_deepspeed(case: Case, folder: str) -> dict[str, float]:
+    """The first half in our engine, then DeepSpeed's save. Returns the loss scaler's numbers."""
     engine, stepper, ranks = make_engine(case)
     train_steps(case, stepper, ranks, 0, HALF)
-    engine.save_checkpoint(folder, client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}})
+    engine.save_checkpoint(folder)
+    scale = loss_scale_state(engine)
     engine.destroy()
+    return scale
 
 
+@fp16_on_cpu()
 def resumed_by_deepspeed(case: Case, folder: str) -> Trace:
     """The second half, after DeepSpeed's load."""
     engine, stepper, ranks = make_engine(case)
@@ -76,6 +99,7 @@ def resumed_by_deepspeed(case: Case, folder: str) -> Trace:
     return trace
 
 
+@fp16_on_cpu()
 def resumed_by_us(case: Case, path: str) -> Trace:
     """The second half from the imported checkpoint, in an engine with other initial weights."""
     engine, stepper, ranks = make_engine(case)
@@ -102,14 +126,17 @@ def worst(first: Trace, second: Trace) -> float:
         {"stage": 0, "precision": "bf16", "model": TIED},
         {"stage": 1, "precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
         {"stage": 3, "precision": "bf16", "model": TIED},
+        {"stage": 2, "precision": "fp16", "extra": {"fp16": {"initial_scale_power": 8}}},
     ],
     ids=lambda form: "-".join(str(v) for v in form.values() if not isinstance(v, dict)),
 )
 def test_resumes_bit_for_bit_as_deepspeed_does(pools, small_data, tmp_path, form):
     case = Case(data=small_data, steps=END, **form)
-    pools(2).run(saved_by_deepspeed, case, str(tmp_path / "theirs"))
+    scale = pools(2).run(saved_by_deepspeed, case, str(tmp_path / "theirs"))[0]
     want = pools(2).run(resumed_by_deepspeed, case, str(tmp_path / "theirs"))[0]
     path = imported(tmp_path / "theirs", tmp_path / "ours", case.model)
+    assert read_trainer(path)["loss_scale"] == scale
+    assert bool(scale) == (case.precision == "fp16")
     got = pools(2).run(resumed_by_us, case, str(path))[0]
     assert got.losses == want.losses  # the same numbers in the same engine
     assert got.norms == want.norms or case.stage == 0
@@ -408,3 +435,41 @@ def test_zero_3_of_two_steps_is_refused(pools, small_data, tmp_path):
         shutil.copy(file, tmp_path / "global_step3" / file.name)
     with pytest.raises(CheckpointError, match=r"the optimizer counts 3 steps, .* 2 of which 0 were skipped"):
         imported(tmp_path, tmp_path / "out")
+
+
+def test_layers_of_a_pipeline_are_recognised_or_asked_for(tmp_path):
+    model = {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    target = Target.of(config_folder(tmp_path, model) / "config.json")
+    want = {"tied_modules.embed.weight": "transformer.wte.weight", "1.wpe.weight": "transformer.wpe.weight"}
+    for index in range(3):
+        suffixes = [n.removeprefix("transformer.h.0.") for n in target.shapes if n.startswith("transformer.h.0.")]
+        want |= {f"{index + 3}.layer.{suffix}": f"transformer.h.{index}.{suffix}" for suffix in suffixes}
+    want |= {"6.weight": "transformer.ln_f.weight", "6.bias": "transformer.ln_f.bias"}
+    theirs = {name: target.shapes[hf] for name, hf in want.items()}
+    assert hf_names(theirs, target, None, tmp_path) == want
+
+    renamed = {name.replace("attn.c_attn", "qkv"): shape for name, shape in theirs.items()}
+    with pytest.raises(
+        CheckpointError, match=r"0 of its pipeline layers look like one of the 3 decoder .*--names FILE"
+    ):
+        hf_names(renamed, target, None, tmp_path)
+    file = tmp_path / "names.json"
+    file.write_text(json.dumps({name.replace("attn.c_attn", "qkv"): hf for name, hf in want.items()}))
+    assert hf_names(renamed, target, file, tmp_path).keys() == renamed.keys()
+    file.write_text(json.dumps({"nothing": "transformer.wte.weight"}))
+    with pytest.raises(CheckpointError, match="'nothing' is no parameter"):
+        hf_names(renamed, target, file, tmp_path)
+
+
+def test_unnamed_state_that_fits_in_two_ways_is_refused(tmp_path):
+    """Two groups with a parameter of the same shape each: nothing tells which moments are whose."""
+    names = ["model.norm.weight", "model.layers.0.input_layernorm.weight"]
+    moments = {"step": torch.tensor(2.0), "exp_avg": torch.zeros(64), "exp_avg_sq": torch.ones(64)}
+    state = {"state": {0: moments, 1: moments}, "param_groups": [{"params": [0]}, {"params": [1]}]}
+    tree = {"module": {name: torch.randn(64) for name in names}, "optimizer": state, "mp_world_size": 1}
+    torch.save(tree, tmp_path / "mp_rank_00_model_states.pt")
+    files = open_files(tmp_path, weights_only=False)
+    found = State()
+    add_copies(found, files)
+    with pytest.raises(CheckpointError, match="there are 2 ways"):
+        add_unnamed(found, files, names, MOMENTS)
