@@ -16,7 +16,6 @@ from llmtrain.engine.control import Agreement
 from llmtrain.errors import CheckpointError
 from llmtrain.tracking.tracker import Tracker
 
-
 _TELL_S = 1.0
 """A shorter wait for a checkpoint is in the events only."""
 
@@ -92,8 +91,8 @@ class Saving:
             self._tracker.event("save_waited", step=step, seconds=round(waited_s, 3))
             if waited_s > _TELL_S:
                 log.warn(
-                    f"training waited {waited_s:.1f} s at step {step} until the checkpoint before was written. Save less "
-                    "often (checkpoint.every_steps), or set checkpoint.when_busy to skip"
+                    f"training waited {waited_s:.1f} s at step {step} until the checkpoint before was written. Save "
+                    "less often (checkpoint.every_steps), or set checkpoint.when_busy to skip"
                 )
         if self._saved_step == step:
             return

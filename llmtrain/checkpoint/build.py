@@ -17,6 +17,9 @@ from llmtrain.models.tensorfile import numel
 
 _FILE_BYTES = 4 << 30
 
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""Name in the file -> (dtype, shape)."""
+
 
 def build_checkpoint(
     out: Path,
@@ -44,17 +47,9 @@ def build_checkpoint(
         CheckpointError: as OutputFolder does.
     """
     keys = {f"{kind}/{name}": (kind, name) for kind, names in {PARAM: set(shapes), **moments}.items() for name in names}
-    groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
-    size = 0
-    for key, (_, name) in sorted(keys.items(), key=lambda item: (list(shapes).index(item[1][1]), item[0])):
-        grows = 4 * numel(shapes[name])
-        if groups[-1] and size + grows > _FILE_BYTES:
-            groups.append({})
-            size = 0
-        groups[-1][key] = ("F32", shapes[name])
-        size += grows
+    groups = _files(keys, shapes)
 
-    def write(path: Path, group: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, Any]:
+    def write(path: Path, group: Tensors) -> dict[str, Any]:
         sums: dict[str, dict[int, int]] = {key: {} for key in group}  # by chunk: the chunks come from several threads
 
         def chunk(key: str, start: int, stop: int) -> Tensor:
@@ -80,3 +75,18 @@ def build_checkpoint(
         )
         write_durably(folder.partial / MANIFEST, manifest.to_json())
         return folder.commit()
+
+
+def _files(keys: Mapping[str, tuple[str, str]], shapes: Mapping[str, tuple[int, ...]]) -> list[Tensors]:
+    """The tensors of each file, in the order of `shapes`."""
+    place = {name: index for index, name in enumerate(shapes)}
+    groups: list[Tensors] = [{}]
+    size = 0
+    for key, (_, name) in sorted(keys.items(), key=lambda item: (place[item[1][1]], item[0])):
+        grows = 4 * numel(shapes[name])
+        if groups[-1] and size + grows > _FILE_BYTES:
+            groups.append({})
+            size = 0
+        groups[-1][key] = ("F32", shapes[name])
+        size += grows
+    return groups

@@ -43,6 +43,10 @@ _TRAINER_TYPES: dict[str, type] = {
 """What trainer.json holds where it holds it."""
 
 
+class UnknownFormat(CheckpointError):
+    """An intact checkpoint that another version of llmtrain wrote."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A slice of one tensor that a file holds under the name `kind/NAME`."""
@@ -113,12 +117,13 @@ class Manifest:
         try:
             signed = json.loads(read_file(path))
             raw = signed["manifest"]
-            if raw["format"] != FORMAT:
-                raise CheckpointError(
-                    f"{path}: format {raw['format']!r} is not the format {FORMAT} that this version reads."
-                )
             if signed["xxh3"] != _digest(raw):
                 raise CheckpointError(f"{path} is damaged: its checksum differs from its contents.")
+            if raw["format"] != FORMAT:
+                raise UnknownFormat(
+                    f"{path}: format {raw['format']!r} is not the format {FORMAT} that this version reads. "
+                    "Use the version of llmtrain that wrote it, or a newer one."
+                )
             tensors = {_word(name): [_natural(size) for size in shape] for name, shape in raw["tensors"].items()}
             files = {}
             for name, entry in raw["files"].items():

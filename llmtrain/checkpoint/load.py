@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmtrain import log
 from llmtrain.checkpoint.diff import differences
-from llmtrain.checkpoint.format import PARAM, TRAINER, complete_checkpoints, problems, read_trainer
+from llmtrain.checkpoint.format import PARAM, TRAINER, UnknownFormat, complete_checkpoints, problems, read_trainer
 from llmtrain.checkpoint.listing import disagreements
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.rundir import RunDirectory
@@ -181,6 +181,7 @@ def _open(folder: Path, ranks: Ranks) -> tuple[CheckpointReader, dict[str, Any]]
 
     Raises:
         DamagedCheckpoint: no manifest, a missing file, another size, another header, another trainer.json.
+        UnknownFormat: it is another version's; that is no damage, and none is walked past.
     """
     wrong, trainer, reader = [], None, None
     try:
@@ -194,6 +195,8 @@ def _open(folder: Path, ranks: Ranks) -> tuple[CheckpointReader, dict[str, Any]]
         names = sorted(name for name, entry in manifest.files.items() if entry.pieces)
         for name in names[ranks.rank :: ranks.world_size]:
             wrong += problems(folder, manifest, [name], contents=False) or _header_problems(reader, name)
+    except UnknownFormat:
+        raise
     except CheckpointError as error:
         wrong.append(str(error))
     shares: list[Any] = [None] * ranks.world_size

@@ -12,7 +12,7 @@ from torch import nn
 
 from llmtrain.checkpoint.format import read_file
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import CheckpointError
+from llmtrain.errors import CheckpointError, ModelError
 from llmtrain.models.build import decoder_layers, skeleton
 
 _LAYER_NAME = re.compile(r"([0-9]+)\.(.+)")
@@ -33,8 +33,11 @@ class Target:
 
     @classmethod
     def of(cls, config: Path) -> Target:
-        """`config`: a folder with config.json, or the file. Raises ModelError."""
-        model = skeleton(ModelConfig(config=str(config)))
+        """`config`: a folder with config.json, or the file. Raises CheckpointError."""
+        try:
+            model = skeleton(ModelConfig(config=str(config)))
+        except ModelError as error:
+            raise CheckpointError(str(error).replace("model.config:", "--model:", 1)) from error
         first = {id(p): name for name, p in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         aliases = {name: first[id(p)] for name, p in every if first[id(p)] != name}

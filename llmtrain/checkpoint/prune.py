@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain import units
-from llmtrain.checkpoint.format import complete_checkpoints, stale_folders
+from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.listing import checkpoints_of, folder_bytes
-from llmtrain.checkpoint.retain import outdated, remove
+from llmtrain.checkpoint.retain import leftovers, lock, outdated, remove
 from llmtrain.checkpoint.verify import verify
 from llmtrain.errors import CheckpointError
 
@@ -68,19 +66,6 @@ def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
 
 @contextlib.contextmanager
 def _leftovers(checkpoints: Path) -> Iterator[list[Path]]:
-    """What killed processes left in the folder; nobody can begin to use it before the end of this context."""
+    """What killed processes left in the folder, if no launch is live that may be writing there."""
     with contextlib.ExitStack() as locks:
-        found: list[Path] = []
-        if _locked(checkpoints.parent, locks):
-            found = [folder for folder in stale_folders(checkpoints) if _locked(folder, locks)]
-        yield found
-
-
-def _locked(folder: Path, locks: contextlib.ExitStack) -> bool:
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        locks.callback(os.close, handle)
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        yield locks.enter_context(leftovers(checkpoints)) if lock(checkpoints.parent, locks) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from bisect import bisect_right
 from pathlib import Path
@@ -33,6 +34,7 @@ class CheckpointReader:
         for parts in self._where.values():
             parts.sort()
         self._files: dict[str, TensorFile] = {}
+        _allow_open_files(len(self.manifest.files))
         self._lock = threading.Lock()
 
     def tensors(self) -> set[tuple[str, str]]:
@@ -112,3 +114,10 @@ class CheckpointReader:
                 except TensorFileError as error:
                     raise CheckpointError(str(error)) from error
             return self._files[file]
+
+
+def _allow_open_files(count: int) -> None:
+    """A checkpoint of a thousand ranks has more files than a process may hold open by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if count > soft // 2 and soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from llmtrain import log
 from llmtrain.checkpoint.durable import remove_tree
-from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems
+from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, stale_folders
 from llmtrain.errors import CheckpointError
 
 
@@ -59,3 +62,21 @@ def keep_newest(checkpoints: Path, keep: int, complain: Callable[[str], None] = 
         complain(f"{checkpoints} cannot be listed: {error.strerror}. No old checkpoint was deleted.")
         return []
     return remove(doomed, complain)
+
+
+@contextlib.contextmanager
+def leftovers(checkpoints: Path) -> Iterator[list[Path]]:
+    """What killed saves, deletions and conversions left; nobody can begin to use it before the end of this context."""
+    with contextlib.ExitStack() as locks:
+        yield [folder for folder in stale_folders(checkpoints) if lock(folder, locks)]
+
+
+def lock(folder: Path, locks: contextlib.ExitStack) -> bool:
+    """Take the lock of a folder for as long as `locks` is open. False: another process has it."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        locks.callback(os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

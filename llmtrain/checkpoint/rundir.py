@@ -6,10 +6,10 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 from pathlib import Path
 
-from llmtrain.checkpoint.format import complete_checkpoints, stale_folders
+from llmtrain.checkpoint.format import complete_checkpoints
+from llmtrain.checkpoint.retain import leftovers, remove
 from llmtrain.errors import CheckpointError
 
 
@@ -42,8 +42,8 @@ class RunDirectory:
             raise CheckpointError(
                 f"train.run_dir: {self.path} cannot be used: {error.strerror}. Give another folder."
             ) from error
-        for folder in stale_folders(self.checkpoints):
-            shutil.rmtree(folder, ignore_errors=True)
+        with leftovers(self.checkpoints) as found:
+            remove(found)
         return self
 
     def __exit__(self, *_: object) -> None:
