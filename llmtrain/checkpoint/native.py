@@ -250,9 +250,9 @@ def _trainer(source: _Import, step: int, config: Path) -> dict[str, Any]:
         "model_config": fields,
         "run": None,
         "deepspeed": None,
-        "versions": {"deepspeed": str(state.get("ds_version"))},
+        "versions": None,
         "layout": None,
-        "imported_from": str(source.files.folder.resolve()),
+        "imported": {"from": str(source.files.folder.resolve()), "deepspeed": str(state.get("ds_version"))},
     }
 
 
@@ -276,7 +276,7 @@ def _report(
     stages = f", {len(files.models)} pipeline stages" if files.layers else ""
     lines = [
         f"{files.folder}: {form}{stages}, {layout['precision']}, step {trainer['step']}, "
-        f"optimizer step {trainer['optimizer_step']}, DeepSpeed {trainer['versions']['deepspeed']}",
+        f"optimizer step {trainer['optimizer_step']}, DeepSpeed {trainer['imported']['deepspeed']}",
         f"{len(files.all())} files read whole, their CRC32s agree",
         f"{len(shapes)} tensors, {units.count(sum(map(numel, shapes.values())))} parameters: keys and shapes are those "
         f"of {type(source.target.model).__name__}",
