@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from llmtrain.checkpoint.native_state import (
 from llmtrain.checkpoint.native_universal import add_universal
 from llmtrain.checkpoint.native_unnamed import add_unnamed
 from llmtrain.checkpoint.pickles import Record
-from llmtrain.errors import CheckpointError
+from llmtrain.errors import CheckpointError, UserError
 from llmtrain.log import Progress
 from llmtrain.models.tensorfile import numel
 
@@ -87,20 +89,17 @@ def import_deepspeed(
     chosen = find_tag(folder, tag)
     config = _config(folder, chosen, model)
     target = Target.of(config)
-    files = open_files(chosen, weights_only=weights_only)
-    with Progress(f"checking {chosen}", sum(file.bytes for file in files.all())) as bar:
-        files.verify(bar.advance)
-    source = _resolve(files, target, names, weights_only=weights_only)
-    step = _step(files, source.state, weights_only=weights_only)
+    with _understood(chosen):
+        files = open_files(chosen, weights_only=weights_only)
+        with Progress(f"checking {chosen}", sum(file.bytes for file in files.all())) as bar:
+            files.verify(bar.advance)
+        source = _resolve(files, target, names, weights_only=weights_only)
+        step = _step(files, source.state, weights_only=weights_only)
+        trainer = _trainer(source, step, config)
+        layout = {"world_size": files.ranks(), "zero_stage": _stage(files), "precision": source.precision()}
     reader = _Reader(source)
     moments = {} if weights_only else source.moments()
     total = 4 * sum(numel(shape) for shape in target.shapes.values()) * (1 + len(moments))
-    trainer = _trainer(source, step, config)
-    layout = {
-        "world_size": len(files.models) if not files.zero else sum(map(len, files.zero)),
-        "zero_stage": _stage(files),
-        "precision": source.precision(),
-    }
     with Progress(f"writing {out}", total) as bar:
         path = build_checkpoint(
             step_folder(out / "checkpoints", step),
@@ -110,10 +109,27 @@ def import_deepspeed(
             read=reader.read,
             trainer=trainer,
             layout=layout,
-            plan={"from": str(chosen.resolve()), "weights_only": weights_only, "names": source.names},
+            plan={
+                "from": [[str(file.path), file.bytes, file.path.stat().st_mtime_ns] for file in files.all()],
+                "weights_only": weights_only,
+                "names": source.names,
+            },
             advance=bar.advance,
         )
     return _report(source, path, layout, trainer, reader, weights_only=weights_only)
+
+
+@contextlib.contextmanager
+def _understood(folder: Path) -> Iterator[None]:
+    """Foreign dictionaries may hold anything anywhere: what is not as DeepSpeed writes it is the file's mistake."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, AssertionError) as error:
+        raise CheckpointError(
+            f"{folder} is not what DeepSpeed 0.19.8 writes: {error!r}. Nothing was imported."
+        ) from error
 
 
 def _config(folder: Path, chosen: Path, model: Path | None) -> Path:
@@ -160,7 +176,7 @@ class _Reader:
     def __init__(self, source: _Import) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._constant: dict[str, float] = {}
+        self._seen: dict[str, list[float]] = {}
         self.compared = 0
         """Elements of masters that were compared with another copy of them."""
 
@@ -175,7 +191,7 @@ class _Reader:
             own = state.copies.get(name)
             copies = [own] if own is not None and own.tensor is not state.spans[kind, name][0].tensor else []
             others += [[copy] for copy in (*copies, *state.aliases.get(name, []))]
-            self._note_constant(hf, values, start)
+            self._refuse_constant(hf, values)
         for spans in others:
             held = read_spans(spans, start, stop)
             if not torch.equal(values.to(spans[0].tensor.dtype).float(), held):
@@ -190,18 +206,20 @@ class _Reader:
                 self.compared += values.numel()
         return values
 
-    def _note_constant(self, hf: str, values: Tensor, start: int) -> None:
-        """Remember matrices of which every element is the same: no training leaves such a one."""
-        if len(self._source.target.shapes[hf]) < 2 or values.numel() == 0:
+    def _refuse_constant(self, hf: str, values: Tensor) -> None:
+        """A matrix of which every element is the same: no training leaves such a one. Raises CheckpointError."""
+        shape = self._source.target.shapes[hf]
+        if len(shape) < 2 or values.numel() == 0:
             return
         low, high = float(values.min()), float(values.max())
         with self._lock:
-            if low != high or self._constant.setdefault(hf, low) != low:
-                self._constant[hf] = float("nan")
-
-    def constant(self) -> list[str]:
-        """Matrices with one value everywhere."""
-        return sorted(name for name, value in self._constant.items() if value == value)
+            seen = self._seen.setdefault(hf, [0, low, high])
+            seen[:] = [seen[0] + values.numel(), min(low, seen[1]), max(high, seen[2])]
+        if seen[0] == numel(shape) > 1 and seen[1] == seen[2]:
+            raise CheckpointError(
+                f"{self._source.files.folder}: every element of {self._source.names[hf]} is {low}: it was never "
+                "filled. Nothing was imported."
+            )
 
 
 def _step(files: Files, state: State, *, weights_only: bool) -> int:
@@ -290,5 +308,4 @@ def _report(
         if not files.zero and not files.universal and layout["precision"] != "fp32":
             lines.append(f"the weights are the {layout['precision']} copies; there were no fp32 masters")
     lines.append("not recorded by DeepSpeed, so not carried over: tokens, data order, W&B id, schedule")
-    lines += [f"doubtful: {name} has one value everywhere" for name in reader.constant()]
     return [*lines, f"wrote {path}"]

@@ -52,6 +52,10 @@ class Files:
     def universal(self) -> bool:
         return bool(self.parameters)
 
+    def ranks(self) -> int:
+        """Of the training that saved. Raises CheckpointError."""
+        return _count(self, "dp_world_size") * (len(self.models) if self.layers else 1)
+
     @property
     def state(self) -> dict[str, Any]:
         """What all model files say alike: global_steps, ds_config, ..."""

@@ -10,17 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups as deepspeed_groups
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from llmtrain.checkpoint.format import Manifest, read_trainer
 from llmtrain.checkpoint.load import load_checkpoint
@@ -31,20 +24,15 @@ from llmtrain.checkpoint.native_state import MOMENTS, State, add_copies
 from llmtrain.checkpoint.native_universal import export_universal
 from llmtrain.checkpoint.native_unnamed import add_unnamed
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.config.run import ModelConfig
-from llmtrain.engine.build import DTYPES, Ranks
 from llmtrain.engine.fragments import loss_scale_state
-from llmtrain.engine.step import learning_rate_factor
 from llmtrain.errors import CheckpointError
-from llmtrain.models.build import initial_weights
+from tests.helpers.deepspeed_peers import make_pipeline, make_plain, pipeline_steps, plain_steps
 from tests.helpers.training import (
     LLAMA,
     Case,
     Trace,
-    batches,
     joined,
     make_engine,
-    resolved_run,
     shortened,
     train_steps,
 )
@@ -151,86 +139,6 @@ def test_imported_checkpoint_loads_at_another_layout(pools, small_data, tmp_path
     assert worst(got, want) < ROUNDING
 
 
-class Block(LlamaDecoderLayer):
-    """A decoder layer that a pipeline can pass hidden states through."""
-
-    def __init__(self, config: LlamaConfig, index: int) -> None:
-        super().__init__(config, index)
-        self.rotary = LlamaRotaryEmbedding(config)
-
-    def forward(self, hidden_BTH: Tensor) -> Tensor:  # type: ignore[override]
-        positions = torch.arange(hidden_BTH.shape[1]).unsqueeze(0)
-        return super().forward(hidden_BTH, position_embeddings=self.rotary(hidden_BTH, positions))
-
-
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-
-def adamw(module: nn.Module, case: Case, *, one_group: bool = False) -> torch.optim.AdamW:
-    """As our engine has it; `one_group`: vectors decay, too."""
-    groups: list[dict[str, Any]] = [{"params": [p for p in module.parameters() if p.dim() >= 2 or one_group]}]
-    if not one_group:
-        groups.append({"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0})
-    return torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
-
-
-def set_rate(engine: Any, case: Case, step: int) -> None:
-    schedule = resolved_run(case, 1).run.schedule
-    for group in engine.optimizer.param_groups:
-        group["lr"] = case.lr * learning_rate_factor(schedule, step, case.steps)
-
-
-@torch.no_grad()
-def give_weights(named: Iterator[tuple[str, nn.Parameter]], case: Case) -> None:
-    """The run's initial values, by Hugging Face name."""
-    source = initial_weights(ModelConfig(config=dict(case.model)), 0, torch.device("cpu"))
-    for name, parameter in named:
-        parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
-
-
-def make_pipeline(case: Case, ranks: Ranks) -> Any:
-    """The model of the case as a PipelineModule of two stages, in DeepSpeed's engine."""
-    config = LlamaConfig(**{k: v for k, v in case.model.items() if k != "model_type"})
-    config._attn_implementation = "sdpa"
-    size = (config.vocab_size, config.hidden_size)
-    blocks = [LayerSpec(Block, config, index) for index in range(config.num_hidden_layers)]
-    norm = LayerSpec(LlamaRMSNorm, config.hidden_size, eps=config.rms_norm_eps)
-    if config.tie_word_embeddings:
-        ends = [
-            TiedLayerSpec("embed", nn.Embedding, *size),
-            TiedLayerSpec("embed", nn.Embedding, *size, forward_fn=lambda m, hidden: F.linear(hidden, m.weight)),
-        ]
-    else:
-        ends = [LayerSpec(nn.Embedding, *size), LayerSpec(nn.Linear, *size[::-1], bias=False)]
-    module = PipelineModule([ends[0], *blocks, norm, ends[1]], num_stages=2, loss_fn=mean_loss)
-    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    homes = {"0": "model.embed_tokens.", "tied_modules.embed": "model.embed_tokens."}
-    homes |= {str(index + 1): f"model.layers.{index}." for index in range(len(blocks))}
-    homes |= {str(len(blocks) + 1): "model.norm.", str(len(blocks) + 2): head.removesuffix("weight")}
-    named = []
-    for name, parameter in module.named_parameters():
-        place = next(place for place in homes if name.startswith(f"{place}."))
-        named.append((homes[place] + name.removeprefix(f"{place}."), parameter))
-    give_weights(iter(named), case)
-    run = dict(resolved_run(case, 1).deepspeed, train_micro_batch_size_per_gpu=12, train_batch_size=12)
-    module = module.to(DTYPES[case.precision])
-    engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(module, case), config=run)
-    return engine
-
-
-def pipeline_steps(engine: Any, case: Case, first: int, last: int) -> Trace:
-    """Steps of the pipeline: the whole global batch in one micro-batch."""
-    trace = Trace([], [])
-    source = batches(case, (0, 1), 1, first)
-    for step in range(first, last):
-        (micro,) = next(source).micro_batches
-        set_rate(engine, case, step)
-        trace.losses.append(float(engine.train_batch(iter([(micro.inputs, micro.labels)]))))
-    source.close()  # type: ignore[attr-defined]
-    return trace
-
-
 def pipeline_saves_and_resumes(case: Case, folder: str) -> Trace:
     """The first half, DeepSpeed's save, and the second half of a new engine after DeepSpeed's load."""
     engine = make_pipeline(case, joined())
@@ -257,37 +165,6 @@ def test_pipeline_of_deepspeed_goes_on_in_our_engine(pools, small_data, tmp_path
     got = pools(2).run(resumed_by_us, shortened(case, stage=2), str(path))[0]
     # bf16 rounds activations in another order: measured 1e-3 between two layouts of DeepSpeed's own
     assert worst(got, want) < (ROUNDING if precision == "fp32" else 1e-2)
-
-
-def make_plain(case: Case, ranks: Ranks, *, universal: bool = False, one_group: bool = False) -> Any:
-    """transformers' model, unwrapped, in DeepSpeed's engine: its parameters have Hugging Face names."""
-    config = dict(resolved_run(case, ranks.world_size).deepspeed, checkpoint={"load_universal": universal})
-    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in case.model.items() if k != "model_type"}))
-    give_weights(model.named_parameters(), case)
-    model = model.to(dtype=DTYPES[case.precision])  # type: ignore[call-arg]
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, case, one_group=one_group), config=config)
-    return engine
-
-
-def plain_steps(engine: Any, case: Case, ranks: Ranks, first: int, last: int) -> Trace:
-    """Steps with transformers' logits and the mean over all counted tokens."""
-    trace = Trace([], [])
-    source = batches(case, (ranks.rank, ranks.world_size), 1, first)
-    for step in range(first, last):
-        batch = next(source)
-        (micro,) = batch.micro_batches
-        set_rate(engine, case, step)
-        counted = torch.tensor(float(batch.counted_tokens))
-        dist.all_reduce(counted)
-        logits = engine(input_ids=micro.inputs, use_cache=False).logits.float()
-        total = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100, reduction="sum")
-        engine.backward(total * ranks.world_size / counted)
-        engine.step()
-        shown = total.detach().clone()
-        dist.all_reduce(shown)
-        trace.losses.append(float(shown / counted))
-    source.close()  # type: ignore[attr-defined]
-    return trace
 
 
 def plain_saves_and_resumes(case: Case, folder: str, one_group: bool) -> Trace:
@@ -354,7 +231,7 @@ def saved_twice(case: Case, folder: str) -> None:
     engine.destroy()
 
 
-RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+RANK_0, RANK_1 = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
 MODEL = "mp_rank_00_model_states.pt"
 
 
@@ -368,6 +245,18 @@ def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def other_optimizer(tree: dict[str, Any]) -> None:
     for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
         del state["exp_avg_sq"]
+
+
+def unfilled(folder: Path) -> None:
+    """Zeros for parameters, in all copies alike."""
+
+    def change(tree: dict[str, Any]) -> None:
+        masters = tree.get("optimizer_state_dict", {}).get("single_partition_of_fp32_groups", [])
+        for tensor in [*tree.get("module", {}).values(), *masters]:
+            tensor.data.zero_()
+
+    for name in (MODEL, RANK_0, RANK_1):
+        edited(folder / name, change)
 
 
 def flipped(path: Path) -> None:
@@ -390,6 +279,17 @@ FAULTS: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "optimizer": (
         lambda new, old: edited(new / RANK_1, other_optimizer),
         "Adam's exp_avg and exp_avg_sq were expected",
+    ),
+    "never filled": (lambda new, old: unfilled(new), "never filled"),
+    "odd numbers": (
+        lambda new, old: edited(new / MODEL, lambda tree: tree.update(global_steps="3")),
+        "global_steps is '3'",
+    ),
+    "odd tables": (
+        lambda new, old: edited(
+            new / RANK_1, lambda tree: tree["optimizer_state_dict"].update(param_slice_mappings=[7])
+        ),
+        "is not what DeepSpeed 0.19.8 writes",
     ),
     "tag outside": (lambda new, old: (new.parent / "latest").write_text("../elsewhere"), "no name of a folder"),
     "tag of a link": (lambda new, old: os.symlink(new.rename(old / "x"), new), "is no folder"),
