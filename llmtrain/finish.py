@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmtrain import log, units
 from llmtrain.checkpoint.format import complete_checkpoints
-from llmtrain.checkpoint.hf import export_hf
+from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.baseline import ngram_baselines

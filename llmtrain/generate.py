@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.checkpoint.format import complete_checkpoints
-from llmtrain.checkpoint.hf import export_hf
+from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.errors import CheckpointError
 
 

@@ -64,7 +64,7 @@ def _average(args: argparse.Namespace) -> int:
 
 
 def _to_hf(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.hf import export_hf
+    from llmtrain.checkpoint.hf.exporting import export_hf
 
     report = export_hf(
         find_checkpoints(args.path)[0],
@@ -79,7 +79,7 @@ def _to_hf(args: argparse.Namespace) -> int:
 
 
 def _from_hf(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.hf_import import import_hf
+    from llmtrain.checkpoint.hf.importing import import_hf
 
     report = import_hf(args.folder, args.out, check=args.check, trust_remote_code=args.trust_remote_code)
     print("\n".join(report.lines))
@@ -87,7 +87,7 @@ def _from_hf(args: argparse.Namespace) -> int:
 
 
 def _from_deepspeed(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.native import import_deepspeed
+    from llmtrain.checkpoint.native.importing import import_deepspeed
 
     lines = import_deepspeed(
         args.folder, args.out, model=args.model, tag=args.tag, names=args.names, weights_only=args.weights_only
@@ -97,7 +97,7 @@ def _from_deepspeed(args: argparse.Namespace) -> int:
 
 
 def _to_deepspeed_universal(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.native_universal import export_universal
+    from llmtrain.checkpoint.native.universal import export_universal
 
     print("\n".join(export_universal(find_checkpoints(args.path)[0], args.out)))
     return 0

@@ -276,7 +276,7 @@ def test_exported_folder_gives_the_training_models_logits(pools, small_data, tmp
 
 def train_and_export(case: Case, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the trained model on some tokens, and the folder folder/export."""
-    from llmtrain.checkpoint.hf import export_hf
+    from llmtrain.checkpoint.hf.exporting import export_hf
     from tests.helpers.training import resolved_run, save_checkpoint
 
     engine, stepper, ranks = make_engine(case)

@@ -17,12 +17,12 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from llmtrain.checkpoint.format import Manifest, read_trainer
 from llmtrain.checkpoint.load import load_checkpoint
-from llmtrain.checkpoint.native import import_deepspeed
-from llmtrain.checkpoint.native_files import open_files
-from llmtrain.checkpoint.native_names import Target, hf_names
-from llmtrain.checkpoint.native_state import MOMENTS, State, add_copies
-from llmtrain.checkpoint.native_universal import export_universal
-from llmtrain.checkpoint.native_unnamed import add_unnamed
+from llmtrain.checkpoint.native.files import open_files
+from llmtrain.checkpoint.native.importing import import_deepspeed
+from llmtrain.checkpoint.native.names import Target, hf_names
+from llmtrain.checkpoint.native.state import MOMENTS, State, add_copies
+from llmtrain.checkpoint.native.universal import export_universal
+from llmtrain.checkpoint.native.unnamed import add_unnamed
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.fragments import loss_scale_state
 from llmtrain.errors import CheckpointError

@@ -54,8 +54,7 @@ SHOWN = [
     ("checkpoint verify", "docs/checkpoints.md", "intact"),
     ("checkpoint diff", "docs/checkpoints.md", "different:"),
     ("checkpoint prune", "docs/checkpoints.md", "would delete"),
-    ("checkpoint from-hf", "docs/conversions.md", "round trip"),
-    ("checkpoint from-deepspeed", "docs/conversions.md", "masters"),
+    ("checkpoint to-hf", "docs/conversions.md", "round trip"),
     ("checkpoint average", "docs/conversions.md", "the mean of"),
 ]
 
@@ -96,7 +95,8 @@ class Workplace:
         )
 
     def run(self, command: str) -> str:
-        for real, small in (("step-300", "step-3"), ("step-350", "step-6")):  # the quickstart's checkpoints
+        # The quickstart's checkpoints, and a run with AdamW.
+        for real, small in (("step-300", "step-3"), ("step-350", "step-6"), ("runs/llama_1b", "runs/quickstart")):
             command = command.replace(real, small)
         code, output = finish(self.start(command))
         assert code == ("checkpoint diff" in command), (command, output)  # diff: 1 where something differs
@@ -151,7 +151,8 @@ def test_every_command(launched: str, place: Workplace, command: str) -> None:
     for word, page, sign in SHOWN:
         if word in command:
             shown = next(block for block in blocks(page, "text") if sign in block)
-            lines = {form(line) for line in shown.splitlines() if line != "..."}
+            # Which tensor differs most depends on the run.
+            lines = {form(line) for line in shown.splitlines() if not line.startswith(("...", "tensor", "different"))}
             assert lines <= {form(line) for line in output.splitlines()}, (shown, output)
 
 

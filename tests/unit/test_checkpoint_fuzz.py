@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from llmtrain.checkpoint.diff import diff
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, read_trainer
-from llmtrain.checkpoint.hf import export_hf
+from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.listing import rows, table
 from llmtrain.checkpoint.prune import prune
 from llmtrain.checkpoint.reader import CheckpointReader

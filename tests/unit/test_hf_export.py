@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from llmtrain.checkpoint import hf, prove
 from llmtrain.checkpoint.format import Manifest
-from llmtrain.checkpoint.hf import MARK, export_hf
-from llmtrain.checkpoint.hf_import import import_hf
-from llmtrain.checkpoint.prove import ProofError, Report, prove_logits
+from llmtrain.checkpoint.hf import exporting, proofs
+from llmtrain.checkpoint.hf.exporting import MARK, export_hf
+from llmtrain.checkpoint.hf.importing import import_hf
+from llmtrain.checkpoint.hf.proofs import ProofError, Report, prove_logits
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError
@@ -92,7 +92,7 @@ def test_rows_beyond_the_vocabulary_are_removed(tmp_path):
 def test_a_kill_between_two_files_costs_the_open_one_only(tmp_path, monkeypatch):
     checkpoint = checkpoint_of(new_model("llama"), tmp_path / "run")
     begun = []
-    stream = hf.stream_tensors
+    stream = exporting.stream_tensors
 
     def killed(path, *args, **kwargs):
         begun.append(path.name)
@@ -101,7 +101,7 @@ def test_a_kill_between_two_files_costs_the_open_one_only(tmp_path, monkeypatch)
             raise KeyboardInterrupt
         return stream(path, *args, **kwargs)
 
-    monkeypatch.setattr(hf, "stream_tensors", killed)
+    monkeypatch.setattr(exporting, "stream_tensors", killed)
     with pytest.raises(KeyboardInterrupt):
         export_hf(checkpoint, tmp_path / "out", max_shard_bytes=12_000)
     assert not (tmp_path / "out").exists()
@@ -159,17 +159,17 @@ def test_a_tensor_of_the_right_shape_under_a_wrong_name(tmp_path, monkeypatch, a
     """Caught twice: by the values that are read back, and, were names themselves confused, by the logits alone."""
     model = new_model("llama", num_key_value_heads=4)
     checkpoint = checkpoint_of(model, tmp_path / "run")
-    write = hf._write_others
+    write = exporting._write_others
 
     def write_and_swap(folder, *args):
         write(folder, *args)
         swapped(folder, a, b)
 
-    monkeypatch.setattr(hf, "_write_others", write_and_swap)
+    monkeypatch.setattr(exporting, "_write_others", write_and_swap)
     with pytest.raises(ProofError, match=r"2 of 21 parameters differ from the source, first model\.") as caught:
         export_hf(checkpoint, tmp_path / "out")
     assert caught.value.exit_code == 1
-    monkeypatch.setattr(hf, "read_back", lambda values, layout, expected, what: {})
+    monkeypatch.setattr(exporting, "read_back", lambda values, layout, expected, what: {})
     with pytest.raises(ProofError, match="a tensor stands under a wrong name"):
         export_hf(checkpoint, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
@@ -177,7 +177,7 @@ def test_a_tensor_of_the_right_shape_under_a_wrong_name(tmp_path, monkeypatch, a
 
 def test_a_tied_weight_that_is_written_twice_or_reshaped_is_seen(tmp_path, monkeypatch):
     checkpoint = checkpoint_of(new_model("llama", tied=True), tmp_path / "run")
-    write = hf._write_others
+    write = exporting._write_others
     embedding = "model.embed_tokens.weight"
     for says, change in (
         (r"lm_head\.weight is there and should not be", lambda old: {"lm_head.weight": old[embedding].clone()}),
@@ -189,7 +189,7 @@ def test_a_tied_weight_that_is_written_twice_or_reshaped_is_seen(tmp_path, monke
             tensors = load_file(folder / "model.safetensors")
             save_file({**tensors, **change(tensors)}, folder / "model.safetensors")
 
-        monkeypatch.setattr(hf, "_write_others", write_and_change)
+        monkeypatch.setattr(exporting, "_write_others", write_and_change)
         with pytest.raises(ProofError, match=says):
             export_hf(checkpoint, tmp_path / "out")
 
@@ -237,7 +237,7 @@ def test_one_dead_expert_is_seen_and_a_new_models_ones_are_not(tmp_path):
 
 def test_logits_are_left_out_where_memory_is_short_unless_asked_for(tmp_path, monkeypatch):
     checkpoint = checkpoint_of(new_model("llama"), tmp_path / "run")
-    monkeypatch.setattr(prove, "memory_available", lambda: 1 << 20)
+    monkeypatch.setattr(proofs, "memory_available", lambda: 1 << 20)
     report = export_hf(checkpoint, tmp_path / "auto")
     assert any(line.startswith("logits") and "not compared" in line for line in report.lines)
     report = export_hf(checkpoint, tmp_path / "logits", check="logits")

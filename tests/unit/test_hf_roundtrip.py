@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmtrain.checkpoint import build, hf_import, prove
+from llmtrain.checkpoint import build
 from llmtrain.checkpoint.format import Manifest
-from llmtrain.checkpoint.hf import MARK, export_hf
-from llmtrain.checkpoint.hf_import import import_hf
+from llmtrain.checkpoint.hf import importing, proofs
+from llmtrain.checkpoint.hf.exporting import MARK, export_hf
+from llmtrain.checkpoint.hf.importing import import_hf
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.errors import CheckpointError
 from tests.helpers.hf_folders import FAMILIES, model_folder, new_model
@@ -112,13 +113,13 @@ def interrupted(*args, **kwargs):
 def test_an_import_goes_on_where_it_was_killed(tmp_path, monkeypatch):
     """While it proved itself: the checkpoint is not written again, but is if the folder changed meanwhile."""
     folder = model_folder(tmp_path / "hf", new_model("llama"))
-    monkeypatch.setattr(hf_import, "read_back", interrupted)
+    monkeypatch.setattr(importing, "read_back", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             import_hf(folder, tmp_path / "run")
         assert not (tmp_path / "run").exists()
-        monkeypatch.setattr(hf_import, "build_checkpoint", interrupted)
-    monkeypatch.setattr(hf_import, "read_back", prove.read_back)
+        monkeypatch.setattr(importing, "build_checkpoint", interrupted)
+    monkeypatch.setattr(importing, "read_back", proofs.read_back)
     (tmp_path / "run.tmp" / "model.safetensors").write_text("of something else that was here")
     report = import_hf(folder, tmp_path / "run")
     assert "agree" in line(report.lines, "logits")

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmtrain.checkpoint.hf import export_hf
-from llmtrain.checkpoint.hf_import import import_hf
+from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.hf.importing import import_hf
 from llmtrain.errors import ModelError, UserError
 from tests.helpers.hf_folders import model_folder, new_model
 

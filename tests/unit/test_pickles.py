@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.checkpoint.pickles import PickleFile
+from llmtrain.checkpoint.native.pickles import PickleFile
 from llmtrain.errors import CheckpointError
 
 VALUES = torch.arange(6.0).reshape(2, 3)

@@ -12,10 +12,10 @@ from torch import Tensor
 from llmtrain import units
 from llmtrain.checkpoint.durable import DurableFile, write_durably
 from llmtrain.checkpoint.format import PARAM, read_trainer, step_of
-from llmtrain.checkpoint.native_files import Files
-from llmtrain.checkpoint.native_state import MOMENTS, Span, State
+from llmtrain.checkpoint.native.files import Files
+from llmtrain.checkpoint.native.pickles import write_pickle
+from llmtrain.checkpoint.native.state import MOMENTS, Span, State
 from llmtrain.checkpoint.output import OutputFolder
-from llmtrain.checkpoint.pickles import write_pickle
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress

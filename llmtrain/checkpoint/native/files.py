@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.checkpoint.format import open_file
-from llmtrain.checkpoint.pickles import PickleFile
+from llmtrain.checkpoint.native.pickles import PickleFile
 from llmtrain.errors import CheckpointError
 
 _MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")

@@ -17,10 +17,10 @@ from llmtrain import log, units
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, PARAM, read_trainer, step_folder
-from llmtrain.checkpoint.hf import SOURCE, beside_weights, layout_of
-from llmtrain.checkpoint.prove import CHUNK, Check, Report, check_extents, prove_logits, read_back
+from llmtrain.checkpoint.hf.exporting import SOURCE, beside_weights, layout_of
+from llmtrain.checkpoint.hf.proofs import CHUNK, Check, Report, check_extents, prove_logits, read_back
+from llmtrain.checkpoint.hf.weight_files import DTYPES, describe
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.checkpoint.shards import DTYPES, describe
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.layout import FolderLayout

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from llmtrain.checkpoint.format import PARAM
-from llmtrain.checkpoint.native_files import Files
-from llmtrain.checkpoint.native_state import Span, State, adam_moments
-from llmtrain.checkpoint.pickles import PickleFile
+from llmtrain.checkpoint.native.files import Files
+from llmtrain.checkpoint.native.pickles import PickleFile
+from llmtrain.checkpoint.native.state import Span, State, adam_moments
 from llmtrain.errors import CheckpointError
 from llmtrain.models.tensorfile import numel
 

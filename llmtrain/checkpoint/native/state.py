@@ -2,7 +2,7 @@
 
 ZeRO 1 and 2 keep one flat tensor for a parameter group, cut evenly over the ranks, and say what lies where
 (param_slice_mappings). ZeRO 3 cuts every parameter by itself and keeps the parts one after another, in the order of
-param_shapes. Without ZeRO the optimizer numbers its parameters and knows no names: see native_unnamed.py.
+param_shapes. Without ZeRO the optimizer numbers its parameters and knows no names: see unnamed.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.checkpoint.format import PARAM
-from llmtrain.checkpoint.native_files import Files
-from llmtrain.checkpoint.pickles import PickleFile
+from llmtrain.checkpoint.native.files import Files
+from llmtrain.checkpoint.native.pickles import PickleFile
 from llmtrain.errors import CheckpointError
 from llmtrain.models.tensorfile import numel
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from llmtrain import units
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.format import PARAM, step_folder
-from llmtrain.checkpoint.native_files import Files, find_tag, open_files
-from llmtrain.checkpoint.native_names import Target, hf_names
-from llmtrain.checkpoint.native_state import (
+from llmtrain.checkpoint.native.files import Files, find_tag, open_files
+from llmtrain.checkpoint.native.names import Target, hf_names
+from llmtrain.checkpoint.native.pickles import Record
+from llmtrain.checkpoint.native.state import (
     MOMENTS,
     State,
     add_copies,
@@ -26,9 +27,8 @@ from llmtrain.checkpoint.native_state import (
     place_tied,
     read_spans,
 )
-from llmtrain.checkpoint.native_universal import add_universal
-from llmtrain.checkpoint.native_unnamed import add_unnamed
-from llmtrain.checkpoint.pickles import Record
+from llmtrain.checkpoint.native.universal import add_universal
+from llmtrain.checkpoint.native.unnamed import add_unnamed
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.log import Progress
 from llmtrain.models.tensorfile import numel

@@ -17,8 +17,7 @@ from torch import Tensor
 from llmtrain import log, units
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, hash_file, problems, read_trainer
-from llmtrain.checkpoint.output import OutputFolder, stream_tensors
-from llmtrain.checkpoint.prove import (
+from llmtrain.checkpoint.hf.proofs import (
     CHUNK,
     Check,
     ProofError,
@@ -27,8 +26,9 @@ from llmtrain.checkpoint.prove import (
     prove_logits,
     read_back,
 )
+from llmtrain.checkpoint.hf.weight_files import DTYPES, MAX_SHARD_BYTES, Shard, WeightFiles, as_described, cut
+from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.checkpoint.shards import DTYPES, MAX_SHARD_BYTES, Shard, WeightFiles, as_described, cut
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.build import skeleton
