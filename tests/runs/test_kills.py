@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -14,7 +14,6 @@ from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems,
 from tests.helpers.forked import Launch
 from tests.helpers.launching import losses, rows, write_recipe
 
-TRIALS = int(os.environ.get("LLMTRAIN_KILL_TRIALS", "20"))
 SCHEDULE = ("--schedule.name", "constant")  # so that the losses do not depend on where the run will end
 OFTEN = ("--checkpoint.every_steps", "3")
 EVER = ("--train.max_steps", "1000000")
@@ -61,11 +60,12 @@ def kill_a_writer(launch: Launch, run: Path, rng: random.Random) -> None:
     launch.kill()
 
 
-def test_kills_around_a_save_lose_nothing(small_data, tmp_path):
+@pytest.mark.parametrize("trials", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_kills_around_a_save_lose_nothing(small_data, tmp_path, trials):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    rng = random.Random(3)
+    rng = random.Random(trials)
     happened = dict.fromkeys(("all", "rank", "writer", "unfinished", "start-up"), 0)
-    for trial in range(TRIALS):
+    for trial in range(trials):
         launch = Launch(recipe, *SCHEDULE, *OFTEN, *EVER)
         what = ("all", "rank", "writer", "all", "rank")[trial % 5]
         if trial % 10 == 3:
@@ -87,8 +87,8 @@ def test_kills_around_a_save_lose_nothing(small_data, tmp_path):
         for folder in complete_checkpoints(run / "checkpoints"):
             manifest = Manifest.read(folder)
             assert problems(folder, manifest, sorted(manifest.files)) == [], f"trial {trial} ({what})"
-    print(f"{TRIALS} trials: {happened}")
-    assert happened["unfinished"] >= TRIALS // 10  # kills did hit saves
+    print(f"{trials} trials: {happened}")
+    assert happened["unfinished"] >= trials // 10  # kills did hit saves
 
     end = ("--train.max_steps", str(max(losses(run)) + 3))
     assert Launch(recipe, *SCHEDULE, *OFTEN, *end).wait(120) == [0, 0]
