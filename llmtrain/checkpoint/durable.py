@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import shutil
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +18,13 @@ import xxhash
 
 _PAGE = 4096
 _PIECE = 16 << 20  # bytes handed to the kernel at once
+_UNDER_WAY = 2  # pieces given to the disk: one is written, the next one waits, so that the disk never does
 
 
 class DurableFile:
     """A new file that is written from front to end. `close` makes it durable and gives its size and xxh3-64.
 
-    The disk writes one piece while the next one is hashed. Data goes by O_DIRECT where the file system has it (a
+    The disk writes while the next piece is hashed. Data goes by O_DIRECT where the file system has it (a
     checkpoint would push everything else out of the page cache), from the caller's memory where that is aligned to 4096
     bytes, else through a buffer. On an error or when left early, the file is removed. Raises OSError.
     """
@@ -41,13 +43,14 @@ class DurableFile:
             self._direct = False
             self._handle = os.open(path, flags, 0o644)
         self._written = 0
-        self._buffers = [mmap.mmap(-1, _PIECE) for _ in range(2)]
+        self._buffers = [mmap.mmap(-1, _PIECE) for _ in range(_UNDER_WAY + 1)]
         self._filled = 0  # bytes in buffer 0
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="durable-file")
-        self._pending: Future[None] | None = None
+        self._pending: deque[Future[None]] = deque()
 
-    def write(self, data: memoryview) -> None:
-        """Append bytes. Memory that `data` views may change after the return."""
+    def write(self, data: memoryview, *, stays: bool = False) -> None:
+        """Append bytes. The memory may change after the return, unless the caller says that it `stays` until `close`:
+        then the disk may still be reading it, while the caller does something else."""
         data = data.cast("B")
         done, lent = 0, False
         while done < data.nbytes:
@@ -63,7 +66,7 @@ class DurableFile:
                     self._flush()
             done += count
         self.bytes += data.nbytes
-        if lent:
+        if lent and not stays:
             self._wait()
 
     def close(self) -> tuple[int, str]:
@@ -99,18 +102,18 @@ class DurableFile:
 
     def _flush(self) -> None:
         self._submit(memoryview(self._buffers[0])[: self._filled])
-        self._buffers.reverse()
+        self._buffers.append(self._buffers.pop(0))
         self._filled = 0
 
     def _submit(self, piece: memoryview) -> None:
-        self._wait()
-        self._pending = self._disk.submit(self._put, piece)
+        self._wait(_UNDER_WAY - 1)
+        self._pending.append(self._disk.submit(self._put, piece))
         self._digest.update(piece)
 
-    def _wait(self) -> None:
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
+    def _wait(self, left: int = 0) -> None:
+        """Until at most so many pieces are under way. Raises OSError for one that failed."""
+        while len(self._pending) > left:
+            self._pending.popleft().result()
 
     def _put(self, piece: memoryview) -> None:
         done = 0

@@ -49,9 +49,9 @@ def write_image(image: memoryview, path: Path, pieces: list[tuple[int, int, int,
             sums.append(total % 2**64)
             end = offset + numel * (4 if dtype == "F32" else 2)
             while end - done >= _BLOCK:  # whole blocks, so that they leave from aligned memory
-                file.write(image[done : done + _BLOCK])
+                file.write(image[done : done + _BLOCK], stays=True)
                 done += _BLOCK
-        file.write(image[done:])
+        file.write(image[done:], stays=True)
         size, xxh3 = file.close()
     return {"bytes": size, "xxh3": xxh3, "checksums": sums}
 
