@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-slow lint install gpu-check clean
+.PHONY: train test test-slow lint install gpu-check gpu-check-checkpoints clean
 
 # torch goes first and alone: with its version there, pip fetches no other build of it.
 $(VENV)/.run: constraints.txt pyproject.toml
@@ -51,6 +51,9 @@ test-slow: $(VENV)/.dev
 
 gpu-check:
 	tools/gpu_check.sh
+
+gpu-check-checkpoints:
+	tools/gpu_check.sh runs/gpu-check checkpoints
 
 clean:
 	rm -rf $(VENV) build *.egg-info launch/hostfile.local

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# tests/gpu and the benchmark on a machine with one CUDA GPU, in under 10 minutes, without a network.
+# tests/gpu and the benchmarks on a machine with one CUDA GPU, each part in under 10 minutes, without a network.
 #
-#     tools/gpu_check.sh [FOLDER]    # log and figures go to FOLDER (default: runs/gpu-check)
+#     tools/gpu_check.sh [FOLDER] [PART]    # log and figures go to FOLDER (default: runs/gpu-check)
 #
+# PART: main (default: tests/gpu and the training speed) or checkpoints (tools/bench/checkpoint.py with 1.2 B parameters).
 # Runs in .venv where that has CUDA; else with python3, and what that lacks from .wheels/ (tools/gpu_wheels.sh).
 # Exit code: 0 passed, 1 a test or a benchmark failed, 2 no CUDA device or packages missing.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-runs/gpu-check}
+part=${2:-main}
 mkdir -p "$out"
-log=$out/gpu-check.log
+log=$out/gpu-check-$part.log
 : >"$log"
 
 say() { echo "gpu-check: $*" | tee -a "$log"; }
@@ -56,17 +58,21 @@ step() { # step SECONDS NAME COMMAND...
   if ((code != 0)); then failed=1; fi
 }
 
-compile=()
-if "$python" -c "import torch; torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device='cuda'))" >>"$log" 2>&1; then
-  compile=(--compile)
+if [[ $part == checkpoints ]]; then
+  step 540 "checkpoints, 1.2B" "$python" tools/bench/checkpoint.py --preset 1.2b --rounds 2 --json "$out/checkpoints.json"
 else
-  say "torch.compile does not work on this machine ($log says why): the benchmark runs without compiled layers"
+  compile=()
+  if "$python" -c "import torch; torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device='cuda'))" >>"$log" 2>&1; then
+    compile=(--compile)
+  else
+    say "torch.compile does not work on this machine ($log says why): the benchmark runs without compiled layers"
+  fi
+  bench=("$python" tools/bench/train_speed.py)
+  step 220 tests "$python" -m pytest tests/gpu -p no:cacheprovider
+  step 110 "0.5B" "${bench[@]}" --preset 0.5b --rounds 3 "${compile[@]}" --json "$out/0.5b.json"
+  step 150 "1.2B" "${bench[@]}" --preset 1.2b --rounds 3 "${compile[@]}" --json "$out/1.2b.json"
+  step 90 "0.5B, host time" "${bench[@]}" --preset 0.5b --sequence 128 --micro-batch 1 --accumulation 1 --rounds 3 \
+    --json "$out/host.json"
 fi
-bench=("$python" tools/bench/train_speed.py)
-step 220 tests "$python" -m pytest tests/gpu -p no:cacheprovider
-step 110 "0.5B" "${bench[@]}" --preset 0.5b --rounds 3 "${compile[@]}" --json "$out/0.5b.json"
-step 150 "1.2B" "${bench[@]}" --preset 1.2b --rounds 3 "${compile[@]}" --json "$out/1.2b.json"
-step 90 "0.5B, host time" "${bench[@]}" --preset 0.5b --sequence 128 --micro-batch 1 --accumulation 1 --rounds 3 \
-  --json "$out/host.json"
 say "$( ((failed)) && echo FAILED || echo passed) in $((SECONDS - began)) s; log and figures in $out"
 exit "$failed"
