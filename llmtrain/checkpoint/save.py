@@ -15,13 +15,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from llmtrain import log, units
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, step_folder
+from llmtrain.checkpoint.memory import memory_available
 from llmtrain.checkpoint.snapshot import HostImage, RankFile, Slice, Snapshot, WriterDied, WriterProcess
 from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import ResolvedRun
@@ -104,7 +104,7 @@ class Saver:
             return
         self._plan = RankFile(self._slices())
         shares: list[Any] = [None] * self._ranks.world_size
-        mine = (self._file(self._ranks.rank), self._plan.pieces, self._plan.bytes, psutil.boot_time())
+        mine = (self._file(self._ranks.rank), self._plan.pieces, self._plan.bytes, _boot())
         dist.all_gather_object(shares, mine, group=self._ranks.control)
         self._total_bytes = sum(share[2] for share in shares)
         self._table = {"own": self._plan.layout}
@@ -112,8 +112,7 @@ class Saver:
             self._table["pieces"] = {share[0]: share[1] for share in shares}
             self._table["tensors"] = {name: list(shape) for name, shape in whole_shapes(self._engine).items()}
         if self.asynchronous:
-            here = sum(share[2] for share in shares if abs(share[3] - psutil.boot_time()) < 1)  # ranks of this host
-            self._share_memory(here)
+            self._share_memory(sum(share[2] for share in shares if share[3] == _boot()))
 
     def begin(self, step: int, trainer: dict[str, Any]) -> None:
         """Start to save step `step`. Training may go on, but for the optimizer: see `before_update`.
@@ -201,7 +200,7 @@ class Saver:
     def _share_memory(self, bytes_of_this_host: int) -> None:
         assert self._plan is not None
         error = None
-        free = psutil.virtual_memory().available
+        free = memory_available()
         if bytes_of_this_host > 0.9 * free:
             error = f"a copy takes {units.size(bytes_of_this_host)} of host memory, {units.size(free)} are available"
         errors = self._all(error)
@@ -343,3 +342,8 @@ class Saver:
         except (OSError, WriterDied) as error:
             return self._lost(error)
         return None
+
+
+def _boot() -> str:
+    """The same on all ranks of a host, and on no other host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

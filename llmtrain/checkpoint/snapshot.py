@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import llmtrain
+from llmtrain import log
 from llmtrain.models.tensorfile import ITEM_BYTES, header_bytes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -77,6 +78,8 @@ class HostImage:
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._address = whole.data_ptr()
         self._locked = cuda and int(torch.cuda.cudart().cudaHostRegister(self._address, self._size, 0)) == 0
+        if cuda and not self._locked:
+            log.warn("checkpoints: the host memory for the copy could not be page-locked, so copying holds up training")
         self.slots = [
             whole[offset : offset + count * ITEM_BYTES[dtype]].view(_TORCH_DTYPES[dtype])
             for offset, _, count, dtype in plan.layout

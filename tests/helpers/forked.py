@@ -23,6 +23,10 @@ _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([*PRELOAD, "tests.helpers.forked"])
 
 
+LAUNCHED: list[Launch] = []
+"""For the fixture that ends what a failed test leaves (tests/runs/conftest.py)."""
+
+
 class Launch:
     """`world_size` ranks that train; the output of all of them goes to one file."""
 
@@ -36,21 +40,24 @@ class Launch:
         ]
         for rank in self.ranks:
             rank.start()
+        LAUNCHED.append(self)
 
     def alive(self) -> bool:
         return any(rank.is_alive() for rank in self.ranks)
 
     def writer(self, rank: int) -> psutil.Process | None:
         """The checkpoint writer of a rank, if it has one."""
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self.ranks[rank].pid).children():
-                if "llmtrain.checkpoint.writer" in child.cmdline():
-                    return child
+        for _ in range(100):  # a process that ends while the children are listed spoils the list
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(self.ranks[rank].pid).children():
+                    if "llmtrain.checkpoint.writer" in child.cmdline():
+                        return child
+            time.sleep(0.005)
         return None
 
     def kill(self) -> None:
         """SIGKILL for every rank at once; returns when they and their writers are gone."""
-        writers = [self.writer(index) for index in range(len(self.ranks))]
+        writers = [self.writer(index) for index in range(len(self.ranks)) if self.ranks[index].is_alive()]
         for rank in self.ranks:
             rank.kill()
         self.wait(20)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import psutil
 import torch
 from torch import Tensor, nn
 
 from llmtrain import log, units
+from llmtrain.checkpoint.memory import memory_available
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models.checksum import checksum
 from llmtrain.models.layout import FolderLayout, Part
@@ -219,16 +219,3 @@ def _folder_logits(folder: Path, tokens: Tensor, *, trust_remote_code: bool) -> 
         raise
     except Exception as error:
         raise ProofError(f"transformers cannot load {folder}: {error}. Nothing was kept.") from error
-
-
-def memory_available() -> int:
-    """Bytes that this process may still take: of the machine, and of its container (cgroup 2)."""
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())  # "max" is no number: no limit
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return min(free, limit - used + int(stat["file"]))  # the page cache gives way
-    except (OSError, ValueError, KeyError):
-        return free

@@ -1,0 +1,17 @@
+"""A run that a failed test leaves behind would slow down every test after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.forked import LAUNCHED
+
+
+@pytest.fixture(autouse=True)
+def _no_launch_outlives_its_test() -> Iterator[None]:
+    yield
+    while LAUNCHED:
+        for rank in LAUNCHED.pop().ranks:
+            rank.kill()
