@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Manifest, hash_file, problems
@@ -89,6 +90,7 @@ def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, A
                 saver.begin(2, TRAINER)
                 found[f"full {mode}"] = saver.drain()
                 found[f"left {mode}"] = os.listdir(small_disk)
+                dist.barrier(group=ranks.control)
     finally:
         shutil.disk_usage = usage
     with Saver(engine, Path(folder), resolved, ranks) as saver:
@@ -99,6 +101,7 @@ def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, A
         saver.begin(2, TRAINER)
         found["killed"] = saver.drain()
         found["left killed"] = os.listdir(folder)
+        dist.barrier(group=ranks.control)  # all have looked before rank 0 makes the next folder
         saver.begin(3, TRAINER)
         found["next"] = saver.drain()
     memory = psutil.virtual_memory

@@ -28,13 +28,18 @@ def newest(run: Path) -> int:
     return max((step_of(folder) or 0 for folder in complete_checkpoints(run / "checkpoints")), default=-1)
 
 
+def unfinished(run: Path) -> set[Path]:
+    """Checkpoints that are being written, or were when their launch was killed."""
+    return {folder for folder in stale_folders(run / "checkpoints") if folder.name.endswith(".tmp")}
+
+
 def wait_for_a_save_to_begin(launch: Launch, run: Path, count: int) -> None:
     """Until the `count`-th new unfinished checkpoint has appeared."""
-    seen = set(stale_folders(run / "checkpoints"))
+    seen = unfinished(run)
     deadline = time.monotonic() + 90
     while count:
         assert launch.alive() and time.monotonic() < deadline, launch.output()[-3000:]
-        new = set(stale_folders(run / "checkpoints")) - seen
+        new = unfinished(run) - seen
         count, seen = max(0, count - len(new)), seen | new
         time.sleep(0.0005)
 

@@ -122,7 +122,7 @@ def test_signals_during_a_save(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     launch = Launch(recipe, *SCHEDULE, *EVER, "--checkpoint.every_steps", "3")
     wait_for(launch, run, "save")
-    wait_until(launch, lambda: stale_folders(run / "checkpoints"))
+    wait_until(launch, lambda: list((run / "checkpoints").glob("*.tmp")))
     os.kill(launch.ranks[1].pid, signal.SIGSTOP)
     time.sleep(0.5)
     stuck = max(losses(run))
@@ -130,7 +130,7 @@ def test_signals_during_a_save(small_data, tmp_path):
     assert max(losses(run)) <= stuck + 1
     os.kill(launch.ranks[1].pid, signal.SIGCONT)
     wait_for(launch, run, "save", after=stuck + 3)
-    wait_until(launch, lambda: stale_folders(run / "checkpoints"))
+    wait_until(launch, lambda: list((run / "checkpoints").glob("*.tmp")))
     stop_well(launch)
     assert all_intact(run)
     assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{max(losses(run)):08d}"
