@@ -106,7 +106,7 @@ def test_a_save_that_is_due_while_one_is_written(small_data, tmp_path, when_busy
         writer.resume()
         wait_for(launch, run, "save", after=skipped["step"])
     else:
-        time.sleep(2.5)
+        time.sleep(5)
         assert max(losses(run)) <= stuck + 10  # one save is under way, at the next training waits
         writer.resume()
         waited = wait_for(launch, run, "save_waited", after=stuck)
