@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import time
@@ -79,6 +80,8 @@ class Training:
         self.skipped_in_a_row = 0
         self.saved_step: int | None = None
         self.began_from: dict[str, Any] | None = None  # the checkpoint of another run, see checkpoint/load.py
+        self.uncounted_steps = 0
+        """Steps of the optimizer beyond those that this run's position counts: a foreign checkpoint may have some."""
 
     def check_loss(self) -> None:
         """Prove on a few tokens that our loss is the one of the model's own logits. Raises AgreedError."""
@@ -104,6 +107,8 @@ class Training:
             saved = resumed.trainer  # made by other tools, it may lack what they do not know
             self.position = Position(**{key: saved.get(key) or 0 for key in asdict(self.position)})
             self.wandb_id = saved.get("wandb_id") or self.wandb_id
+            applied = self.position.step - self.position.skipped_steps
+            self.uncounted_steps = optimizer_step(self.engine) - applied
             if resumed.folder.parent == self.folder.checkpoints:
                 self.saved_step = self.position.step
         return resumed.lines
@@ -112,10 +117,18 @@ class Training:
         """trainer.json: what a resume needs beside the tensors, and what it compares."""
         return {
             **asdict(self.position),
-            "optimizer_step": optimizer_step(self.engine),
+            # Counted, not read from the optimizer: on a GPU its counter is a tensor, and reading it waits for the step.
+            "optimizer_step": self.uncounted_steps + self.position.step - self.position.skipped_steps,
             "loss_scale": loss_scale_state(self.engine),
             "wandb_id": self.wandb_id,
             "began_from": self.began_from,
+            **self._settings,
+        }
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The part of it that does not change during a launch."""
+        return {
             "optimizer": self.run.optim.name,
             "vocab_size": self.model_facts.vocab_size,
             "data_fingerprint": self.data.fingerprint,
