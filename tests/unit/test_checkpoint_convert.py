@@ -105,7 +105,14 @@ def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, tool, "average", "run/step-1", "run/step-2", "mean"]
     partial = tmp_path / "mean/checkpoints/step-00000002.tmp/rank-00000.safetensors"
     for _ in range(10):  # on a busy machine it may be through before the signal is sent
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
+        )
         deadline = time.monotonic() + 60
         while not partial.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.001)
