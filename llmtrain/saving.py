@@ -119,9 +119,11 @@ class Saving:
             if outcome.error and attempt:
                 self._tracker.event("save_failed", step=step, error=outcome.error)
                 raise CheckpointError(f"the last checkpoint, at step {step}, failed: {outcome.error}")
-            self._report(outcome)
             if not outcome.error:
+                self._report(outcome)
                 return
+            self._tracker.event("save_failed", step=step, error=outcome.error)
+            log.warn(f"checkpoint at step {step} failed and is tried once more: {outcome.error}")
 
     def _report(self, outcome: Outcome | None) -> None:
         if outcome is None:

@@ -12,10 +12,8 @@ from torch import Tensor
 from llmtrain import units
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.diff import differences
-from llmtrain.checkpoint.durable import remove_tree
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file, read_trainer, step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.checkpoint.verify import verify
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress
 from llmtrain.models.checksum import checksum
@@ -61,9 +59,6 @@ def average(sources: list[Path], out: Path) -> list[str]:
         )
     for reader in readers:
         reader.close()
-    if wrong := verify(written):
-        remove_tree(written)
-        raise CheckpointError(f"{written} was not written as it should be, and is removed again: {wrong[0]}.")
     return [
         *(
             f"read     {path}, step {reader.manifest.step}: checksums agree"

@@ -12,6 +12,8 @@ from torch import Tensor
 from llmtrain.checkpoint.durable import write_durably
 from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, FileEntry, Manifest, Piece
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
+from llmtrain.checkpoint.verify import verify
+from llmtrain.errors import CheckpointError
 from llmtrain.models.checksum import checksum
 from llmtrain.models.tensorfile import numel
 
@@ -32,8 +34,9 @@ def build_checkpoint(
     layout: dict[str, Any],
     plan: dict[str, Any],
     advance: Callable[[int], None] = lambda count: None,
+    read_again: bool = True,
 ) -> Path:
-    """Write the checkpoint folder `out` (call it step-XXXXXXXX) with whole fp32 tensors.
+    """Write the checkpoint folder `out` (step-00000500, for one) with whole fp32 tensors.
 
     Args:
         shapes: by Hugging Face name.
@@ -42,9 +45,10 @@ def build_checkpoint(
         trainer: what goes into trainer.json.
         plan: identifies the conversion, so that a restart knows whether it continues the same one.
         advance: told the bytes written.
+        read_again: read every byte back before it gets its name. For a caller that does not do so itself.
 
     Raises:
-        CheckpointError: as OutputFolder does.
+        CheckpointError: as OutputFolder does, or what was written is not what was read.
     """
     keys = {f"{kind}/{name}": (kind, name) for kind, names in {PARAM: set(shapes), **moments}.items() for name in names}
     groups = _files(keys, shapes)
@@ -74,6 +78,8 @@ def build_checkpoint(
             step=step, tensors={name: list(s) for name, s in shapes.items()}, files=files, layout=layout
         )
         write_durably(folder.partial / MANIFEST, manifest.to_json())
+        if read_again and (wrong := verify(folder.partial)):
+            raise CheckpointError(f"{out} was not written as it should be, and nothing was kept: {wrong[0]}.")
         return folder.commit()
 
 

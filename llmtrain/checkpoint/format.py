@@ -21,7 +21,6 @@ from typing import Any
 
 import xxhash
 
-from llmtrain.checkpoint.durable import remove_tree
 from llmtrain.errors import CheckpointError
 from llmtrain.models.tensorfile import TensorFile
 
@@ -294,8 +293,3 @@ def problems(folder: Path, manifest: Manifest, names: list[str], *, contents: bo
         except OSError as error:
             found.append(f"{name}: {error.strerror}")
     return found
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Delete so that a kill in the middle leaves no checkpoint that looks complete."""
-    remove_tree(folder)

@@ -27,6 +27,19 @@ _CHUNK = 4 << 20  # elements read, converted and written at a time
 _READERS = 2
 
 
+def claim(partial: Path) -> int:
+    """Make a folder to write into and take its lock, which goes with the returned handle. Raises CheckpointError."""
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    except BlockingIOError:
+        raise CheckpointError(f"{partial} is being written by another process. Wait for it.") from None
+    except OSError as error:
+        raise CheckpointError(f"{partial} cannot be made: {error.strerror}. Give another folder.") from error
+
+
 class OutputFolder:
     """A folder that appears under its name by `commit`. Until then it is NAME.tmp, with a journal of finished files.
 
@@ -46,14 +59,7 @@ class OutputFolder:
     def __enter__(self) -> OutputFolder:
         if self.out.exists():
             raise CheckpointError(f"{self.out} exists already; nothing was written. Give another name or move it away.")
-        try:
-            self.partial.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.partial, os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"{self.partial} is being written by another process. Wait for it.") from None
-        except OSError as error:
-            raise CheckpointError(f"{self.partial} cannot be made: {error.strerror}. Give another folder.") from error
+        self._lock = claim(self.partial)
         self._resume()
         return self
 

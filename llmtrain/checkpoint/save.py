@@ -1,7 +1,7 @@
 """Save without stopping: copy at the step boundary, write in another process, commit when every rank's file is durable.
 
 A save passes through stages that all ranks enter together. They learn of each other's progress from two numbers in the
-message that they exchange at every step anyway (engine/control.py), so a save adds no wait of its own to a step.
+message that they exchange at every step anyway (engine/control.py); a save itself adds one broadcast, at its start.
 """
 
 from __future__ import annotations
@@ -88,10 +88,14 @@ class Saver:
 
     def __exit__(self, *_: object) -> None:
         self._snapshot.wait_before_update()
+        self._release()
+
+    def _release(self) -> None:
         if self._writer is not None:
             self._writer.close()
         if self._image is not None:
             self._image.close()
+        self._writer = self._image = None
 
     @property
     def busy(self) -> bool:
@@ -129,7 +133,7 @@ class Saver:
         self._partial, error = box[0]  # type: ignore[misc]
         if error:
             raise CheckpointError(error)
-        self._trainer = json.dumps(trainer, indent=1)
+        self._trainer = json.dumps(trainer, indent=1) if self._ranks.rank == 0 else ""  # rank 0 writes it
         self._answer, self._errors = None, []
         self._stage = _Stage.WRITING
         path = self._partial / self._file(self._ranks.rank)
@@ -214,6 +218,7 @@ class Saver:
         if any(errors):
             log.warn(f"checkpoint.mode async: {next(e for e in errors if e)}. Saving without a copy: training waits.")
             self.asynchronous = False
+            self._release()  # of ranks that did get theirs: it is host memory that is short
 
     def _all(self, mine: Any) -> list[Any]:
         shares: list[Any] = [None] * self._ranks.world_size

@@ -104,10 +104,13 @@ class Snapshot:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: Any = None
         self._thread: threading.Thread | None = None
+        self._host_done = threading.Event()
         self.error: BaseException | None = None
 
     def start(self, slices: list[Tensor], slots: list[Tensor], then: Any) -> None:
         """Begin to copy; `then()` is called from another thread when the image is complete, unless `error` is set."""
+        if self._thread is not None:
+            self._thread.join()  # of a save that failed early: what it meets now is not this save's error
         self.error = None
         host = []
         if self._stream is not None:
@@ -119,8 +122,8 @@ class Snapshot:
             with torch.cuda.stream(self._stream):
                 slot.copy_(values, non_blocking=True)
         self._copied = self._stream.record_event() if self._stream is not None else None
+        self._host_done.clear()
         self._thread = threading.Thread(target=self._run, args=(host, self._copied, then), name="checkpoint-copy")
-        self._host_done = threading.Event()
         self._thread.start()
 
     def wait_before_update(self) -> None:
@@ -130,7 +133,7 @@ class Snapshot:
         self._host_done.wait()
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
-        self._thread = None
+            self._copied = None
 
     def _run(self, host: list[tuple[Tensor, Tensor]], copied: Any, then: Any) -> None:
         try:

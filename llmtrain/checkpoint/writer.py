@@ -12,7 +12,6 @@ import mmap
 import os
 import signal
 import sys
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -78,14 +77,14 @@ def commit(
     written: dict[str, dict[str, Any]],
     trainer: str,
     keep: int,
-) -> dict[str, Any]:
+) -> None:
     """Complete a checkpoint whose rank files are durable, give it its name, delete what `keep` no longer covers.
 
     Args:
         pieces: by file: [kind, name, start, numel].
         written: by file: what `write_image` returned there.
 
-    Returns {"path", "removed"}. Raises OSError.
+    Raises OSError.
     """
     files = {
         name: FileEntry(
@@ -107,8 +106,7 @@ def commit(
         remove_tree(final)
     partial.rename(final)
     sync(final.parent)
-    removed = keep_newest(final.parent, keep)
-    return {"path": str(final), "removed": [str(folder) for folder in removed]}
+    keep_newest(final.parent, keep)
 
 
 def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | None) -> dict[str, Any]:
@@ -118,25 +116,24 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
         table: "own": the pieces of this rank's image; on rank 0 "pieces" of every file and "tensors" (shapes).
     """
     message = dict(message)
-    what, began_s = message.pop("do"), time.monotonic()
+    what = message.pop("do")
     try:
         if what == "write":
             assert image is not None
-            answer = write_image(image, Path(message["path"]), table["own"])
-        elif what == "commit":
+            return write_image(image, Path(message["path"]), table["own"])
+        if what == "commit":
             partial, final = Path(message.pop("partial")), Path(message.pop("final"))
             try:
-                answer = commit(partial, final, tensors=table["tensors"], pieces=table["pieces"], **message)
+                commit(partial, final, tensors=table["tensors"], pieces=table["pieces"], **message)
             except OSError:
                 remove_tree(partial)
                 raise
         else:
             assert what == "discard", what
             remove_tree(Path(message["partial"]))
-            answer = {}
+        return {}
     except OSError as error:
-        answer = {"error": f"{error.strerror} ({error.filename or what})"}
-    return {**answer, "seconds": time.monotonic() - began_s}
+        return {"error": f"{error.strerror} ({error.filename or what})"}
 
 
 def serve(connection: Connection, image: memoryview) -> None:

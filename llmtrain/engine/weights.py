@@ -18,7 +18,6 @@ from llmtrain.engine.fragments import (
     forward_dtype,
     fragments,
     owned,
-    refresh,
     whole_shapes,
 )
 from llmtrain.errors import ModelError
@@ -29,17 +28,6 @@ from llmtrain.models.tensorfile import numel
 Key = tuple[str, str]
 """(kind, Hugging Face name) of a tensor of the optimizer's state."""
 _CHUNK = 1 << 20  # elements
-
-
-@torch.no_grad()
-def write_parameters(engine: Any, source: ParameterSource) -> None:
-    """Fill the fp32 masters from the source and bring the forward's copies up to date. All ranks call it together.
-
-    Raises:
-        ModelError: as `fill_parameters`.
-    """
-    fill_parameters(engine, source)
-    refresh(engine)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from tests.helpers.launching import free_port
-from tests.helpers.ranks import PRELOAD
+from tests.helpers.ranks import PRELOAD, become_rank
 
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([*PRELOAD, "tests.helpers.forked"])
@@ -96,16 +96,8 @@ def _rank(rank: int, world_size: int, port: int, arguments: list[str], log: str)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-        DS_ACCELERATOR="cpu",
-    )
-    os.environ.pop("LOCAL_SIZE", None)
+    become_rank(rank, world_size, port)
+    os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
     from llmtrain.cli import main

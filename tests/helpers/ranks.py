@@ -86,7 +86,8 @@ def _context() -> Any:
     return context
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def become_rank(rank: int, world_size: int, port: int) -> None:
+    """The environment that a launcher gives a rank."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -96,6 +97,10 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         OMP_NUM_THREADS="1",
     )
     os.environ.pop("LOCAL_SIZE", None)
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    become_rank(rank, world_size, port)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames collectives that DeepSpeed calls
     while True:
         try:

@@ -24,9 +24,9 @@ from llmtrain.config.run import (
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader
 from llmtrain.engine.build import DTYPES, Ranks, build_engine, join_process_group
 from llmtrain.engine.control import Agreement
-from llmtrain.engine.fragments import PARAM, fragments, owned, whole_shapes
+from llmtrain.engine.fragments import PARAM, fragments, owned, refresh, whole_shapes
 from llmtrain.engine.step import Stepper, learning_rate_factor
-from llmtrain.engine.weights import write_parameters
+from llmtrain.engine.weights import fill_parameters
 from llmtrain.models.build import build_model, initial_weights
 
 LLAMA = {
@@ -178,7 +178,8 @@ def make_engine(case: Case) -> tuple[Any, Stepper, Ranks]:
         checkpoint_activations=case.extra.get("activation_checkpointing"),
     )
     engine = build_engine(model, resolved)
-    write_parameters(engine, initial_weights(resolved.run.model, 0, torch.device("cpu")))
+    fill_parameters(engine, initial_weights(resolved.run.model, 0, torch.device("cpu")))
+    refresh(engine)
     return engine, Stepper(engine, ranks), ranks
 
 

@@ -139,15 +139,16 @@ def test_muon_is_the_same_under_every_stage(pools, small_data):
 def load_pretrained(case: Case, folder: str, break_name: str | None) -> str:
     """Write a folder's weights into a live engine and prove them; "" or the error."""
     from llmtrain.config.run import ModelConfig
-    from llmtrain.engine.fragments import PARAM, fragments
-    from llmtrain.engine.weights import prove_weights, write_parameters
+    from llmtrain.engine.fragments import PARAM, fragments, refresh
+    from llmtrain.engine.weights import fill_parameters, prove_weights
     from llmtrain.errors import ModelError
     from llmtrain.models.build import initial_weights
 
     engine, _, ranks = make_engine(case)
     try:
         source = initial_weights(ModelConfig(pretrained=folder), 0, torch.device("cpu"))
-        write_parameters(engine, source)
+        fill_parameters(engine, source)
+        refresh(engine)
         if break_name:
             for fragment in fragments(engine):
                 if fragment.name == break_name and fragment.kind == PARAM:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from llmtrain import cli
 from llmtrain.checkpoint import build
+from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Manifest, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
 from tests.helpers.checkpoints import LLAMA, SHAPES, WHOLE_LLAMA, at, flip, tensors, write_checkpoint
@@ -180,3 +181,32 @@ def test_to_and_from_deepspeed(tmp_path: Path, say: Say) -> None:
     assert code == 2 and "../x" in err
     assert say(*words[:2], tmp_path / "weights", *words[3:], "--weights-only")[0] == 0
     assert "weights only" in say("ls", tmp_path / "weights")[1]
+
+
+def test_what_a_disk_changes_while_it_is_written_is_found(
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every conversion reads back what it wrote before that gets its name."""
+    values = {key: value for key, value in tensors(1, WHOLE_LLAMA).items() if key[0] != "momentum_buffer"}
+    run = write_checkpoint(tmp_path / "run", 7, seed=1, shapes=WHOLE_LLAMA, values=values)
+    write_checkpoint(tmp_path / "run", 8, seed=2, shapes=WHOLE_LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert say("to-deepspeed-universal", run, tmp_path / "universal")[0] == 0
+    close = DurableFile.close
+
+    def close_and_change(self: DurableFile) -> tuple[int, str]:
+        told = close(self)
+        if told[0] > 2000:
+            flip(self.path, told[0] // 2)
+        return told
+
+    monkeypatch.setattr(DurableFile, "close", close_and_change)
+    for words in (
+        ("average", run, tmp_path / "run/step-8", tmp_path / "mean"),
+        ("from-deepspeed", tmp_path / "universal", tmp_path / "back", "--model", tmp_path / "config.json"),
+        ("to-deepspeed-universal", run, tmp_path / "again"),
+    ):
+        code, _, err = say(*words)
+        assert code != 0 and "not written as it should be" in err, (words, err)
+    assert not at(tmp_path / "mean", 8).exists() and not at(tmp_path / "back", 7).exists()
+    assert not (tmp_path / "again").exists()

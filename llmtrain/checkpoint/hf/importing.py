@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from llmtrain.checkpoint.format import MANIFEST, PARAM, read_trainer, step_folde
 from llmtrain.checkpoint.hf.exporting import SOURCE, beside_weights, layout_of
 from llmtrain.checkpoint.hf.proofs import CHUNK, Check, Report, check_extents, prove_logits, read_back
 from llmtrain.checkpoint.hf.weight_files import DTYPES, describe
+from llmtrain.checkpoint.output import claim
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
@@ -51,14 +51,7 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
     _check_names(source, layout, report)
     _check_twins(source, layout)
     partial = out.with_name(out.name + ".tmp")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(f"{partial} is being written by another process. Wait for it.") from None
-    except OSError as error:
-        raise CheckpointError(f"{partial} cannot be made: {error.strerror}. Give another folder.") from error
+    lock = claim(partial)
     try:
         _clear(partial)
         step = _write(partial, source, layout, config, report)
@@ -166,6 +159,7 @@ def _write(
                 layout={"made_by": _ASKED_BY, "precision": trainer["source"]["precision"]},
                 plan={_ASKED_BY: trainer["source"]["identity"]},
                 advance=progress.advance,
+                read_again=False,  # `_prove` does, unless it was asked not to
             )
     twins = source.placement.twins
     if twins:

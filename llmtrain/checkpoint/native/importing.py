@@ -72,7 +72,7 @@ def import_deepspeed(
     names: Path | None = None,
     weights_only: bool = False,
 ) -> list[str]:
-    """Write `out`/checkpoints/step-XXXXXXXX from a checkpoint of DeepSpeed's: ZeRO 0-3, PipelineModule, or universal.
+    """Write `out`/checkpoints/step-N from a checkpoint of DeepSpeed's: ZeRO 0-3, PipelineModule, or universal.
 
     Args:
         folder: what engine.save_checkpoint was given, or one step's folder in it.
@@ -308,4 +308,4 @@ def _report(
         if not files.zero and not files.universal and layout["precision"] != "fp32":
             lines.append(f"the weights are the {layout['precision']} copies; there were no fp32 masters")
     lines.append("not recorded by DeepSpeed, so not carried over: tokens, data order, W&B id, schedule")
-    return [*lines, f"wrote {path}"]
+    return [*lines, f"wrote {path}, read back and equal"]

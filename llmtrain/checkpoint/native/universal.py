@@ -13,7 +13,7 @@ from llmtrain import units
 from llmtrain.checkpoint.durable import DurableFile, write_durably
 from llmtrain.checkpoint.format import PARAM, read_trainer, step_of
 from llmtrain.checkpoint.native.files import Files
-from llmtrain.checkpoint.native.pickles import write_pickle
+from llmtrain.checkpoint.native.pickles import PickleFile, write_pickle
 from llmtrain.checkpoint.native.state import MOMENTS, Span, State
 from llmtrain.checkpoint.output import OutputFolder
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -95,6 +95,7 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
                 for kind in kinds:
                     path = f"{tag}/zero/{name}/{_FILE_OF.get(kind, kind)}.pt"
                     folder.file(path, _writer(lambda k=kind, n=name: {"param": _whole(reader, k, n, sums)}))  # type: ignore[misc]
+                    _read_again(folder.partial / path, sums[kind, name])
                     bar.advance(4 * numel(reader.shape(name)))
                 folder.file(f"{tag}/zero/{name}/step.pt", _writer(lambda: count))
         folder.file(f"{tag}/zero/optimizer_state.pt", _writer(lambda: _optimizer_state(trainer, count)))
@@ -105,7 +106,8 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
         folder.commit()
     return [
         f"{checkpoint}: step {trainer['step']}, optimizer step {trainer['optimizer_step']}",
-        f"{len(sums)} tensors of {len(names)} parameters ({units.size(total)}): all agree with the manifest",
+        f"{len(sums)} tensors of {len(names)} parameters ({units.size(total)}): all agree with the manifest, "
+        "and again when read back",
         f'wrote {out}; load it with "checkpoint": {{"load_universal": true}} and load_checkpoint("{out}")',
     ]
 
@@ -128,6 +130,14 @@ def _whole(reader: CheckpointReader, kind: str, name: str, sums: dict[tuple[str,
             f"{reader.folder}: {kind} of {name} differs from the manifest's checksum. Run verify on it."
         )
     return values.reshape(shape)
+
+
+def _read_again(path: Path, expected: int) -> None:
+    """What was written has the values of the checkpoint. Raises CheckpointError."""
+    file = PickleFile(path)
+    tensor = file.tensor(file.tree["param"])
+    if checksum(file.read(tensor, 0, tensor.numel())) != expected:
+        raise CheckpointError(f"{path} was not written as it should be: its values are others when read back.")
 
 
 def _optimizer_state(trainer: dict[str, Any], count: Tensor) -> dict[str, Any]:
