@@ -21,14 +21,16 @@ from llmtrain.checkpoint.load import resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
-from llmtrain.engine.build import DTYPES, Ranks, build_engine, check_device, join_process_group
+from llmtrain.engine.build import Ranks, build_engine, check_device, join_process_group
 from llmtrain.engine.control import Agree, AgreedError, Wishes, together
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step, refresh
 from llmtrain.engine.step import Stepper, StepResult, learning_rate_factor, seed_step
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import TrainingStopped
 from llmtrain.finish import finish
-from llmtrain.models.build import build_model, facts, initial_weights
+from llmtrain.models.build import facts, initial_weights
+from llmtrain.models.forms import build_model
+from llmtrain.models.mesh import mesh_of
 from llmtrain.saving import Saving
 from llmtrain.tracking.environment import versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity
@@ -55,6 +57,7 @@ class Training:
     def __init__(self, resolved: ResolvedRun, ranks: Ranks, folder: RunDirectory, wishes: Wishes) -> None:
         self.resolved, self.run, self.ranks = resolved, resolved.run, ranks
         self.folder, self.wishes = folder, wishes
+        self.mesh = mesh_of(resolved.degrees)
         with together(ranks):
             check_device(resolved)
             self.data = TrainData(self.run.data)
@@ -63,17 +66,9 @@ class Training:
                 check_vocabulary(manifest, self.model_facts.vocab_size)
             self.evaluation_batches()  # its data must be there now, not after days of training
         with together(ranks):
-            model = build_model(
-                self.run.model,
-                dtype=DTYPES[resolved.precision],
-                device=ranks.device,
-                zero3_config=resolved.deepspeed if resolved.zero_stage == 3 else None,
-                checkpoint_activations=resolved.deepspeed.get("activation_checkpointing")
-                if resolved.activation_checkpointing
-                else None,
-            )
-        self.engine = build_engine(model, resolved)
-        self.stepper = Stepper(self.engine, ranks)
+            model = build_model(resolved, ranks.device, self.mesh)
+        self.engine = build_engine(model, resolved, self.mesh)
+        self.stepper = Stepper(self.engine, ranks, self.mesh)
         self.position = Position()
         self.wandb_id = _from_rank_0(ranks, new_run_id)
         self.started_s = time.monotonic()
@@ -134,11 +129,11 @@ class Training:
             "data_fingerprint": self.data.fingerprint,
             "separator_id": self.data.separator_id,
             "tokenizer_dir": str(self.data.tokenizer_dir.resolve()),  # to-hf may run anywhere
-            "model_config": self.engine.module.hf.config.to_dict(),
+            "model_config": self.engine.module.config.to_dict(),
             "run": asdict(self.run),
             "deepspeed": self.resolved.deepspeed,
             "versions": versions(),
-            "layout": {"world_size": self.ranks.world_size, "zero_stage": self.resolved.zero_stage},
+            "layout": {**asdict(self.resolved.degrees), "zero_stage": self.resolved.zero_stage},
         }
 
     def loop(self, tracker: Tracker, saving: Saving) -> bool:
@@ -151,7 +146,7 @@ class Training:
             global_batch=run.train.global_batch or 0,
             micro_batch=run.train.micro_batch or 0,
             accumulation=run.train.accumulation or 0,
-            rank=ranks.rank,
+            rank=self.mesh.place.data,
             data_parallel=self.resolved.data_parallel,
             start_index=self.position.sample_index,
             pin_memory=ranks.device.type == "cuda",
@@ -164,7 +159,7 @@ class Training:
                 batch = next(loader)
                 waited_s = loader.data_wait_s - waited_s
                 agreement = agree.start(
-                    counted_tokens=batch.counted_tokens,
+                    counted_tokens=batch.counted_tokens if self.mesh.place.leads else 0,
                     stop=self.wishes.stop_reason is not None,
                     time_up=self._time_is_up(),
                     save=self.wishes.take_save() or saving.time_is_due(),
@@ -195,7 +190,7 @@ class Training:
             self.data,
             sequences=self.run.train.eval_sequences,
             micro_batch=self.run.train.micro_batch or 1,
-            rank=self.ranks.rank,
+            rank=self.mesh.place.data,
             data_parallel=self.resolved.data_parallel,
         )
 

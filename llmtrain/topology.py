@@ -7,6 +7,70 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank stands: its index along each way of sharing the work."""
+
+    pipeline: int
+    data: int
+    sequence: int
+    tensor: int
+
+    @property
+    def leads(self) -> bool:
+        """The one rank among those that work on the same sequences which speaks for them in sums over all ranks."""
+        return self.pipeline == self.sequence == self.tensor == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Over how many ranks each way of sharing the work goes.
+
+    Ranks are numbered with the tensor index running fastest, then sequence, data and pipeline (as DeepSpeed does):
+    tensor-parallel ranks are neighbours on the fastest links, pipeline stages may be far apart.
+    """
+
+    pipeline: int = 1
+    """Stages."""
+    data: int = 1
+    """Groups of ranks that see different sequences."""
+    sequence: int = 1
+    """Ranks that share each sequence."""
+    tensor: int = 1
+    """Ranks that share each matrix."""
+    expert: int = 1
+    """Ranks that share the experts of each layer: a part of the `data` ranks, so no factor of the world size."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.pipeline * self.data * self.sequence * self.tensor
+
+    def place(self, rank: int) -> Place:
+        """Where global rank `rank` stands."""
+        assert 0 <= rank < self.world_size, (rank, self)
+        rest, tensor = divmod(rank, self.tensor)
+        rest, sequence = divmod(rest, self.sequence)
+        pipeline, data = divmod(rest, self.data)
+        return Place(pipeline=pipeline, data=data, sequence=sequence, tensor=tensor)
+
+    def rank(self, place: Place) -> int:
+        """The global rank that stands there."""
+        return ((place.pipeline * self.data + place.data) * self.sequence + place.sequence) * self.tensor + place.tensor
+
+    def groups(self, *along: str) -> list[list[int]]:
+        """All groups of ranks that differ in these indices only, e.g. groups("data", "sequence")."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.place(rank)
+            fixed = tuple(getattr(place, name) for name in _AXES if name not in along)
+            found.setdefault(fixed, []).append(rank)
+        return list(found.values())
+
+
+_AXES = ("pipeline", "data", "sequence", "tensor")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mix:
     """What a run asks for, as far as it decides whether the parts can work together."""
 

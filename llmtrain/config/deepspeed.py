@@ -15,7 +15,7 @@ from llmtrain.config.ds_json import lookup
 from llmtrain.config.problems import Problems, show, stop
 from llmtrain.config.run import RunConfig
 from llmtrain.errors import ConfigError
-from llmtrain.topology import Mix, clashes
+from llmtrain.topology import Degrees, Mix, clashes
 
 # DeepSpeed prints a line every `steps_per_print` steps, and its pipeline engine divides by it: so not None.
 NEVER = 2**31 - 1
@@ -28,8 +28,14 @@ _FORCED: dict[str, Any] = {
     "steps_per_print": NEVER,
 }
 _NOT_FOR_DEEPSPEED = ("optimizer", "scheduler", "checkpoint", "wandb", "tensorboard", "csv_monitor", "comet")
-# Degrees of parallelism are all 1 in this version (the table of topology.py sees to that), and some of these
-# sections switch DeepSpeed into another mode merely by being there.
+DEGREE_KEYS = {
+    "pipeline": "pipeline.stages",
+    "tensor": "tensor_parallel.autotp_size",
+    "sequence": "sequence_parallel_size",
+    "expert": "expert_parallel.autoep_size",
+}
+"""Degree (topology.Degrees) -> the JSON's key for it."""
+# llmtrain builds the parallel forms itself; some of these sections switch DeepSpeed into a mode merely by being there.
 _DEGREES = ("pipeline", "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "expert_parallel")
 
 
@@ -38,6 +44,8 @@ class Facts:
     """What a JSON decides, read off once. `tree` has no "auto" in it any more."""
 
     tree: dict[str, Any]
+    degrees: Degrees
+    """What the JSON asks for; the data-parallel degree is what is left of the ranks."""
     precision: Literal["fp32", "bf16", "fp16"]
     zero_stage: int
     offload_optimizer: bool
@@ -62,6 +70,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none" or bool(zero.get(old))
         for name, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param"))
     }
+    degrees = Degrees(**{name: _degree(tree, key) for name, key in DEGREE_KEYS.items()})
     mix = Mix(
         zero_stage=int(zero.get("stage") or 0),
         fp16=fp16,
@@ -73,10 +82,10 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         clip_norm=run.optim.clip_norm or 0.0,
         reduce_scatter=bool(zero.get("reduce_scatter")),
         fp32_accumulation=lookup(tree, "data_types.grad_accum_dtype") == "fp32",
-        pipeline_stages=_degree(tree, "pipeline.stages"),
-        tensor_parallel=_degree(tree, "tensor_parallel.autotp_size"),
-        sequence_parallel=_degree(tree, "sequence_parallel_size"),
-        expert_parallel=_degree(tree, "expert_parallel.autoep_size"),
+        pipeline_stages=degrees.pipeline,
+        tensor_parallel=degrees.tensor,
+        sequence_parallel=degrees.sequence,
+        expert_parallel=degrees.expert,
     )
     if fp16 and not bf16 and mix.zero_stage == 0:
         tree["zero_optimization"] = {**zero, "stage": 1}
@@ -96,6 +105,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
             problems.add_text(rule.keys[0], what, rule.reason, rule.remedy, path)
     return Facts(
         tree=tree,
+        degrees=degrees,
         precision="fp16" if fp16 else "bf16" if bf16 else "fp32",
         zero_stage=mix.zero_stage,
         offload_optimizer=offload["optimizer"],

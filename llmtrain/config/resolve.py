@@ -7,10 +7,11 @@ from typing import Any
 
 from llmtrain.config import ds_json, rules
 from llmtrain.config.batch import Batch, solve
-from llmtrain.config.deepspeed import exact_dict, read_facts
+from llmtrain.config.deepspeed import DEGREE_KEYS, exact_dict, read_facts
 from llmtrain.config.join import SHARED, check_scheduler, join_values
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.topology import Degrees
 
 
 def resolve(
@@ -36,14 +37,16 @@ def resolve(
     places = {**places, **origin}
     rules.check_values(run, places, problems)
     facts = read_facts(tree, path, run, problems)
-    _check_declared_ranks(tree, path, world_size, world_size_source, problems)
+    problems.raise_if_any()
+    degrees = _spread(facts.degrees, path, world_size, world_size_source, problems)
+    _check_declared_ranks(tree, path, degrees.data, world_size, world_size_source, problems)
     problems.raise_if_any()
 
     batch = solve(
         global_batch=run.train.global_batch,
         micro_batch=run.train.micro_batch,
         accumulation=run.train.accumulation,
-        data_parallel=world_size,  # until there are other degrees, see topology.py
+        data_parallel=degrees.data,
         world=_world(world_size, world_size_source),
         problems=problems,
         place=_batch_places(run, places),
@@ -61,8 +64,7 @@ def resolve(
     return ResolvedRun(
         run=run,
         deepspeed=exact,
-        world_size=world_size,
-        data_parallel=batch.data_parallel,
+        degrees=degrees,
         precision=facts.precision,
         zero_stage=facts.zero_stage,
         offload_optimizer=facts.offload_optimizer,
@@ -94,9 +96,28 @@ def _fill_in(run: RunConfig, batch: Batch, max_steps: int | None) -> RunConfig:
     return replace(run, schedule=schedule, train=train)
 
 
-def _check_declared_ranks(tree: dict[str, Any], path: str, world_size: int, source: str, problems: Problems) -> None:
-    if (declared := tree.get("data_parallel_size")) not in (None, "auto", world_size):
-        rule = f"the data-parallel degree is {world_size}: {_world(world_size, source)}"
+def _spread(asked: Degrees, path: str, world_size: int, source: str, problems: Problems) -> Degrees:
+    """The degrees with the data-parallel one: the ranks that are left."""
+    data, rest = divmod(world_size, asked.world_size)
+    if not rest and data % asked.expert == 0:
+        return replace(asked, data=data)
+    set_keys = {key: getattr(asked, name) for name, key in DEGREE_KEYS.items() if getattr(asked, name) > 1}
+    text = " x ".join(f"{key} {degree}" for key, degree in set_keys.items() if key != DEGREE_KEYS["expert"] or not rest)
+    if rest:
+        rule = f"the ranks must be a multiple of {asked.world_size}; {_world(world_size, source)}"
+        remedy = f"start {asked.world_size} or a multiple of it, or lower the degree"
+    else:
+        rule = f"experts are shared by data-parallel ranks, and there are {data}; {_world(world_size, source)}"
+        remedy = f"set expert_parallel.autoep_size to a divisor of {data}"
+    problems.add_text(next(iter(set_keys)), text, rule, remedy, path)
+    return asked
+
+
+def _check_declared_ranks(
+    tree: dict[str, Any], path: str, data_parallel: int, world_size: int, source: str, problems: Problems
+) -> None:
+    if (declared := tree.get("data_parallel_size")) not in (None, "auto", data_parallel):
+        rule = f"the data-parallel degree is {data_parallel}: {_world(world_size, source)}"
         problems.add("data_parallel_size", declared, rule, "remove it: the launcher decides it", path)
 
 

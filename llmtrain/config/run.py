@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from llmtrain.topology import Degrees
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -183,9 +185,8 @@ class ResolvedRun:
     """Every shared field filled in; run_dir set."""
     deepspeed: dict[str, Any]
     """The exact dict that the engine is built from: no "auto", batch keys solved."""
-    world_size: int
-    data_parallel: int
-    """Ranks that see different data."""
+    degrees: Degrees
+    """How the ranks share the work."""
     precision: Literal["fp32", "bf16", "fp16"]
     zero_stage: int
     offload_optimizer: bool
@@ -196,3 +197,13 @@ class ResolvedRun:
     """Optimizer steps of the whole run (from max_steps and max_tokens); None when only max_minutes limits it."""
     notes: tuple[str, ...] = ()
     """What was filled in or adapted, for the user to read."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.degrees.world_size
+
+    @property
+    def data_parallel(self) -> int:
+        """Groups of ranks that see different data."""
+        return self.degrees.data

@@ -16,14 +16,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from torch import nn
 
 from llmtrain.config.run import OptimConfig, ResolvedRun
 from llmtrain.errors import ConfigError
 from llmtrain.log import warn
-from llmtrain.models.build import LanguageModel, decoder_layers, hf_names
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from llmtrain.models.build import decoder_layers
+from llmtrain.models.language import LanguageModel
+from llmtrain.models.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +110,10 @@ def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str,
     muon_ids = set()
     if optim.name == "muon":
         muon_ids = {id(p) for p in decoder_layers(model.hf).parameters() if _dim(p) >= 2}
-    groups: dict[str, dict[str, Any]] = {}
+    named: dict[str, dict[str, Any]] = {}
     adam = {"lr": optim.lr, "peak_lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     muon = {"lr": optim.muon_lr, "peak_lr": optim.muon_lr, "momentum": optim.muon_momentum}
-    for parameter in hf_names(model).values():
+    for parameter in (held.parameter for held in model.local_parameters()):
         is_muon = id(parameter) in muon_ids
         parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
         decays = _dim(parameter) >= 2
@@ -120,8 +121,8 @@ def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str,
         settings = dict(muon if is_muon else adam, weight_decay=optim.weight_decay if decays else 0.0)
         if optim.name == "muon":
             settings["use_muon"] = is_muon
-        groups.setdefault(name, {"name": name, "params": [], **settings})["params"].append(parameter)
-    return list(groups.values())
+        named.setdefault(name, {"name": name, "params": [], **settings})["params"].append(parameter)
+    return list(named.values())
 
 
 def _dim(parameter: nn.Parameter) -> int:
@@ -132,22 +133,22 @@ def _dim(parameter: nn.Parameter) -> int:
 def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.Optimizer:
     """AdamW (fused), DeepSpeed's CPUAdam under offload, or Muon with AdamW for the rest."""
     optim = resolved.run.optim
-    groups = parameter_groups(model, optim)
+    parameters = parameter_groups(model, optim)
     if optim.name == "muon":
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
         if get_accelerator().device_name() == "cpu":
             _uncompile_muon()
-        return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
+        return MuonWithAuxAdam(parameters, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
     if resolved.offload_optimizer:
         with _op_build_lock():
             try:
                 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-                return DeepSpeedCPUAdam(groups, adamw_mode=True)
+                return DeepSpeedCPUAdam(parameters, adamw_mode=True)
             except Exception as error:  # no compiler, an unsupported CPU, a broken build: DeepSpeed raises them all
                 warn(f"DeepSpeed's CPUAdam cannot be built here, torch's AdamW runs on the CPU instead: {error}")
-    return torch.optim.AdamW(groups, fused=True)
+    return torch.optim.AdamW(parameters, fused=True)
 
 
 def _uncompile_muon() -> None:
@@ -193,7 +194,7 @@ def _open_folder(folder: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def build_engine(model: LanguageModel, resolved: ResolvedRun) -> deepspeed.DeepSpeedEngine:
+def build_engine(model: LanguageModel, resolved: ResolvedRun, mesh: Mesh) -> deepspeed.DeepSpeedEngine:
     """The DeepSpeed engine for a model whose parameters have not been given values yet."""
     optimizer = build_optimizer(model, resolved)
     config = dict(resolved.deepspeed)
@@ -201,7 +202,10 @@ def build_engine(model: LanguageModel, resolved: ResolvedRun) -> deepspeed.DeepS
         # DeepSpeed steps on a NaN here: it neither checks nor reports the gradient norm without a wrapper.
         config["gradient_clipping"] = 0.0
         _guard_step(optimizer, resolved.run.optim.clip_norm or 0.0)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
+    )
     apply_group_timeout(resolved.run.fault.timeout_s)
     for state in getattr(engine.optimizer, "optimizer", engine.optimizer).state.values():
         # DeepSpeed's bf16 ZeRO 0 has taken a step on zero gradients to create this state. Left at 1, AdamW's bias

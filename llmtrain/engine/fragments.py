@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain.engine.build import DTYPES
-from llmtrain.models.build import LanguageModel, hf_names
+from llmtrain.models.build import DTYPES
+from llmtrain.models.language import LanguageModel
 
 PARAM = "param"
 """Kind of a fragment that holds the fp32 master values; the other kinds are the optimizer's names of its moments."""
@@ -54,7 +54,7 @@ class _Home:
 
 def whole_shapes(engine: Any) -> dict[str, tuple[int, ...]]:
     """Full shape of every parameter, by Hugging Face name."""
-    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in hf_names(_model(engine)).items()}
+    return {held.name: held.shape for held in _model(engine).local_parameters()}
 
 
 def fragments(engine: Any) -> list[Fragment]:
@@ -170,7 +170,7 @@ def forward_copies(engine: Any) -> Iterator[tuple[str, int, Tensor, bool]]:
 
     `whole`: the rank holds the full tensor; else (ZeRO 3) its partition.
     """
-    for name, parameter in hf_names(_model(engine)).items():
+    for name, parameter in ((held.name, held.parameter) for held in _model(engine).local_parameters()):
         if _is_zero3(engine):
             partition = parameter.ds_tensor.detach().reshape(-1)  # type: ignore[attr-defined]
             start, numel = _zero3_slice(parameter)
@@ -196,7 +196,7 @@ def _share(numel: int) -> slice:
 
 
 def _homes(engine: Any) -> Iterator[_Home]:
-    names = {id(p): name for name, p in hf_names(_model(engine)).items()}
+    names = {id(held.parameter): held.name for held in _model(engine).local_parameters()}
     optimizer = engine.optimizer
     if _is_zero3(engine):
         for parameter in _model(engine).parameters():
@@ -269,7 +269,7 @@ def _muon_group(engine: Any, flat: Tensor, group: dict[str, Any] | None) -> bool
 def _zero12_momentum(engine: Any) -> Iterator[Fragment]:
     """Muon under ZeRO 1 and 2: the momentum of every parameter that touches this rank's partition, in full."""
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in hf_names(_model(engine)).items()}
+    names = {id(held.parameter): held.name for held in _model(engine).local_parameters()}
     for index, group in enumerate(base_optimizer(engine).param_groups):
         if not group.get("use_muon"):
             continue

@@ -19,6 +19,7 @@ from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import base_optimizer
 from llmtrain.errors import ModelError, TrainingStopped
+from llmtrain.models.mesh import Mesh
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, max_steps: int | None) -> float:
@@ -63,9 +64,10 @@ class StepResult:
 class Stepper:
     """Runs micro-batches through the DeepSpeed engine with the loss weighted by tokens of the global batch."""
 
-    def __init__(self, engine: Any, ranks: Ranks) -> None:
+    def __init__(self, engine: Any, ranks: Ranks, mesh: Mesh) -> None:
         self.engine = engine
         self._ranks = ranks
+        self._mesh = mesh
         self._attention = _attention_order(ranks.device)
 
     def forward_backward(self, micro: MicroBatch, agreement: Callable[[], Agreement]) -> Tensor:

@@ -22,12 +22,15 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader
-from llmtrain.engine.build import DTYPES, Ranks, build_engine, join_process_group
+from llmtrain.engine.build import Ranks, build_engine, join_process_group
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import PARAM, fragments, owned, refresh, whole_shapes
 from llmtrain.engine.step import Stepper, learning_rate_factor
 from llmtrain.engine.weights import fill_parameters
-from llmtrain.models.build import build_model, initial_weights
+from llmtrain.models.build import initial_weights
+from llmtrain.models.forms import build_model
+from llmtrain.models.mesh import mesh_of
+from llmtrain.topology import Degrees
 
 LLAMA = {
     "model_type": "llama",
@@ -53,6 +56,10 @@ class Case:
     accumulation: int = 1
     precision: str = "fp32"
     optimizer: str = "adamw"
+    pipeline: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    expert: int = 1
     offload: str = ""
     """"optimizer" or "all" (parameters, too)."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -75,8 +82,16 @@ def save_checkpoint(
     return outcome.path
 
 
+def case_degrees(case: Case, world_size: int) -> Degrees:
+    """The data-parallel degree is what is left of the ranks."""
+    asked = Degrees(pipeline=case.pipeline, tensor=case.tensor, sequence=case.sequence, expert=case.expert)
+    assert world_size % asked.world_size == 0, (case, world_size)
+    return replace(asked, data=world_size // asked.world_size)
+
+
 def resolved_run(case: Case, world_size: int) -> ResolvedRun:
     """As the configuration would resolve it."""
+    degrees = case_degrees(case, world_size)
     zero: dict[str, Any] = {"stage": case.stage}
     if case.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -87,7 +102,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
     clip = 0.0 if case.optimizer == "muon" else case.clip
     config: dict[str, Any] = {
         "train_batch_size": GLOBAL_BATCH,
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world_size // case.accumulation,
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // degrees.data // case.accumulation,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": clip,
         "zero_optimization": zero,
@@ -113,7 +128,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
         schedule=ScheduleConfig(name="cosine", warmup_steps=3),
         train=TrainConfig(
             global_batch=GLOBAL_BATCH,
-            micro_batch=GLOBAL_BATCH // world_size // case.accumulation,
+            micro_batch=GLOBAL_BATCH // degrees.data // case.accumulation,
             accumulation=case.accumulation,
             max_steps=case.steps,
         ),
@@ -121,8 +136,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
     return ResolvedRun(
         run=run,
         deepspeed=config,
-        world_size=world_size,
-        data_parallel=world_size,
+        degrees=degrees,
         precision=case.precision,  # type: ignore[arg-type]
         zero_stage=case.stage,
         offload_optimizer=bool(case.offload),
@@ -170,17 +184,12 @@ def make_engine(case: Case) -> tuple[Any, Stepper, Ranks]:
     """An engine with the run's initial weights."""
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    model = build_model(
-        resolved.run.model,
-        dtype=DTYPES[case.precision],
-        device=ranks.device,
-        zero3_config=resolved.deepspeed if case.stage == 3 else None,
-        checkpoint_activations=case.extra.get("activation_checkpointing"),
-    )
-    engine = build_engine(model, resolved)
+    mesh = mesh_of(resolved.degrees)
+    model = build_model(resolved, ranks.device, mesh)
+    engine = build_engine(model, resolved, mesh)
     fill_parameters(engine, initial_weights(resolved.run.model, 0, torch.device("cpu")))
     refresh(engine)
-    return engine, Stepper(engine, ranks), ranks
+    return engine, Stepper(engine, ranks, mesh), ranks
 
 
 @dataclass
@@ -202,11 +211,12 @@ def train_steps(
 ) -> Trace:
     """Steps [first, last) with the engine."""
     trace = Trace([], [])
-    source = batches(case, (ranks.rank, ranks.world_size), case.accumulation, first)
     resolved = resolved_run(case, ranks.world_size)
+    place = resolved.degrees.place(ranks.rank)
+    source = batches(case, (place.data, resolved.degrees.data), case.accumulation, first)
     for step in range(first, last):
         batch = next(source)
-        total = torch.tensor([batch.counted_tokens])
+        total = torch.tensor([batch.counted_tokens if place.leads else 0])
         dist.all_reduce(total, group=ranks.control)
         agreed = Agreement(counted_tokens=int(total), stop=False, time_up=False, save=False)
         factor = learning_rate_factor(resolved.run.schedule, step, case.steps)

@@ -343,19 +343,13 @@ def test_evaluation_is_weighted_by_tokens_whatever_the_split(pools, small_data, 
 
 def born_partitioned(case: Case) -> tuple[int, int]:
     """(elements that this rank holds after building under ZeRO 3, elements of the model)."""
-    from llmtrain.engine.build import DTYPES
-    from llmtrain.models.build import build_model
+    from llmtrain.models.forms import build_model
+    from llmtrain.models.mesh import mesh_of
     from tests.helpers.training import joined, resolved_run
 
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    model = build_model(
-        resolved.run.model,
-        dtype=DTYPES["fp32"],
-        device=ranks.device,
-        zero3_config=resolved.deepspeed,
-        checkpoint_activations=None,
-    )
+    model = build_model(resolved, ranks.device, mesh_of(resolved.degrees))
     held = sum(p.numel() + p.ds_tensor.numel() for p in model.parameters())
     return held, sum(p.ds_numel for p in model.parameters())
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
-from llmtrain.models.build import build_model, facts, hf_names, initial_weights, load_config, skeleton
+from llmtrain.models.build import construct, facts, initial_weights, load_config, restore_buffers, skeleton
 from llmtrain.models.checksum import checksum
+from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.source import RandomSource, SafetensorsSource
 
@@ -36,10 +37,12 @@ FAMILIES = {
 
 def filled(model: ModelConfig):
     """A model with its initial weights."""
-    built = build_model(model, dtype=torch.float32, device=CPU, zero3_config=None, checkpoint_activations=None)
+    hf = construct(load_config(model), model.attention, torch.float32)
+    restore_buffers(hf, skeleton(model), CPU)
+    built = LanguageModel(hf, model.loss_chunk_tokens)
     source = initial_weights(model, 3, CPU)
     with torch.no_grad():
-        for name, parameter in hf_names(built).items():
+        for name, parameter in built.hf.named_parameters():
             parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
     return built.eval()
 
@@ -54,13 +57,13 @@ def test_loss_and_gradients_equal_the_models_own_logits(family):
     labels[0, :9] = -100
     ours = model(inputs, labels)
     ours.backward()
-    gradients = {name: p.grad.clone() for name, p in hf_names(model).items() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in model.hf.named_parameters() if p.grad is not None}
     model.zero_grad()
     logits = model.hf(input_ids=inputs).logits
     theirs = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
     theirs.backward()
     assert abs(ours.item() - theirs.item()) < 1e-4
-    for name, parameter in hf_names(model).items():
+    for name, parameter in model.hf.named_parameters():
         if parameter.grad is not None:
             assert torch.allclose(gradients[name], parameter.grad, atol=2e-5, rtol=1e-4), name
 

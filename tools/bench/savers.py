@@ -31,11 +31,13 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.data.loader import MicroBatch, StepBatch
-from llmtrain.engine.build import DTYPES, Ranks, build_engine, join_process_group
+from llmtrain.engine.build import Ranks, build_engine, join_process_group
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import fragments, loss_scale_state, optimizer_step, owned
 from llmtrain.engine.step import Stepper
-from llmtrain.models.build import build_model
+from llmtrain.models.forms import build_model
+from llmtrain.models.mesh import mesh_of
+from llmtrain.topology import Degrees
 
 _BLOCK = 16 << 20
 RESUMED = 2
@@ -100,8 +102,7 @@ def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[Any
     resolved = ResolvedRun(
         run=run,
         deepspeed=config,
-        world_size=ranks.world_size,
-        data_parallel=ranks.world_size,
+        degrees=Degrees(data=ranks.world_size),
         precision="bf16",
         zero_stage=stage,
         offload_optimizer=False,
@@ -109,19 +110,14 @@ def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[Any
         activation_checkpointing=False,
         max_steps=None,
     )
-    model = build_model(
-        run.model,
-        dtype=DTYPES["bf16"],
-        device=ranks.device,
-        zero3_config=config if stage == 3 else None,
-        checkpoint_activations=None,
-    )
+    mesh = mesh_of(resolved.degrees)
+    model = build_model(resolved, ranks.device, mesh)
     if stage < 3:
         torch.manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
-    return build_engine(model, resolved), ranks, resolved
+    return build_engine(model, resolved, mesh), ranks, resolved
 
 
 @cache
@@ -133,7 +129,8 @@ class Trainer:
     """Steps on random tokens, each timed between two synchronisations."""
 
     def __init__(self, task: Task, engine: Any, ranks: Ranks) -> None:
-        self._stepper, self._task, self._ranks = Stepper(engine, ranks), task, ranks
+        self._stepper = Stepper(engine, ranks, mesh_of(Degrees(data=ranks.world_size)))
+        self._task, self._ranks = task, ranks
         self.step_number = 0
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> float:

@@ -1,0 +1,40 @@
+"""From a resolved run to this rank's module, in the form of parallelism that the run asks for."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from llmtrain.config.run import ResolvedRun
+from llmtrain.models.build import DTYPES, construct, decoder_layers, load_config, restore_buffers, skeleton
+from llmtrain.models.language import LanguageModel, checkpoint_activations
+from llmtrain.models.mesh import Mesh
+
+
+def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> LanguageModel:
+    """The module with uninitialised parameters; the engine writes the values afterwards, slice by slice.
+
+    Raises:
+        ModelError: transformers cannot build the model, or it cannot take this form.
+    """
+    model = resolved.run.model
+    config = load_config(model)
+    with contextlib.ExitStack() as stack:
+        if resolved.zero_stage == 3:
+            import deepspeed
+
+            # Not given `dtype`: on a device without fp16, DeepSpeed 0.19.8 then takes bf16 whatever was asked for
+            # (partition_parameters.py _set_dtype); from its config it takes the right one.
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=resolved.deepspeed))
+        else:
+            stack.enter_context(device)
+        hf = construct(config, model.attention, DTYPES[resolved.precision])
+    restore_buffers(hf, skeleton(model), device)
+    hf.config.use_cache = False
+    if resolved.activation_checkpointing:
+        checkpoint_activations(hf, resolved.deepspeed["activation_checkpointing"])
+    if model.compile_layers:
+        for layer in decoder_layers(hf):
+            layer.compile()
+    return LanguageModel(hf, model.loss_chunk_tokens)

@@ -1,0 +1,103 @@
+"""A transformers causal language model that maps (inputs, labels) to a summed loss: the form without a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from llmtrain.errors import ModelError
+from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.parameters import LocalParameter
+from llmtrain.models.region import whole
+
+
+class LanguageModel(nn.Module):
+    """A transformers causal LM whose forward gives the summed loss. Its parameters are `hf.` + Hugging Face names."""
+
+    def __init__(self, hf: nn.Module, chunk: int) -> None:
+        super().__init__()
+        self.hf = hf
+        self._chunk = chunk
+        self._form = HeadForm.of(hf.config)
+        head = hf.get_output_embeddings()  # type: ignore[operator]
+        if not isinstance(head, nn.Linear):
+            raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(head).__name__}).")
+        # The loss must run inside the head's own forward: ZeRO 3 has the head's weight only there.
+        head.forward = types.MethodType(_head_forward, head)  # type: ignore[method-assign]
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration."""
+        return self.hf.config
+
+    def local_parameters(self) -> list[LocalParameter]:
+        """What this rank holds of each Hugging Face parameter; a tied one appears once."""
+        return [
+            LocalParameter(name=name, parameter=parameter, shape=(shape := _shape(parameter)), region=whole(shape))
+            for name, parameter in self.hf.named_parameters()
+        ]
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """inputs [B, T], labels [B, T] already shifted (IGNORE = not counted) -> summed loss, fp32 scalar, in nats."""
+        with _one_sequence_a_row():
+            hidden_BTH = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
+        return self.hf.get_output_embeddings()(hidden_BTH, labels, self._chunk, self._form)  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def _one_sequence_a_row() -> Iterator[None]:
+    """Tell transformers that no row holds several sequences with positions of their own.
+
+    It looks for them in every forward pass and waits for the device to know (masking_utils.py,
+    find_packed_sequence_indices): the GPU then idles while the host queues the next kernels.
+    """
+    from transformers import masking_utils
+
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
+
+
+def _head_forward(
+    head: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor | None = None,
+    chunk: int = 0,
+    form: HeadForm | None = None,
+) -> Tensor:
+    """The head as it was (logits) without labels; with labels the summed loss."""
+    if labels is None or form is None:
+        return F.linear(hidden, head.weight, head.bias)
+    return chunked_nll_sum(hidden, head.weight, head.bias, labels, chunk=chunk, form=form)
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Under ZeRO 3, too, where the parameter itself is empty between its uses."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def checkpoint_activations(hf: Any, section: dict[str, Any]) -> None:
+    """Recompute each decoder layer in the backward pass; with cpu_checkpointing its input waits on the host."""
+    enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    if section.get("cpu_checkpointing"):
+        # DeepSpeed's own function for this loses the gathered weights of ZeRO 3 in the recomputation.
+        for module in hf.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = _checkpoint_on_host
+
+
+def _checkpoint_on_host(function: Any, *args: Any) -> Any:
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(function, *args, use_reentrant=False)
