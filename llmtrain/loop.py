@@ -83,6 +83,8 @@ class Training:
         inputs, _ = self.data.sequence(0)
         with together(self.ranks):
             self.stepper.check_head(torch.from_numpy(inputs[:32]).unsqueeze(0))
+            if self.run.data.isolate_documents:
+                self.stepper.check_isolation(torch.from_numpy(inputs[: len(inputs) // 2 * 2][:32]).unsqueeze(0))
 
     def resume_or_start(self) -> list[str]:
         """Give the parameters their values: from a checkpoint, or from the model section. Returns lines to log."""

@@ -43,6 +43,8 @@ class DataConfig:
     """Seed of the order of the sequences."""
     mask_document_starts: bool = True
     """Do not count the prediction of a document's first token: nothing before it tells it."""
+    isolate_documents: bool = False
+    """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
 
 
 @dataclass(frozen=True, kw_only=True)

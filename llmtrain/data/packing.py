@@ -36,6 +36,14 @@ def labels_of(tokens: np.ndarray, separator_id: int, mask_document_starts: bool)
     return inputs, labels
 
 
+def positions_of(inputs: np.ndarray, separator_id: int) -> np.ndarray:
+    """int64 [b, T]: each token's position in its document, from 0 at the row's start and after every separator."""
+    index = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int64), inputs.shape)
+    begins = np.zeros_like(inputs)
+    begins[:, 1:] = np.where(inputs[:, :-1] == separator_id, index[:, 1:], 0)
+    return index - np.maximum.accumulate(begins, axis=1)
+
+
 def windows_in(tokens: int, sequence_length: int) -> int:
     """How many windows a stream of `tokens` has: the last label of a window is the first input of the next."""
     return max(0, (tokens - 1) // sequence_length)
@@ -75,6 +83,7 @@ class TrainData:
         self._check_members()
         self.sequence_length = config.sequence_length
         self.mask_document_starts = config.mask_document_starts
+        self.isolate_documents = config.isolate_documents
         self.shares = self._mixture.shares
         """Each set's exact share of the sequences."""
         self.manifests: tuple[Manifest, ...] = tuple(member.prepared.manifest for member in self._members)

@@ -19,6 +19,7 @@ from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import base_optimizer
 from llmtrain.errors import ModelError, TrainingStopped
+from llmtrain.models.loss import IGNORE
 from llmtrain.models.mesh import Mesh
 
 
@@ -80,7 +81,7 @@ class Stepper:
         engine = self.engine
         equal_shares = engine.gradient_accumulation_steps() * engine.dp_world_size
         with self._attention():
-            loss_sum = engine(self._move(micro.inputs), self._move(micro.labels))
+            loss_sum = engine(*self._tensors(micro))
             engine.backward(loss_sum * (equal_shares / max(1, agreement().counted_tokens)))
         return loss_sum.detach()
 
@@ -132,7 +133,7 @@ class Stepper:
         try:
             for micro in batches:
                 with self._attention():
-                    loss_sum = self.engine(self._move(micro.inputs), self._move(micro.labels))
+                    loss_sum = self.engine(*self._tensors(micro))
                 total[0] += loss_sum.double()
                 total[1] += (micro.labels >= 0).sum().to(total.device)
         finally:
@@ -171,6 +172,34 @@ class Stepper:
                 f"{theirs:.6f}. Its head does something to the logits that is not known here; the run would train on "
                 "a wrong loss."
             )
+
+    def check_isolation(self, inputs: Tensor) -> None:
+        """Prove on `inputs` [1, T], as two documents in a row, that nothing of the first reaches the second.
+
+        Raises:
+            ModelError: the model attends across documents in spite of data.isolate_documents.
+        """
+        half = inputs.shape[1] // 2
+        positions = torch.arange(inputs.shape[1]).remainder(half).unsqueeze(0)
+        labels = inputs.roll(-1, dims=1)
+        labels[:, :half] = IGNORE
+        other = inputs.clone()
+        other[:, :half] = inputs[:, :half].flip(1).roll(1, dims=1)
+        losses = []
+        for tokens in (inputs, other):
+            micro = MicroBatch(inputs=tokens, labels=labels, sample_indices=[], positions=positions)
+            losses.append(self.evaluate([micro])[0])
+        if not abs(losses[0] - losses[1]) <= 1e-5 * max(1.0, abs(losses[0])):
+            raise ModelError(
+                "data.isolate_documents: with other tokens in a row's first document the loss of its second changes "
+                f"from {losses[0]:.6f} to {losses[1]:.6f}. This model makes its attention mask without positions; set "
+                "data.isolate_documents to false."
+            )
+
+    def _tensors(self, micro: MicroBatch) -> tuple[Tensor | None, ...]:
+        """What the module's forward takes."""
+        positions = None if micro.positions is None else self._move(micro.positions)
+        return self._move(micro.inputs), self._move(micro.labels), positions
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._ranks.device, non_blocking=True)

@@ -45,24 +45,32 @@ class LanguageModel(nn.Module):
             for name, parameter in self.hf.named_parameters()
         ]
 
-    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """inputs [B, T], labels [B, T] already shifted (IGNORE = not counted) -> summed loss, fp32 scalar, in nats."""
-        with _one_sequence_a_row():
-            hidden_BTH = self.hf.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
+    def forward(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Summed loss, fp32 scalar, in nats.
+
+        Args:
+            inputs: [B, T].
+            labels: [B, T], already shifted; IGNORE = not counted.
+            positions: [B, T], beginning anew with each document that a row holds; None: a row is one sequence.
+        """
+        with documents_in_rows(positions):
+            given = {} if positions is None else {"position_ids": positions}
+            hidden_BTH = self.hf.base_model(input_ids=inputs, use_cache=False, **given).last_hidden_state  # type: ignore[operator]
         return self.hf.get_output_embeddings()(hidden_BTH, labels, self._chunk, self._form)  # type: ignore[operator]
 
 
 @contextlib.contextmanager
-def _one_sequence_a_row() -> Iterator[None]:
-    """Tell transformers that no row holds several sequences with positions of their own.
+def documents_in_rows(positions: Tensor | None) -> Iterator[None]:
+    """Tell transformers which tokens of a row belong together: those of a document, or all without `positions`.
 
-    It looks for them in every forward pass and waits for the device to know (masking_utils.py,
-    find_packed_sequence_indices): the GPU then idles while the host queues the next kernels.
+    By itself it looks for documents in every forward pass and waits for the device to know whether there are some
+    (masking_utils.py, find_packed_sequence_indices): the GPU then idles while the host queues the next kernels.
     """
     from transformers import masking_utils
 
     look = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    documents_BT = None if positions is None else (positions == 0).cumsum(-1)
+    masking_utils.find_packed_sequence_indices = lambda position_ids: documents_BT
     try:
         yield
     finally:

@@ -66,6 +66,7 @@ class Case:
     """More keys of the DeepSpeed dict."""
     model: dict[str, Any] = field(default_factory=lambda: dict(LLAMA))
     compile_layers: bool = False
+    isolate_documents: bool = False
     steps: int = 20
     clip: float = 1.0
     lr: float = 3e-4
@@ -80,6 +81,11 @@ def save_checkpoint(
         outcome = saver.drain()
     assert outcome is not None and outcome.path is not None, outcome
     return outcome.path
+
+
+def case_data(case: Case) -> DataConfig:
+    """What the case trains on."""
+    return DataConfig(path=case.data, sequence_length=LENGTH, isolate_documents=case.isolate_documents)
 
 
 def case_degrees(case: Case, world_size: int) -> Degrees:
@@ -116,7 +122,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
     run = RunConfig(
         deepspeed="(test)",
         model=ModelConfig(config=dict(case.model), loss_chunk_tokens=40, compile_layers=case.compile_layers),
-        data=DataConfig(path=case.data, sequence_length=LENGTH),
+        data=case_data(case),
         optim=OptimConfig(
             name=case.optimizer,  # type: ignore[arg-type]
             lr=case.lr,
@@ -153,7 +159,7 @@ def uneven(batch: StepBatch) -> StepBatch:
         labels = micro.labels.clone()
         for row, index in enumerate(micro.sample_indices):
             labels[row, 1 + (index * 7) % (LENGTH - 1) :] = -100
-        micros.append(MicroBatch(inputs=micro.inputs, labels=labels, sample_indices=micro.sample_indices))
+        micros.append(replace(micro, labels=labels))
     counted = sum(int((m.labels >= 0).sum()) for m in micros)
     return StepBatch(micro_batches=micros, counted_tokens=counted, first_index=batch.first_index)
 
@@ -162,7 +168,7 @@ def batches(case: Case, ranks: tuple[int, int], accumulation: int, start: int = 
     """Batches of (rank, ranks)."""
     rank, world = ranks
     with TrainLoader(
-        TrainData(DataConfig(path=case.data, sequence_length=LENGTH)),
+        TrainData(case_data(case)),
         global_batch=GLOBAL_BATCH,
         micro_batch=GLOBAL_BATCH // world // accumulation,
         accumulation=accumulation,
@@ -273,7 +279,7 @@ def plain_pytorch(case: Case) -> Trace:
     trace = Trace([], [])
     for step, batch in zip(range(case.steps), batches(case, (0, 1), 1), strict=False):
         (micro,) = batch.micro_batches
-        logits = model(input_ids=micro.inputs).logits
+        logits = model(input_ids=micro.inputs, position_ids=micro.positions).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()

@@ -77,6 +77,22 @@ def test_without_the_mask_every_label_counts(folder: Path) -> None:
     assert (labels >= 0).all() and (inputs[1:] == labels[:-1]).all()
 
 
+def test_positions_begin_anew_after_each_separator(folder: Path) -> None:
+    data = TrainData(DataConfig(path=str(folder), sequence_length=T, isolate_documents=True))
+    with TrainLoader(data, global_batch=8, micro_batch=4, accumulation=2, rank=0, data_parallel=1) as loader:
+        micros = next(loader).micro_batches
+    (*_, last) = validation_batches(data, sequences=5, micro_batch=2, rank=0, data_parallel=2)
+    for micro in (*micros, last):
+        assert micro.positions is not None and micro.positions.dtype == torch.int64
+        for tokens, positions in zip(micro.inputs.tolist(), micro.positions.tolist(), strict=True):
+            want, position = [], 0
+            for token in tokens:
+                want.append(position)
+                position = 0 if token == data.separator_id else position + 1
+            assert positions == want
+    assert sum(int((micro.positions == 0).sum()) for micro in micros) > 8  # some rows hold several documents
+
+
 def test_reads_cross_shards(folder: Path) -> None:
     stream = stream_of(random_shards(0, 4, 30))
     reader = PreparedSet(folder).split("train")

@@ -47,11 +47,35 @@ def filled(model: ModelConfig):
     return built.eval()
 
 
+def attention_of(family):
+    return "eager" if family == "gemma2" else "sdpa"  # transformers has no SDPA for its capped scores
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_isolated_documents_are_as_if_each_were_alone(family):
+    model = filled(ModelConfig(config=dict(FAMILIES[family]), loss_chunk_tokens=5, attention=attention_of(family)))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.2)  # attention that is far from uniform
+    inputs, labels = torch.randint(96, (2, 24)), torch.randint(96, (2, 24))
+    lengths = [[24, 0, 0], [7, 1, 16]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    alone = 0.0
+    for row, sizes in enumerate(lengths):
+        for document, answers in zip(inputs[row].split(sizes), labels[row].split(sizes), strict=True):
+            if len(document):
+                alone += float(model(document[None], answers[None]))
+    together = float(model(inputs, labels, positions))
+    assert abs(together - alone) < 3e-6 * alone  # fp32
+    assert abs(together - float(model(inputs, labels))) > 1e-4 * alone
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_equal_the_models_own_logits(family):
     """Any head: scaled, capped, biased, tied. fp32; sums of 60 tokens near 4.5 nats, so 1e-4 is 4e-7 relative."""
-    attention = "eager" if family == "gemma2" else "sdpa"  # transformers has no SDPA for its capped scores
-    model = filled(ModelConfig(config=FAMILIES[family], loss_chunk_tokens=7, attention=attention))
+    model = filled(ModelConfig(config=FAMILIES[family], loss_chunk_tokens=7, attention=attention_of(family)))
     tokens = torch.randint(0, 96, (2, 33), generator=torch.Generator().manual_seed(0))
     inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
     labels[0, :9] = -100
