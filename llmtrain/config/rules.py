@@ -94,7 +94,7 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
                      "set train.max_steps or train.max_tokens, or schedule.name: constant",
                      places.get("schedule.name"))  # fmt: skip
     if run.data.isolate_documents and run.model.attention.startswith("flash"):
-        problems.add("data.isolate_documents", True, f"model.attention {run.model.attention} takes no mask of documents",
+        problems.add("data.isolate_documents", True, f"model.attention {run.model.attention} takes no mask",
                      "set model.attention to sdpa", places.get("data.isolate_documents"))  # fmt: skip
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",

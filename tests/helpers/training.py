@@ -21,7 +21,7 @@ from llmtrain.config.run import (
     ScheduleConfig,
     TrainConfig,
 )
-from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader
+from llmtrain.data.loader import StepBatch, TrainData, TrainLoader
 from llmtrain.engine.build import Ranks, build_engine, join_process_group
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import PARAM, fragments, owned, refresh, whole_shapes
