@@ -187,3 +187,36 @@ RULES: tuple[Rule, ...] = (
 def clashes(mix: Mix) -> list[Rule]:
     """The rules that this mix breaks, in the order of the table; empty when it is legal."""
     return [rule for rule in RULES if rule.broken(mix)]
+
+
+WAYS: dict[str, dict[str, int]] = {
+    **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
+    "pipeline": {"pipeline_stages": 2},
+    "tensor": {"tensor_parallel": 2},
+    "sequence": {"sequence_parallel": 2},
+    "experts": {"expert_parallel": 2},
+}
+"""The ways of sharing the work that can be combined in pairs; data parallelism goes with each of them."""
+
+
+def clash_of(one: str, other: str) -> Rule | None:
+    """The rule that keeps two ways of `WAYS` apart, or None when they can be combined."""
+    return next(iter(clashes(Mix(**{**WAYS[one], **WAYS[other]}))), None)
+
+
+def markdown() -> str:
+    """The table of docs/parallelism.md: which ways go together, and below it why some do not."""
+    columns = list(WAYS)[4:]
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    notes: list[Rule] = []
+    for row in WAYS:
+        cells = []
+        for column in columns:
+            rule = None if row == column else clash_of(row, column)
+            if rule is not None and rule not in notes:
+                notes.append(rule)
+            cells.append("" if row == column else "yes" if rule is None else f"no ({notes.index(rule) + 1})")
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    lines.append("")
+    lines += [f"{number}. {rule.reason}. Remedy: {rule.remedy}." for number, rule in enumerate(notes, 1)]
+    return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
-"""The field reference: from the dataclasses and their docstrings to help text and docs/configuration.md.
+"""What the docs say that is generated: the fields, from the dataclasses and their docstrings (help text, too), and the mixes.
 
-`python -m llmtrain.config.reference docs/configuration.md` rewrites the part between the two markers.
+`python -m llmtrain.config.reference docs` rewrites the parts between markers of configuration.md and parallelism.md.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import ast
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from llmtrain import topology
 from llmtrain.config import run as run_module
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
 
-BEGIN, END = "<!-- fields: begin (generated) -->", "<!-- fields: end -->"
+BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 
 
 def schema() -> dict[str, Any]:
@@ -105,13 +107,17 @@ def markdown() -> str:
     return "\n".join(lines).strip() + "\n"
 
 
+PAGES: dict[str, Callable[[], str]] = {"configuration.md": markdown, "parallelism.md": topology.markdown}
+
+
 def write_into(page: Path) -> None:
     """Replace what stands between the markers of the page."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{markdown()}{END}{after}", encoding="utf-8")
+    page.write_text(f"{before}{BEGIN}\n{PAGES[page.name]()}{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    write_into(Path(sys.argv[1]))
+    for name in PAGES:
+        write_into(Path(sys.argv[1]) / name)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain import cli
-from llmtrain.config.reference import BEGIN, END, markdown, schema, write_into
+from llmtrain.config.reference import BEGIN, END, PAGES, markdown, schema, write_into
 from tests.helpers.config_workplace import write
 
 PAGE = Path(__file__).parents[2] / "docs/configuration.md"
@@ -38,10 +38,11 @@ def test_the_page_shows_commands() -> None:
     assert {name for name, _ in FILES} >= {"run.yaml", "ds.json"}
 
 
-def test_the_field_reference_is_in_sync() -> None:
-    assert TEXT.partition(BEGIN)[2].partition(END)[0].strip() == markdown().strip(), (
-        "run: python -m llmtrain.config.reference docs/configuration.md"
-    )
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_generated_is_in_sync(page: str) -> None:
+    text = (PAGE.parent / page).read_text(encoding="utf-8")
+    told = text.partition(BEGIN)[2].partition(END)[0].strip()
+    assert told == PAGES[page]().strip(), "run: python -m llmtrain.config.reference docs"
 
 
 def test_every_field_has_a_line_and_a_meaning() -> None:
@@ -51,7 +52,7 @@ def test_every_field_has_a_line_and_a_meaning() -> None:
 
 
 def test_writing_twice_changes_nothing(tmp_path: Path) -> None:
-    copy = tmp_path / "page.md"
+    copy = tmp_path / PAGE.name
     copy.write_text(TEXT, encoding="utf-8")
     write_into(copy)
     assert copy.read_text(encoding="utf-8") == TEXT
