@@ -1,4 +1,4 @@
-"""What the docs say that is generated: the fields, from the dataclasses and their docstrings (help text, too), and the mixes.
+"""What of the docs is generated: the fields, from the dataclasses and their docstrings (help text, too), and the mixes.
 
 `python -m llmtrain.config.reference docs` rewrites the parts between markers of configuration.md and parallelism.md.
 """
