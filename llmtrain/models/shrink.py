@@ -61,7 +61,7 @@ def without_dropout(config: Any) -> Any:
 
 
 def check_same_structure(hf: nn.Module, small: nn.Module) -> None:
-    """Both have the same parameters, but for numbers in names and for sizes. Raises ModelError naming the difference."""
+    """Both have the same parameters, but for numbers in names and for sizes. Raises ModelError naming one."""
     there, here = _structure(hf), _structure(small)
     if different := sorted(there ^ here):
         name, dimensions = different[0]
@@ -98,8 +98,8 @@ def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int
     hidden, heads = size_of.get("hidden_size"), size_of.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int):
         raise ModelError(
-            f"model: a {fields.get('model_type')} config says no hidden_size or no num_attention_heads: it is no decoder "
-            "of attention layers (recurrent and state-space models are not taken apart)."
+            f"model: a {fields.get('model_type')} config says no hidden_size or no num_attention_heads: it is no "
+            "decoder of attention layers (recurrent and state-space models are not taken apart)."
         )
     kv = size_of.get("num_key_value_heads") or heads
     if heads % kv:

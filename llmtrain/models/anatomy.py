@@ -1,0 +1,412 @@
+"""The parts of a transformers decoder, found by what its modules do in a forward pass, not by their names.
+
+A small copy of the model (shrink.py) runs once with every module watched: what runs before the first layer, after the
+last one, beside them. Then the parts are proved: each layer runs alone, without all others, on the hidden state that
+it got in the whole model, and has to give the same bits. Whatever travels between layers by another way (keys and
+values of another layer, a second stream, something computed from the tokens) makes that fail: the model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.errors import ModelError
+from llmtrain.models.absent import AbsentAfter, AbsentBefore, AbsentLayer
+from llmtrain.models.loss import HeadForm
+from llmtrain.models.probe import Attended, Call, Watch, attention_seen, probe_copy
+from llmtrain.models.shrink import check_same_structure
+
+_TOKENS = (2, 12)
+"""Batch and length of the probe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """A module that has a share in the first layer's hidden state."""
+
+    path: str
+    width: int
+    """Last dimension of what it returns, in the full model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of a layer."""
+
+    block: str
+    """Module that holds router and experts: what ZeRO 3 has to gather as one."""
+    router: str
+    experts: str
+    """Module that holds the weights of all experts: 3-D parameters [experts, ...], or a list of modules."""
+    count: int
+    top_k: int
+    shared: tuple[str, ...]
+    """What else in the block has parameters (shared experts and their gate)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A decoder layer."""
+
+    path: str
+    sliding: bool
+    """Its attention looks back over a window only."""
+    experts: Experts | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """Paths are dotted module names in the model: with ".weight" they are Hugging Face's parameter names."""
+
+    trunk: str
+    """Module whose forward calls the layers ("model", in OPT "model.decoder")."""
+    embedding: str
+    before: tuple[Before, ...]
+    """The embedding and all else that makes the first hidden state, in the order of running."""
+    layer_list: str
+    """The nn.ModuleList; layer i is `f"{layer_list}.{i}"`."""
+    layers: tuple[Layer, ...]
+    layers_return_tuples: bool
+    after: tuple[str, ...]
+    """From the last layer to the head, in the order of running (final norm, projection); the head is not among them."""
+    support: tuple[str, ...]
+    """Children of the trunk (or above it) without parameters that every rank with a layer needs: rotary embeddings."""
+    head: str
+    tied: bool
+    """Head and embedding are one parameter."""
+    scales_embedding: bool
+    """The first hidden state is the embedding's rows times a number (Gemma)."""
+    attention_cap: float | None
+    """cap * tanh(scores / cap)."""
+    head_form: HeadForm
+    """What happens to the logits."""
+
+
+def anatomy_of(hf: Any) -> Anatomy:
+    """The parts of a causal language model, proved on a small copy. The model itself may be on the meta device.
+
+    Raises:
+        ModelError: it cannot be taken apart, with the reason.
+    """
+    name = type(hf).__name__
+    _refuse_other_kinds(hf)
+    small = probe_copy(hf)
+    check_same_structure(hf, small)
+    layer_list = _layer_list(small)
+    parts = _parts(small, layer_list)
+    heads = [path for path in parts if isinstance(small.get_submodule(path), nn.Linear) and "." not in path]
+    watched = Watch(small, [*parts, *(f"{layer_list}.{i}" for i in range(len(small.get_submodule(layer_list))))])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, min(small.config.vocab_size, 512), _TOKENS, generator=generator)
+    with watched:
+        logits = small(input_ids=ids, use_cache=False).logits
+    with attention_seen(small) as attended:
+        small(input_ids=ids, use_cache=False)
+    found = _Found(name, small, layer_list, parts, watched.calls, ids, logits, attended)
+    head = found.head(heads)
+    before, after, support = found.sort_parts(head)
+    found.prove(before, after, head)
+    _check_parameters(hf, layer_list, [*before, *after, head])
+    embedding = found.embedding(before)
+    width, hidden = hf.get_submodule(embedding).embedding_dim, hf.config.hidden_size
+    return Anatomy(
+        trunk=layer_list.rpartition(".")[0],
+        embedding=embedding,
+        before=tuple(
+            Before(path=path, width=width if found.width(path) == found.width(embedding) else hidden) for path in before
+        ),
+        layer_list=layer_list,
+        layers=tuple(_layers(hf, layer_list, found.sliding())),
+        layers_return_tuples=found.returns_tuples,
+        after=tuple(after),
+        support=tuple(support),
+        head=head,
+        tied=hf.get_submodule(head).weight is hf.get_submodule(embedding).weight,
+        scales_embedding=found.scales_embedding(embedding),
+        attention_cap=found.attention_cap(),
+        head_form=HeadForm.of(hf.config),
+    )
+
+
+def _refuse_other_kinds(hf: Any) -> None:
+    config, name = hf.config, type(hf).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"model: {name} has an encoder and a decoder; only decoders are taken apart.")
+    if config.get_text_config() is not config:
+        raise ModelError(
+            f"model: {name} wraps a text model together with others ({config.model_type}: {_inner(config)}); "
+            "only text models are taken apart. Train its text model by itself."
+        )
+    if getattr(config, "layerdrop", 0.0):
+        raise ModelError(f"model: layerdrop {config.layerdrop} skips layers at random, each rank others; set it to 0.")
+
+
+def _inner(config: Any) -> str:
+    return ", ".join(sorted(getattr(config, "sub_configs", {}))) or "several configurations"
+
+
+def _layer_list(hf: nn.Module) -> str:
+    """Path of the one list of layers that is not part of another."""
+    lists = {
+        path: m for path, m in hf.named_modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
+    }
+    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    name = type(hf).__name__
+    if not outer:
+        raise ModelError(f"model: {name} has no nn.ModuleList of decoder layers.")
+    if len(outer) > 1:
+        raise ModelError(f"model: {name} has several lists of layers ({', '.join(outer)}); only one is understood.")
+    return outer[0]
+
+
+def _parts(hf: nn.Module, layer_list: str) -> list[str]:
+    """All children of the trunk and of the modules around it, but for the list of layers and what contains it."""
+    names = layer_list.split(".")
+    chain = [".".join(names[:depth]) for depth in range(len(names) + 1)]
+    found = []
+    for parent in chain[:-1]:
+        for child, _ in hf.get_submodule(parent).named_children():
+            path = f"{parent}.{child}" if parent else child
+            if path not in chain:
+                found.append(path)
+    return found
+
+
+def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None:
+    """Each parameter belongs to one part; head and embedding may be one parameter."""
+    name = type(hf).__name__
+    owners: dict[int, str] = {}
+    parts = [f"{layer_list}.{index}" for index in range(len(hf.get_submodule(layer_list)))]  # type: ignore[arg-type]
+    for path in [*parts, *others]:
+        for inner, parameter in hf.get_submodule(path).named_parameters():
+            owner = owners.setdefault(id(parameter), path)
+            if owner != path and not (owner in others and path in others):
+                raise ModelError(
+                    f"model: {name} has one parameter in {owner} and in {path} ({inner}): layers that share weights "
+                    "cannot stand on different ranks."
+                )
+    for inner, parameter in hf.named_parameters():
+        if id(parameter) not in owners:
+            raise ModelError(f"model: {name} has the parameter {inner}, which belongs to none of its parts.")
+
+
+class _Found:
+    """What the probe's run showed."""
+
+    def __init__(
+        self,
+        name: str,
+        small: Any,
+        layer_list: str,
+        parts: list[str],
+        calls: list[Call],
+        ids: Tensor,
+        logits: Tensor,
+        attended: list[Attended],
+    ) -> None:
+        self._name, self._small, self._list, self._parts = name, small, layer_list, parts
+        self._ids, self._logits, self._attended = ids, logits, attended
+        self._calls = {path: [call for call in calls if call.path == path] for path in parts}
+        count = len(small.get_submodule(layer_list))
+        self._layers: list[Call] = []
+        for index in range(count):
+            of_layer = [call for call in calls if call.path == f"{layer_list}.{index}"]
+            if len(of_layer) != 1:
+                raise self._no(f"layer {index} runs {len(of_layer)} times in a forward pass, not once")
+            self._layers += of_layer
+        self._check_chain()
+        self.returns_tuples = isinstance(self._layers[0].output, tuple)
+
+    def _no(self, reason: str) -> ModelError:
+        return ModelError(f"model: {self._name} cannot be taken apart: {reason}.")
+
+    def _check_chain(self) -> None:
+        """Each layer gets what the one before it gave, and nothing else that a parameter has a part in."""
+        for index, call in enumerate(self._layers):
+            if call.hidden is None or call.result is None:
+                raise self._no(f"layer {index} does not map one hidden state to one hidden state")
+            if index and not torch.equal(call.hidden, self._layers[index - 1].result):  # type: ignore[arg-type]
+                raise self._no(f"layer {index} does not begin with what layer {index - 1} gave")
+            if argument := call.other_grown():
+                raise self._no(
+                    f"layer {index} takes more than the hidden state: {argument} is computed from parameters"
+                )
+
+    def head(self, candidates: list[str]) -> str:
+        """The linear map that runs last."""
+        called = [path for path in candidates if self._calls[path]]
+        if not called or not isinstance(self._small.get_submodule(called[-1]), nn.Linear):
+            raise self._no("it has no linear layer as a head, outside of its decoder")
+        return max(called, key=lambda path: self._calls[path][-1].begin)
+
+    def sort_parts(self, head: str) -> tuple[list[str], list[str], list[str]]:
+        """Paths before, after and beside the layers."""
+        first, last = self._layers[0].begin, self._layers[-1].end
+        before, after, support = [], [], []
+        taken = {tensor.data_ptr() for call in self._layers for tensor in call.other_tensors()}
+        for path in self._parts:
+            calls = self._calls[path]
+            bare = not any(True for _ in self._small.get_submodule(path).parameters())
+            if path == head:
+                continue
+            if not calls and not bare:
+                raise self._no(f"{path} has parameters but does not run in a forward pass")
+            gives = {tensor.data_ptr() for call in calls for tensor in call.outputs()}
+            if not calls or (bare and gives & taken):
+                support.append(path)
+            elif all(call.end < first for call in calls):
+                before.append(path)
+            elif all(call.begin > last for call in calls):
+                after.append(path)
+            else:
+                raise self._no(f"{path} runs between the layers")
+            if path not in support and len(calls) > 1:
+                raise self._no(f"{path} runs {len(calls)} times in a forward pass")
+        for paths in (before, after):
+            paths.sort(key=lambda path: self._calls[path][0].begin)
+        return before, after, support
+
+    def embedding(self, before: list[str]) -> str:
+        """The one that gets the tokens."""
+        given = [path for path in before if isinstance(self._small.get_submodule(path), nn.Embedding)]
+        tokens = [path for path in given if any(torch.equal(t, self._ids) for t in self._calls[path][0].inputs())]
+        if len(tokens) != 1:
+            raise self._no(f"{len(tokens)} modules embed the tokens ({', '.join(tokens) or 'none'})")
+        return tokens[0]
+
+    def width(self, path: str) -> int:
+        return self._calls[path][0].outputs()[0].shape[-1]
+
+    def sliding(self) -> list[bool]:
+        """By layer of the small copy."""
+        windows = {call.path: call.window for call in self._attended}
+        inside = [[w for path, w in windows.items() if path.startswith(f"{call.path}.")] for call in self._layers]
+        return [any(window is not None for window in of_layer) for of_layer in inside]
+
+    def attention_cap(self) -> float | None:
+        caps = {call.cap for call in self._attended}
+        return next(iter(caps)) if len(caps) == 1 else None
+
+    def scales_embedding(self, embedding: str) -> bool:
+        rows = self._small.get_submodule(embedding).weight.detach()[self._ids]
+        hidden = self._layers[0].hidden
+        assert hidden is not None
+        if rows.shape != hidden.shape:
+            return False
+        ratio = float((hidden.detach() * rows).sum() / (rows * rows).sum())
+        return abs(ratio - 1) > 1e-3 and bool(torch.allclose(hidden, rows * ratio, rtol=1e-4, atol=1e-6))
+
+    def prove(self, before: list[str], after: list[str], head: str) -> None:
+        """Run each layer, and what comes after, without the others. Raises ModelError where a bit differs."""
+        small, count = self._small, len(self._layers)
+        own = {
+            path: small.get_submodule(path) for path in [*before, *(call.path for call in self._layers), *after, head]
+        }
+        absent: dict[str, nn.Module] = {path: AbsentBefore(self.width(path), self._logits.dtype) for path in before}
+        absent |= {path: AbsentAfter() for path in [*after, head]}
+        absent |= {call.path: AbsentLayer(self.returns_tuples) for call in self._layers}
+        last = self._layers[-1].result
+        assert last is not None
+        try:
+            for index, call in enumerate(self._layers):
+                _put(small, {**absent, call.path: own[call.path]})
+                with Watch(small, [call.path], replace=call.hidden) as watch:
+                    self._run(f"layer {index} without the others")
+                if not (watch.calls and watch.calls[0].same_result(call)):
+                    raise self._no(
+                        f"layer {index} gives something else without the other layers: they share more than "
+                        "the hidden state"
+                    )
+            _put(small, {**absent, **{path: own[path] for path in [*after, head]}})
+            with Watch(small, [self._layers[count - 1].path], replace=last):
+                logits = self._run("the parts after the layers without those")
+        finally:
+            _put(small, own)
+        if not torch.equal(logits, self._logits):
+            raise self._no(f"{', '.join([*after, head])} without the layers do not give the model's logits")
+        form = HeadForm.of(small.config)
+        hidden = self._calls[head][0].hidden
+        assert hidden is not None
+        plain = form.apply(small.get_submodule(head)(hidden).float())
+        if not torch.allclose(plain, self._logits.float(), rtol=1e-5, atol=1e-6):
+            raise self._no(
+                f"its logits are not those of {head} with the scale {form.scale} and the cap {form.softcap}, "
+                "which is what the loss computes"
+            )
+
+    def _run(self, what: str) -> Tensor:
+        try:
+            return self._small(input_ids=self._ids, use_cache=False).logits
+        except Exception as error:  # whatever transformers' code makes of a missing neighbour
+            raise self._no(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _put(hf: nn.Module, modules: dict[str, nn.Module]) -> None:
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        hf.get_submodule(parent)._modules[name] = module
+
+
+def _layers(hf: Any, layer_list: str, sliding: list[bool]) -> Iterator[Layer]:
+    """The layers of the full model; those of the copy say which kinds there are."""
+    types = getattr(hf.config, "layer_types", None)
+    for index, (name, layer) in enumerate(hf.get_submodule(layer_list).named_children()):
+        path = f"{layer_list}.{name}"
+        of_type = "sliding" in types[index] or "chunked" in types[index] if types else all(sliding)
+        yield Layer(path=path, sliding=of_type, experts=_experts(hf, path, layer))
+
+
+def _experts(hf: Any, path: str, layer: nn.Module) -> Experts | None:
+    """Weights of several experts are one 3-D parameter, or a list of modules that are all alike."""
+    for inner, module in layer.named_modules():
+        count = _expert_count(module)
+        if not count or not inner:
+            continue
+        block_name = inner.rpartition(".")[0]
+        block = layer.get_submodule(block_name)
+        routers: list[str] = []
+        shared: list[str] = []
+        for child, sibling in block.named_children():
+            if sibling is module or not any(True for _ in sibling.parameters()):
+                continue
+            weight = getattr(sibling, "weight", None)
+            is_router = isinstance(weight, nn.Parameter) and weight.dim() == 2 and weight.shape[0] == count
+            (routers if is_router else shared).append(_join(path, block_name, child))
+        if len(routers) != 1:
+            raise ModelError(
+                f"model: {path}.{inner} holds {count} experts, but {len(routers)} modules beside it choose."
+            )
+        top_k = getattr(hf.get_submodule(routers[0]), "top_k", None) or getattr(block, "top_k", None)
+        top_k = top_k or getattr(hf.config, "num_experts_per_tok", None)
+        if not isinstance(top_k, int):
+            raise ModelError(f"model: how many of its {count} experts a token of {path} goes to is not to be found.")
+        return Experts(
+            block=_join(path, block_name),
+            router=routers[0],
+            experts=_join(path, inner),
+            count=count,
+            top_k=top_k,
+            shared=tuple(shared),
+        )
+    return None
+
+
+def _expert_count(module: nn.Module) -> int:
+    """0: it holds no experts."""
+    direct = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
+    if direct and len(set(direct)) == 1:
+        return direct[0]
+    if isinstance(module, nn.ModuleList) and len(module) > 1:
+        widths = [sum(p.dim() == 2 for p in child.parameters()) for child in module]
+        if len({type(child) for child in module}) == 1 and min(widths) >= 2:
+            return len(module)
+    return 0
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)

@@ -1,0 +1,198 @@
+"""Watching a small copy of a model run: which modules run when, what they get and give, what attention sees."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.errors import ModelError
+from llmtrain.models.shrink import shrunk_config, without_dropout
+
+_NAME = "llmtrain_probe"
+"""Of the attention function that watches."""
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One run of a module."""
+
+    path: str
+    begin: int
+    """Its place among all beginnings and ends."""
+    end: int = -1
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    output: Any = None
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """The hidden state that it gets."""
+        first = self.args[0] if self.args else self.kwargs.get("hidden_states")
+        return first if isinstance(first, Tensor) and first.dim() == 3 else None
+
+    @property
+    def result(self) -> Tensor | None:
+        """The hidden state that it gives."""
+        given = self.output[0] if isinstance(self.output, tuple) and self.output else self.output
+        return given if isinstance(given, Tensor) and given.dim() == 3 else None
+
+    def same_result(self, other: Call) -> bool:
+        """To the bit."""
+        return self.result is not None and other.result is not None and torch.equal(self.result, other.result)
+
+    def inputs(self) -> list[Tensor]:
+        return list(_tensors([self.args, self.kwargs]))
+
+    def outputs(self) -> list[Tensor]:
+        return list(_tensors(self.output))
+
+    def other_tensors(self) -> list[Tensor]:
+        """All inputs but the hidden state."""
+        return [tensor for tensor in self.inputs() if tensor is not self.hidden]
+
+    def other_grown(self) -> str:
+        """An input besides the hidden state that parameters have a part in; "" if there is none."""
+        named = [(f"argument {i}", value) for i, value in enumerate(self.args)] + list(self.kwargs.items())
+        for name, value in named:
+            if any(t.requires_grad and t is not self.hidden for t in _tensors(value)):
+                return name
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended:
+    """One call of the attention function."""
+
+    path: str
+    """Module that called."""
+    query: Tensor
+    """[B, heads, T, size]"""
+    key: Tensor
+    """[B, key/value heads, T, size]"""
+    value: Tensor
+    output: Tensor
+    """[B, T, heads, size]"""
+    window: int | None
+    cap: float | None
+
+
+class Watch:
+    """Records the calls of some modules while it is entered; `replace`: the hidden state that they get instead."""
+
+    def __init__(self, hf: nn.Module, paths: list[str], replace: Tensor | None = None) -> None:
+        self.calls: list[Call] = []
+        self._hf, self._paths, self._replace, self._clock = hf, paths, replace, 0
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Watch:
+        for path in self._paths:
+            module = self._hf.get_submodule(path)
+            self._handles.append(module.register_forward_pre_hook(self._begin(path), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._end(path), with_kwargs=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _begin(self, path: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._replace is not None:
+                args, kwargs = _with_hidden(args, kwargs, self._replace)
+            self.calls.append(Call(path=path, begin=self._tick(), args=args, kwargs=kwargs))
+            return args, kwargs
+
+        return hook
+
+    def _end(self, path: str) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            call = next(call for call in reversed(self.calls) if call.path == path and call.end < 0)
+            call.end, call.output = self._tick(), output
+
+        return hook
+
+
+def _with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def probe_copy(hf: Any) -> Any:
+    """A small real copy on the CPU in fp32, with random parameters and no dropout, whose class is the model's own.
+
+    Raises ModelError.
+    """
+    config = without_dropout(shrunk_config(hf.config))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            small = type(hf)._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
+    except Exception as error:  # whatever a configuration with other numbers makes transformers or torch raise
+        raise ModelError(f"model: no small copy of {type(hf).__name__} can be built: {error}") from error
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            spread = 0.5 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+    return small.eval()
+
+
+@contextlib.contextmanager
+def attention_seen(small: Any) -> Iterator[list[Attended]]:
+    """Let the model's attention go through a function that records its calls; models with code of their own do not."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    calls: list[Attended] = []
+    paths = {id(module): path for path, module in small.named_modules()}
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        output = _attention(query, key, value, mask, kwargs.get("scaling"), kwargs.get("softcap"))
+        window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
+        calls.append(
+            Attended(path=paths[id(module)], query=query, key=key, value=value, output=output, window=window, cap=cap)
+        )
+        return output, None
+
+    ALL_ATTENTION_FUNCTIONS[_NAME] = attend
+    ALL_MASK_ATTENTION_FUNCTIONS[_NAME] = eager_mask
+    before = small.config._attn_implementation
+    small.config._attn_implementation = _NAME
+    try:
+        yield calls
+    finally:
+        small.config._attn_implementation = before
+        del ALL_ATTENTION_FUNCTIONS[_NAME], ALL_MASK_ATTENTION_FUNCTIONS[_NAME]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None, cap: float | None) -> Tensor:
+    """[B, T, heads, size]; keys and values may have fewer heads."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if cap:
+        scores = torch.tanh(scores / cap) * cap
+    if isinstance(mask, Tensor):
+        scores = scores + mask[..., : key.shape[2]]
+    return (scores.softmax(-1) @ value).transpose(1, 2)
