@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("llmtrain.config.commands", "check a run's configuration, or show it resolved"),
     "prepare": ("llmtrain.data.prepare", "make a data folder from text, code, jsonl, parquet"),
     "train": ("llmtrain.train", "train (started by `deepspeed ... launch/train.py` on many ranks)"),
+    "parity": ("llmtrain.parity.command", "hold a small copy of a run against plain PyTorch in one process"),
     "generate": ("llmtrain.generate", "print a continuation of a prompt"),
     "report": ("llmtrain.tracking.report", "draw a run's loss, throughput and memory"),
     "checkpoint": ("llmtrain.checkpoint.commands", "list, verify and export checkpoints"),

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("checkpoint",),
     ("sites",),
-    ("begin", "generate", "saving"),
+    ("begin", "generate", "parity", "saving"),
     ("finish",),
     ("loop",),
     ("train",),

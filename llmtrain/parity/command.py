@@ -1,0 +1,170 @@
+"""`llmtrain parity RUN.yaml`: a small copy of the run under its own DeepSpeed JSON against plain PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config.load import parse
+from llmtrain.config.problems import stop
+from llmtrain.config.run import ResolvedRun
+from llmtrain.parity.compare import Verdict, compare
+from llmtrain.parity.plan import Wanted, degrees_text, resolve_in, small_run, usual_ranks, wanted
+from llmtrain.parity.ranks import WORKER, RankError, Ranks, ending_on_sigterm
+
+DESCRIPTION = """\
+Train a small copy of the run's model under the run's own DeepSpeed JSON, on a few ranks of this machine, and compare
+each step with plain PyTorch in one process. Needs no data, no weights and no GPU. Exit code 0: the same training;
+1: it parts, and where is said; 2: a mistake in the run."""
+
+
+def main(argv: list[str], worker: str = WORKER) -> int:
+    """Returns 0 if every comparison passes, else 1. `worker`: the module that each rank runs. Raises UserError."""
+    args, overrides = _arguments(argv)
+    parsed = parse(["--config", args.run, *overrides], check_paths=False)
+    user = wanted(parsed.run, parsed.places)
+    worlds = args.ranks or usual_ranks(user.degrees)
+    from llmtrain.parity.small import small_model  # from here on it takes torch's seconds
+
+    cpu = _on_cpu(args.device, max(worlds))
+    if cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    model, shrunk_by = small_model(user.run.model, user.degrees)
+    print(f"{args.run} with {user.run.deepspeed}: {_words(model)}, {args.steps} steps", flush=True)
+    passed = True
+    with ending_on_sigterm():
+        for ranks in worlds:
+            with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as folder:
+                run = small_run(user, model, shrunk_by, ranks, args.steps, cpu=cpu)
+                plans = {
+                    precision: resolve_in(Path(folder), user, run, shrunk_by, ranks, precision)
+                    for precision in _precisions(user, cpu)
+                }
+                passed = _check(Path(folder), user, plans, args.steps, cpu, worker) and passed
+    print("PASS" if passed else "FAIL", flush=True)
+    return 0 if passed else 1
+
+
+def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int, cpu: bool, worker: str) -> bool:
+    """One world size: start the ranks, make the references meanwhile, compare."""
+    import torch
+
+    from llmtrain.parity.reference import orders, train_plainly
+    from llmtrain.parity.trace import Trace
+    from llmtrain.parity.worker import PLAN
+
+    one = next(iter(plans.values()))
+    device = torch.device("cpu" if cpu else "cuda")
+    print(f"{one.world_size} ranks on {device.type} ({degrees_text(one.degrees)})", flush=True)
+    (folder / PLAN).write_bytes(pickle.dumps((plans, steps)))
+    try:
+        with Ranks(folder, one.world_size, cpu=cpu, module=worker) as ranks:
+            torch.set_num_threads(1)  # small matrices, and the ranks want the cores
+            references = {
+                name: [train_plainly(resolved, steps, order, device) for order in orders(resolved)]
+                for name, resolved in plans.items()
+            }
+            ranks.wait()
+    except RankError as error:
+        print(f"  FAIL  {error}", flush=True)
+        return False
+    passed = True
+    for name, resolved in plans.items():
+        got = Trace.load(str(folder / f"{name}.trace"))
+        split = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
+        verdict = compare(got, references[name], fp32=name == "fp32", split=split)
+        instead = (
+            f" in place of {user.precision}, which DeepSpeed has on GPUs only"
+            if name != user.precision and name != "fp32"
+            else ""
+        )
+        print("\n".join(report(f"{name} against plain PyTorch in {name}{instead}", verdict)), flush=True)
+        passed = passed and verdict.passed
+    return passed
+
+
+def report(title: str, verdict: Verdict) -> list[str]:
+    """The lines of one comparison."""
+    lines = [f"  {'PASS' if verdict.passed else 'FAIL'}  {title}"]
+    for kind, worst in verdict.worst.items():
+        where = f"step {worst.step}" + ("" if kind == worst.what else f", {worst.what}")
+        lines.append(f"        {kind:<13}  {worst.got:.1e} of {worst.tolerated:.1e}  ({where})")
+    if verdict.first:
+        lines.append(f"        first parts at step {verdict.first[0].step}:")
+        for one in verdict.first[:4]:
+            note = f": {one.note}" if one.note else ""
+            lines.append(f"          {one.what}{note}  differs by {one.got:.2e}, tolerated {one.tolerated:.1e}")
+        if len(verdict.first) > 4:
+            lines.append(f"          and {len(verdict.first) - 4} more")
+    if verdict.hint:
+        lines.append(f"        likely: {verdict.hint}")
+    return lines
+
+
+def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own arguments, and the run's overrides."""
+    parser = argparse.ArgumentParser(
+        prog="llmtrain parity",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Other --SECTION.FIELD VALUE pairs override the YAML, as in `llmtrain config check`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN.yaml")
+    parser.add_argument(
+        "--ranks",
+        type=_whole_numbers,
+        metavar="N,N",
+        help="world sizes; default: the smallest that the JSON's degrees allow, and twice that",
+    )
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: cuda with a GPU for each rank, else cpu",
+    )
+    args, overrides = parser.parse_known_args(argv)
+    if not 1 <= args.steps <= 1000:
+        raise stop("--steps", args.steps, "must be from 1 to 1000", "write --steps 20", "command line")
+    return args, overrides
+
+
+def _whole_numbers(text: str) -> list[int]:
+    numbers = [int(word) for word in text.split(",")]
+    if min(numbers) < 1:
+        raise ValueError(text)
+    return numbers
+
+
+def _on_cpu(wish: str, ranks: int) -> bool:
+    if wish == "cpu":
+        return True
+    import torch
+
+    there = torch.cuda.device_count()
+    if wish == "cuda" and there < ranks:
+        rule = f"{ranks} ranks need a GPU each, and this machine has {there}"
+        raise stop("--device", wish, rule, "use --device cpu, or fewer --ranks", "command line")
+    return there < ranks
+
+
+def _precisions(user: Wanted, cpu: bool) -> list[str]:
+    own = "bf16" if user.precision == "fp16" and cpu else user.precision
+    return list(dict.fromkeys(["fp32", own]))
+
+
+def _words(model: dict[str, Any]) -> str:
+    heads = model.get("num_attention_heads") or model.get("n_head")
+    parts = [
+        str(model["model_type"]),
+        f"{model.get('num_hidden_layers') or model.get('n_layer')} layers",
+        f"width {model.get('hidden_size') or model.get('n_embd')}",
+        f"{heads} / {model.get('num_key_value_heads') or heads} heads",
+        "tied" if model.get("tie_word_embeddings") else "untied",
+    ]
+    return ", ".join(parts)

@@ -1,0 +1,163 @@
+"""From the user's run to small runs that compute in the same way. No torch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, replace
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from llmtrain.config import ds_json
+from llmtrain.config.deepspeed import DEGREE_KEYS, read_facts
+from llmtrain.config.join import join_values
+from llmtrain.config.problems import Places, Problems
+from llmtrain.config.resolve import resolve
+from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
+from llmtrain.errors import ConfigError
+from llmtrain.topology import Degrees
+
+LR = 1e-3
+"""Of every parity check: what a rounding error becomes in AdamW is proportional to it, and so the tolerances."""
+_LENGTH = 32
+_MICRO_BATCH = 2
+_ACCUMULATION = 4
+# In elements: they decide how many buckets and which parameters stay gathered, so they shrink with the model.
+_SIZES = {
+    "reduce_bucket_size": 500_000_000,
+    "allgather_bucket_size": 500_000_000,
+    "sub_group_size": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+}
+"""Key of zero_optimization -> DeepSpeed's default (runtime/zero/config.py)."""
+# What the YAML side of the small run says instead.
+_DROPPED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "data_parallel_size",
+)
+_NOT_IN_FP32 = ("bf16", "bfloat16", "fp16", "data_types", "communication_data_type")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The user's run as far as a small run takes after it."""
+
+    run: RunConfig
+    """YAML and JSON joined."""
+    tree: dict[str, Any]
+    """The JSON."""
+    degrees: Degrees
+    """As the JSON asks for them; data is 1."""
+    precision: str
+
+
+def wanted(run: RunConfig, places: Places) -> Wanted:
+    """Read the run's JSON and join it. Raises ConfigError."""
+    problems = Problems()
+    tree = ds_json.read(run.deepspeed)
+    ds_json.lint(tree, run.deepspeed, problems)
+    problems.raise_if_any()
+    run, _ = join_values(run, tree, places, problems)
+    facts = read_facts(tree, run.deepspeed, run, problems)
+    problems.raise_if_any()
+    return Wanted(run=run, tree=tree, degrees=facts.degrees, precision=facts.precision)
+
+
+def usual_ranks(degrees: Degrees) -> list[int]:
+    """World sizes to check when nobody says which: the smallest that the degrees allow, and twice as many."""
+    smallest = lcm(degrees.world_size, degrees.world_size * degrees.expert)
+    return [2] if smallest == 1 else [smallest, 2 * smallest]
+
+
+def small_run(
+    wanted: Wanted, model: dict[str, Any], shrunk_by: float, ranks: int, steps: int, *, cpu: bool
+) -> RunConfig:
+    """The user's run with a small model, few short sequences and `steps` steps; all else as it is.
+
+    Args:
+        model: fields of the small model's config.json.
+        shrunk_by: its parameters over those of the user's model.
+    """
+    run, degrees = wanted.run, wanted.degrees
+    data_parallel = max(1, ranks // degrees.world_size)
+    micro = run.train.micro_batch or _MICRO_BATCH
+    accumulation = run.train.accumulation or 1
+    if run.train.accumulation is None and run.train.micro_batch is not None and run.train.global_batch is not None:
+        accumulation = max(1, run.train.global_batch // (micro * data_parallel))
+    length = lcm(_LENGTH, degrees.sequence * degrees.tensor)
+    small = replace(run.model, pretrained=None, config=model, loss_chunk_tokens=min(40, run.model.loss_chunk_tokens))
+    if cpu:  # the GPU's attention, and a compiler that takes a minute
+        attention = "sdpa" if run.model.attention.startswith("flash") else run.model.attention
+        small = replace(small, attention=attention, compile_layers=False)
+    return replace(
+        run,
+        model=small,
+        data=DataConfig(
+            path="(synthetic tokens)",
+            sequence_length=length,
+            mask_document_starts=run.data.mask_document_starts,
+            isolate_documents=run.data.isolate_documents,
+        ),
+        optim=replace(run.optim, lr=LR),
+        schedule=replace(run.schedule, warmup_steps=min(2, run.schedule.warmup_steps), decay_steps=None),
+        train=replace(
+            run.train,
+            global_batch=None,
+            micro_batch=min(_MICRO_BATCH, micro),
+            accumulation=min(max(_ACCUMULATION, 2 * degrees.pipeline), accumulation),
+            max_steps=steps,
+            max_tokens=None,
+            max_minutes=None,
+        ),
+        fault=replace(run.fault, timeout_s=min(120.0, run.fault.timeout_s)),
+    )
+
+
+def resolve_in(
+    folder: Path, wanted: Wanted, run: RunConfig, shrunk_by: float, ranks: int, precision: str
+) -> ResolvedRun:
+    """The small run under the user's JSON, in the precision "fp32", "bf16" or "fp16". Raises ConfigError."""
+    tree = small_tree(wanted.tree, shrunk_by, precision)
+    path = folder / f"{precision}.json"
+    path.write_text(json.dumps(tree))
+    try:
+        resolved = resolve(replace(run, deepspeed=str(path)), ranks, "--ranks")
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(str(path), run.deepspeed)) from None
+    return resolved
+
+
+def small_tree(tree: dict[str, Any], shrunk_by: float, precision: str) -> dict[str, Any]:
+    """The JSON of the small run."""
+    tree = {key: copy.deepcopy(value) for key, value in tree.items() if key not in _DROPPED}
+    zero = tree.get("zero_optimization")
+    if isinstance(zero, dict):
+        for key, default in _SIZES.items():
+            given = zero.get(key, default)
+            number = default if given == "auto" or not isinstance(given, (int, float)) else given
+            zero[key] = max(1, round(number * shrunk_by / 2)) * 2  # DeepSpeed wants even ones
+    if precision == "fp32":
+        for key in _NOT_IN_FP32:
+            tree.pop(key, None)
+    elif precision == "bf16" and "fp16" in tree:  # in place of fp16, which DeepSpeed does not have on a CPU
+        tree.pop("fp16")
+        tree["bf16"] = {"enabled": True}
+    elif precision == "fp16":
+        # A small model needs no larger scale, and a step that is skipped to find the scale has nothing to compare.
+        tree["fp16"] = {**tree["fp16"], "initial_scale_power": 8}
+    return tree
+
+
+def degrees_text(degrees: Degrees) -> str:
+    """Such as "pipeline.stages 2, data-parallel 2"."""
+    named = [f"{key} {getattr(degrees, name)}" for name, key in DEGREE_KEYS.items() if getattr(degrees, name) > 1]
+    return ", ".join([*named, f"data-parallel {degrees.data}"])

@@ -1,0 +1,198 @@
+"""The other side of the comparison: transformers' model and logits, plain PyTorch, one process.
+
+Nothing here comes from the engine, the loss, the loader's way of dealing rows or the optimizers of a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmtrain.config.run import OptimConfig, ResolvedRun
+from llmtrain.engine.step import learning_rate_factor
+from llmtrain.models.build import DTYPES, load_config
+from llmtrain.parity.start import LoudSource
+from llmtrain.parity.tokens import Tokens
+from llmtrain.parity.trace import Trace
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order of summation. All of them are the same mathematics."""
+
+    pieces: int
+    """The global batch goes through the model in so many pieces of equally many rows."""
+    reverse: bool
+    """The last row first."""
+    attention: str
+    """transformers' implementation: they round at other places."""
+
+
+def orders(resolved: ResolvedRun) -> list[Order]:
+    """All rows at once; in as many pieces as the run has micro-batches, backwards; row by row."""
+    train = resolved.run.train
+    rows = train.global_batch or 1
+    few = (train.accumulation or 1) * resolved.data_parallel
+    return [Order(1, False, "eager"), Order(few, True, "sdpa"), Order(rows, False, "sdpa")]
+
+
+def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch.device) -> Trace:
+    """The same training in the run's precision: fp32 masters, model and gradients in that precision."""
+    from transformers import AutoModelForCausalLM
+
+    run = resolved.run
+    config = load_config(run.model)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=order.attention, dtype=torch.float32).to(
+        device
+    )
+    source = LoudSource(run.model, run.train.seed, torch.device("cpu"))
+    masters = {name: _value(source, name).to(device) for name, _ in model.named_parameters()}
+    model.to(DTYPES[resolved.precision])
+    _keep_buffers(model, config, device)
+    optimizer = PlainOptimizer(model, masters, run.optim)
+    tokens = Tokens(run.data, config.get_text_config().vocab_size)
+    trace = Trace()
+    trace.parameters.append({name: value.cpu().clone() for name, value in masters.items()})
+    for step in range(steps):
+        _copy(masters, model)
+        loss = _forward_backward(model, tokens, resolved, step, order, device)
+        norm = optimizer.step(learning_rate_factor(run.schedule, step, resolved.max_steps))
+        trace.losses.append(loss)
+        if run.optim.name != "muon":  # there DeepSpeed reports the norm of the update
+            trace.norms.append(norm)
+        trace.parameters.append({name: value.cpu().clone() for name, value in masters.items()})
+    return trace
+
+
+def _value(source: LoudSource, name: str) -> Tensor:
+    shape = source.shape(name)
+    return source.read(name, 0, math.prod(shape)).detach().reshape(shape).clone()
+
+
+def _keep_buffers(model: nn.Module, config: Any, device: torch.device) -> None:
+    """Rotary frequencies stay in fp32, as transformers keeps them when it loads a model in another precision."""
+    from transformers import AutoModelForCausalLM
+
+    exact = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.data = exact[name].to(device)
+
+
+@torch.no_grad()
+def _copy(masters: dict[str, Tensor], model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(masters[name])
+        parameter.grad = None
+
+
+def _forward_backward(
+    model: Any, tokens: Tokens, resolved: ResolvedRun, step: int, order: Order, device: torch.device
+) -> float:
+    """Gradients of the mean over all counted tokens of the global batch; returns that mean (nats)."""
+    count = resolved.run.train.global_batch or 1
+    rows = list(range(step * count, (step + 1) * count))
+    if order.reverse:
+        rows.reverse()
+    pairs = [tokens.sequence(row) for row in rows]
+    inputs = torch.stack([torch.from_numpy(pair[0]) for pair in pairs]).to(device)
+    labels = torch.stack([torch.from_numpy(pair[1]) for pair in pairs]).to(device)
+    counted = int((labels >= 0).sum())
+    total = 0.0
+    for some_inputs, some_labels in zip(inputs.chunk(order.pieces), labels.chunk(order.pieces), strict=True):
+        losses = [_loss_sum(model, *document) for document in _documents(some_inputs, some_labels, tokens)]
+        loss = torch.stack(losses).sum()
+        (loss / counted).backward()
+        total += loss.item()
+    return total / counted
+
+
+def _documents(inputs: Tensor, labels: Tensor, tokens: Tokens) -> Iterator[tuple[Tensor, Tensor]]:
+    """What goes through the model at once. With data.isolate_documents each document goes alone, as a sequence of its
+    own: no mask and no position has to be right for that."""
+    if not tokens.isolate_documents:
+        yield inputs, labels
+        return
+    for row, row_labels in zip(inputs, labels, strict=True):
+        ends = [int(place) + 1 for place in (row == tokens.separator_id).nonzero()]
+        begins = [0, *ends]
+        for begin, end in zip(begins, [*ends, len(row)], strict=True):
+            if end > begin:
+                yield row[begin:end].unsqueeze(0), row_labels[begin:end].unsqueeze(0)
+
+
+def _loss_sum(model: Any, inputs: Tensor, labels: Tensor) -> Tensor:
+    logits = model(input_ids=inputs, use_cache=False).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+class PlainOptimizer:
+    """AdamW or Muon, and clipping, from their definitions, on fp32 masters."""
+
+    def __init__(self, model: nn.Module, masters: dict[str, Tensor], optim: OptimConfig) -> None:
+        self._named = dict(model.named_parameters())
+        self._masters = masters
+        self._optim = optim
+        self._first = {name: torch.zeros_like(value) for name, value in masters.items()}
+        self._second = {name: torch.zeros_like(value) for name, value in masters.items()}
+        self._steps = 0
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+        layers = max(lists, key=lambda m: sum(1 for _ in m.parameters()))
+        inside = {id(p) for p in layers.parameters() if p.dim() >= 2}
+        self._muon = {n for n, p in self._named.items() if optim.name == "muon" and id(p) in inside}
+
+    @torch.no_grad()
+    def step(self, lr_factor: float) -> float:
+        """One update; returns the global gradient norm before clipping."""
+        optim = self._optim
+        grads = {n: torch.zeros_like(m) if (g := self._named[n].grad) is None else g.float()
+                 for n, m in self._masters.items()}  # fmt: skip
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+        if optim.clip_norm and norm > optim.clip_norm:
+            grads = {name: grad * (optim.clip_norm / norm) for name, grad in grads.items()}
+        self._steps += 1
+        for name, grad in grads.items():
+            if name in self._muon:
+                self._muon_update(name, grad, optim.muon_lr * lr_factor)
+            else:
+                self._adamw_update(name, grad, (optim.lr or 0.0) * lr_factor)
+        return norm
+
+    def _decay(self, value: Tensor, lr: float) -> None:
+        if value.dim() >= 2:
+            value.mul_(1 - lr * (self._optim.weight_decay or 0.0))
+
+    def _adamw_update(self, name: str, grad: Tensor, lr: float) -> None:
+        """Loshchilov and Hutter, arXiv 1711.05101, algorithm 2."""
+        assert self._optim.betas is not None
+        first_rate, second_rate = self._optim.betas
+        value, first, second = self._masters[name], self._first[name], self._second[name]
+        self._decay(value, lr)
+        first.mul_(first_rate).add_(grad, alpha=1 - first_rate)
+        second.mul_(second_rate).addcmul_(grad, grad, value=1 - second_rate)
+        mean = first / (1 - first_rate**self._steps)
+        root = (second / (1 - second_rate**self._steps)).sqrt()
+        value.sub_(lr * mean / (root + (self._optim.eps or 0.0)))
+
+    def _muon_update(self, name: str, grad: Tensor, lr: float) -> None:
+        """Nesterov momentum, orthogonalised (https://kellerjordan.github.io/posts/muon/), scaled for tall matrices."""
+        value, momentum, rate = self._masters[name], self._first[name], self._optim.muon_momentum
+        momentum.lerp_(grad, 1 - rate)
+        update = orthogonalised(grad.lerp(momentum, rate))
+        self._decay(value, lr)
+        value.sub_(lr * math.sqrt(max(1.0, value.shape[-2] / value.shape[-1])) * update)
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """Five steps of the quintic Newton-Schulz iteration towards U V^T of matrix = U S V^T, in fp32."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x

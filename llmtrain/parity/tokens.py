@@ -1,0 +1,43 @@
+"""Synthetic sequences: documents of unequal length, rows in which unequally many tokens count."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmtrain.config.run import DataConfig
+from llmtrain.data.packing import IGNORED, TrainData, labels_of
+
+_SEED = 20_261_121
+_COPY_FROM = 5  # so many tokens back: what attention can learn
+
+
+class Tokens(TrainData):
+    """Sequences for the loader without a prepared folder: sequence k is a function of k alone.
+
+    A token follows from the one before it, or repeats one a few places back, or is random: so the embedding, the
+    layers and attention all have something to learn in a few steps, and a fault in any of them shows.
+    """
+
+    def __init__(self, config: DataConfig, vocab_size: int) -> None:  # the base class opens folders
+        assert vocab_size >= 8, vocab_size
+        self.sequence_length = config.sequence_length
+        self.mask_document_starts = config.mask_document_starts
+        self.isolate_documents = config.isolate_documents
+        self.vocab_size = vocab_size
+        self.separator_id = vocab_size - 1
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, labels), int64 [T] each. From a place on that depends on the index no label counts."""
+        draw = np.random.default_rng((_SEED, index))
+        ordinary, length = self.vocab_size - 1, self.sequence_length
+        tokens = draw.integers(0, ordinary, length + 1)
+        choice = draw.random(length + 1)
+        for place in range(1, length + 1):
+            if choice[place] < 0.5:
+                tokens[place] = (tokens[place - 1] * 7 + 3) % ordinary
+            elif choice[place] < 0.75 and place >= _COPY_FROM:
+                tokens[place] = tokens[place - _COPY_FROM]
+        tokens[np.flatnonzero(draw.random(length + 1) < 3 / length)] = self.separator_id
+        inputs, labels = labels_of(tokens, self.separator_id, self.mask_document_starts)
+        labels[length // 4 + int(draw.integers(0, length)) :] = IGNORED
+        return inputs, labels

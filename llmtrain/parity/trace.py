@@ -1,0 +1,29 @@
+"""What a small training left behind, whoever ran it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Trace:
+    """Losses and gradient norms of each step, and all parameters after each."""
+
+    losses: list[float] = field(default_factory=list)
+    """Mean loss over the counted tokens of the global batch, in nats, before the step's update."""
+    norms: list[float] = field(default_factory=list)
+    """Global gradient norm before clipping. Empty in a reference whose run reports another (Muon)."""
+    parameters: list[dict[str, Tensor]] = field(default_factory=list)
+    """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ..."""
+    skipped: list[int] = field(default_factory=list)
+    """Steps whose update the engine left out."""
+
+    def save(self, path: str) -> None:
+        torch.save(vars(self), path)
+
+    @classmethod
+    def load(cls, path: str) -> Trace:
+        return cls(**torch.load(path, weights_only=True))

@@ -1,0 +1,146 @@
+"""One rank of a parity check: the engine, the loader and the step of a real run, on a small model.
+
+`python -m llmtrain.parity.worker FOLDER` with a launcher's environment; FOLDER holds the plan and takes the traces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.config.run import ResolvedRun
+from llmtrain.data.loader import TrainLoader
+from llmtrain.engine.build import Ranks, build_engine, check_device, join_process_group
+from llmtrain.engine.control import Agree, together
+from llmtrain.engine.fragments import PARAM, fragments, owned, refresh, whole_shapes
+from llmtrain.engine.step import Stepper, learning_rate_factor, seed_step
+from llmtrain.engine.weights import fill_parameters, prove_weights
+from llmtrain.errors import UserError
+from llmtrain.models.build import facts
+from llmtrain.models.forms import build_model
+from llmtrain.models.mesh import mesh_of
+from llmtrain.parity.start import LoudSource
+from llmtrain.parity.tokens import Tokens
+from llmtrain.parity.trace import Trace
+
+PLAN = "plan.pickle"
+
+
+def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
+    """`steps` steps of the run, as loop.py does them; parameters are put together on rank 0, empty elsewhere.
+
+    Raises: UserError, on all ranks alike.
+    """
+    run, mesh = resolved.run, mesh_of(resolved.degrees)
+    with together(ranks):
+        check_device(resolved)
+        model = build_model(resolved, ranks.device, mesh)
+    engine = build_engine(model, resolved, mesh)
+    stepper = Stepper(engine, ranks, mesh)
+    source = LoudSource(run.model, run.train.seed, torch.device("cpu"))
+    with together(ranks):
+        fill_parameters(engine, source)
+    with together(ranks):
+        refresh(engine)
+        prove_weights(engine, source, ranks)
+    trace = Trace(parameters=[whole_parameters(engine, ranks)])
+    agree = Agree(ranks)
+    with TrainLoader(
+        Tokens(run.data, facts(run.model).vocab_size),
+        global_batch=run.train.global_batch or 0,
+        micro_batch=run.train.micro_batch or 0,
+        accumulation=run.train.accumulation or 0,
+        rank=mesh.place.data,
+        data_parallel=resolved.data_parallel,
+    ) as loader:
+        for step in range(steps):
+            batch = next(loader)
+            agreement = agree.start(
+                counted_tokens=batch.counted_tokens if mesh.place.leads else 0,
+                stop=False,
+                time_up=False,
+                save=False,
+                save_status=(False, False),
+            )
+            seed_step(run.train.seed, step, ranks.rank)
+            result = stepper.step(batch, agreement, learning_rate_factor(run.schedule, step, resolved.max_steps))
+            trace.losses.append(stepper.global_loss(result.local_loss_sum, agreement().counted_tokens))
+            trace.norms.append(math.nan if result.grad_norm is None else float(result.grad_norm))
+            trace.parameters.append(whole_parameters(engine, ranks))
+            if result.skipped:
+                trace.skipped.append(step + 1)
+    engine.destroy()
+    return trace
+
+
+@torch.no_grad()
+def whole_parameters(engine: object, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The fp32 masters put together from the slices that the ranks own, on rank 0; empty on the others.
+
+    What no rank owns is NaN, and so differs from everything.
+    """
+    mine = [
+        (f.name, start, values.detach().cpu())
+        for f in fragments(engine)
+        if f.kind == PARAM
+        for start, values in [owned(f)]
+    ]
+    parts: list[list[tuple[str, int, torch.Tensor]]] | None = [[]] * ranks.world_size if ranks.rank == 0 else None
+    dist.gather_object([(n, s, v.clone()) for n, s, v in mine], parts, group=ranks.control)
+    if parts is None:
+        return {}
+    whole = {name: torch.full(shape, float("nan")) for name, shape in whole_shapes(engine).items()}
+    for name, start, values in (piece for part in parts for piece in part):
+        whole[name].view(-1)[start : start + values.numel()] = values
+    return whole
+
+
+def main(argv: list[str]) -> int:
+    """All trainings of the plan on this rank. What went wrong is left in FOLDER for the command to tell."""
+    _end_with_parent()
+    folder = Path(argv[0])
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    rank = int(os.environ["RANK"])
+    try:
+        plans, steps = pickle.loads((folder / PLAN).read_bytes())  # the command wrote it, into a folder of its own
+        ranks = join_process_group(120.0)
+        for name, resolved in plans.items():
+            trace = train_small(resolved, steps, ranks)
+            if ranks.rank == 0:
+                trace.save(str(folder / f"{name}.part"))
+                (folder / f"{name}.part").rename(folder / f"{name}.trace")
+        dist.barrier(group=ranks.control)
+    except BaseException as error:
+        told = {"time": time.time(), "rank": rank, "text": traceback.format_exc(), "user": None}
+        if isinstance(error, UserError):
+            told["user"] = str(error)
+        (folder / f"error-{rank}.json").write_text(json.dumps(told))
+        os._exit(1)  # the others wait in a collective: no destructor may join them
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to kill this process when the command dies, however it dies (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        set_parent_death_signal = 1  # sys/prctl.h: PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
