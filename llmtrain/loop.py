@@ -24,7 +24,8 @@ from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, 
 from llmtrain.engine.build import Ranks, build_engine, check_device, join_process_group
 from llmtrain.engine.control import Agree, AgreedError, Wishes, together
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step, refresh
-from llmtrain.engine.step import Stepper, StepResult, learning_rate_factor, seed_step
+from llmtrain.engine.pipeline_step import make_stepper
+from llmtrain.engine.step import StepResult, learning_rate_factor, seed_step
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import TrainingStopped
 from llmtrain.finish import finish
@@ -68,7 +69,7 @@ class Training:
         with together(ranks):
             model = build_model(resolved, ranks.device, self.mesh)
         self.engine = build_engine(model, resolved, self.mesh)
-        self.stepper = Stepper(self.engine, ranks, self.mesh)
+        self.stepper = make_stepper(self.engine, ranks, self.mesh)
         self.position = Position()
         self.wandb_id = _from_rank_0(ranks, new_run_id)
         self.started_s = time.monotonic()

@@ -69,6 +69,7 @@ class Stepper:
         self.engine = engine
         self._ranks = ranks
         self._mesh = mesh
+        self._own_tokens = int(mesh.place.tensor == 0)  # the ranks of a tensor-parallel group have the same loss
         self._attention = _attention_order(ranks.device)
 
     def forward_backward(self, micro: MicroBatch, agreement: Callable[[], Agreement]) -> Tensor:
@@ -113,9 +114,13 @@ class Stepper:
         )
 
     def _update(self) -> None:
-        """DeepSpeed's step. Raises TrainingStopped, on all ranks alike, when fp16 has no smaller loss scale left."""
+        """DeepSpeed's step."""
+        self._guarded(self.engine.step)
+
+    def _guarded(self, step: Callable[[], Any]) -> None:
+        """Raises TrainingStopped, on all ranks alike, when fp16 has no smaller loss scale left."""
         try:
-            self.engine.step()
+            step()
         except Exception as error:  # DeepSpeed raises no class of its own here (fp16/loss_scaler.py)
             if "loss scale already at minimum" not in str(error):
                 raise
@@ -138,13 +143,13 @@ class Stepper:
                 total[1] += (micro.labels >= 0).sum().to(total.device)
         finally:
             module.train()
-        total = total.cpu()
+        total = total.cpu() * self._own_tokens
         dist.all_reduce(total, group=self._ranks.control)
         return float(total[0] / total[1].clamp(min=1)), int(total[1])
 
     def global_loss(self, local_loss_sum: Tensor, counted_tokens: int) -> float:
         """Mean loss of a step over the global batch (nats). Waits for the device; every rank must call it."""
-        total = local_loss_sum.double().cpu()
+        total = local_loss_sum.double().cpu() * self._own_tokens
         dist.all_reduce(total, group=self._ranks.control)
         return float(total) / max(1, counted_tokens)
 
@@ -165,10 +170,15 @@ class Stepper:
         logits = module.hf(input_ids=inputs, use_cache=False).logits.float()
         module.train()
         theirs = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
-        tolerance = 1e-4 if logits.dtype == torch.float32 and module.hf.dtype == torch.float32 else 3e-2
+        self._compare_losses(ours, theirs)
+
+    def _compare_losses(self, ours: float, theirs: float) -> None:
+        """Raises ModelError when the loss in chunks is not the one of transformers' logits."""
+        hf = self.engine.module.hf
+        tolerance = 1e-4 if hf.dtype == torch.float32 else 3e-2
         if not abs(ours - theirs) <= tolerance * max(1.0, abs(theirs)):
             raise ModelError(
-                f"model: the loss of {type(module.hf).__name__} computed in chunks is {ours:.6f}, from its own logits "
+                f"model: the loss of {type(hf).__name__} computed in chunks is {ours:.6f}, from its own logits "
                 f"{theirs:.6f}. Its head does something to the logits that is not known here; the run would train on "
                 "a wrong loss."
             )

@@ -95,7 +95,7 @@ def construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_c
         ) from error
 
 
-def skeleton(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
+def skeleton(model: ModelConfig, *, attention: str = "eager", trust_remote_code: bool = False) -> Any:
     """The transformers model with its parameters on the meta device (names and shapes) and real fp32 buffers."""
     register = nn.Module.register_parameter
 
@@ -107,7 +107,7 @@ def skeleton(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         config = load_config(model, trust_remote_code=trust_remote_code)
-        return construct(config, "eager", torch.float32, trust_remote_code=trust_remote_code)
+        return construct(config, attention, torch.float32, trust_remote_code=trust_remote_code)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 

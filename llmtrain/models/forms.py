@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 
@@ -10,14 +11,31 @@ from llmtrain.config.run import ResolvedRun
 from llmtrain.models.build import DTYPES, construct, decoder_layers, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel, checkpoint_activations
 from llmtrain.models.mesh import Mesh
+from llmtrain.models.pipeline import PipelineLanguageModel, build_pipeline
+from llmtrain.models.tensor import shared_model
 
 
-def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> LanguageModel:
+def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> LanguageModel | PipelineLanguageModel:
     """The module with uninitialised parameters; the engine writes the values afterwards, slice by slice.
 
     Raises:
         ModelError: transformers cannot build the model, or it cannot take this form.
     """
+    if resolved.degrees.pipeline > 1:
+        return build_pipeline(resolved, device)
+    hf = shared_model(resolved, device, mesh) if resolved.degrees.tensor > 1 else _whole_model(resolved, device)
+    model = resolved.run.model
+    hf.config.use_cache = False
+    if resolved.activation_checkpointing:
+        checkpoint_activations(hf, resolved.deepspeed["activation_checkpointing"])
+    if model.compile_layers:
+        for layer in decoder_layers(hf):
+            layer.compile()
+    return LanguageModel(hf, model.loss_chunk_tokens)
+
+
+def _whole_model(resolved: ResolvedRun, device: torch.device) -> Any:
+    """Every parameter whole, or under ZeRO 3 born partitioned."""
     model = resolved.run.model
     config = load_config(model)
     with contextlib.ExitStack() as stack:
@@ -31,10 +49,4 @@ def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Lang
             stack.enter_context(device)
         hf = construct(config, model.attention, DTYPES[resolved.precision])
     restore_buffers(hf, skeleton(model), device)
-    hf.config.use_cache = False
-    if resolved.activation_checkpointing:
-        checkpoint_activations(hf, resolved.deepspeed["activation_checkpointing"])
-    if model.compile_layers:
-        for layer in decoder_layers(hf):
-            layer.compile()
-    return LanguageModel(hf, model.loss_chunk_tokens)
+    return hf

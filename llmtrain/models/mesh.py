@@ -46,9 +46,9 @@ class Mesh:
 
     @property
     def mpu(self) -> Mesh | None:
-        """For deepspeed.initialize: None when all ranks work data-parallel."""
-        plain = self.degrees.tensor == self.degrees.sequence == self.degrees.pipeline == 1
-        return None if plain else self
+        """For deepspeed.initialize: None when all ranks work data-parallel, and for a pipeline (it brings its own)."""
+        plain = self.degrees.tensor == self.degrees.sequence == 1
+        return None if plain or self.degrees.pipeline > 1 else self
 
     def get_model_parallel_group(self) -> Any:
         return self.tensor

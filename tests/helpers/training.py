@@ -25,11 +25,13 @@ from llmtrain.data.loader import StepBatch, TrainData, TrainLoader
 from llmtrain.engine.build import Ranks, build_engine, join_process_group
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import PARAM, fragments, owned, refresh, whole_shapes
+from llmtrain.engine.pipeline_step import make_stepper
 from llmtrain.engine.step import Stepper, learning_rate_factor
 from llmtrain.engine.weights import fill_parameters
 from llmtrain.models.build import initial_weights
 from llmtrain.models.forms import build_model
 from llmtrain.models.mesh import mesh_of
+from llmtrain.models.pieces import put
 from llmtrain.topology import Degrees
 
 LLAMA = {
@@ -195,7 +197,7 @@ def make_engine(case: Case) -> tuple[Any, Stepper, Ranks]:
     engine = build_engine(model, resolved, mesh)
     fill_parameters(engine, initial_weights(resolved.run.model, 0, torch.device("cpu")))
     refresh(engine)
-    return engine, Stepper(engine, ranks, mesh), ranks
+    return engine, make_stepper(engine, ranks, mesh), ranks
 
 
 @dataclass
@@ -238,10 +240,10 @@ def assembled(engine: Any, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.T
     """All fp32 tensors of a kind, put together from every rank's own slices (the same result on all ranks)."""
     mine = [(f.name, *owned(f)) for f in fragments(engine) if f.kind == kind]
     parts: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(parts, [(n, s, v.clone()) for n, s, v in mine], group=ranks.control)
+    dist.all_gather_object(parts, [(n, r, v.clone()) for n, r, v in mine], group=ranks.control)
     whole = {name: torch.full(shape, float("nan")) for name, shape in whole_shapes(engine).items()}
-    for name, start, values in (piece for part in parts for piece in part):
-        whole[name].view(-1)[start : start + values.numel()] = values
+    for name, region, values in (piece for part in parts for piece in part):
+        put(whole[name].view(-1), region, values)
     return whole
 
 

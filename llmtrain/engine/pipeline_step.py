@@ -1,0 +1,115 @@
+"""One optimizer step and one evaluation through DeepSpeed's pipeline engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import OptimizerStep
+from torch import Tensor
+
+from llmtrain.data.loader import MicroBatch, StepBatch
+from llmtrain.engine.build import Ranks
+from llmtrain.engine.control import Agreement
+from llmtrain.engine.fragments import base_optimizer
+from llmtrain.engine.step import Stepper, StepResult
+from llmtrain.models.mesh import Mesh
+from llmtrain.models.pipeline import PipelineLanguageModel
+
+
+def make_stepper(engine: Any, ranks: Ranks, mesh: Mesh) -> Stepper:
+    """The stepper for the engine's form of parallelism."""
+    if isinstance(engine.module, PipelineLanguageModel):
+        return PipelineStepper(engine, ranks, mesh)
+    return Stepper(engine, ranks, mesh)
+
+
+class PipelineStepper(Stepper):
+    """Runs DeepSpeed's 1F1B schedule. The last stage speaks for the loss; it is zero on the others."""
+
+    def __init__(self, engine: Any, ranks: Ranks, mesh: Mesh) -> None:
+        super().__init__(engine, ranks, mesh)
+        # The engine looks up what to do for each instruction of its schedule here; ours comes around its own step.
+        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: self._optimizer_step}
+        self._before_update: Callable[[], None] = lambda: None
+        self._lr_factor = 1.0
+
+    def step(
+        self,
+        batch: StepBatch,
+        agreement: Callable[[], Agreement],
+        lr_factor: float,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> StepResult:
+        """As of `Stepper`. Not through train_batch(): that waits for the device and broadcasts the loss, each step."""
+        engine, module = self.engine, self.engine.module
+        equal_shares = engine.gradient_accumulation_steps() * engine.dp_world_size
+        module.factor = lambda: equal_shares / max(1, agreement().counted_tokens)
+        self._lr_factor, self._before_update = lr_factor, before_update
+        module.train()
+        losses = self._run(batch.micro_batches, engine._train_schedule())
+        return StepResult(
+            local_loss_sum=torch.stack(losses).sum(),
+            micro_losses=losses,
+            skipped=bool(getattr(engine.optimizer, "overflow", False)),
+            grad_norm=self._grad_norm(),
+        )
+
+    def _run(self, micros: list[MicroBatch], schedule: Any) -> list[Tensor]:
+        """Follow a schedule; the summed loss of each micro-batch on the last stage, zeros elsewhere."""
+        engine, module = self.engine, self.engine.module
+        module.losses = []
+        engine.total_loss = None
+        engine._compute_loss = True
+        engine.set_dataiterator(self._inputs_and_labels(micros))
+        with self._attention():
+            engine._exec_schedule(schedule)
+        losses, module.losses = module.losses, []
+        return losses or [torch.zeros((), device=self._ranks.device) for _ in micros]
+
+    def _inputs_and_labels(self, micros: list[MicroBatch]) -> Iterator[tuple[Any, Any]]:
+        for micro in micros:
+            inputs, labels, positions = self._tensors(micro)
+            yield (inputs if positions is None else (inputs, positions)), labels
+
+    def _optimizer_step(self, engine: Any) -> None:
+        """The gradients are there, summed over micro-batches, ties and data-parallel ranks."""
+        for group in base_optimizer(engine).param_groups:
+            group["lr"] = group["peak_lr"] * self._lr_factor
+        self._before_update()
+        self._guarded(lambda: PipelineEngine._exec_optimizer_step(engine))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """As of `Stepper`."""
+        engine, module = self.engine, self.engine.module
+        micros = list(batches)
+        module.eval()
+        engine.reset_activation_shape()
+        dynamic, engine.dynamic_shape = engine.dynamic_shape, True
+        try:
+            losses = self._run(micros, engine._inference_schedule(len(micros)))
+        finally:
+            engine.dynamic_shape = dynamic
+            engine.reset_activation_shape()
+            module.train()
+        counted = sum(int((micro.labels >= 0).sum()) for micro in micros) if engine.is_last_stage() else 0
+        total = torch.tensor([float(torch.stack(losses).double().sum()), counted], dtype=torch.float64)
+        dist.all_reduce(total, group=self._ranks.control)
+        return float(total[0] / total[1].clamp(min=1)), int(total[1])
+
+    @torch.no_grad()
+    def check_head(self, inputs: Tensor) -> None:
+        """As of `Stepper`; the last stage has the logits."""
+        micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
+        ours, _ = self.evaluate([micro])
+        stage = self.engine.module.stage
+        stage.wants_logits = True
+        try:
+            theirs, _ = self.evaluate([micro])
+        finally:
+            stage.wants_logits = False
+        self._compare_losses(ours, theirs)

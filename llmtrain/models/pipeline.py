@@ -1,0 +1,231 @@
+"""A transformers causal language model cut into pipeline stages: DeepSpeed's PipelineModule, with this rank's stage.
+
+A stage is the transformers model itself with the parts of other stages taken out, so that masks, rotary embeddings and
+whatever else transformers hands to a layer are made by its own code on every stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import Tensor, nn
+
+from llmtrain.config.run import ResolvedRun
+from llmtrain.models.absent import AbsentAfter, AbsentBefore, AbsentLayer
+from llmtrain.models.anatomy import Anatomy, anatomy_of
+from llmtrain.models.build import DTYPES, decoder_layers, skeleton
+from llmtrain.models.language import checkpoint_activations, documents_in_rows
+from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum
+from llmtrain.models.parameters import LocalParameter
+from llmtrain.models.region import whole
+from llmtrain.topology import Degrees
+
+
+class Entrance(AbsentLayer):
+    """The last absent layer before a stage's own: here the received hidden state enters.
+
+    What the model makes of its input embeddings (a scale, positions, a projection) was added on the first stage;
+    whatever comes out of the absent parts here is put aside.
+    """
+
+    received: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """[B, T, H]"""
+        received, self.received = self.received, None
+        assert received is not None
+        return super().forward(received)
+
+
+class Stage(nn.Module):
+    """What one stage computes."""
+
+    def __init__(self, hf: nn.Module, entrance: Entrance | None, *, last: bool) -> None:
+        super().__init__()
+        self.hf = hf
+        self._entrance = (entrance,)  # no submodule a second time
+        self._last = last
+        self.wants_logits = False
+        """The last stage gives transformers' own logits instead of the hidden state."""
+
+    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        """Tokens or hidden states, with positions [B, T] if there are documents in the rows; the same comes out."""
+        first, positions = given if isinstance(given, tuple) else (given, None)
+        kwargs: dict[str, Any] = {"use_cache": False}
+        if positions is not None:
+            kwargs["position_ids"] = positions
+        (entrance,) = self._entrance
+        if entrance is None:
+            kwargs["input_ids"] = first
+        else:
+            entrance.received = first
+            kwargs["inputs_embeds"] = first
+        with documents_in_rows(positions):
+            if self._last and self.wants_logits:
+                return self.hf(**kwargs).logits
+            hidden_BTH = self.hf.base_model(**kwargs).last_hidden_state  # type: ignore[operator]
+        return hidden_BTH if positions is None or self._last else (hidden_BTH, positions)
+
+
+class _Tie(TiedLayerSpec):
+    """Tells DeepSpeed that a module of two stages has one weight; in the chain of layers it does nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__("embedding", nn.Module, forward_fn=lambda _, passing: passing)
+        self._module = module
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._module
+
+
+class PipelineLanguageModel(PipelineModule):
+    """This rank's stage for DeepSpeed's pipeline engine. The last stage gives the loss of a micro-batch."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        degrees: Degrees,
+        parameters: list[LocalParameter],
+        shapes: dict[str, tuple[int, ...]],
+        tied: tuple[nn.Module, nn.Module] | None,
+        chunk: int,
+        layers: Sequence[int],
+    ) -> None:
+        stages = degrees.pipeline
+        specs: list[Any] = [LayerSpec(nn.Identity)] * stages  # DeepSpeed builds those of this rank's stage only
+        place = degrees.place(torch.distributed.get_rank())
+        specs[place.pipeline] = stage
+        bounds = list(range(stages + 1))
+        if tied is not None:
+            specs = [_Tie(tied[0]), *specs, _Tie(tied[1])]
+            bounds = [0, *range(2, stages + 1), stages + 2]
+        topology = PipeDataParallelTopology(num_pp=stages, num_dp=degrees.data)
+        # It prints its topology and its seeds, and broadcasts tied weights with gradients on.
+        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+            super().__init__(specs, topology=topology, loss_fn=self._loss, partition_method=bounds)
+        self.stage = stage
+        self.layers_per_stage = tuple(layers)
+        self._parameters_here = parameters
+        self._shapes = shapes
+        self._chunk = chunk
+        self._form = HeadForm.of(stage.hf.config)
+        self.factor: Callable[[], float] = lambda: 1.0
+        """On the summed loss of a micro-batch, in training."""
+        self.losses: list[Tensor] = []
+        """Summed losses (nats) of the micro-batches since the list was emptied; on the last stage."""
+
+    def _partition_layers(self, method: list[int] = ()) -> None:  # type: ignore[assignment]
+        """DeepSpeed's hook: the bounds are given."""
+        self.parts = method
+        self._set_bounds(start=method[self.stage_id], stop=method[self.stage_id + 1])
+
+    @property
+    def hf(self) -> Any:
+        """The transformers model as far as it is here."""
+        return self.stage.hf
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration."""
+        return self.stage.hf.config
+
+    def local_parameters(self) -> list[LocalParameter]:
+        """What this rank holds of each Hugging Face parameter."""
+        return self._parameters_here
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter of the whole model, by Hugging Face name."""
+        return self._shapes
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The weighted loss of a micro-batch; its summed loss goes into `losses`."""
+        if self.stage.wants_logits:
+            loss_sum = F.cross_entropy(
+                hidden.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+            )
+        else:
+            head = self.hf.get_output_embeddings()
+            loss_sum = chunked_nll_sum(hidden, head.weight, head.bias, labels, chunk=self._chunk, form=self._form)
+        self.losses.append(loss_sum.detach())
+        return loss_sum * self.factor() if self.training else loss_sum
+
+
+def build_pipeline(resolved: ResolvedRun, device: torch.device) -> PipelineLanguageModel:
+    """This rank's stage with uninitialised parameters; those of other stages never get memory.
+
+    Raises:
+        ModelError: transformers cannot build the model, or it cannot be cut into these stages.
+    """
+    model, degrees, dtype = resolved.run.model, resolved.degrees, DTYPES[resolved.precision]
+    hf = skeleton(model, attention=model.attention)
+    names = {id(parameter): name for name, parameter in hf.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    ends = hf.get_input_embeddings(), hf.get_output_embeddings()
+    tied = ends if ends[0].weight is ends[1].weight else None
+    index = degrees.place(torch.distributed.get_rank()).pipeline
+    anatomy = anatomy_of(hf)
+    layers = len(anatomy.layers)
+    counts = [layers // degrees.pipeline] * degrees.pipeline
+    entrance = _cut(hf, anatomy, counts, index, dtype)
+    local = _materialise(hf, names, device, dtype)
+    hf.config.use_cache, hf.config.dtype = False, dtype
+    if resolved.activation_checkpointing:
+        checkpoint_activations(hf, resolved.deepspeed["activation_checkpointing"])
+    if model.compile_layers:
+        for layer in decoder_layers(hf):
+            if not isinstance(layer, AbsentLayer):
+                layer.compile()
+    parameters = []
+    for name, parameter in local.items():
+        is_tied = tied is not None and parameter is ends[index > 0].weight
+        copy = (min(index, 1), 2) if is_tied else (0, 1)
+        parameters.append(
+            LocalParameter(name=name, parameter=parameter, shape=shapes[name], region=whole(shapes[name]), copy=copy)
+        )
+    stage = Stage(hf, entrance, last=index == degrees.pipeline - 1)
+    return PipelineLanguageModel(stage, degrees, parameters, shapes, tied, model.loss_chunk_tokens, counts)
+
+
+def _cut(hf: Any, anatomy: Anatomy, counts: Sequence[int], index: int, dtype: torch.dtype) -> Entrance | None:
+    """Take the parts of all stages but one out of a model. Returns where the hidden state enters; None on the first."""
+    first = sum(counts[:index])
+    absent: dict[str, nn.Module] = {}
+    for number, layer in enumerate(anatomy.layers):
+        if not first <= number < first + counts[index]:
+            absent[layer.path] = AbsentLayer(anatomy.layers_return_tuples)
+    entrance = None
+    if index > 0:
+        entrance = absent[anatomy.layers[first - 1].path] = Entrance(anatomy.layers_return_tuples)
+        absent |= {part.path: AbsentBefore(part.width, dtype) for part in anatomy.before}
+    if index < len(counts) - 1:
+        absent |= {path: AbsentAfter() for path in (*anatomy.after, anatomy.head)}
+    for path, module in absent.items():
+        parent, _, name = path.rpartition(".")
+        setattr(hf.get_submodule(parent), name, module)
+    return entrance
+
+
+def _materialise(
+    hf: nn.Module, names: dict[int, str], device: torch.device, dtype: torch.dtype
+) -> dict[str, nn.Parameter]:
+    """Give the parameters that are left memory on the device, and move the buffers there."""
+    made: dict[str, nn.Parameter] = {}
+    for module in hf.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                name = names[id(parameter)]
+                if name not in made:
+                    values = torch.empty(parameter.shape, dtype=dtype, device=device)
+                    made[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                module._parameters[key] = made[name]
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)
+    return made
