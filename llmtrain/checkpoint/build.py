@@ -15,6 +15,7 @@ from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.verify import verify
 from llmtrain.errors import CheckpointError
 from llmtrain.models.checksum import checksum
+from llmtrain.models.region import whole
 from llmtrain.models.tensorfile import numel
 
 _FILE_BYTES = 4 << 30
@@ -70,7 +71,7 @@ def build_checkpoint(
         for index, group in enumerate(groups):
             name = f"rank-{index:05d}.safetensors"
             info = folder.file(name, lambda path, group=group: write(path, group))  # type: ignore[misc]
-            pieces = [Piece(*keys[key], 0, numel(shape), info["sums"][key]) for key, (_, shape) in group.items()]
+            pieces = [Piece(*keys[key], whole(shape), info["sums"][key]) for key, (_, shape) in group.items()]
             files[name] = FileEntry(bytes=info["bytes"], xxh3=info["xxh3"], pieces=pieces)
         size, xxh3 = write_durably(folder.partial / TRAINER, json.dumps(trainer, indent=1))
         files[TRAINER] = FileEntry(bytes=size, xxh3=xxh3)

@@ -1,7 +1,7 @@
 """The checkpoint on disk: names, the manifest, and how to tell a complete one. No torch.
 
 checkpoints/step-00000500/
-  rank-00000.safetensors   the flat slices that this rank owned, `kind/NAME`
+  rank-00000.safetensors   the flat pieces that this rank owned, `kind/NAME` (`kind/NAME#1` the second of a tensor)
   trainer.json             step, tokens, data position, loss scaler, ids, the resolved run
   manifest.json            written last: no manifest, no checkpoint
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import stat
@@ -21,7 +20,9 @@ from typing import Any
 
 import xxhash
 
+from llmtrain.checkpoint.coverage import uncovered, wrong_region
 from llmtrain.errors import CheckpointError
+from llmtrain.models.region import Region
 from llmtrain.models.tensorfile import TensorFile
 
 FORMAT = 1
@@ -48,17 +49,38 @@ class UnknownFormat(CheckpointError):
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of one tensor that a file holds under the name `kind/NAME`."""
+    """A flat piece of one tensor that a file holds (under the name that `keys` gives it)."""
 
     kind: str
     """`param` (the fp32 master) or the optimizer's name of a moment."""
     name: str
     """Hugging Face name of the parameter."""
-    start: int
-    """First element in the flat tensor."""
-    numel: int
+    region: Region
+    """Which elements of the flat tensor."""
     checksum: int
     """Layout-free checksum of the elements (models/checksum.py); the pieces of a tensor add up to the tensor's."""
+
+    def to_json(self) -> list[Any]:
+        """[kind, name, start, elements, checksum]; a strided piece adds stride, skip, [[offset, length], ...]."""
+        where = self.region
+        strided = [] if where.contiguous else [where.stride, where.skip, where.runs]
+        return [self.kind, self.name, where.start, where.numel, self.checksum, *strided]
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Piece:
+        """Raises ValueError or TypeError: nothing is believed."""
+        kind, name, start, numel, checksum, *strided = raw
+        stride, skip, runs = strided or (0, 0, ())
+        region = Region(
+            _natural(start),
+            _natural(numel),
+            tuple((_natural(offset), _natural(length)) for offset, length in runs),
+            _natural(stride),
+            _natural(skip),
+        )
+        if wrong := wrong_region(region):
+            raise ValueError(f"no piece of {name!r}: {wrong}")
+        return cls(_kind(kind), _word(name), region, _natural(checksum, 2**64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +102,7 @@ class Manifest:
     """Full shape by Hugging Face name."""
     files: dict[str, FileEntry]
     layout: dict[str, Any]
-    """How it was saved, for people: world_size, zero_stage, precision."""
+    """How it was saved, for people: world_size, zero_stage, precision, degrees of parallelism above 1."""
     format: int = FORMAT
 
     def checksums(self) -> dict[tuple[str, str], int]:
@@ -102,7 +124,7 @@ class Manifest:
                 name: {
                     "bytes": entry.bytes,
                     "xxh3": entry.xxh3,
-                    "pieces": [[p.kind, p.name, p.start, p.numel, p.checksum] for p in entry.pieces],
+                    "pieces": [piece.to_json() for piece in entry.pieces],
                 }
                 for name, entry in self.files.items()
             },
@@ -128,10 +150,7 @@ class Manifest:
             for name, entry in raw["files"].items():
                 if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
                     raise CheckpointError(f"{path}: {name!r} is no name of a file in the checkpoint's folder.")
-                pieces = [
-                    Piece(_kind(kind), _word(tensor), _natural(start), _natural(numel), _natural(checksum, 2**64))
-                    for kind, tensor, start, numel, checksum in entry["pieces"]
-                ]
+                pieces = [Piece.from_json(piece) for piece in entry["pieces"]]
                 files[name] = FileEntry(bytes=_natural(entry["bytes"]), xxh3=str(entry["xxh3"]), pieces=pieces)
             layout = {str(key): value for key, value in raw["layout"].items()}
             manifest = cls(step=_natural(raw["step"]), tensors=tensors, files=files, layout=layout)
@@ -148,29 +167,33 @@ class Manifest:
         """Every piece belongs to a tensor, and the pieces of a tensor cover it once."""
         if TRAINER not in self.files:
             raise CheckpointError(f"{path} does not list {TRAINER}.")
-        spans: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+        regions: dict[tuple[str, str], list[Region]] = {}
         for file, entry in self.files.items():
-            if sum(piece.numel for piece in entry.pieces) > entry.bytes:
+            if sum(piece.region.numel for piece in entry.pieces) > entry.bytes:
                 raise CheckpointError(f"{path}: {file} has {entry.bytes} bytes and would hold more elements than that.")
-            if len({(piece.kind, piece.name) for piece in entry.pieces}) != len(entry.pieces):
-                raise CheckpointError(f"{path}: {file} would hold two slices of one tensor.")
+            if len(set(keys(entry.pieces))) != len(entry.pieces):
+                raise CheckpointError(f"{path}: {file} would hold two pieces under one name.")
             for piece in entry.pieces:
                 if piece.name not in self.tensors:
                     raise CheckpointError(f"{path}: {file} holds {piece.kind} of {piece.name!r}, which has no shape.")
-                spans.setdefault((piece.kind, piece.name), []).append((piece.start, piece.numel, file))
-        for (kind, name), parts in spans.items():
-            end, want = 0, math.prod(self.tensors[name])
-            for start, count, file in sorted(parts):
-                if start != end:
-                    raise CheckpointError(
-                        f"{path}: {kind} of {name} has a gap or an overlap at element {min(start, end)} ({file})."
-                    )
-                end += count
-            if end != want:
-                raise CheckpointError(f"{path}: {kind} of {name} ends at element {end} of {want}.")
-        lacking = [name for name in self.tensors if (PARAM, name) not in spans]
+                regions.setdefault((piece.kind, piece.name), []).append(piece.region)
+        for (kind, name), parts in regions.items():
+            if wrong := uncovered(parts, self.tensors[name]):
+                raise CheckpointError(f"{path}: {kind} of {name} {wrong}.")
+        lacking = [name for name in self.tensors if (PARAM, name) not in regions]
         if lacking:
             raise CheckpointError(f"{path}: no file holds the parameter {lacking[0]} ({len(lacking)} in all).")
+
+
+def keys(pieces: list[Piece]) -> list[str]:
+    """The names that a file gives these pieces, in their order: `kind/NAME`, further ones of a tensor `kind/NAME#1`."""
+    seen: dict[str, int] = {}
+    found = []
+    for piece in pieces:
+        name = f"{piece.kind}/{piece.name}"
+        count = seen[name] = seen.get(name, -1) + 1
+        found.append(f"{name}#{count}" if count else name)
+    return found
 
 
 def _digest(raw: dict[str, Any]) -> str:
@@ -260,7 +283,7 @@ def read_trainer(folder: Path) -> dict[str, Any]:
 def misfit(file: TensorFile, entry: FileEntry) -> str | None:
     """A tensor `kind/NAME` that the file's header and its entry in the manifest do not agree on."""
     held = {name: found.numel for name, found in file.entries.items()}
-    listed = {f"{piece.kind}/{piece.name}": piece.numel for piece in entry.pieces}
+    listed = {key: piece.region.numel for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True)}
     return min(held.items() ^ listed.items())[0] if held != listed else None
 
 

@@ -24,6 +24,7 @@ from llmtrain.checkpoint.format import (
 )
 from llmtrain.errors import CheckpointError
 
+_DEGREES = ("pipeline", "sequence", "tensor", "expert")
 _SHORT_STEP = re.compile(r"step-([0-9]{1,18})")
 _LEFTOVER = re.compile(r"step-[0-9]{8,18}.*\.(tmp|trash|damaged)")
 
@@ -164,9 +165,10 @@ def _age_s(path: Path) -> float:
 
 
 def layout_words(layout: dict[str, Any], weights_only: bool) -> str:
-    """'ZeRO 2 x 8 ranks, bf16'. What a manifest does not tell is left out."""
+    """'ZeRO 1 x 8 ranks (pipeline 2, tensor 2), bf16'. What a manifest does not tell is left out."""
     stage, ranks = layout.get("zero_stage"), layout.get("world_size")
-    how = str(layout.get("made_by") or f"ZeRO {stage} x {ranks} ranks")
+    degrees = ", ".join(f"{key} {layout[key]}" for key in _DEGREES if layout.get(key))
+    how = str(layout.get("made_by") or f"ZeRO {stage} x {ranks} ranks" + (f" ({degrees})" if degrees else ""))
     words = [how, str(layout.get("precision") or ""), "weights only" if weights_only else ""]
     return ", ".join(word for word in words if word and word.isprintable())
 

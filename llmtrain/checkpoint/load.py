@@ -21,9 +21,10 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.fragments import Fragment, fragments, refresh, set_loss_scale_state, set_optimizer_step
-from llmtrain.engine.weights import Key, differing_tensors, fill, fill_parameters, match_names
+from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_parameters
 from llmtrain.errors import CheckpointError
-from llmtrain.models.checksum import checksum
+from llmtrain.models.checksum import checksum_part
+from llmtrain.models.region import Region
 
 _PARAMETERS_ALONE = "take the parameters alone into a new run (resume_weights_only)"
 
@@ -235,7 +236,7 @@ def load_checkpoint(
         ModelError: it holds other parameters, or other shapes.
     """
     live = fragments(engine)
-    match_names(engine, reader)
+    check_names(engine, reader)
     if not weights_only:
         _refuse_other_state(live, reader, ranks)
     rounded: dict[Key, int] = {}
@@ -269,7 +270,7 @@ def _fill_moments(live: list[Fragment], reader: CheckpointReader) -> dict[Key, i
         if fragment.kind == PARAM:
             continue
         key = (fragment.kind, fragment.name)
-        read = partial(reader.read_kind, *key)
+        read = partial(reader.read_kind_region, *key)
         if fragment.view.dtype == torch.float32:
             fill(fragment, read)
         else:
@@ -279,15 +280,15 @@ def _fill_moments(live: list[Fragment], reader: CheckpointReader) -> dict[Key, i
 
 def _fill_rounding(fragment: Fragment, read: Any) -> int:
     """Fill, and return the checksum of what was read for the part that this rank owns."""
-    low, high, _ = fragment.own.indices(fragment.view.numel())
-    first, last = fragment.start + low, fragment.start + high
+    own = fragment.region.part(fragment.own.start, fragment.own.stop)
     total = 0
 
-    def watched(start: int, stop: int) -> Tensor:
+    def watched(region: Region) -> Tensor:
         nonlocal total
-        values: Tensor = read(start, stop)
-        mine = values[max(first - start, 0) : max(last - start, 0)]
-        total += checksum(mine, max(first, start))
+        values: Tensor = read(region)
+        if own.numel:
+            low, high = region.below(own.first), region.below(own.end)
+            total += checksum_part(values[low:high], region.part(low, high))
         return values
 
     fill(fragment, watched)

@@ -19,7 +19,7 @@ from torch import Tensor
 from llmtrain import log, units
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync
 from llmtrain.errors import CheckpointError, UserError
-from llmtrain.models.source import byte_view
+from llmtrain.models.pieces import byte_view
 from llmtrain.models.tensorfile import ITEM_BYTES, header_bytes, numel
 
 _JOURNAL = "unfinished.jsonl"

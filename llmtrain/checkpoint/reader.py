@@ -5,15 +5,26 @@ from __future__ import annotations
 import resource
 import threading
 from bisect import bisect_right
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint.format import PARAM, Manifest, misfit, open_file
+from llmtrain.checkpoint.format import PARAM, Manifest, keys, misfit, open_file
 from llmtrain.errors import CheckpointError
-from llmtrain.models.source import DTYPE_OF, byte_view
+from llmtrain.models.pieces import DTYPE_OF, read_shared
+from llmtrain.models.region import Region, shared
 from llmtrain.models.tensorfile import TensorFile, TensorFileError
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A piece and where it lies."""
+
+    region: Region
+    file: str
+    key: str
 
 
 class CheckpointReader:
@@ -27,12 +38,14 @@ class CheckpointReader:
         self.folder = folder
         self.origin = f"resume: {folder}"
         self.manifest = manifest or Manifest.read(folder)
-        self._where: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+        self._where: dict[tuple[str, str], list[_Held]] = {}
+        """By (kind, name), in the order of their first elements."""
         for file, entry in self.manifest.files.items():
-            for piece in entry.pieces:
-                self._where.setdefault((piece.kind, piece.name), []).append((piece.start, piece.numel, file))
+            for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True):
+                self._where.setdefault((piece.kind, piece.name), []).append(_Held(piece.region, file, key))
         for parts in self._where.values():
-            parts.sort()
+            parts.sort(key=lambda held: held.region.first)
+        self._strided = {key for key, parts in self._where.items() if not all(p.region.contiguous for p in parts)}
         self._files: dict[str, TensorFile] = {}
         _allow_open_files(len(self.manifest.files))
         self._lock = threading.Lock()
@@ -55,23 +68,38 @@ class CheckpointReader:
         """fp32 values [start, stop) of the flat parameter."""
         return self.read_kind(PARAM, name, start, stop)
 
+    def read_region(self, name: str, region: Region) -> Tensor:
+        """fp32 values of a region of the flat parameter."""
+        return self.read_kind_region(PARAM, name, region)
+
     def read_kind(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """The same for a moment of the optimizer. Raises CheckpointError."""
+        """fp32 values [start, stop) of a moment of the optimizer, or of the parameter. Raises CheckpointError."""
+        return self.read_kind_region(kind, name, Region(start, stop - start))
+
+    def read_kind_region(self, kind: str, name: str, region: Region) -> Tensor:
+        """The same for a region. Rows of less than 1 KiB are read with the gaps between them."""
         parts = self._where.get((kind, name))
         if parts is None:
             raise CheckpointError(f"{self.folder} holds no {kind} of {name}.")
-        index = max(0, bisect_right(parts, (start, 2**63, "")) - 1)
+        index = 0
+        if (kind, name) not in self._strided:  # then one ends where the next begins
+            index = max(0, bisect_right(parts, region.first, key=lambda held: held.region.start) - 1)
         wanted = []
-        for first, count, file in parts[index:]:
-            if first >= stop:
+        for held in parts[index:]:
+            if held.region.first >= region.end:
                 break
-            low, high = max(start, first), min(stop, first + count)
-            if low < high:
-                self._check_piece(file, f"{kind}/{name}", count)  # before memory is taken for what it claims
-                wanted.append((file, low - first, slice(low - start, high - start)))
-        out = torch.empty(stop - start, dtype=torch.float32)
-        for file, offset, place in wanted:
-            self._read_piece(file, f"{kind}/{name}", offset, out[place])
+            rows = list(shared(region, held.region))
+            if rows:
+                self._check_piece(held)  # before memory is taken for what it claims
+                wanted.append((held, rows))
+        out = torch.empty(region.numel, dtype=torch.float32)
+        for held, rows in wanted:
+            file = self._open(held.file)
+            try:
+                for some in rows:
+                    read_shared(file, held.key, some, out)
+            except TensorFileError as error:
+                raise CheckpointError(str(error)) from error
         return out
 
     def close(self) -> None:
@@ -87,21 +115,10 @@ class CheckpointReader:
         if odd := misfit(handle, entry):
             raise CheckpointError(f"{self.folder / file} does not hold what the manifest says: see {odd}.")
 
-    def _check_piece(self, file: str, key: str, count: int) -> None:
-        entry = self._open(file).entries.get(key)
-        if entry is None or entry.dtype not in DTYPE_OF or entry.numel != count:
-            raise CheckpointError(f"{self.folder / file} does not hold what the manifest says: see {key}.")
-
-    def _read_piece(self, file: str, key: str, start: int, out: Tensor) -> None:
-        handle = self._open(file)
-        try:
-            dtype = DTYPE_OF[handle.entries[key].dtype]
-            raw = out if dtype == out.dtype else torch.empty(out.numel(), dtype=dtype)
-            handle.read_into(key, start, byte_view(raw))
-        except TensorFileError as error:
-            raise CheckpointError(str(error)) from error
-        if raw is not out:
-            out.copy_(raw)
+    def _check_piece(self, held: _Held) -> None:
+        entry = self._open(held.file).entries.get(held.key)
+        if entry is None or entry.dtype not in DTYPE_OF or entry.numel != held.region.numel:
+            raise CheckpointError(f"{self.folder / held.file} does not hold what the manifest says: see {held.key}.")
 
     def _open(self, file: str) -> TensorFile:
         with self._lock:

@@ -10,7 +10,7 @@ import json
 import secrets
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.fragments import fragments, owned, whole_shapes
 from llmtrain.errors import CheckpointError
-from llmtrain.models.checksum import checksum
-from llmtrain.models.source import byte_view
+from llmtrain.models.checksum import checksum_part
+from llmtrain.models.pieces import byte_view
 
 _HEADROOM = 64 << 20  # headers, the manifest, what else the run writes meanwhile
 _CHUNK = 4 << 20  # elements that a synchronous save holds in host memory
@@ -69,6 +69,7 @@ class Saver:
             "world_size": ranks.world_size,
             "zero_stage": resolved.zero_stage,
             "precision": resolved.precision,
+            **{key: value for key, value in asdict(resolved.degrees).items() if key != "data" and value > 1},
         }
         self._plan: RankFile | None = None
         self._image: HostImage | None = None
@@ -108,10 +109,11 @@ class Saver:
             return
         self._plan = RankFile(self._slices())
         shares: list[Any] = [None] * self._ranks.world_size
-        mine = (self._file(self._ranks.rank), self._plan.pieces, self._plan.bytes, _boot())
+        pieces = [piece.to_json() for piece in self._plan.pieces]
+        mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, _boot())
         dist.all_gather_object(shares, mine, group=self._ranks.control)
         self._total_bytes = sum(share[2] for share in shares)
-        self._table = {"own": self._plan.layout}
+        self._table = {"own": [(offset, dtype, piece.to_json()) for offset, dtype, piece in self._plan.layout]}
         if self._ranks.rank == 0:
             self._table["pieces"] = {share[0]: share[1] for share in shares}
             self._table["tensors"] = {name: list(shape) for name, shape in whole_shapes(self._engine).items()}
@@ -269,11 +271,11 @@ class Saver:
         sums = []
         with DurableFile(path) as file:
             file.write(memoryview(self._plan.header))
-            for _, _, start, values in slices:
+            for _, _, region, values in slices:
                 total = 0
                 for low in range(0, values.numel(), _CHUNK):
                     chunk = values[low : low + _CHUNK].detach().cpu().contiguous()
-                    total += checksum(chunk, start + low)
+                    total += checksum_part(chunk, region.part(low, low + chunk.numel()))
                     file.write(byte_view(chunk))
                 sums.append(total % 2**64)
             size, xxh3 = file.close()

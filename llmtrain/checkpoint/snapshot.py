@@ -19,6 +19,8 @@ from torch import Tensor
 
 import llmtrain
 from llmtrain import log
+from llmtrain.checkpoint.format import Piece, keys
+from llmtrain.models.region import Region
 from llmtrain.models.tensorfile import ITEM_BYTES, header_bytes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -26,35 +28,38 @@ _PAGE = 4096
 _RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-Slice = tuple[str, str, int, Tensor]
-"""(kind, name, first element in the flat tensor, values)."""
+Slice = tuple[str, str, Region, Tensor]
+"""(kind, name, which elements of the flat tensor, values)."""
 
 
 class RankFile:
     """How a rank's slices lie in its file: a safetensors header, then the slices one after another."""
 
     def __init__(self, slices: list[Slice]) -> None:
-        self.pieces = _named(slices)
+        self.pieces = _pieces(slices)
+        """With checksums that are not known yet."""
         dtypes = [_DTYPES[values.dtype] for *_, values in slices]
+        names = keys(self.pieces)
         described: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for (kind, name, _, count), dtype in zip(self.pieces, dtypes, strict=True):
-            described[f"{kind}/{name}"] = (dtype, (count,))
+        for name, dtype, piece in zip(names, dtypes, self.pieces, strict=True):
+            described[name] = (dtype, (piece.region.numel,))
         self.header = header_bytes(described, {}, _PAGE)
-        self.layout: list[tuple[int, int, int, str]] = []
-        """(first byte in the file, first element, elements, dtype) of each piece."""
+        self.layout: list[tuple[int, str, Piece]] = []
+        """(first byte in the file, dtype, piece)."""
         end = len(self.header)
-        for (_, _, start, count), dtype in zip(self.pieces, dtypes, strict=True):
-            self.layout.append((end, start, count, dtype))
-            end += count * ITEM_BYTES[dtype]
+        for dtype, piece in zip(dtypes, self.pieces, strict=True):
+            self.layout.append((end, dtype, piece))
+            end += piece.region.numel * ITEM_BYTES[dtype]
         self.bytes = end
 
     def holds(self, slices: list[Slice]) -> bool:
         """Whether these are the slices that it was laid out for."""
-        return _named(slices) == self.pieces
+        return _pieces(slices) == self.pieces
 
 
-def _named(slices: list[Slice]) -> list[list[Any]]:
-    return [[kind, name, start, values.numel()] for kind, name, start, values in slices]
+def _pieces(slices: list[Slice]) -> list[Piece]:
+    assert all(region.numel == values.numel() for _, _, region, values in slices)
+    return [Piece(kind, name, region, 0) for kind, name, region, _ in slices]
 
 
 class HostImage:
@@ -81,8 +86,8 @@ class HostImage:
         if cuda and not self._locked:
             log.warn("checkpoints: the host memory for the copy could not be page-locked, so copying holds up training")
         self.slots = [
-            whole[offset : offset + count * ITEM_BYTES[dtype]].view(_TORCH_DTYPES[dtype])
-            for offset, _, count, dtype in plan.layout
+            whole[offset : offset + piece.region.numel * ITEM_BYTES[dtype]].view(_TORCH_DTYPES[dtype])
+            for offset, dtype, piece in plan.layout
         ]
 
     def close(self) -> None:

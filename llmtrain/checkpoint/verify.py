@@ -15,6 +15,7 @@ from llmtrain.checkpoint.format import (
     Manifest,
     Piece,
     hash_file,
+    keys,
     misfit,
     open_file,
     problems,
@@ -24,7 +25,8 @@ from llmtrain.checkpoint.listing import disagreements
 from llmtrain.checkpoint.writer import as_fp32
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress
-from llmtrain.models.checksum import checksum_array
+from llmtrain.models.checksum import checksum_part_array
+from llmtrain.models.region import Region
 from llmtrain.models.tensorfile import ITEM_BYTES, TensorFile, TensorFileError
 
 _CHUNK = 4 << 20  # elements
@@ -86,21 +88,27 @@ def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
             return f"{strange[0]} has the type {file.entries[strange[0]].dtype}, which no checkpoint has"
         if intact:
             return ""
-        bad = [piece for piece in entry.pieces if _checksum(file, piece) != piece.checksum]
+        named = zip(keys(entry.pieces), entry.pieces, strict=True)
+        bad = [piece for key, piece in named if _checksum(file, key, piece) != piece.checksum]
     if not bad:
         return "its header or the space behind it was changed; its tensors are as they were"
-    named = [f"{piece.kind} of {piece.name} [{piece.start}:{piece.start + piece.numel}]" for piece in bad[:_NAMED]]
+    texts = [f"{piece.kind} of {piece.name} [{_where(piece.region)}]" for piece in bad[:_NAMED]]
     more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-    return f"{len(bad)} of {len(entry.pieces)} tensors are damaged: {', '.join(named)}{more}"
+    return f"{len(bad)} of {len(entry.pieces)} tensors are damaged: {', '.join(texts)}{more}"
 
 
-def _checksum(file: TensorFile, piece: Piece) -> int:
-    key = f"{piece.kind}/{piece.name}"
+def _where(region: Region) -> str:
+    step = "" if region.contiguous else f", {region.numel} elements in rows {region.stride} apart"
+    return f"{region.first}:{region.end}{step}"
+
+
+def _checksum(file: TensorFile, key: str, piece: Piece) -> int:
+    region = piece.region
     dtype, total = file.entries[key].dtype, 0
-    buffer = memoryview(bytearray(min(piece.numel, _CHUNK) * ITEM_BYTES[dtype]))
-    for first in range(0, piece.numel, _CHUNK):
-        count = min(_CHUNK, piece.numel - first)
+    buffer = memoryview(bytearray(min(region.numel, _CHUNK) * ITEM_BYTES[dtype]))
+    for first in range(0, region.numel, _CHUNK):
+        count = min(_CHUNK, region.numel - first)
         raw = buffer[: count * ITEM_BYTES[dtype]]
         file.read_into(key, first, raw)
-        total += checksum_array(as_fp32(raw, 0, 0, count, dtype), piece.start + first)
+        total += checksum_part_array(as_fp32(raw, 0, 0, count, dtype), region.part(first, first + count))
     return total % 2**64

@@ -12,6 +12,7 @@ import mmap
 import os
 import signal
 import sys
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,31 +23,32 @@ import numpy.typing as npt
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync, write_durably
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece
 from llmtrain.checkpoint.retain import keep_newest
-from llmtrain.models.checksum import checksum_array
+from llmtrain.models.checksum import checksum_part_array
 
 _PR_SET_PDEATHSIG = 1
 _BLOCK = 16 << 20  # bytes hashed, summed and written at a time
 
 
-def write_image(image: memoryview, path: Path, pieces: list[tuple[int, int, int, str]]) -> dict[str, Any]:
+def write_image(image: memoryview, path: Path, pieces: list[tuple[int, str, list[Any]]]) -> dict[str, Any]:
     """Write the image as a file and sum its pieces on the way.
 
     Args:
-        pieces: (first byte in the image, first element in the tensor, elements, dtype), in the order of the image.
+        pieces: (first byte in the image, dtype, `Piece.to_json`), in the order of the image.
 
     Returns {"bytes", "xxh3", "checksums": of each piece}. Raises OSError; then no file is left.
     """
     with DurableFile(path) as file:
         sums = []
         done = 0
-        for offset, start, numel, dtype in pieces:
+        for offset, dtype, raw in pieces:
+            region = Piece.from_json(raw).region
             total = 0
-            for low in range(0, numel, _BLOCK // 4):
-                count = min(_BLOCK // 4, numel - low)
+            for low in range(0, region.numel, _BLOCK // 4):
+                count = min(_BLOCK // 4, region.numel - low)
                 values = as_fp32(image, offset, low, count, dtype)
-                total += checksum_array(values, start + low)
+                total += checksum_part_array(values, region.part(low, low + count))
             sums.append(total % 2**64)
-            end = offset + numel * (4 if dtype == "F32" else 2)
+            end = offset + region.numel * (4 if dtype == "F32" else 2)
             while end - done >= _BLOCK:  # whole blocks, so that they leave from aligned memory
                 file.write(image[done : done + _BLOCK], stays=True)
                 done += _BLOCK
@@ -81,7 +83,7 @@ def commit(
     """Complete a checkpoint whose rank files are durable, give it its name, delete what `keep` no longer covers.
 
     Args:
-        pieces: by file: [kind, name, start, numel].
+        pieces: by file: `Piece.to_json` of each, whose checksums do not count.
         written: by file: what `write_image` returned there.
 
     Raises OSError.
@@ -91,8 +93,8 @@ def commit(
             bytes=written[name]["bytes"],
             xxh3=written[name]["xxh3"],
             pieces=[
-                Piece(kind, tensor, start, numel, total)
-                for (kind, tensor, start, numel), total in zip(held, written[name]["checksums"], strict=True)
+                replace(Piece.from_json(piece), checksum=total)
+                for piece, total in zip(held, written[name]["checksums"], strict=True)
             ],
         )
         for name, held in pieces.items()

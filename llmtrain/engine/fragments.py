@@ -1,14 +1,16 @@
-"""The live optimizer state of this rank as slices of Hugging Face tensors.
+"""The live optimizer state of this rank as pieces of Hugging Face tensors.
 
 One view for every form that DeepSpeed gives it: whole tensors (ZeRO 0), flat partitions with an address
 per parameter (ZeRO 1 and 2, bf16), flat sub-groups of parameter partitions (ZeRO 3), on the device or on
-the host. Writing into a fragment's view changes the optimizer; `refresh` then updates what the forward reads.
+the host. What it holds of which tensor is what the model's `local_parameters` say, cut by the partition; the group
+that a parameter is partitioned or replicated over is the one that DeepSpeed uses for it. Writing into a fragment's
+view changes the optimizer; `refresh` then updates what the forward reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.models.build import DTYPES
-from llmtrain.models.language import LanguageModel
+from llmtrain.models.parameters import LocalParameter
+from llmtrain.models.region import Region
 
 PARAM = "param"
 """Kind of a fragment that holds the fp32 master values; the other kinds are the optimizer's names of its moments."""
@@ -28,33 +31,44 @@ _PIECE = 1 << 20  # elements sent at once
 
 @dataclass(frozen=True)
 class Fragment:
-    """A slice of one tensor that this rank holds."""
+    """A piece of one tensor that this rank holds."""
 
     name: str
     """Hugging Face name of the parameter."""
     kind: str
-    start: int
-    """Position of the slice in the flat Hugging Face tensor, in elements."""
+    region: Region
+    """Which elements of the flat Hugging Face tensor."""
     view: Tensor
     """[n] live values."""
     own: slice
     """The part of `view` that this rank writes to checkpoints: replicas share the work, every element has one owner."""
+    replica: tuple[int, int]
+    """(index, of): the pieces with one index, over all ranks, are the whole tensor."""
 
 
 @dataclass(frozen=True)
 class _Home:
-    """Where the optimizer keeps a parameter: `flat[offset : offset + numel]` is the tensor's [start, start + numel)."""
+    """Where the optimizer keeps a parameter: `flat[offset : offset + numel]` is its local [start, start + numel)."""
 
-    name: str
+    held: LocalParameter
     flat: Tensor
     offset: int
     start: int
     numel: int
+    replica: tuple[int, int]
+
+    def fragment(self, kind: str, view: Tensor) -> Fragment:
+        """Of `view`, which holds the same elements."""
+        region = self.held.region.part(self.start, self.start + self.numel)
+        index, of = self.replica
+        low, high = (self.held.region.numel * i // of - self.start for i in (index, index + 1))
+        own = slice(min(max(low, 0), self.numel), min(max(high, 0), self.numel))
+        return Fragment(self.held.name, kind, region, view, own, self.replica)
 
 
 def whole_shapes(engine: Any) -> dict[str, tuple[int, ...]]:
-    """Full shape of every parameter, by Hugging Face name."""
-    return {held.name: held.shape for held in _model(engine).local_parameters()}
+    """Full shape of every parameter of the model, by Hugging Face name; also of those that other ranks hold."""
+    return engine.module.shapes()
 
 
 def fragments(engine: Any) -> list[Fragment]:
@@ -64,20 +78,19 @@ def fragments(engine: Any) -> list[Fragment]:
     for home in _homes(engine):
         _create_state(engine, home.flat)
         replicated = engine.zero_optimization_stage() == 0
-        own = _share(home.numel) if replicated else slice(0, home.numel)
         for kind in (PARAM, *_ADAM_KINDS, *([_MOMENTUM] if replicated or _is_zero3(engine) else [])):
             tensor = home.flat if kind == PARAM else state[home.flat].get(kind)
             if tensor is not None:
                 view = tensor.detach().reshape(-1).narrow(0, home.offset, home.numel)
-                found.append(Fragment(home.name, kind, home.start, view, own))
+                found.append(home.fragment(kind, view))
     if not _is_zero3(engine) and engine.zero_optimization_stage() > 0:
         found.extend(_zero12_momentum(engine))
     return found
 
 
-def owned(fragment: Fragment) -> tuple[int, Tensor]:
-    """(start in the flat tensor, values) of the part that this rank writes."""
-    return fragment.start + fragment.own.start, fragment.view[fragment.own]
+def owned(fragment: Fragment) -> tuple[Region, Tensor]:
+    """(which elements of the flat tensor, values) of the part that this rank writes."""
+    return fragment.region.part(fragment.own.start, fragment.own.stop), fragment.view[fragment.own]
 
 
 @torch.no_grad()
@@ -165,45 +178,67 @@ def forward_dtype(engine: Any) -> torch.dtype:
     return torch.float16 if engine.fp16_enabled() else torch.float32
 
 
-def forward_copies(engine: Any) -> Iterator[tuple[str, int, Tensor, bool]]:
-    """(name, start, values, whole) of the parameters that the forward pass reads on this rank.
+@dataclass(frozen=True)
+class ForwardCopy:
+    """A parameter that the forward pass reads on this rank, or its partition (ZeRO 3)."""
 
-    `whole`: the rank holds the full tensor; else (ZeRO 3) its partition.
-    """
-    for name, parameter in ((held.name, held.parameter) for held in _model(engine).local_parameters()):
+    name: str
+    region: Region
+    values: Tensor
+    """[n]."""
+    replica: tuple[int, int]
+    """As of a fragment."""
+    partition: bool
+
+
+def forward_copies(engine: Any) -> Iterator[ForwardCopy]:
+    """What the forward pass reads on this rank."""
+    for held in _local_parameters(engine):
+        parameter: Any = held.parameter
+        name, region = held.name, held.region
         if _is_zero3(engine):
-            partition = parameter.ds_tensor.detach().reshape(-1)  # type: ignore[attr-defined]
+            partition = parameter.ds_tensor.detach().reshape(-1)
             start, numel = _zero3_slice(parameter)
-            yield name, start, partition[:numel], False
-            if parameter.data.numel() == parameter.ds_numel:  # type: ignore[attr-defined]
-                yield name, 0, parameter.detach().reshape(-1), True
-        else:
-            yield name, 0, parameter.detach().reshape(-1), True
+            yield ForwardCopy(name, region.part(start, start + numel), partition[:numel], held.copy, True)
+            if parameter.data.numel() != parameter.ds_numel:
+                continue
+        yield ForwardCopy(name, region, parameter.detach().reshape(-1), _replica(engine, held), False)
 
 
-def _model(engine: Any) -> LanguageModel:
-    return engine.module
+def _local_parameters(engine: Any) -> list[LocalParameter]:
+    found: list[LocalParameter] = engine.module.local_parameters()
+    for held in found:
+        here = getattr(held.parameter, "ds_numel", held.parameter.numel())
+        assert here == held.region.numel, (held.name, here, held.region)
+    return found
+
+
+def _replica(engine: Any, held: LocalParameter) -> tuple[int, int]:
+    """(index, of) among all ranks that hold the same elements, where nothing is partitioned."""
+    parameter: Any = held.parameter
+    if hasattr(parameter, "ds_process_group"):
+        group = parameter.ds_process_group
+    elif getattr(parameter, "allreduce", True):
+        group = engine.seq_data_parallel_group
+    else:  # an expert: DeepSpeed's mark, moe/utils.py is_moe_param
+        group = engine.expert_data_parallel_group[parameter.group_name]
+    size = dist.get_world_size(group)
+    return held.copy[0] * size + dist.get_rank(group), held.copy[1] * size
 
 
 def _is_zero3(engine: Any) -> bool:
     return engine.zero_optimization_stage() == 3
 
 
-def _share(numel: int) -> slice:
-    """This rank's part of a tensor that every rank holds."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return slice(numel * rank // world, numel * (rank + 1) // world)
-
-
 def _homes(engine: Any) -> Iterator[_Home]:
-    names = {id(held.parameter): held.name for held in _model(engine).local_parameters()}
+    here = {id(held.parameter): held for held in _local_parameters(engine)}
     optimizer = engine.optimizer
     if _is_zero3(engine):
-        for parameter in _model(engine).parameters():
-            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            start, numel = _zero3_slice(parameter)
+        for held in here.values():
+            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(held.parameter)]
+            start, numel = _zero3_slice(held.parameter)
             flat = optimizer.fp32_partitioned_groups_flat[group]
-            yield _Home(names[id(parameter)], flat, offset, start, numel)
+            yield _Home(held, flat, offset, start, numel, held.copy)
     elif engine.zero_optimization_stage() > 0:
         groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
         for parameters, flat in zip(groups, _flat_masters(optimizer), strict=True):
@@ -211,14 +246,16 @@ def _homes(engine: Any) -> Iterator[_Home]:
                 mapping = parameter._hp_mapping
                 if mapping is not None:
                     lp, hp = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-                    yield _Home(names[id(parameter)], flat, hp.start, lp.start, lp.numel)
+                    held = here[id(parameter)]
+                    yield _Home(held, flat, hp.start, lp.start, lp.numel, held.copy)
     elif hasattr(optimizer, "fp32_groups"):
         for masters, copies in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
             for master, copy in zip(masters, copies, strict=True):
-                yield _Home(names[id(copy)], master, 0, 0, master.numel())
+                held = here[id(copy)]
+                yield _Home(held, master, 0, 0, master.numel(), _replica(engine, held))
     else:
-        for parameter in _model(engine).parameters():
-            yield _Home(names[id(parameter)], parameter, 0, 0, parameter.numel())
+        for held in here.values():
+            yield _Home(held, held.parameter, 0, 0, held.region.numel, _replica(engine, held))
 
 
 def _flat_masters(optimizer: Any) -> list[Tensor]:
@@ -269,7 +306,7 @@ def _muon_group(engine: Any, flat: Tensor, group: dict[str, Any] | None) -> bool
 def _zero12_momentum(engine: Any) -> Iterator[Fragment]:
     """Muon under ZeRO 1 and 2: the momentum of every parameter that touches this rank's partition, in full."""
     optimizer = engine.optimizer
-    names = {id(held.parameter): held.name for held in _model(engine).local_parameters()}
+    here = {id(held.parameter): held for held in _local_parameters(engine)}
     for index, group in enumerate(base_optimizer(engine).param_groups):
         if not group.get("use_muon"):
             continue
@@ -287,5 +324,6 @@ def _zero12_momentum(engine: Any) -> Iterator[Fragment]:
             mapping = parameter._hp_mapping
             # Two ranks may hold it: the one with the parameter's first element writes it.
             writes = mapping is not None and mapping.lp_fragment_address.start == 0
-            own = slice(0, parameter.numel() if writes else 0)
-            yield Fragment(names[id(parameter)], _MOMENTUM, 0, view, own)
+            held = here[id(parameter)]
+            whole = _Home(held, flat, 0, 0, held.region.numel, held.copy).fragment(_MOMENTUM, view)
+            yield whole if writes else replace(whole, own=slice(0, 0))

@@ -1,9 +1,11 @@
-"""Write parameter values into a live engine, slice by slice, and prove that they arrived."""
+"""Write parameter values into a live engine, piece by piece, and prove that they arrived."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from llmtrain.engine.fragments import (
     whole_shapes,
 )
 from llmtrain.errors import ModelError
-from llmtrain.models.checksum import as_int64, checksum
+from llmtrain.models.checksum import as_int64, checksum, checksum_part
+from llmtrain.models.region import Region
 from llmtrain.models.source import ParameterSource, RandomSource
 from llmtrain.models.tensorfile import numel
 
@@ -34,31 +37,29 @@ _CHUNK = 1 << 20  # elements
 def fill_parameters(engine: Any, source: ParameterSource) -> None:
     """Fill the fp32 masters of this rank from the source. No rank waits for another; `refresh` has to follow.
 
-    Every rank reads only the slices that it holds. Names and shapes must agree with the model's.
+    Every rank reads only the pieces that it holds. Names and shapes must agree with the model's.
 
     Raises:
         ModelError: the source lacks a parameter, has one more, or one of another shape.
     """
-    aliases = match_names(engine, source)
+    check_names(engine, source)
     here: dict[str, list[Fragment]] = {}
     for fragment in fragments(engine):
         if fragment.kind == PARAM:
             here.setdefault(fragment.name, []).append(fragment)
-    in_source = {alias: name for name, alias in aliases.items()}
-    for alias in source.order():
-        for fragment in here.get(in_source.get(alias, ""), ()):
-            fill(fragment, partial(source.read, alias))
+    for name in source.order():
+        for fragment in here.get(name, ()):
+            fill(fragment, partial(source.read_region, name))
 
 
-def fill(fragment: Fragment, read: Callable[[int, int], Tensor]) -> None:
-    """Fill a fragment from `read`: (start, stop) -> these elements of the flat Hugging Face tensor.
+def fill(fragment: Fragment, read: Callable[[Region], Tensor]) -> None:
+    """Fill a fragment from `read`: the elements of a region of the flat Hugging Face tensor.
 
     A chunk of 1 M elements at a time: that is all the memory that it needs beside the state.
     """
     for low in range(0, fragment.view.numel(), _CHUNK):
         view = fragment.view[low : low + _CHUNK]
-        start = fragment.start + low
-        view.copy_(read(start, start + view.numel()))
+        view.copy_(read(fragment.region.part(low, low + view.numel())))
 
 
 def prove_weights(engine: Any, source: ParameterSource, ranks: Ranks) -> None:
@@ -69,12 +70,11 @@ def prove_weights(engine: Any, source: ParameterSource, ranks: Ranks) -> None:
     """
     if isinstance(source, RandomSource):
         return
-    aliases = match_names(engine, source)
-    names = sorted(aliases)
+    check_names(engine, source)
+    names = sorted(whole_shapes(engine))
     mine = {}
     for name in names[ranks.rank :: ranks.world_size]:  # each file is read once, by all ranks together
-        alias = aliases[name]
-        mine[name] = checksum(source.read(alias, 0, numel(source.shape(alias))).reshape(-1))
+        mine[name] = checksum(source.read(name, 0, numel(source.shape(name))).reshape(-1))
     shares: list[dict[str, int] | None] = [None] * ranks.world_size
     dist.all_gather_object(shares, mine, group=ranks.control)
     expected = {(PARAM, name): value for share in shares if share for name, value in share.items()}
@@ -99,61 +99,115 @@ def differing_tensors(
         rounded: what a view in a lower precision could not hold: this rank's checksum of the exact values in the
             parts that it owns.
     """
-    sums: dict[Key, int] = {**dict.fromkeys(expected, 0), **(rounded or {})}
-    shapes = whole_shapes(engine)
+    shapes, rounded = whole_shapes(engine), rounded or {}
+    parts = [_Part(key, (0, 1), 0, value) for key, value in rounded.items()]
     bad = set()
     for fragment in fragments(engine):
         key = (fragment.kind, fragment.name)
-        if key not in expected or key in (rounded or {}):
+        low, high = fragment.own.start, fragment.own.stop
+        if key in rounded:
+            parts.append(_Part(key, (0, 1), high - low, 0))
+        elif key not in expected:
             continue
-        mine, all_here = _checksums(fragment)
-        sums[key] += mine
-        # Replicas: the sum over the ranks counts each element once, so each rank proves its own copy.
-        if fragment.view.numel() == numel(shapes[fragment.name]) and all_here != expected[key]:
-            bad.add(key)
-    held = _summed(sums, ranks)
-    bad |= {key for key in expected if held[key] != expected[key]}
-    bad |= _differing_copies(engine, held, ranks)
+        elif fragment.region.numel < numel(shapes[fragment.name]):
+            parts.append(_Part(key, fragment.replica, fragment.region.numel, _sum(fragment, 0, fragment.region.numel)))
+        else:  # this rank proves its replica by itself; the sum over the ranks counts each element once
+            mine = _sum(fragment, low, high)
+            parts.append(_Part(key, (0, 1), high - low, mine))
+            others = _sum(fragment, 0, low) + _sum(fragment, high, fragment.region.numel)
+            if (mine + others) % 2**64 != expected[key]:
+                bad.add(key)
+    bad |= _wrong(parts, expected, shapes, ranks)
+    bad |= _differing_copies(engine, expected, shapes, ranks)
     found: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(found, sorted(bad), group=ranks.control)
     return sorted({key for part in found for key in part})
 
 
-def _checksums(fragment: Fragment) -> tuple[int, int]:
-    """Of the part that this rank owns, and of all that the fragment holds."""
-    low, high, _ = fragment.own.indices(fragment.view.numel())
-    mine = checksum(fragment.view[low:high], fragment.start + low)
-    before = checksum(fragment.view[:low], fragment.start)
-    after = checksum(fragment.view[high:], fragment.start + high)
-    return mine, (before + mine + after) % 2**64
+@dataclass(frozen=True)
+class _Part:
+    """What a rank holds of a replica of a tensor."""
+
+    key: Key
+    replica: tuple[int, int]
+    """(index, of)."""
+    elements: int
+    checksum: int
 
 
-def _differing_copies(engine: Any, masters: Mapping[Key, int], ranks: Ranks) -> set[Key]:
-    """Parameters whose copies on this rank, or put together from partitions (ZeRO 3), differ from the masters."""
+def _wrong(
+    parts: Iterable[_Part],
+    expected: Mapping[Key, int],
+    shapes: Mapping[str, tuple[int, ...]],
+    ranks: Ranks,
+    *,
+    every: bool = True,
+) -> set[Key]:
+    """Tensors of which a replica, put together over all ranks, has another checksum than expected.
+
+    The message between the ranks has two numbers for each replica of a tensor that somebody holds a part of.
+    `every`: a replica that lacks elements is wrong; otherwise it does not count.
+    """
+    keys = sorted(expected)
+    place = {key: index for index, key in enumerate(keys)}
+    counts = torch.ones(len(keys), dtype=torch.int64)
+    for part in parts:
+        counts[place[part.key]] = max(part.replica[1], int(counts[place[part.key]]))
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=ranks.control)
+    first = [0, *accumulate(counts.tolist())]
+    total = torch.zeros(2, first[-1], dtype=torch.int64)
+    for part in parts:
+        row = first[place[part.key]] + part.replica[0]
+        total[0, row] += part.elements
+        total[1, row] += as_int64(part.checksum)
+    dist.all_reduce(total, group=ranks.control)  # int64 addition wraps, as the checksum needs
+    bad = set()
+    for key, begin, end in zip(keys, first, first[1:], strict=False):
+        for elements, value in total[:, begin:end].T.tolist():
+            complete = elements == numel(shapes[key[1]])
+            if (complete and value % 2**64 != expected[key]) or (every and not complete):
+                bad.add(key)
+    return bad
+
+
+def _sum(fragment: Fragment, low: int, high: int) -> int:
+    return checksum_part(fragment.view[low:high], fragment.region.part(low, high))
+
+
+def _differing_copies(
+    engine: Any, masters: Mapping[Key, int], shapes: Mapping[str, tuple[int, ...]], ranks: Ranks
+) -> set[Key]:
+    """Parameters whose copies on this rank, or put together from several ranks' parts, differ from the masters."""
     dtype = forward_dtype(engine)
     live = [fragment for fragment in fragments(engine) if fragment.kind == PARAM]
     wanted = {key: masters[key] for key in masters if key[0] == PARAM}
     if dtype != torch.float32:
         sums = dict.fromkeys(wanted, 0)
         for fragment in live:
-            start, values = owned(fragment)
+            region, values = owned(fragment)
             for low in range(0, values.numel(), _CHUNK):
                 piece = values[low : low + _CHUNK].to(dtype)
-                sums[fragment.kind, fragment.name] += checksum(piece, start + low)
+                sums[fragment.kind, fragment.name] += checksum_part(piece, region.part(low, low + piece.numel()))
         wanted = _summed(sums, ranks)
     in_place = {fragment.view.data_ptr() for fragment in live}  # ZeRO 0 in fp32 computes with the masters themselves
-    partitions: dict[Key, int] = dict.fromkeys(wanted, 0)
+    partitions: list[_Part] = []
+    shards: list[_Part] = []
     bad = set()
-    for name, start, values, whole in forward_copies(engine):
-        key = (PARAM, name)
-        if not whole:
-            partitions[key] += checksum(values, start)
-        elif values.data_ptr() not in in_place and checksum(values) != wanted[key]:
+    for held in forward_copies(engine):
+        key = (PARAM, held.name)
+        if not held.partition and held.values.data_ptr() in in_place:
+            continue
+        value = checksum_part(held.values, held.region)
+        if held.partition:
+            partitions.append(_Part(key, held.replica, held.region.numel, value))
+        elif held.region.numel < numel(shapes[held.name]):
+            shards.append(_Part(key, held.replica, held.region.numel, value))
+        elif value != wanted[key]:
             bad.add(key)
     if engine.zero_optimization_stage() == 3:
-        together = _summed(partitions, ranks)
-        bad |= {key for key in wanted if together[key] != wanted[key]}
-    return bad
+        bad |= _wrong(partitions, wanted, shapes, ranks)
+    # Only the shards that are there are looked at: ZeRO 3 keeps some parameters gathered, ZeRO 0 has no copies.
+    return bad | _wrong(shards, wanted, shapes, ranks, every=False)
 
 
 def _summed(sums: dict[Key, int], ranks: Ranks) -> dict[Key, int]:
@@ -164,35 +218,30 @@ def _summed(sums: dict[Key, int], ranks: Ranks) -> dict[Key, int]:
     return {key: int(value) % 2**64 for key, value in zip(keys, total.tolist(), strict=True)}
 
 
-def match_names(engine: Any, source: ParameterSource) -> dict[str, str]:
-    """Model name -> source name. A folder saved from the bare decoder lacks the decoder's prefix.
+def check_names(engine: Any, source: ParameterSource) -> None:
+    """The source must hold the model's parameters: the same names and shapes.
 
     Raises:
         ModelError: the source lacks a parameter, has one more, or one of another shape.
     """
     shapes = whole_shapes(engine)
     available = set(source.order())
-    hf = engine.module.hf
-    prefix = f"{hf.base_model_prefix}."
-    aliases = {name: name if name in available else name.removeprefix(prefix) for name in shapes}
-    missing = sorted(name for name, alias in aliases.items() if alias not in available)
+    missing = sorted(shapes.keys() - available)
     if missing:
         raise ModelError(
             f"{source.origin} lacks {len(missing)} of the model's {len(shapes)} parameters, first "
             f"{', '.join(missing[:3])}. They would stay random. Check that the model's configuration is the one of "
             "these weights."
         )
-    known = set(aliases.values()) | set(hf.state_dict())  # tied names and buffers may stand in the file as well
-    surplus = sorted(n for n in available - known if not n.endswith((".inv_freq", ".masked_bias", ".attn.bias")))
+    surplus = sorted(available - shapes.keys())
     if surplus:
         raise ModelError(
             f"{source.origin} holds {len(surplus)} tensors that the model has no place for, first "
             f"{', '.join(surplus[:3])}. Check that the model's configuration is the one of these weights."
         )
-    for name, alias in aliases.items():
-        if source.shape(alias) != shapes[name]:
+    for name, shape in shapes.items():
+        if source.shape(name) != shape:
             raise ModelError(
-                f"{source.origin}: {name} has shape {list(source.shape(alias))} there, but the model's configuration "
-                f"makes it {list(shapes[name])}. Use the configuration that these weights were made with."
+                f"{source.origin}: {name} has shape {list(source.shape(name))} there, but the model's configuration "
+                f"makes it {list(shape)}. Use the configuration that these weights were made with."
             )
-    return aliases

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from llmtrain.models.region import Block, Region
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK = 1 << 16  # positions that share a row of factors: the row is 512 KiB and stays in the cache
 _CPU_PIECE = 16 * _BLOCK  # elements converted to fp32 at once, where they are not
 _GPU_BLOCKS = 128  # blocks hashed at once on a GPU: the int64 temporaries stay at 64 MiB
+_LONG = 1 << 13  # elements of a row from which on a call of its own costs little
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 
 
@@ -39,8 +42,57 @@ def checksum(values: Tensor, start: int = 0) -> int:
     return total % 2**64
 
 
+def checksum_part(values: Tensor, region: Region) -> int:
+    """Hash of `values` as the elements of a region of a flat tensor: the sum over the tensor's regions is its hash."""
+    if region.contiguous:
+        return checksum(values, region.start)
+    flat = values.detach().reshape(-1)
+    total = 0
+    for low in range(0, flat.numel(), _CPU_PIECE):
+        piece = flat[low : low + _CPU_PIECE].float().contiguous()
+        where = region.part(low, low + piece.numel())
+        total += _strided_on_device(piece, where) if piece.is_cuda else checksum_part_array(piece.numpy(), where)
+    return total % 2**64
+
+
+def checksum_part_array(values: npt.NDArray[np.float32], region: Region) -> int:
+    """The same for a flat fp32 array, without torch. 0.8 G elements/s with rows of 512, 0.5 G with rows of 32."""
+    assert values.size == region.numel, (values.size, region)
+    total = 0
+    for block in region.blocks():
+        if block.rows == 1 or block.length >= _LONG:
+            for row in map(block.row, range(block.rows)):
+                total += checksum_array(values[row.at : row.at + row.length], row.position)
+        else:
+            total += _rows(values, block)
+    return total % 2**64
+
+
+def _rows(values: npt.NDArray[np.float32], block: Block) -> int:
+    """Many short rows at once: the factors of a row are a window of the table, repeated for rows that pass its end."""
+    bits = np.lib.stride_tricks.as_strided(
+        values.view(np.int32)[block.at :], (block.rows, block.length), (4 * block.period, 4), writeable=False
+    )
+    windows = np.lib.stride_tricks.sliding_window_view(_double_row(), block.length)
+    total = 0
+    some = max(1, _CPU_PIECE // 4 // block.length)  # rows at once
+    for low in range(0, block.rows, some):
+        index = np.arange(low, min(block.rows, low + some), dtype=np.int64)
+        blocks, first = np.divmod(block.position + index * block.stride, _BLOCK)
+        products = windows[first]
+        np.multiply(products, bits[low : low + some], out=products)
+        factors = _block_factors(blocks)
+        total += int((products.sum(axis=1) * factors).sum())
+        passing = np.flatnonzero(first + block.length > _BLOCK)
+        if passing.size:
+            beyond = first[passing, None] + np.arange(block.length) >= _BLOCK
+            change = _block_factors(blocks[passing] + 1) - factors[passing]
+            total += int(((products[passing] * beyond).sum(axis=1) * change).sum())
+    return total
+
+
 def checksum_array(values: npt.NDArray[np.float32], start: int = 0) -> int:
-    """The same for a flat fp32 array, without torch. About 0.8 G elements/s on one core."""
+    """`checksum` of a flat fp32 array, without torch. About 0.8 G elements/s on one core."""
     bits = values.view(np.int32)
     row = _row()
     products = np.empty(_BLOCK, dtype=np.int64)
@@ -77,6 +129,27 @@ def _on_device(flat: Any, start: int) -> int:
     return int(total.item()) % 2**64
 
 
+def _strided_on_device(flat: Any, region: Region) -> int:
+    import torch
+
+    row = torch.from_numpy(_row()).to(flat.device)
+    bits = flat.view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for block in region.blocks():
+        rows = bits.as_strided((block.rows, block.length), (max(1, block.period), 1), bits.storage_offset() + block.at)
+        begin = block.position + block.stride * torch.arange(block.rows, device=flat.device).unsqueeze(1)
+        place = begin + torch.arange(block.length, device=flat.device)
+        numbers = np.arange(block.position // _BLOCK, int(block.last) // _BLOCK + 1, dtype=np.int64)
+        factors = torch.from_numpy(_block_factors(numbers)).to(flat.device)
+        total += (rows * row[place % _BLOCK] * factors[place // _BLOCK - int(numbers[0])]).sum()
+    return int(total.item()) % 2**64
+
+
+@cache
+def _double_row() -> npt.NDArray[np.int64]:
+    return np.concatenate([_row(), _row()])
+
+
 @cache
 def _row() -> npt.NDArray[np.int64]:
     """Odd factors of the positions within a block (splitmix64 of 1, 2, ...)."""
@@ -85,6 +158,14 @@ def _row() -> npt.NDArray[np.int64]:
 
 def _block_factor(block: int) -> int:
     return _mixed(~block % 2**64) | 1
+
+
+def _block_factors(blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`_block_factor` of each."""
+    value = (~blocks).astype(np.uint64) * np.uint64(_GOLDEN)
+    value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return ((value ^ value >> np.uint64(31)) | np.uint64(1)).astype(np.int64)
 
 
 def _mixed(value: int) -> int:

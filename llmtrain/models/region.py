@@ -13,7 +13,7 @@ from itertools import islice
 
 @dataclass(frozen=True)
 class Region:
-    """Elements of a flat Hugging Face tensor, in the order in which a flat piece holds them.
+    """Elements of a flat Hugging Face tensor, in the order in which a flat piece holds them: from first to last.
 
     A contiguous piece is `start` and `numel` alone. A piece of a strided shard (columns of a matrix, a share of each
     section of a fused matrix) repeats `runs` every `stride` elements of the tensor; it begins `skip` elements into
@@ -24,7 +24,7 @@ class Region:
     """First element; for a strided piece, where its first period begins."""
     numel: int
     runs: tuple[tuple[int, int], ...] = ()
-    """(offset within a period, elements) of each run; empty for a contiguous piece."""
+    """(offset within a period, elements) of each run, from first to last; empty for a contiguous piece."""
     stride: int = 0
     """Elements of the tensor from one period to the next."""
     skip: int = 0
@@ -54,23 +54,64 @@ class Region:
                 skip = 0
             period += self.stride
 
+    def blocks(self) -> list[Block]:
+        """The same elements as a few rectangles, at most three for each run: what lies before, in and after whole
+        periods."""
+        if not self.runs:
+            return [Block(self.start, 0, 1, self.numel)] if self.numel else []
+        before = min(self.numel, -self.skip % self._period)
+        periods, after = divmod(self.numel - before, self._period)
+        found = [Block(position, at, 1, count) for position, at, count in self._piece(0, before).spans()]
+        begin, at = self.start + (self.stride if self.skip else 0), before
+        for offset, length in self.runs if periods else ():
+            found.append(Block(begin + offset, at, periods, length, self.stride, self._period))
+            at += length
+        rest = self._piece(self.numel - after, self.numel)
+        return found + [Block(position, self.numel - after + at, 1, count) for position, at, count in rest.spans()]
+
     def part(self, low: int, high: int) -> Region:
         """Elements [low, high) of the piece, 0 <= low <= high <= numel."""
-        assert 0 <= low <= high <= self.numel, (self, low, high)
+        return self._piece(low, high)._simplest()
+
+    def below(self, position: int) -> int:
+        """How many elements of the piece lie before this element of the tensor."""
         if not self.runs:
-            return Region(self.start + low, high - low)
-        periods, skip = divmod(self.skip + low, self._period)
-        return replace(self, start=self.start + periods * self.stride, numel=high - low, skip=skip)._simplest()
+            return min(max(position - self.start, 0), self.numel)
+        periods, rest = divmod(position - self.start, self.stride)
+        within = sum(min(max(rest - offset, 0), length) for offset, length in self.runs)
+        return min(max(periods * self._period + within - self.skip, 0), self.numel)
+
+    @property
+    def first(self) -> int:
+        """The first element's place in the tensor."""
+        return self._place(0) if self.numel else self.start
 
     @property
     def end(self) -> int:
         """One past the last element in the tensor."""
-        return max((position + count for position, _, count in self.spans()), default=self.start)
+        return self._place(self.numel - 1) + 1 if self.numel else self.start
+
+    def _place(self, index: int) -> int:
+        if not self.runs:
+            return self.start + index
+        periods, index = divmod(self.skip + index, self._period)
+        for offset, length in self.runs:
+            if index < length:
+                return self.start + periods * self.stride + offset + index
+            index -= length
+        raise AssertionError(self)
 
     @property
     def _period(self) -> int:
         """Elements that one period holds."""
         return sum(length for _, length in self.runs)
+
+    def _piece(self, low: int, high: int) -> Region:
+        assert 0 <= low <= high <= self.numel, (self, low, high)
+        if not self.runs:
+            return Region(self.start + low, high - low)
+        periods, skip = divmod(self.skip + low, self._period)
+        return replace(self, start=self.start + periods * self.stride, numel=high - low, skip=skip)
 
     def _simplest(self) -> Region:
         """The same elements, contiguous if they are: equal pieces compare equal."""
@@ -87,6 +128,103 @@ class Region:
         if len(first) < 2 or (len(merged) == 1 and merged[0][1] == self.stride):
             return Region(first[0][0] if first else self.start, self.numel)
         return simpler
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of equal length, at equal distances in the tensor and in the piece."""
+
+    position: int
+    """First element in the tensor."""
+    at: int
+    """First element in the piece."""
+    rows: int
+    length: int
+    """Elements of a row, which lie side by side in both."""
+    stride: int = 0
+    """Elements of the tensor from one row to the next."""
+    period: int = 0
+    """Elements of the piece from one row to the next."""
+
+    @property
+    def last(self) -> int:
+        """Last element in the tensor."""
+        return self.position + (self.rows - 1) * self.stride + self.length - 1
+
+    def row(self, index: int) -> Block:
+        """One row."""
+        return Block(self.position + index * self.stride, self.at + index * self.period, 1, self.length)
+
+    def on(self, stride: int) -> Iterator[Cell]:
+        """The block as rectangles of the tensor laid out in lines of `stride` elements: its own, if it has rows."""
+        line, column = divmod(self.position, stride)
+        if self.rows > 1:
+            assert self.stride == stride, (self, stride)
+            fits = min(self.length, stride - column)
+            yield Cell(line, column, self.rows, fits, self.at, self.period)
+            if fits < self.length:
+                yield Cell(line + 1, 0, self.rows, self.length - fits, self.at + fits, self.period)
+            return
+        before = min(self.length, -column % stride)
+        lines, after = divmod(self.length - before, stride)
+        if before:
+            yield Cell(line, column, 1, before, self.at, stride)
+            line += 1
+        if lines:
+            yield Cell(line, 0, lines, stride, self.at + before, stride)
+        if after:
+            yield Cell(line + lines, 0, 1, after, self.at + self.length - after, stride)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A rectangle of lines and columns of a tensor, and where a piece holds it."""
+
+    line: int
+    column: int
+    lines: int
+    columns: int
+    at: int
+    """First element in the piece."""
+    step: int
+    """Elements of the piece from one line to the next."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Rows of elements that two pieces of one tensor both hold."""
+
+    at: tuple[int, int]
+    """First element, in each."""
+    step: tuple[int, int]
+    """Elements from one row to the next, in each."""
+    rows: int
+    length: int
+
+
+def shared(a: Region, b: Region) -> Iterator[Shared]:
+    """The elements that both hold. Its cost does not grow with the sizes, if one is contiguous or the strides agree."""
+    if a.first >= b.end or b.first >= a.end:
+        return
+    for left in a.blocks():
+        for right in b.blocks():
+            yield from _shared(left, right)
+
+
+def _shared(a: Block, b: Block) -> Iterator[Shared]:
+    if a.rows > 1 and b.rows > 1 and a.stride != b.stride:
+        for index in range(min(a.rows, b.rows)):
+            yield from _shared(a.row(index), b) if a.rows <= b.rows else _shared(a, b.row(index))
+        return
+    stride = next((block.stride for block in (a, b) if block.rows > 1), max(a.last, b.last) + 1)
+    for x in a.on(stride):
+        for y in b.on(stride):
+            line, column = max(x.line, y.line), max(x.column, y.column)
+            rows = min(x.line + x.lines, y.line + y.lines) - line
+            length = min(x.column + x.columns, y.column + y.columns) - column
+            if rows > 0 and length > 0:
+                at = tuple(c.at + (line - c.line) * c.step + column - c.column for c in (x, y))
+                yield Shared((at[0], at[1]), (x.step, y.step), rows, length)
 
 
 def whole(shape: Sequence[int]) -> Region:

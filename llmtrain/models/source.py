@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
 from llmtrain.models.layout import FolderLayout, Part, Placement
+from llmtrain.models.pieces import DTYPE_OF, byte_view, pick, read_shared
+from llmtrain.models.region import Region, shared
 from llmtrain.models.tensorfile import TensorFile, TensorFileError, numel
 
 INDEX = "model.safetensors.index.json"
@@ -39,21 +41,8 @@ class ParameterSource(Protocol):
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flat tensor `name`, on any device, in the source's precision."""
 
-
-DTYPE_OF = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""Floating-point types by safetensors' name."""
-
-
-def byte_view(values: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, to be read or filled."""
-    return values.detach().reshape(-1).view(torch.uint8).numpy().data
+    def read_region(self, name: str, region: Region) -> Tensor:
+        """The elements of a region of the flat tensor `name`, likewise."""
 
 
 class RandomSource:
@@ -90,6 +79,9 @@ class RandomSource:
             self._cached = None  # free the old block before the new one is made
             self._cached = (block, self._draw(block))
         return self._cached[1][name].reshape(-1)[start:stop]
+
+    def read_region(self, name: str, region: Region) -> Tensor:
+        return pick(self.read(name, 0, numel(self._shapes[name])), region)
 
     @torch.no_grad()
     def _draw(self, block: str) -> dict[str, Tensor]:
@@ -194,6 +186,21 @@ class SafetensorsSource:
             values = self.read_tensor(tensor, low - part.start, high - part.start, place)
             if values is not place:
                 place.copy_(values)
+        return out
+
+    def read_region(self, name: str, region: Region) -> Tensor:
+        """Reads only these elements; rows of less than 1 KiB with the gaps between them."""
+        if region.contiguous:
+            return self.read(name, region.start, region.start + region.numel)
+        parts = [(t, Region(p.start, p.numel)) for t, p in self._parts[name]]
+        kinds = {self.file_of[tensor].entries[tensor].dtype for tensor, _ in parts}
+        out = torch.empty(region.numel, dtype=self._dtype(name, *kinds) if len(kinds) == 1 else torch.float32)
+        try:
+            for tensor, where in parts:
+                for rows in shared(region, where):
+                    read_shared(self.file_of[tensor], tensor, rows, out)
+        except TensorFileError as error:
+            raise self._wrong(str(error)) from error
         return out
 
     def read_tensor(self, tensor: str, start: int, stop: int, out: Tensor | None = None) -> Tensor:

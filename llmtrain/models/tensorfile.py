@@ -110,6 +110,21 @@ class TensorFile:
             raise TensorFileError(f"{self.path}: {name} ends before byte {at + out.nbytes}.")
         self._pread(at, out.cast("B"))
 
+    def read_rows_into(self, name: str, start: int, step: int, out: memoryview) -> None:
+        """Fill `out` [rows, bytes of a row] with rows that begin `step` elements apart, from `start` on.
+
+        One system call a row. Raises TensorFileError.
+        """
+        entry = self.entries[name]
+        item = ITEM_BYTES[entry.dtype]
+        rows, size = out.shape  # type: ignore[misc]
+        if entry.begin + (start + (rows - 1) * step) * item + size > entry.end:
+            raise TensorFileError(f"{self.path}: {name} ends before row {rows - 1} from element {start} on.")
+        at, flat = entry.begin + start * item, out.cast("B")
+        for low in range(0, out.nbytes, size):
+            self._pread(at, flat[low : low + size])
+            at += step * item
+
     def _pread(self, at: int, out: memoryview) -> None:
         done = 0
         while done < out.nbytes:

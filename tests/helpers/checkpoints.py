@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece, hash_file, step_folder
 from llmtrain.models.checksum import checksum
+from llmtrain.models.region import Region
 
 SHAPES = {
     "model.embed_tokens.weight": (32, 8),
@@ -93,7 +94,7 @@ def write_checkpoint(
             flat = values.reshape(-1)
             low, high = flat.numel() * rank // ranks, flat.numel() * (rank + 1) // ranks
             held[f"{kind}/{name}"] = flat[low:high].clone()
-            pieces.append(Piece(kind, name, low, high - low, checksum(flat[low:high], low)))
+            pieces.append(Piece(kind, name, Region(low, high - low), checksum(flat[low:high], low)))
         path = folder / f"rank-{rank:05d}.safetensors"
         save_file(held, path)
         files[path.name] = FileEntry(bytes=path.stat().st_size, xxh3=hash_file(path), pieces=pieces)

@@ -19,6 +19,7 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
 from llmtrain.errors import CheckpointError, UserError
+from llmtrain.models.region import Region
 from llmtrain.models.tensorfile import TensorFile
 from tests.helpers.training import (
     LLAMA,
@@ -89,12 +90,12 @@ def flip(checkpoint: Path, kind: str, name: str, element: int) -> str:
     """Flip the lowest bit of one element, wherever it lies; the file's name."""
     for file, entry in Manifest.read(checkpoint).files.items():
         for piece in entry.pieces:
-            if (piece.kind, piece.name) == (kind, name) and piece.start <= element < piece.start + piece.numel:
+            if (piece.kind, piece.name) == (kind, name) and piece.region.first <= element < piece.region.end:
                 with TensorFile(checkpoint / file) as tensors:
                     held = tensors.entries[f"{kind}/{name}"]
                 size = (held.end - held.begin) // held.numel
                 with open(checkpoint / file, "r+b") as out:
-                    out.seek(held.begin + size * (element - piece.start))
+                    out.seek(held.begin + size * (element - piece.region.first))
                     byte = out.read(1)[0]
                     out.seek(-1, 1)
                     out.write(bytes([byte ^ 1]))
@@ -188,27 +189,27 @@ def test_muons_momentum_is_proven_too(pools, small_data, tmp_path):
 
 
 def unreadable_on_rank_1(world: Any) -> None:
-    def read_kind(*_: object) -> torch.Tensor:
+    def unreadable(*_: object) -> torch.Tensor:
         raise CheckpointError("rank-00000.safetensors cannot be read at byte 4096: Input/output error")
 
     patch, ranks = world
     if ranks.rank == 1:
-        patch.setattr(CheckpointReader, "read_kind", read_kind)
+        patch.setattr(CheckpointReader, "read_kind_region", unreadable)
 
 
 def other_bytes_on_rank_1(world: Any) -> None:
     """In the half of a moment that rank 0 answers for, where both ranks hold all of it."""
-    read_kind = CheckpointReader.read_kind
+    read = CheckpointReader.read_kind_region
 
-    def read_wrongly(self: CheckpointReader, kind: str, name: str, start: int, stop: int) -> torch.Tensor:
-        values = read_kind(self, kind, name, start, stop)
+    def read_wrongly(self: CheckpointReader, kind: str, name: str, region: Region) -> torch.Tensor:
+        values = read(self, kind, name, region)
         if (kind, name) == ("exp_avg", "lm_head.weight"):
             values[0] += 1
         return values
 
     patch, ranks = world
     if ranks.rank == 1:
-        patch.setattr(CheckpointReader, "read_kind", read_wrongly)
+        patch.setattr(CheckpointReader, "read_kind_region", read_wrongly)
 
 
 def stale_copies(world: Any) -> None:

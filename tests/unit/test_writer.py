@@ -18,7 +18,7 @@ def image() -> memoryview:
     return memoryview(np.arange(6 << 20, dtype=np.float32).view(np.uint8))
 
 
-TABLE = {"own": [[4096, 0, (6 << 20) - 1024, "F32"]]}
+TABLE = {"own": [[4096, "F32", ["param", "w", 0, (6 << 20) - 1024, 0]]]}
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "ftruncate"])
@@ -34,7 +34,7 @@ def test_an_io_error_is_an_answer_and_leaves_no_file(tmp_path, monkeypatch, imag
 
 def test_a_commit_that_fails_leaves_nothing_and_one_that_works_a_checkpoint(tmp_path, monkeypatch, image):
     numel = (6 << 20) - 1024
-    table = {**TABLE, "tensors": {"w": [numel]}, "pieces": {"rank-00000.safetensors": [["param", "w", 0, numel]]}}
+    table = {**TABLE, "tensors": {"w": [numel]}, "pieces": {"rank-00000.safetensors": [["param", "w", 0, numel, 0]]}}
     partial, final = tmp_path / "step-00000003.aaaa.tmp", tmp_path / "step-00000003"
 
     def commit() -> dict:

@@ -34,7 +34,8 @@ from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.build import skeleton
 from llmtrain.models.checksum import checksum
 from llmtrain.models.layout import FolderLayout
-from llmtrain.models.source import DTYPE_OF, INDEX, SafetensorsSource, refuse_escape
+from llmtrain.models.pieces import DTYPE_OF
+from llmtrain.models.source import INDEX, SafetensorsSource, refuse_escape
 from llmtrain.models.tensorfile import numel
 
 MARK = "llmtrain_export.json"
