@@ -16,6 +16,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
 
@@ -201,7 +202,7 @@ def build_engine(model: LanguageModel, resolved: ResolvedRun, mesh: Mesh) -> dee
     if resolved.zero_stage == 0 and resolved.precision == "fp32":
         # DeepSpeed steps on a NaN here: it neither checks nor reports the gradient norm without a wrapper.
         config["gradient_clipping"] = 0.0
-        _guard_step(optimizer, resolved.run.optim.clip_norm or 0.0)
+        _guard_step(optimizer, resolved.run.optim.clip_norm or 0.0, mesh)
     groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
@@ -215,13 +216,13 @@ def build_engine(model: LanguageModel, resolved: ResolvedRun, mesh: Mesh) -> dee
     return engine
 
 
-def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
+def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float, mesh: Mesh) -> None:
     """Make step() clip, publish the norm, and skip when it is not finite, as DeepSpeed's ZeRO optimizers do."""
     plain_step: Callable[..., Any] = optimizer.step
 
     def step(closure: None = None) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = _total_norm(parameters, mesh)
         optimizer._global_grad_norm = norm  # type: ignore[attr-defined]
         optimizer.overflow = not bool(torch.isfinite(norm))  # type: ignore[attr-defined]
         if optimizer.overflow:  # type: ignore[attr-defined]
@@ -231,3 +232,15 @@ def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
         plain_step()
 
     optimizer.step = step  # type: ignore[method-assign, assignment]
+
+
+def _total_norm(parameters: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
+    """Norm of the whole gradient: shards count on every tensor-parallel rank, what all of them hold on the first."""
+    if mesh.degrees.tensor == 1:
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    here = [
+        p.grad for p in parameters if p.grad is not None and (is_model_parallel_parameter(p) or mesh.place.tensor == 0)
+    ]
+    square = torch.nn.utils.get_total_norm(here).square()
+    dist.all_reduce(square, group=mesh.tensor)
+    return square.sqrt()

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmtrain.errors import ModelError
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
-from llmtrain.models.parameters import LocalParameter
-from llmtrain.models.region import whole
+from llmtrain.models.parameters import LocalParameter, local_parameter
 
 
 class LanguageModel(nn.Module):
@@ -40,10 +39,11 @@ class LanguageModel(nn.Module):
 
     def local_parameters(self) -> list[LocalParameter]:
         """What this rank holds of each Hugging Face parameter; a tied one appears once."""
-        return [
-            LocalParameter(name=name, parameter=parameter, shape=(shape := _shape(parameter)), region=whole(shape))
-            for name, parameter in self.hf.named_parameters()
-        ]
+        return [local_parameter(name, parameter) for name, parameter in self.hf.named_parameters()]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter of the whole model, by Hugging Face name."""
+        return {held.name: held.shape for held in self.local_parameters()}
 
     def forward(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
         """Summed loss, fp32 scalar, in nats.
@@ -85,14 +85,14 @@ def _head_forward(
     form: HeadForm | None = None,
 ) -> Tensor:
     """The head as it was (logits) without labels; with labels the summed loss."""
+    words = getattr(head, "words", None)  # this rank's part of the vocabulary, if a tensor-parallel group shares it
+    if words is not None:
+        if labels is None or form is None:
+            return words.logits(hidden, head.weight, head.bias)
+        return words.nll_sum(hidden, head.weight, head.bias, labels, chunk=chunk, form=form)
     if labels is None or form is None:
         return F.linear(hidden, head.weight, head.bias)
     return chunked_nll_sum(hidden, head.weight, head.bias, labels, chunk=chunk, form=form)
-
-
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Under ZeRO 3, too, where the parameter itself is empty between its uses."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def checkpoint_activations(hf: Any, section: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from llmtrain.models.region import Region
+from llmtrain.models.region import Region, whole
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -24,3 +24,26 @@ class LocalParameter:
     copy: tuple[int, int] = (0, 1)
     """This is copy (index, of) among the ranks of other tensor-parallel and pipeline positions: a norm that every
     tensor-parallel rank holds, an embedding tied over two stages. Data-parallel replicas do not count here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a parameter says of itself that is not the whole of a Hugging Face tensor, or not its only copy."""
+
+    shape: tuple[int, ...]
+    region: Region
+    copy: tuple[int, int] = (0, 1)
+
+
+def set_share(parameter: nn.Parameter, share: Share) -> None:
+    """The note stays with the object, whatever DeepSpeed does to its values."""
+    parameter.llmtrain_share = share  # type: ignore[attr-defined]
+
+
+def local_parameter(name: str, parameter: nn.Parameter) -> LocalParameter:
+    """A parameter by its Hugging Face name: the whole tensor, unless it says otherwise."""
+    share: Share | None = getattr(parameter, "llmtrain_share", None)
+    if share is None:  # under ZeRO 3 the parameter itself is empty between its uses
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        share = Share(shape=shape, region=whole(shape))
+    return LocalParameter(name=name, parameter=parameter, shape=share.shape, region=share.region, copy=share.copy)
