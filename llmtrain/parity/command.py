@@ -12,7 +12,7 @@ from typing import Any
 from llmtrain.config.load import parse
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ResolvedRun
-from llmtrain.parity.compare import Verdict, compare
+from llmtrain.parity.compare import KINDS, Verdict, compare
 from llmtrain.parity.plan import Wanted, degrees_text, resolve_in, small_run, usual_ranks, wanted
 from llmtrain.parity.ranks import WORKER, RankError, Ranks, ending_on_sigterm
 
@@ -53,6 +53,7 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
     """One world size: start the ranks, make the references meanwhile, compare."""
     import torch
 
+    from llmtrain.parity.hints import hint
     from llmtrain.parity.reference import orders, train_plainly
     from llmtrain.parity.trace import Trace
     from llmtrain.parity.worker import PLAN
@@ -82,26 +83,28 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
             if name != user.precision and name != "fp32"
             else ""
         )
-        print("\n".join(report(f"{name} against plain PyTorch in {name}{instead}", verdict)), flush=True)
+        likely = "" if verdict.passed else hint(got, references[name][0], verdict, resolved.run.optim.clip_norm or 0.0)
+        print("\n".join(report(f"{name} against plain PyTorch in {name}{instead}", verdict, likely)), flush=True)
         passed = passed and verdict.passed
     return passed
 
 
-def report(title: str, verdict: Verdict) -> list[str]:
+def report(title: str, verdict: Verdict, likely: str = "") -> list[str]:
     """The lines of one comparison."""
     lines = [f"  {'PASS' if verdict.passed else 'FAIL'}  {title}"]
     for kind, worst in verdict.worst.items():
-        where = f"step {worst.step}" + ("" if kind == worst.what else f", {worst.what}")
+        where = f"step {worst.step}" + (f", {worst.name}" if worst.name else "")
         lines.append(f"        {kind:<13}  {worst.got:.1e} of {worst.tolerated:.1e}  ({where})")
     if verdict.first:
         lines.append(f"        first parts at step {verdict.first[0].step}:")
-        for one in verdict.first[:4]:
-            note = f": {one.note}" if one.note else ""
-            lines.append(f"          {one.what}{note}  differs by {one.got:.2e}, tolerated {one.tolerated:.1e}")
-        if len(verdict.first) > 4:
-            lines.append(f"          and {len(verdict.first) - 4} more")
-    if verdict.hint:
-        lines.append(f"        likely: {verdict.hint}")
+        for kind in KINDS:
+            failed = [one for one in verdict.first if one.kind == kind]
+            for one in failed[:2]:
+                what = f"{kind} {one.name}".strip() + (f": {one.note}" if one.note else "")
+                lines.append(f"          {what}; differs by {one.got:.2e}, tolerated {one.tolerated:.1e}")
+            if len(failed) > 2:
+                lines.append(f"          {kind} of {len(failed) - 2} more")
+        lines.append(f"        likely: {likely}")
     return lines
 
 

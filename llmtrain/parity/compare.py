@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -15,6 +16,8 @@ NORM = 1e-4  # relative
 PARAMETER = 5e-5
 SPREADS = 4.0
 """Tolerated multiple of the largest difference between two orders of summation in one process."""
+MOVEMENT = 1e-2  # of what a parameter has moved since the start
+KINDS = ("loss", "gradient norm", "gradient", "movement", "parameter")
 _SETTLED = 5
 """Below fp32 parameters are compared every so many steps. Before that AdamW has moved each element by about the
 learning rate times the sign of its gradient, and the sign of a gradient that is all rounding is anyone's."""
@@ -29,8 +32,10 @@ def loss_tolerance(split: bool) -> float:
 class Difference:
     """One value at one step against what was tolerated there."""
 
-    what: str
-    """"loss", "gradient norm", or the Hugging Face name of a parameter."""
+    kind: str
+    """One of KINDS."""
+    name: str = ""
+    """Hugging Face name of the parameter."""
     step: int
     """1 is the first; 0: before it."""
     got: float
@@ -49,10 +54,9 @@ class Verdict:
     """The outcome of one comparison."""
 
     worst: dict[str, Difference]
-    """By "loss", "gradient norm", "parameters": the difference that came nearest to its tolerance, or beyond."""
+    """By kind: the difference that came nearest to its tolerance, or went farthest beyond."""
     first: list[Difference] = field(default_factory=list)
-    """What failed at the first step at which something failed: loss, norm, then parameters in the model's order."""
-    hint: str = ""
+    """What failed at the first step at which something failed: in the order of KINDS, then in the model's order."""
 
     @property
     def passed(self) -> bool:
@@ -71,15 +75,21 @@ def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdic
     for step in range(last + 1):
         if fp32 or step in (0, last) or (step >= _SETTLED and step % _SETTLED == 0):
             curves.append(_parameters(got, want, step, fp32=fp32))
-    found = sorted((difference for curve in curves for difference in curve), key=lambda d: d.step)  # stable
-    failed = [difference for difference in found if difference.ratio > 1]
+        if fp32 and step == 1:
+            curves.append(_gradients(got, want))
+    found = [difference for curve in curves for difference in curve]
+    found.sort(
+        key=lambda difference: (difference.step, KINDS.index(difference.kind))
+    )  # stable: the model's order stays
     worst: dict[str, Difference] = {}
     for difference in found:
-        kind = difference.what if difference.what in ("loss", "gradient norm") else "parameters"
-        if kind not in worst or difference.ratio > worst[kind].ratio:
-            worst[kind] = difference
-    worst = {kind: worst[kind] for kind in ("loss", "gradient norm", "parameters") if kind in worst}
-    return Verdict(worst=worst, first=[d for d in failed if d.step == failed[0].step])
+        if difference.kind not in worst or difference.ratio > worst[difference.kind].ratio:
+            worst[difference.kind] = difference
+    failed = [difference for difference in found if difference.ratio > 1]
+    return Verdict(
+        worst={kind: worst[kind] for kind in KINDS if kind in worst},
+        first=[difference for difference in failed if difference.step == failed[0].step],
+    )
 
 
 def _curve(got: Trace, want: list[Trace], what: str, least: float) -> list[Difference]:
@@ -92,7 +102,7 @@ def _curve(got: Trace, want: list[Trace], what: str, least: float) -> list[Diffe
               for a, b, s in zip(one, other, scale, strict=True)]  # fmt: skip
     tolerated = max(least, SPREADS * max(parted))
     return [
-        Difference(what=what, step=step, got=abs(a - b) / s, tolerated=tolerated, note=f"{a:.6g}, expected {b:.6g}")
+        Difference(kind=what, step=step, got=abs(a - b) / s, tolerated=tolerated, note=f"{a:.6g}, expected {b:.6g}")
         for step, (a, b, s) in enumerate(zip(mine, reference, scale, strict=True), start=1)
     ]
 
@@ -100,25 +110,51 @@ def _curve(got: Trace, want: list[Trace], what: str, least: float) -> list[Diffe
 def _parameters(got: Trace, want: list[Trace], step: int, *, fp32: bool) -> list[Difference]:
     """Every parameter after a step, in the model's order.
 
-    fp32: its largest element. In lower precisions that element is one whose gradient is all rounding, and AdamW moves
-    it by the whole learning rate: there it is the root mean square over the elements.
+    fp32: its largest element, and the root mean square over its elements as a share of what it has moved. In lower
+    precisions the largest element is one whose gradient is all rounding, and AdamW moves it by the whole learning
+    rate: there only the share counts.
     """
-    measure = _largest if fp32 else _root_mean_square
-    expected = want[0].parameters[step]
-    spread = {
-        name: max(measure(a.parameters[step][name], b.parameters[step][name]) for a, b in combinations(want, 2))
-        for name in expected
-    }
-    moved = {name: _root_mean_square(value, want[0].parameters[0][name]) for name, value in expected.items()}
-    shares = sorted(spread[name] / moved[name] for name in expected if moved[name] > 0)
-    usual = 0.0 if fp32 or not shares else shares[len(shares) * 9 // 10]
+    start, expected = want[0].parameters[0], want[0].parameters[step]
+    moved = {name: _root_mean_square(value, start[name]) for name, value in expected.items()}
+    shares = {name: _spread(want, step, name, _root_mean_square) / (moved[name] or 1.0) for name in expected}
+    usual = sorted(shares.values())[len(shares) * 9 // 10]
     found = []
     for name, value in expected.items():
         mine = got.parameters[step].get(name)
-        difference = math.inf if mine is None or mine.shape != value.shape else measure(mine, value)
-        least = PARAMETER if fp32 else SPREADS * usual * moved[name]
-        tolerated = max(least, SPREADS * spread[name])
-        found.append(Difference(what=name, step=step, got=difference, tolerated=tolerated))
+        if mine is None or mine.shape != value.shape:
+            mine = torch.full_like(value, math.nan)
+        if fp32:
+            difference = _largest(mine, value)
+            tolerated = max(PARAMETER, SPREADS * _spread(want, step, name, _largest))
+            found.append(Difference(kind="parameter", name=name, step=step, got=difference, tolerated=tolerated))
+        if step > 0:
+            difference = _root_mean_square(mine, value) / (moved[name] or 1.0)
+            tolerated = max(MOVEMENT, SPREADS * (shares[name] if fp32 else max(usual, shares[name])))
+            found.append(Difference(kind="movement", name=name, step=step, got=difference, tolerated=tolerated))
+    return found
+
+
+def _spread(want: list[Trace], step: int, name: str, measure: Callable[[Tensor, Tensor], float]) -> float:
+    """The largest difference of one parameter between two orders of summation."""
+    return max(measure(a.parameters[step][name], b.parameters[step][name]) for a, b in combinations(want, 2))
+
+
+def _gradients(got: Trace, want: list[Trace]) -> list[Difference]:
+    """The clipped gradient of step 1 of every parameter: the difference over its size, both in the root mean
+    square."""
+    found = []
+    for name, expected in want[0].gradients.items():
+        size = float(expected.square().mean().sqrt()) or 1.0
+        spread = max(_root_mean_square(a.gradients[name], b.gradients[name]) / size for a, b in combinations(want, 2))
+        mine = got.gradients.get(name)
+        note = ""
+        difference = math.inf
+        if mine is not None and mine.shape == expected.shape:
+            difference = _root_mean_square(mine, expected) / size
+            share = float((mine * expected).sum() / expected.square().sum())
+            note = f"{share:.3g} x the expected one along it"
+        tolerated = max(NORM, SPREADS * spread)
+        found.append(Difference(kind="gradient", name=name, step=1, got=difference, tolerated=tolerated, note=note))
     return found
 
 

@@ -18,7 +18,7 @@ from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
 from llmtrain.errors import ConfigError
 from llmtrain.topology import Degrees
 
-LR = 1e-3
+LR = 3e-4
 """Of every parity check: what a rounding error becomes in AdamW is proportional to it, and so the tolerances."""
 _LENGTH = 32
 _MICRO_BATCH = 2

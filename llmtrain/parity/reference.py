@@ -67,6 +67,8 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         if run.optim.name != "muon":  # there DeepSpeed reports the norm of the update
             trace.norms.append(norm)
         trace.parameters.append({name: value.cpu().clone() for name, value in masters.items()})
+        if step == 0:
+            trace.gradients = optimizer.first_moments()
     return trace
 
 
@@ -162,6 +164,10 @@ class PlainOptimizer:
             else:
                 self._adamw_update(name, grad, (optim.lr or 0.0) * lr_factor)
         return norm
+
+    def first_moments(self) -> dict[str, Tensor]:
+        """AdamW's, by name."""
+        return {name: moment.cpu().clone() for name, moment in self._first.items() if name not in self._muon}
 
     def _decay(self, value: Tensor, lr: float) -> None:
         if value.dim() >= 2:

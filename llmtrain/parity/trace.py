@@ -18,6 +18,8 @@ class Trace:
     """Global gradient norm before clipping. Empty in a reference whose run reports another (Muon)."""
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
     """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ..."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """AdamW's first moment after step 1: (1 - beta1) x the clipped gradient. Muon's matrices have none."""
     skipped: list[int] = field(default_factory=list)
     """Steps whose update the engine left out."""
 

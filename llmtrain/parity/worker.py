@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ from llmtrain.data.loader import TrainLoader
 from llmtrain.engine.build import Ranks, build_engine, check_device, join_process_group
 from llmtrain.engine.control import Agree, together
 from llmtrain.engine.fragments import PARAM, fragments, owned, refresh, whole_shapes
-from llmtrain.engine.step import Stepper, learning_rate_factor, seed_step
+from llmtrain.engine.pipeline_step import make_stepper
+from llmtrain.engine.step import learning_rate_factor, seed_step
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import UserError
 from llmtrain.models.build import facts
@@ -49,14 +51,14 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
         check_device(resolved)
         model = build_model(resolved, ranks.device, mesh)
     engine = build_engine(model, resolved, mesh)
-    stepper = Stepper(engine, ranks, mesh)
+    stepper = make_stepper(engine, ranks, mesh)
     source = LoudSource(run.model, run.train.seed, torch.device("cpu"))
     with together(ranks):
         fill_parameters(engine, source)
     with together(ranks):
         refresh(engine)
         prove_weights(engine, source, ranks)
-    trace = Trace(parameters=[whole_parameters(engine, ranks)])
+    trace = Trace(parameters=[whole_tensors(engine, ranks)])
     agree = Agree(ranks)
     with TrainLoader(
         Tokens(run.data, facts(run.model).vocab_size),
@@ -79,7 +81,9 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
             result = stepper.step(batch, agreement, learning_rate_factor(run.schedule, step, resolved.max_steps))
             trace.losses.append(stepper.global_loss(result.local_loss_sum, agreement().counted_tokens))
             trace.norms.append(math.nan if result.grad_norm is None else float(result.grad_norm))
-            trace.parameters.append(whole_parameters(engine, ranks))
+            trace.parameters.append(whole_tensors(engine, ranks))
+            if step == 0:
+                trace.gradients = whole_tensors(engine, ranks, "exp_avg")
             if result.skipped:
                 trace.skipped.append(step + 1)
     engine.destroy()
@@ -87,24 +91,23 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
 
 
 @torch.no_grad()
-def whole_parameters(engine: object, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """The fp32 masters put together from the slices that the ranks own, on rank 0; empty on the others.
+def whole_tensors(engine: Any, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
+    """The fp32 masters (or a moment) put together from the pieces that the ranks own, on rank 0; empty on the others.
 
     What no rank owns is NaN, and so differs from everything.
     """
-    mine = [
-        (f.name, start, values.detach().cpu())
-        for f in fragments(engine)
-        if f.kind == PARAM
-        for start, values in [owned(f)]
-    ]
-    parts: list[list[tuple[str, int, torch.Tensor]]] | None = [[]] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object([(n, s, v.clone()) for n, s, v in mine], parts, group=ranks.control)
+    mine = [(f.name, *owned(f)) for f in fragments(engine) if f.kind == kind]
+    sent = [(name, region, values.detach().cpu().clone()) for name, region, values in mine]
+    parts: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
+    dist.gather_object(sent, parts, group=ranks.control)
     if parts is None:
         return {}
-    whole = {name: torch.full(shape, float("nan")) for name, shape in whole_shapes(engine).items()}
-    for name, start, values in (piece for part in parts for piece in part):
-        whole[name].view(-1)[start : start + values.numel()] = values
+    names = {name for part in parts for name, _, _ in part}
+    shapes = {name: shape for name, shape in whole_shapes(engine).items() if kind == PARAM or name in names}
+    whole = {name: torch.full(shape, math.nan) for name, shape in shapes.items()}
+    for name, region, values in (piece for part in parts for piece in part):
+        for start, at, count in region.spans():
+            whole[name].view(-1)[start : start + count] = values[at : at + count]
     return whole
 
 

@@ -1,0 +1,194 @@
+"""Faults that DeepSpeed, transformers and training stacks have really had, to be seeded into a rank of a parity check.
+
+The product knows nothing of them: each replaces a function while the rank trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+Context = contextlib.AbstractContextManager[None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong, and in which form it can be."""
+
+    seeded: Callable[[], Context]
+    form: dict[str, Any]
+    """Fields of helpers.parity.Form."""
+    words: str
+    """What the hint has to say."""
+
+
+@contextlib.contextmanager
+def mean_per_micro_batch() -> Iterator[None]:
+    """The loss is averaged per micro-batch, and the means are averaged: tokens of short ones count more."""
+    from llmtrain.engine.step import Stepper
+
+    def forward_backward(self: Any, micro: Any, agreement: Any) -> torch.Tensor:
+        loss_sum = self.engine(*self._tensors(micro))
+        self.engine.backward(loss_sum / (micro.labels >= 0).sum())
+        agreement()
+        return loss_sum.detach()
+
+    with patch.object(Stepper, "forward_backward", forward_backward):
+        yield
+
+
+@contextlib.contextmanager
+def skipped_layer() -> Iterator[None]:
+    """The third decoder layer hands on what it got."""
+    from llmtrain.parity import worker
+
+    build = worker.build_model
+
+    def built(*args: Any) -> Any:
+        model = build(*args)
+        layer = model.hf.base_model.layers[2]
+        layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
+        return model
+
+    with patch.object(worker, "build_model", built):
+        yield
+
+
+@contextlib.contextmanager
+def shifted_twice() -> Iterator[None]:
+    """Labels that are shifted already are shifted once more."""
+    from llmtrain.models.language import LanguageModel
+
+    forward = LanguageModel.forward
+
+    def shifting(self: Any, inputs: torch.Tensor, labels: torch.Tensor, *rest: Any) -> torch.Tensor:
+        labels = labels.roll(-1, dims=1)
+        labels[:, -1] = -100
+        return forward(self, inputs, labels, *rest)
+
+    with patch.object(LanguageModel, "forward", shifting):
+        yield
+
+
+@contextlib.contextmanager
+def wrong_rank_count() -> Iterator[None]:
+    """Gradients are divided by the data-parallel ranks twice."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    backward = DeepSpeedEngine.backward
+
+    def dividing(self: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return backward(self, loss / self.dp_world_size, *args, **kwargs)
+
+    with patch.object(DeepSpeedEngine, "backward", dividing):
+        yield
+
+
+@contextlib.contextmanager
+def late_bias_correction() -> Iterator[None]:
+    """AdamW's step counter begins at 1: a step on zero gradients has been taken to create its state."""
+    from llmtrain.engine.fragments import fragments, set_optimizer_step
+    from llmtrain.parity import worker
+
+    build = worker.build_engine
+
+    def built(*args: Any) -> Any:
+        engine = build(*args)
+        fragments(engine)  # creates the state
+        set_optimizer_step(engine, 1)
+        return engine
+
+    with patch.object(worker, "build_engine", built):
+        yield
+
+
+@contextlib.contextmanager
+def decayed_norms() -> Iterator[None]:
+    """Weight decay on vectors, too."""
+    from llmtrain.parity import worker
+
+    build = worker.build_engine
+
+    def built(*args: Any) -> Any:
+        from llmtrain.engine.fragments import base_optimizer
+
+        engine = build(*args)
+        for group in base_optimizer(engine).param_groups:
+            group["weight_decay"] = 0.1
+        return engine
+
+    with patch.object(worker, "build_engine", built):
+        yield
+
+
+@contextlib.contextmanager
+def same_rows() -> Iterator[None]:
+    """Every data-parallel rank reads the rows of the first."""
+    from llmtrain.parity import worker
+
+    loader = worker.TrainLoader
+
+    def of_rank_0(*args: Any, **kwargs: Any) -> Any:
+        return loader(*args, **{**kwargs, "rank": 0})
+
+    with patch.object(worker, "TrainLoader", of_rank_0):
+        yield
+
+
+@contextlib.contextmanager
+def lost_micro_batch() -> Iterator[None]:
+    """The last micro-batch's gradients do not reach the optimizer (DeepSpeed PR #7985)."""
+    from llmtrain.engine.step import Stepper
+
+    step = Stepper.step
+
+    def stepping(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        batch.micro_batches[-1].labels[:] = -100
+        return step(self, batch, *args, **kwargs)
+
+    with patch.object(Stepper, "step", stepping):
+        yield
+
+
+@contextlib.contextmanager
+def leaking_documents() -> Iterator[None]:
+    """Positions begin anew with each document, but attention sees the documents before."""
+    from llmtrain.models import language
+
+    inside = language.documents_in_rows
+    with patch.object(language, "documents_in_rows", lambda positions: inside(None)):
+        yield
+
+
+@contextlib.contextmanager
+def raw_router_weights() -> Iterator[None]:
+    """The chosen experts' weights are not normalised to a sum of 1."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
+    forward = MixtralTopKRouter.forward
+
+    def routing(self: Any, hidden: torch.Tensor) -> Any:
+        logits, weights, chosen = forward(self, hidden)
+        return logits, torch.softmax(logits.float(), -1).gather(1, chosen).to(weights.dtype), chosen
+
+    with patch.object(MixtralTopKRouter, "forward", routing):
+        yield
+
+
+FAULTS: dict[str, Fault] = {
+    "mean_per_micro_batch": Fault(mean_per_micro_batch, {"zero": 2, "accumulation": 2}, "wrong weight in the mean"),
+    "skipped_layer": Fault(skipped_layer, {"zero": 1}, "a layer that is skipped"),
+    "shifted_twice": Fault(shifted_twice, {"zero": 0}, "labels"),
+    "wrong_rank_count": Fault(wrong_rank_count, {"zero": 1}, "wrong number of ranks"),
+    "late_bias_correction": Fault(late_bias_correction, {"zero": 2}, "bias correction"),
+    "decayed_norms": Fault(decayed_norms, {"zero": 3}, "weight decay on them"),
+    "same_rows": Fault(same_rows, {"zero": 3}, "rows"),
+    "lost_micro_batch": Fault(lost_micro_batch, {"zero": 1, "accumulation": 3}, "left out"),
+    "leaking_documents": Fault(leaking_documents, {"isolate_documents": True}, "documents"),
+    "raw_router_weights": Fault(raw_router_weights, {"family": "mixtral", "zero": 2}, "weighted otherwise"),
+}

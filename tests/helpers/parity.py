@@ -1,0 +1,133 @@
+"""Parity checks in the tests' own ranks: the worker, the reference and the comparison, without a process start."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtrain.config.run import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ResolvedRun,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from llmtrain.parity.compare import Verdict, compare
+from llmtrain.parity.hints import hint
+from llmtrain.parity.plan import resolve_in, small_run, wanted
+from llmtrain.parity.reference import orders, train_plainly
+from llmtrain.parity.small import small_model
+from llmtrain.parity.trace import Trace
+from tests.helpers.families import FAMILIES
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way of training one model."""
+
+    family: str = "llama"
+    ranks: int = 2
+    zero: int = 0
+    pipeline: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    expert: int = 1
+    accumulation: int = 1
+    precision: str = "fp32"
+    tied: bool | None = None
+    optimizer: str = "adamw"
+    isolate_documents: bool = False
+    steps: int = 20
+    extra: str = "{}"
+    """More of the DeepSpeed JSON."""
+    changes: str = "{}"
+    """Other fields of the model's config."""
+
+    @property
+    def name(self) -> str:
+        words = {"pipeline": "pp", "tensor": "tp", "sequence": "sp", "expert": "ep"}
+        parts = [f"{word}{getattr(self, key)}" for key, word in words.items() if getattr(self, key) > 1]
+        parts += [f"zero{self.zero}", f"x{self.ranks}"]
+        tied = {None: [], True: ["tied"], False: ["untied"]}[self.tied]
+        return "-".join([self.family, *tied, *parts, self.precision])
+
+
+def resolved(form: Form) -> ResolvedRun:
+    """As the command resolves it."""
+    model = dict(FAMILIES[form.family]) | json.loads(form.changes)
+    if form.tied is not None:
+        model["tie_word_embeddings"] = form.tied
+    tree: dict[str, Any] = {"zero_optimization": {"stage": form.zero}}
+    degrees = {"pipeline": {"stages": form.pipeline}, "tensor_parallel": {"autotp_size": form.tensor},
+               "sequence_parallel_size": form.sequence, "expert_parallel": {"autoep_size": form.expert}}  # fmt: skip
+    for (key, value), degree in zip(
+        degrees.items(), (form.pipeline, form.tensor, form.sequence, form.expert), strict=True
+    ):
+        if degree > 1:
+            tree[key] = value
+    if form.precision != "fp32":
+        tree[form.precision] = {"enabled": True}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ds.json"
+        path.write_text(json.dumps(tree | json.loads(form.extra)))
+        run = RunConfig(
+            deepspeed=str(path),
+            model=ModelConfig(config=model),
+            data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
+            optim=OptimConfig(name=form.optimizer),  # type: ignore[arg-type]
+            schedule=ScheduleConfig(warmup_steps=100),
+            train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),
+        )
+        user = wanted(run, {})
+        small, shrunk_by = small_model(user.run.model, user.degrees)
+        assert shrunk_by == 1.0, "the families are small already"
+        run = small_run(user, small, 1e-3, form.ranks, form.steps, cpu=True)
+        return resolve_in(Path(folder), user, run, 1e-3, form.ranks, form.precision)
+
+
+@functools.lru_cache(maxsize=4)
+def references(form: Form) -> list[Trace]:
+    run = resolved(form)
+    return [train_plainly(run, form.steps, order, torch.device("cpu")) for order in orders(run)]
+
+
+def train_on_rank(run: ResolvedRun, steps: int, fault: str | None) -> dict[str, Any] | None:
+    """On a rank of a pool."""
+    from llmtrain.parity.worker import train_small
+    from tests.helpers.faults import FAULTS
+    from tests.helpers.training import joined
+
+    with ExitStack() as stack:
+        if fault is not None:
+            stack.enter_context(FAULTS[fault].seeded())
+        trace = train_small(run, steps, joined())
+    return vars(trace) if joined().rank == 0 else None
+
+
+@dataclass
+class Outcome:
+    verdict: Verdict
+    hint: str = ""
+    trace: Trace = field(default_factory=Trace)
+
+
+def check(pools: Any, form: Form, fault: str | None = None) -> Outcome:
+    """The comparison of one form."""
+    run = resolved(form)
+    trace = Trace(**pools(form.ranks).run(train_on_rank, run, form.steps, fault)[0])
+    split = form.tensor > 1 or form.sequence > 1
+    verdict = compare(trace, references(form), fp32=form.precision == "fp32", split=split)
+    return Outcome(
+        verdict,
+        "" if verdict.passed else hint(trace, references(form)[0], verdict, run.run.optim.clip_norm or 0.0),
+        trace,
+    )
