@@ -22,6 +22,11 @@ class Mesh:
 
     DeepSpeed's "model parallel" ranks are those whose parameters differ while their sequences are the same: the
     tensor-parallel ones here. (A pipeline brings DeepSpeed's own grid, over the same numbering of ranks.)
+
+    There is no get_sequence_parallel_world_size on purpose: DeepSpeed 0.19.8 would let ZeRO 0 to 2 average gradients
+    over the data-parallel ranks only (as it says), but ZeRO 3 over the sequence-parallel ones, too, or not, bucket by
+    bucket (zero/stage3.py __avg_scatter_grads against __avg_scatter_contiguous_grads): they come out S times too small.
+    Without it, every stage averages over all ranks of the group that has data and sequence in its name.
     """
 
     def __init__(self, degrees: Degrees) -> None:
@@ -89,9 +94,6 @@ class Mesh:
 
     def get_sequence_parallel_rank(self) -> int:
         return self.place.sequence
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self.degrees.sequence
 
     def get_sequence_data_parallel_group(self) -> Any:
         return self.data_and_sequence

@@ -1,0 +1,261 @@
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): ranks share each row, and within attention they share its heads.
+
+A rank has the columns [s T / S, (s + 1) T / S) of every row in all of the model, except where tokens look at each
+other: there an all-to-all gives it all T tokens of its share of the heads, the model's own attention function runs on
+them with the mask of whole rows, and another all-to-all brings the result back.
+
+DeepSpeed's own wrapper for transformers (UlyssesSPAttentionHF, 0.19.8) drops the mask: sliding windows and documents
+are lost in silence with sdpa, eager attention (soft caps) is refused, and it serves one model a process. Ours uses
+DeepSpeed's all-to-all only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
+from torch import Tensor, nn
+
+from llmtrain.errors import ModelError
+from llmtrain.models.language import LanguageModel, documents_in_rows
+from llmtrain.models.probe import attention_seen, probe_copy
+
+
+class SequenceLanguageModel(LanguageModel):
+    """A language model whose rows are shared by the ranks of a group.
+
+    Every rank of the group gets the same whole rows and takes its columns of them itself: it then knows each row's
+    length and documents, which the masks need, without asking the others.
+    """
+
+    def __init__(self, hf: nn.Module, chunk: int, group: Any) -> None:
+        super().__init__(hf, chunk)
+        self._exchange = Exchange(group)
+        share_attention(hf, self._exchange)
+
+    def forward(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Summed loss of this rank's columns, fp32 scalar, in nats. Arguments as of LanguageModel, for whole rows."""
+        rows, length = inputs.shape
+        degree, rank = self._exchange.degree, self._exchange.rank
+        assert length % degree == 0, (length, degree)
+        columns = slice(rank * (length // degree), (rank + 1) * (length // degree))
+        places = torch.arange(length, device=inputs.device).expand(rows, -1) if positions is None else positions
+        self._exchange.places_BT = places
+        with documents_in_rows(positions), _masks_for(places):
+            hidden_BtH = self.decoded(input_ids=inputs[:, columns], position_ids=places[:, columns])
+        return self.hf.get_output_embeddings()(hidden_BtH, labels[:, columns], self._chunk, self._form)  # type: ignore[operator]
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Each rank computes all columns, without the others."""
+        with self._exchange.suspended():
+            return super().logits(inputs)
+
+
+class Exchange:
+    """Columns for heads and back, within a group of ranks. With T tokens a row, S ranks, t = T / S and h = H / S."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.degree = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.active = True
+        self.places_BT: Tensor | None = None
+        """Positions of whole rows, for attention functions that find the documents in them."""
+        register_all_to_all_group(group)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let the model compute whole rows by itself."""
+        self.active = False
+        try:
+            yield
+        finally:
+            self.active = True
+
+    def to_heads(self, x_BHtD: Tensor) -> Tensor:
+        """[B, H, t, D] -> [B, h, T, D]"""
+        rows, heads, length, size = x_BHtD.shape
+        parts = x_BHtD.view(rows, self.degree, heads // self.degree, length, size).transpose(0, 1)
+        came = _dim_zero_all_to_all(self.group, parts)  # [S, B, h, t, D], by the columns' owner
+        return came.permute(1, 2, 0, 3, 4).reshape(rows, heads // self.degree, self.degree * length, size)
+
+    def to_columns(self, x_BThD: Tensor) -> Tensor:
+        """[B, T, h, D] -> [B, t, H, D]"""
+        rows, length, heads, size = x_BThD.shape
+        parts = x_BThD.view(rows, self.degree, length // self.degree, heads, size).transpose(0, 1)
+        came = _dim_zero_all_to_all(self.group, parts)  # [S, B, t, h, D], by the heads' owner
+        return came.permute(1, 2, 0, 3, 4).reshape(rows, length // self.degree, self.degree * heads, size)
+
+    def attend(self, inner: Callable[..., Any], module: Any, qkv: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+        """The attention function `inner` of transformers on this rank's heads of whole rows."""
+        query, key, value = qkv
+        if query.shape[1] % self.degree:
+            raise ModelError(_heads_text(query.shape[1], self.degree))
+        # Too few key/value heads are repeated, as far as it takes to give each rank its own.
+        copies = self.degree // math.gcd(key.shape[1], self.degree)
+        if copies > 1:
+            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        query, key, value = self.to_heads(query), self.to_heads(key), self.to_heads(value)
+        if "position_ids" in kwargs:
+            kwargs["position_ids"] = self.places_BT
+        with _groups_of(module, query.shape[1] // key.shape[1]):
+            output, weights = inner(module, query, key, value, *args, **kwargs)
+        return self.to_columns(output), weights
+
+
+@contextlib.contextmanager
+def _groups_of(attention: Any, groups: int) -> Iterator[None]:
+    """transformers' attention functions read from the module how many query heads share a key head."""
+    before = getattr(attention, "num_key_value_groups", None)
+    if before in (None, groups):
+        yield
+        return
+    attention.num_key_value_groups = groups
+    try:
+        yield
+    finally:
+        attention.num_key_value_groups = before
+
+
+def share_attention(hf: Any, exchange: Exchange) -> None:
+    """Send every attention of the model through the exchange. Raises ModelError where that is not enough."""
+    check_attention(hf)
+    _intercept()
+    for module in hf.modules():
+        module.llmtrain_exchange = exchange
+        bare = not any(True for _ in module.parameters())
+        if bare and "position_ids" in inspect.signature(module.forward).parameters:
+            _see_the_last_position(module, exchange)
+
+
+def _intercept() -> None:
+    """Stand between the models and transformers' attention functions; a module without an exchange does not notice.
+
+    All models ask this method for the function, with their own eager one as an argument: replacing functions in the
+    interface would miss that one.
+    """
+    from transformers.modeling_utils import AttentionInterface
+
+    plain = AttentionInterface.get_interface
+    if getattr(plain, "llmtrain", False):
+        return
+
+    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        inner = plain(self, attn_implementation, default)
+
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            exchange: Exchange | None = getattr(module, "llmtrain_exchange", None)
+            if exchange is None or not exchange.active:
+                return inner(module, query, key, value, *args, **kwargs)
+            return exchange.attend(inner, module, (query, key, value), *args, **kwargs)
+
+        return attend
+
+    get_interface.llmtrain = True  # type: ignore[attr-defined]
+    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
+
+
+def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
+    """Let rotary embeddings know how long a row is: beyond a length, some kinds (longrope, dynamic) turn otherwise.
+
+    They take the length from the largest position that they are given, so each rank gives the row's last one, too.
+    """
+    own = rotary.forward
+
+    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not exchange.active or exchange.places_BT is None:
+            return own(x, position_ids, *args, **kwargs)
+        last_B1 = exchange.places_BT.amax(1, keepdim=True)
+        angles = own(x, torch.cat([position_ids, last_B1.expand(len(position_ids), -1)], 1), *args, **kwargs)
+        return tuple(part[:, :-1] for part in angles)
+
+    rotary.forward = forward
+
+
+@contextlib.contextmanager
+def _masks_for(places_BT: Tensor) -> Iterator[None]:
+    """Let transformers make its attention masks for whole rows although the model sees some columns only."""
+    from transformers import masking_utils
+
+    arguments = masking_utils._preprocess_mask_arguments
+    packed = masking_utils.packed_sequence_compatibility_function
+
+    def of_whole_rows(config: Any, inputs_embeds: Tensor, *args: Any, **kwargs: Any) -> Any:
+        whole = inputs_embeds[:, :1].expand(-1, places_BT.shape[1], -1)  # only its shape is read
+        return arguments(config, whole, *args, **kwargs)
+
+    def within_documents(mask_function: Any, position_ids: Tensor, packed_sequence_mask: Tensor) -> Any:
+        return packed(mask_function, places_BT, packed_sequence_mask)
+
+    masking_utils._preprocess_mask_arguments = of_whole_rows
+    masking_utils.packed_sequence_compatibility_function = within_documents
+    try:
+        yield
+    finally:
+        masking_utils._preprocess_mask_arguments = arguments
+        masking_utils.packed_sequence_compatibility_function = packed
+
+
+def check_attention(hf: Any) -> None:
+    """Prove that tokens of the model look at each other through transformers' attention functions only.
+
+    A small copy runs with attention that gives every token its own value: no token may then feel another.
+    Raises ModelError.
+    """
+    name = type(hf).__name__
+    if "position_ids" not in inspect.signature(hf.base_model.forward).parameters:
+        raise ModelError(f"model: {name} takes no positions, so its rows cannot be shared; set {_KEY} to 1.")
+    small = probe_copy(hf)
+    ids = torch.arange(12).unsqueeze(0) + 3
+    other = ids.clone()
+    other[0, 5] = 2
+    with torch.no_grad(), attention_seen(small) as calls:
+        small(input_ids=ids, use_cache=False)
+        if not calls:
+            raise ModelError(
+                f"model: the attention of {name} is code of its own, not transformers' attention interface, so its "
+                f"heads cannot be shared; set {_KEY} to 1."
+            )
+        with _only_own_values():
+            one, two = (small(input_ids=tokens, use_cache=False).logits for tokens in (ids, other))
+    felt = (one != two).any(-1)[0]
+    felt[5] = False
+    if felt.any():
+        raise ModelError(
+            f"model: in {name} a token feels others without attention, too (a convolution, a recurrent state); ranks "
+            f"that share a row would lose that. Set {_KEY} to 1."
+        )
+
+
+_KEY = "sequence_parallel_size"
+
+
+@contextlib.contextmanager
+def _only_own_values() -> Iterator[None]:
+    """Attention in which a token sees itself only, for the probe's function."""
+    from llmtrain.models import probe
+
+    plain = probe._attention
+
+    def own_value(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
+
+    probe._attention = own_value  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        probe._attention = plain
+
+
+def _heads_text(heads: int, degree: int) -> str:
+    legal = [d for d in range(1, heads + 1) if heads % d == 0]
+    return (
+        f"model: its {heads} attention heads cannot be shared by {degree} ranks; {_KEY} can be "
+        f"{', '.join(map(str, legal))}."
+    )
