@@ -7,6 +7,7 @@ message that they exchange at every step anyway (engine/control.py); a save itse
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import shutil
 import time
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from llmtrain import log, units
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
-from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, step_folder
+from llmtrain.checkpoint.format import MANIFEST, PARAM, complete_checkpoints, step_folder
 from llmtrain.checkpoint.memory import memory_available
 from llmtrain.checkpoint.snapshot import HostImage, RankFile, Slice, Snapshot, WriterDied, WriterProcess
 from llmtrain.checkpoint.writer import perform
@@ -107,7 +108,9 @@ class Saver:
         """Lay out the files and get the memory for asynchronous saves, so that the first one does not have to."""
         if self._plan is not None:
             return
-        self._plan = RankFile(self._slices())
+        slices = self._slices()
+        self._check_shares(slices)
+        self._plan = RankFile(slices)
         shares: list[Any] = [None] * self._ranks.world_size
         pieces = [piece.to_json() for piece in self._plan.pieces]
         mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, _boot())
@@ -199,6 +202,17 @@ class Saver:
         """What this rank writes, in the order of its file: the largest elements first, so that each is aligned."""
         found = [(f.kind, f.name, *owned(f)) for f in fragments(self._engine) if f.own.stop > f.own.start]
         return sorted(found, key=lambda s: -s[3].element_size())
+
+    def _check_shares(self, slices: list[Slice]) -> None:
+        """The ranks' parts of each parameter have to add up to it: a form that has its shards wrong is noticed here."""
+        shapes = whole_shapes(self._engine)
+        held = dict.fromkeys(sorted(shapes), 0)
+        for kind, name, region, _ in slices:
+            held[name] += region.numel if kind == PARAM else 0
+        total = torch.tensor(list(held.values()), dtype=torch.int64)
+        dist.all_reduce(total, group=self._ranks.control)
+        wrong = {n: count for n, count in zip(held, total.tolist(), strict=True) if count != math.prod(shapes[n])}
+        assert not wrong, f"elements that the ranks together would write of a parameter: {wrong}"
 
     def _file(self, rank: int) -> str:
         return f"rank-{rank:05d}.safetensors"

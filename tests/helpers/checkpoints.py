@@ -10,9 +10,10 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece, hash_file, step_folder
-from llmtrain.models.checksum import checksum
-from llmtrain.models.region import Region
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece, hash_file, keys, step_folder
+from llmtrain.models.checksum import checksum_part
+from llmtrain.models.pieces import pick
+from llmtrain.models.region import Region, shard
 
 SHAPES = {
     "model.embed_tokens.weight": (32, 8),
@@ -79,11 +80,15 @@ def write_checkpoint(
     seed: int,
     *,
     ranks: int = 2,
+    strided: bool = False,
     shapes: dict[str, tuple[int, ...]] = SHAPES,
     values: dict[tuple[str, str], torch.Tensor] | None = None,
     **trainer: Any,
 ) -> Path:
-    """WHERE/checkpoints/step-N with each tensor cut into a slice for each rank. `trainer`: other values there."""
+    """WHERE/checkpoints/step-N with each tensor cut into a slice for each rank. `trainer`: other values there.
+
+    `strided`: as tensor-parallel ranks leave it: of each matrix but the embedding, columns, in two pieces.
+    """
     folder = step_folder(where / "checkpoints", step)
     folder.mkdir(parents=True)
     whole = values or tensors(seed, shapes)
@@ -93,8 +98,15 @@ def write_checkpoint(
         for (kind, name), values in whole.items():
             flat = values.reshape(-1)
             low, high = flat.numel() * rank // ranks, flat.numel() * (rank + 1) // ranks
-            held[f"{kind}/{name}"] = flat[low:high].clone()
-            pieces.append(Piece(kind, name, Region(low, high - low), checksum(flat[low:high], low)))
+            parts = [Region(low, high - low)]
+            if strided and values.dim() == 2 and "embed" not in name:
+                columns, _ = shard(values.shape, 1, rank, ranks)
+                third = columns.numel // 3
+                parts = [columns.part(0, third), columns.part(third, columns.numel)]
+            for region in parts:
+                part = pick(flat, region).clone()
+                pieces.append(Piece(kind, name, region, checksum_part(part, region)))
+                held[keys(pieces)[-1]] = part
         path = folder / f"rank-{rank:05d}.safetensors"
         save_file(held, path)
         files[path.name] = FileEntry(bytes=path.stat().st_size, xxh3=hash_file(path), pieces=pieces)

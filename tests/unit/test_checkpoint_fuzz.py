@@ -120,7 +120,7 @@ def _status_kib(key: str) -> int:
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints and two Hugging Face folders."""
     place = tmp_path_factory.mktemp("originals")
-    write_checkpoint(place / "a", 100, 1)
+    write_checkpoint(place / "a", 100, 1, strided=True)
     write_checkpoint(place / "b", 200, 2)
     for name, seed in (("hf_a", 1), ("hf_b", 2)):
         folder = place / name
@@ -229,7 +229,7 @@ def test_malice(copies: Callable[[], Path], originals: Path, bounded: Callable[[
 
 def test_exports(originals: Path, tmp_path: Path, bounded: Callable[[], None]) -> None:
     """What leaves a mutated checkpoint as a Hugging Face folder has the values of the intact one, or nothing leaves."""
-    first = write_checkpoint(tmp_path / "intact", 100, 1, shapes=WHOLE_LLAMA)
+    first = write_checkpoint(tmp_path / "intact", 100, 1, shapes=WHOLE_LLAMA, strided=True)
     other = write_checkpoint(tmp_path / "other", 100, 2, shapes=WHOLE_LLAMA)
     export_hf(first, tmp_path / "want", "fp32", check="none")
     want = (tmp_path / "want/model.safetensors").read_bytes()
