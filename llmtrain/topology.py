@@ -158,28 +158,49 @@ RULES: tuple[Rule, ...] = (
         remedy="use zero_optimization.stage 0 or 1 with a pipeline, or no pipeline",
     ),
     Rule(
-        keys=("pipeline.stages",),
-        broken=lambda m: m.pipeline_stages > 1,
-        reason="pipeline parallelism is not built yet",
-        remedy=_ONE,
-    ),
-    Rule(
         keys=("tensor_parallel.autotp_size",),
         broken=lambda m: m.tensor_parallel > 1,
         reason="tensor parallelism is not built yet",
         remedy=_ONE,
     ),
     Rule(
-        keys=("sequence_parallel_size",),
-        broken=lambda m: m.sequence_parallel > 1,
-        reason="sequence parallelism is not built yet",
-        remedy=_ONE,
+        keys=("sequence_parallel_size", "pipeline.stages"),
+        broken=lambda m: m.sequence_parallel > 1 and m.pipeline_stages > 1,
+        reason="DeepSpeed's pipeline numbers its ranks by stage, data and tensor only: gradients would be averaged over "
+        "the wrong ranks",
+        remedy="set one of them to 1 or remove it; ZeRO 3 with sequence_parallel_size holds long rows and large models",
     ),
     Rule(
-        keys=("expert_parallel.autoep_size",),
-        broken=lambda m: m.expert_parallel > 1,
-        reason="expert parallelism is not built yet",
-        remedy=_ONE,
+        keys=("expert_parallel.autoep_size", "pipeline.stages"),
+        broken=lambda m: m.expert_parallel > 1 and m.pipeline_stages > 1,
+        reason="the stages of a pipeline are cut from transformers' own layers, and expert parallelism replaces them",
+        remedy="use ZeRO 3 with expert_parallel, or the pipeline without it",
+    ),
+    Rule(
+        keys=("expert_parallel.autoep_size", "tensor_parallel.autotp_size"),
+        broken=lambda m: m.expert_parallel > 1 and m.tensor_parallel > 1,
+        reason="DeepSpeed 0.19 shares experts under its own cutting of the matrices only, not under an mpu's "
+        "(runtime/engine.py _configure_expert_parallel)",
+        remedy="set one of them to 1 or remove it; ZeRO 3 partitions what is not an expert",
+    ),
+    Rule(
+        keys=("expert_parallel.autoep_size", "sequence_parallel_size"),
+        broken=lambda m: m.expert_parallel > 1 and m.sequence_parallel > 1,
+        reason="DeepSpeed 0.19 averages the gradients of experts as if no ranks shared a sequence, and refuses the two "
+        "with ZeRO 3 (runtime/engine.py _validate_zero3_moe_compatibility)",
+        remedy="set one of them to 1 or remove it",
+    ),
+    Rule(
+        keys=("expert_parallel.autoep_size", "optim.name"),
+        broken=lambda m: m.expert_parallel > 1 and m.muon,
+        reason="Muon's momentum of experts that ranks share is in no form that checkpoints can read",
+        remedy="use adamw, or remove expert_parallel",
+    ),
+    Rule(
+        keys=("expert_parallel.autoep_size", "model.compile_layers"),
+        broken=lambda m: m.expert_parallel > 1 and m.compile_layers,
+        reason="tokens travel in numbers that the host reads in the middle of a layer, where torch.compile breaks it",
+        remedy="set model.compile_layers to false",
     ),
 )
 

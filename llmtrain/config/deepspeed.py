@@ -12,6 +12,7 @@ from typing import Any, Literal
 from llmtrain.config import ds_keys
 from llmtrain.config.batch import Batch
 from llmtrain.config.ds_json import lookup
+from llmtrain.config.pipeline import read_partition
 from llmtrain.config.problems import Problems, show, stop
 from llmtrain.config.run import RunConfig
 from llmtrain.errors import ConfigError
@@ -51,6 +52,7 @@ class Facts:
     offload_optimizer: bool
     offload_param: bool
     activation_checkpointing: bool
+    pipeline_partition: str | tuple[int, ...]
     notes: tuple[str, ...]
 
 
@@ -87,13 +89,11 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         sequence_parallel=degrees.sequence,
         expert_parallel=degrees.expert,
     )
-    if fp16 and not bf16 and mix.zero_stage == 0:
+    partition = read_partition(tree, path, degrees.pipeline, problems, notes)
+    if mix.zero_stage == 0 and (why := _why_not_stage_0(mix)):
         tree["zero_optimization"] = {**zero, "stage": 1}
         mix = replace(mix, zero_stage=1)
-        notes.append(
-            f"{path}: fp16 at ZeRO 0 runs as ZeRO 1, which computes the same: DeepSpeed 0.19 forgets to scale the "
-            "loss there, and gradients come out 65,536 times too small"
-        )
+        notes.append(f"{path}: {why}")
     if mix.muon and mix.zero_stage == 3:
         tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default of true is refused with Muon
     for rule in clashes(mix):
@@ -111,8 +111,24 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         offload_optimizer=offload["optimizer"],
         offload_param=offload["param"],
         activation_checkpointing=isinstance(tree.get("activation_checkpointing"), dict),
+        pipeline_partition=partition,
         notes=tuple(notes),
     )
+
+
+def _why_not_stage_0(mix: Mix) -> str | None:
+    """Why this mix runs as ZeRO 1 when ZeRO 0 is asked for: a note for the user; None: it does not."""
+    if mix.fp16 and not mix.bf16:
+        return (
+            "fp16 at ZeRO 0 runs as ZeRO 1, which computes the same: DeepSpeed 0.19 forgets to scale the loss there, "
+            "and gradients come out 65,536 times too small"
+        )
+    if mix.pipeline_stages > 1:
+        return (
+            "a pipeline at ZeRO 0 runs as ZeRO 1, which computes the same: without ZeRO, no stage knows the gradient "
+            "norm of the others"
+        )
+    return None
 
 
 def exact_dict(facts: Facts, path: str, batch: Batch, clip_norm: float) -> tuple[dict[str, Any], list[str]]:

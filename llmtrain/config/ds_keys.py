@@ -123,7 +123,7 @@ KEYS: Section = {
     },
     "pipeline": {
         "stages": "int",
-        "partition": "str",
+        "partition": "any",
         "seed_layers": "bool",
         "activation_checkpoint_interval": "int",
         "pipe_partitioned": "bool",

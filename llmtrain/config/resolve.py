@@ -70,7 +70,9 @@ def resolve(
         offload_optimizer=facts.offload_optimizer,
         offload_param=facts.offload_param,
         activation_checkpointing=facts.activation_checkpointing,
+        pipeline_partition=facts.pipeline_partition,
         max_steps=max_steps,
+        expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
         notes=(*facts.notes, *notes, *more_notes),
     )
 

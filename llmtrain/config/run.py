@@ -25,6 +25,9 @@ class ModelConfig:
     """Attention implementation. sdpa picks the fastest kernel of the device."""
     loss_chunk_tokens: int = 2048
     """Tokens whose logits exist at one time in the loss."""
+    mlp_tile_tokens: int | None = None
+    """Tokens that the MLP of a layer computes at one time; null = all. For long sequences: it recomputes, and saves
+    memory."""
     compile_layers: bool = False
     """torch.compile each decoder layer (not under ZeRO 3)."""
 
@@ -195,8 +198,12 @@ class ResolvedRun:
     offload_param: bool
     activation_checkpointing: bool
     """The JSON has an `activation_checkpointing` section."""
+    pipeline_partition: str | tuple[int, ...] = "parameters"
+    """How decoder layers are shared by pipeline stages: parameters, uniform, time, or the layers of each stage."""
     max_steps: int | None
     """Optimizer steps of the whole run (from max_steps and max_tokens); None when only max_minutes limits it."""
+    expert_parallel: dict[str, Any] = field(default_factory=dict)
+    """The JSON's section of that name: what DeepSpeed's expert parallelism reads beside the degree."""
     notes: tuple[str, ...] = ()
     """What was filled in or adapted, for the user to read."""
 

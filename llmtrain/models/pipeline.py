@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
@@ -20,11 +22,11 @@ from torch import Tensor, nn
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.absent import AbsentAfter, AbsentBefore, AbsentLayer
 from llmtrain.models.anatomy import Anatomy, anatomy_of
-from llmtrain.models.build import DTYPES, decoder_layers, skeleton
+from llmtrain.models.balance import Weights, balanced, given, uniform
+from llmtrain.models.build import DTYPES, skeleton
 from llmtrain.models.language import checkpoint_activations, documents_in_rows
 from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum
-from llmtrain.models.parameters import LocalParameter
-from llmtrain.models.region import whole
+from llmtrain.models.parameters import LocalParameter, local_parameter
 from llmtrain.topology import Degrees
 
 
@@ -100,7 +102,7 @@ class PipelineLanguageModel(PipelineModule):
     ) -> None:
         stages = degrees.pipeline
         specs: list[Any] = [LayerSpec(nn.Identity)] * stages  # DeepSpeed builds those of this rank's stage only
-        place = degrees.place(torch.distributed.get_rank())
+        place = degrees.place(dist.get_rank())
         specs[place.pipeline] = stage
         bounds = list(range(stages + 1))
         if tied is not None:
@@ -163,48 +165,91 @@ def build_pipeline(resolved: ResolvedRun, device: torch.device) -> PipelineLangu
     Raises:
         ModelError: transformers cannot build the model, or it cannot be cut into these stages.
     """
-    model, degrees, dtype = resolved.run.model, resolved.degrees, DTYPES[resolved.precision]
+    model, degrees = resolved.run.model, resolved.degrees
     hf = skeleton(model, attention=model.attention)
-    names = {id(parameter): name for name, parameter in hf.named_parameters()}
-    shapes = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
-    ends = hf.get_input_embeddings(), hf.get_output_embeddings()
-    tied = ends if ends[0].weight is ends[1].weight else None
-    index = degrees.place(torch.distributed.get_rank()).pipeline
     anatomy = anatomy_of(hf)
-    layers = len(anatomy.layers)
-    counts = [layers // degrees.pipeline] * degrees.pipeline
-    entrance = _cut(hf, anatomy, counts, index, dtype)
-    local = _materialise(hf, names, device, dtype)
+    shapes = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    counts = layer_counts(resolved, hf, anatomy, device)
+    ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
+    index = degrees.place(dist.get_rank()).pipeline
+    first = sum(counts[:index])
+    part = Part(range(first, first + counts[index]), first=index == 0, last=index == degrees.pipeline - 1)
+    stage = build_stage(hf, anatomy, part, resolved, device)
+    return PipelineLanguageModel(
+        stage,
+        degrees,
+        _local_parameters(hf, anatomy, min(index, 1)),
+        shapes,
+        ends if anatomy.tied else None,
+        model.loss_chunk_tokens,
+        counts,
+    )
+
+
+def layer_counts(resolved: ResolvedRun, hf: Any, anatomy: Anatomy, device: torch.device) -> tuple[int, ...]:
+    """Decoder layers of each stage, as `pipeline.partition` asks for. The same on all ranks."""
+    asked, stages = resolved.pipeline_partition, resolved.degrees.pipeline
+    if not isinstance(asked, str):
+        return given(asked, len(anatomy.layers), stages)
+    if asked == "uniform":
+        return uniform(len(anatomy.layers), stages)
+    if asked == "parameters":
+        return balanced(parameters_of(hf, anatomy), stages)
+    uniform(len(anatomy.layers), stages)  # stages that cannot be are refused before the measurement
+    from llmtrain.models.stage_times import seconds_of
+
+    return balanced(seconds_of(resolved, hf, anatomy, device), stages)
+
+
+def parameters_of(hf: Any, anatomy: Anatomy) -> Weights:
+    """Elements of the parts' parameters; a head tied to the embedding is held by the last stage as well."""
+
+    def count(*paths: str) -> int:
+        return sum(p.numel() for path in paths for p in hf.get_submodule(path).parameters())
+
+    return Weights(
+        before=count(*(part.path for part in anatomy.before)),
+        layers=tuple(count(layer.path) for layer in anatomy.layers),
+        after=count(*anatomy.after, anatomy.head),
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a stage has of the model."""
+
+    layers: range
+    first: bool
+    """The embedding, and what else makes the first hidden state."""
+    last: bool
+    """Final norm and head."""
+
+
+def build_stage(hf: Any, anatomy: Anatomy, part: Part, resolved: ResolvedRun, device: torch.device) -> Stage:
+    """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device."""
+    model, dtype = resolved.run.model, DTYPES[resolved.precision]
+    entrance = _cut(hf, anatomy, part, dtype)
+    _materialise(hf, device, dtype)
     hf.config.use_cache, hf.config.dtype = False, dtype
     if resolved.activation_checkpointing:
         checkpoint_activations(hf, resolved.deepspeed["activation_checkpointing"])
     if model.compile_layers:
-        for layer in decoder_layers(hf):
-            if not isinstance(layer, AbsentLayer):
-                layer.compile()
-    parameters = []
-    for name, parameter in local.items():
-        is_tied = tied is not None and parameter is ends[index > 0].weight
-        copy = (min(index, 1), 2) if is_tied else (0, 1)
-        parameters.append(
-            LocalParameter(name=name, parameter=parameter, shape=shapes[name], region=whole(shapes[name]), copy=copy)
-        )
-    stage = Stage(hf, entrance, last=index == degrees.pipeline - 1)
-    return PipelineLanguageModel(stage, degrees, parameters, shapes, tied, model.loss_chunk_tokens, counts)
+        for index in part.layers:
+            hf.get_submodule(anatomy.layers[index].path).compile()
+    return Stage(hf, entrance, last=part.last)
 
 
-def _cut(hf: Any, anatomy: Anatomy, counts: Sequence[int], index: int, dtype: torch.dtype) -> Entrance | None:
-    """Take the parts of all stages but one out of a model. Returns where the hidden state enters; None on the first."""
-    first = sum(counts[:index])
-    absent: dict[str, nn.Module] = {}
-    for number, layer in enumerate(anatomy.layers):
-        if not first <= number < first + counts[index]:
-            absent[layer.path] = AbsentLayer(anatomy.layers_return_tuples)
+def _cut(hf: Any, anatomy: Anatomy, part: Part, dtype: torch.dtype) -> Entrance | None:
+    """Take the other stages' parts out of a model. Returns where the hidden state enters; None on the first stage."""
+    as_tuple = anatomy.layers_return_tuples
+    absent: dict[str, nn.Module] = {
+        layer.path: AbsentLayer(as_tuple) for index, layer in enumerate(anatomy.layers) if index not in part.layers
+    }
     entrance = None
-    if index > 0:
-        entrance = absent[anatomy.layers[first - 1].path] = Entrance(anatomy.layers_return_tuples)
-        absent |= {part.path: AbsentBefore(part.width, dtype) for part in anatomy.before}
-    if index < len(counts) - 1:
+    if not part.first:
+        entrance = absent[anatomy.layers[part.layers.start - 1].path] = Entrance(as_tuple)
+        absent |= {before.path: AbsentBefore(before.width, dtype) for before in anatomy.before}
+    if not part.last:
         absent |= {path: AbsentAfter() for path in (*anatomy.after, anatomy.head)}
     for path, module in absent.items():
         parent, _, name = path.rpartition(".")
@@ -212,20 +257,29 @@ def _cut(hf: Any, anatomy: Anatomy, counts: Sequence[int], index: int, dtype: to
     return entrance
 
 
-def _materialise(
-    hf: nn.Module, names: dict[int, str], device: torch.device, dtype: torch.dtype
-) -> dict[str, nn.Parameter]:
+def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Give the parameters that are left memory on the device, and move the buffers there."""
-    made: dict[str, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}
     for module in hf.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                name = names[id(parameter)]
-                if name not in made:
+                if id(parameter) not in made:
                     values = torch.empty(parameter.shape, dtype=dtype, device=device)
-                    made[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                module._parameters[key] = made[name]
+                    made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                module._parameters[key] = made[id(parameter)]
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffer.to(device)
-    return made
+
+
+def _local_parameters(hf: nn.Module, anatomy: Anatomy, copy: int) -> list[LocalParameter]:
+    """A tied weight bears the embedding's name on the last stage, too; of it there is a copy 0 and a copy 1."""
+    found = []
+    tied = [f"{anatomy.embedding}.weight", f"{anatomy.head}.weight"] if anatomy.tied else []
+    for name, parameter in hf.named_parameters():
+        held = local_parameter(tied[0] if name in tied else name, parameter)
+        if name in tied:
+            index, count = held.copy
+            held = replace(held, copy=(index + count * copy, 2 * count))
+        found.append(held)
+    return found

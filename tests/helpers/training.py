@@ -67,6 +67,9 @@ class Case:
     extra: dict[str, Any] = field(default_factory=dict)
     """More keys of the DeepSpeed dict."""
     model: dict[str, Any] = field(default_factory=lambda: dict(LLAMA))
+    attention: str = "sdpa"
+    partition: str | tuple[int, ...] = "parameters"
+    """Of layers over pipeline stages."""
     compile_layers: bool = False
     isolate_documents: bool = False
     steps: int = 20
@@ -123,7 +126,12 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
         config[case.precision] = {**case.extra.get(case.precision, {}), "enabled": True}
     run = RunConfig(
         deepspeed="(test)",
-        model=ModelConfig(config=dict(case.model), loss_chunk_tokens=40, compile_layers=case.compile_layers),
+        model=ModelConfig(
+            config=dict(case.model),
+            attention=case.attention,  # type: ignore[arg-type]
+            loss_chunk_tokens=40,
+            compile_layers=case.compile_layers,
+        ),
         data=case_data(case),
         optim=OptimConfig(
             name=case.optimizer,  # type: ignore[arg-type]
@@ -150,6 +158,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
         offload_optimizer=bool(case.offload),
         offload_param=case.offload == "all",
         activation_checkpointing="activation_checkpointing" in case.extra,
+        pipeline_partition=case.partition,
         max_steps=case.steps,
     )
 
@@ -262,7 +271,9 @@ def plain_pytorch(case: Case) -> Trace:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = dict(case.model)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields), attn_implementation=case.attention
+    )
     source = initial_weights(ModelConfig(config=dict(case.model)), 0, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -281,7 +292,7 @@ def plain_pytorch(case: Case) -> Trace:
     trace = Trace([], [])
     for step, batch in zip(range(case.steps), batches(case, (0, 1), 1), strict=False):
         (micro,) = batch.micro_batches
-        logits = model(input_ids=micro.inputs, position_ids=micro.positions).logits
+        logits = model(input_ids=micro.inputs, position_ids=micro.positions, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()

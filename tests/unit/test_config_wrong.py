@@ -216,7 +216,26 @@ CASES = [
         ("pipeline.stages = 2", "zero_optimization.stage = 2", "stage 0 or 1"),
         ds={"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}},
     ),
-    Wrong("pipeline", ("pipeline.stages = 2", "not built yet", "set it to 1"), ds={"pipeline": {"stages": 2}}),
+    Wrong(
+        "a way to balance stages that there is not",
+        ('pipeline.partition = "best"', "parameters, uniform, time", "list of layer counts"),
+        ds={"pipeline": {"stages": 2, "partition": "best"}},
+    ),
+    Wrong(
+        "layer counts for another number of stages",
+        ("pipeline.partition = [2, 1, 1]", "2 stages", "sum is the model's layers"),
+        ds={"pipeline": {"stages": 2, "partition": [2, 1, 1]}},
+    ),
+    Wrong(
+        "a stage without layers",
+        ("pipeline.partition = [4, 0]", "1 or more", "2 numbers"),
+        ds={"pipeline": {"stages": 2, "partition": [4, 0]}},
+    ),
+    Wrong(
+        "activation checkpointing by the pipeline's key",
+        ("pipeline.activation_checkpoint_interval = 1", "each decoder layer", '"activation_checkpointing": {}'),
+        ds={"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}},
+    ),
     Wrong(
         "tensor parallel",
         ("tensor_parallel.autotp_size = 2", "not built yet", "set it to 1"),

@@ -1,0 +1,43 @@
+"""The JSON's `pipeline` section: llmtrain makes the stages itself, so it reads what DeepSpeed would. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmtrain.config.problems import Problems, show
+
+_WAYS = ("parameters", "uniform", "time")
+_WITHOUT_EFFECT = ("seed_layers", "pipe_partitioned", "grad_partitioned", "use_reentrant")
+
+
+def read_partition(
+    tree: dict[str, Any], path: str, stages: int, problems: Problems, notes: list[str]
+) -> str | tuple[int, ...]:
+    """`pipeline.partition`: one of the ways, or the number of layers of each stage. Refuses what cannot be."""
+    section = tree.get("pipeline")
+    if stages == 1 or not isinstance(section, dict):
+        return _WAYS[0]
+    if section.get("activation_checkpoint_interval"):
+        problems.add(
+            "pipeline.activation_checkpoint_interval",
+            section["activation_checkpoint_interval"],
+            "activation checkpointing is asked for in one place, and recomputes each decoder layer",
+            'remove it, and write "activation_checkpointing": {} at the top of the file',
+            path,
+        )
+    notes.extend(
+        f"{path}: pipeline.{key} = {show(section[key])} has no effect: llmtrain makes the stages itself"
+        for key in _WITHOUT_EFFECT
+        if section.get(key) not in (None, False)
+    )
+    asked = section.get("partition", _WAYS[0])
+    key = "pipeline.partition"
+    if isinstance(asked, list):
+        if len(asked) == stages and all(type(count) is int and count >= 1 for count in asked):
+            return tuple(asked)
+        rule = f"a list has the number of layers, 1 or more, of each of the {stages} stages (pipeline.stages)"
+        problems.add(key, asked, rule, f"write {stages} numbers whose sum is the model's layers", path)
+    elif asked not in _WAYS:
+        rule = f"stages are balanced by one of {', '.join(_WAYS)}, or given as a list of layer counts"
+        problems.add(key, asked, rule, 'write "parameters", or remove it', path)
+    return asked if isinstance(asked, str) else _WAYS[0]

@@ -1,0 +1,102 @@
+"""How long the parts of a model take, for pipeline stages that are balanced by time."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from llmtrain.config.run import ResolvedRun
+from llmtrain.errors import ModelError
+from llmtrain.models.anatomy import Anatomy
+from llmtrain.models.balance import Weights
+from llmtrain.models.build import DTYPES
+from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.pipeline import Part, Stage, build_stage
+
+_RUNS = 5
+"""The fastest counts: whatever else the machine does only adds."""
+
+
+def seconds_of(resolved: ResolvedRun, hf: Any, anatomy: Anatomy, device: torch.device) -> Weights:
+    """Forward and backward time of each part on a micro-batch of the run, in seconds; all ranks get rank 0's.
+
+    One part at a time has memory, and layers of one kind are measured once.
+
+    Raises:
+        ModelError: on all ranks, when a part does not run on rank 0.
+    """
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [_measure(resolved, hf, anatomy, device)]
+        except RuntimeError as error:  # out of memory, a kernel that is missing
+            box = [str(error)]
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], str):
+        raise ModelError(
+            f"pipeline.partition = time: the parts cannot be measured: {box[0]}. Use parameters or a list of counts."
+        )
+    return box[0]
+
+
+def _measure(resolved: ResolvedRun, hf: Any, anatomy: Anatomy, device: torch.device) -> Weights:
+    kinds: dict[Any, list[int]] = {}
+    for index, layer in enumerate(anatomy.layers):
+        module = hf.get_submodule(layer.path)
+        shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+        kinds.setdefault((layer.sliding, layer.experts is not None, shapes), []).append(index)
+    count = len(anatomy.layers)
+    nothing = range(count, count)
+
+    def seconds(layers: range, first: bool = False, last: bool = False) -> float:
+        stage = build_stage(copy.deepcopy(hf), anatomy, Part(layers, first=first, last=last), resolved, device)
+        return _seconds(stage, resolved, first, last)
+
+    idle = seconds(nothing)  # masks and rotary embeddings are made on every stage
+    before = seconds(nothing, first=True) - idle
+    layers = [0.0] * count
+    for indices in kinds.values():
+        index = indices[-1]
+        alone = seconds(range(index, index + 1), first=index == 0) - idle - (before if index == 0 else 0.0)
+        for each in indices:
+            layers[each] = max(alone, 0.0)
+    after = seconds(nothing, last=True) - idle
+    return Weights(before=max(before, 0.0), layers=tuple(layers), after=max(after, 0.0))
+
+
+def _seconds(stage: Stage, resolved: ResolvedRun, first: bool, last: bool) -> float:
+    """The fastest of a few forward and backward passes."""
+    run = resolved.run
+    config: Any = stage.hf.config
+    size = (run.train.micro_batch or 1, run.data.sequence_length)
+    device = next((p.device for p in stage.parameters()), get_accelerator().current_device_name())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.normal_(0.0, 0.02)
+    tokens = torch.randint(0, config.vocab_size, size, generator=generator).to(device)
+    hidden = torch.randn((*size, config.hidden_size), generator=generator).to(device, DTYPES[resolved.precision])
+    best = float("inf")
+    for _ in range(_RUNS):
+        get_accelerator().synchronize()
+        began = time.perf_counter()
+        given = tokens if first else hidden.requires_grad_()
+        out = stage(given)
+        _backward(stage, out, tokens, last, run.model.loss_chunk_tokens)
+        get_accelerator().synchronize()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _backward(stage: Stage, out: Any, tokens: torch.Tensor, last: bool, chunk: int) -> None:
+    if last:
+        head: Any = stage.hf.get_output_embeddings()  # type: ignore[operator]
+        form = HeadForm.of(stage.hf.config)
+        chunked_nll_sum(out, head.weight, head.bias, tokens, chunk=chunk, form=form).backward()
+    elif out.requires_grad:
+        out.backward(torch.ones_like(out))
