@@ -53,9 +53,10 @@ def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
 
 def _wrong_forward(got: Trace, want: Trace) -> str:
     ratio = got.losses[0] / want.losses[0] if want.losses[0] else math.nan
-    nearest = round(ratio) if ratio > 1 else 1 / round(1 / ratio)
-    if abs(ratio - nearest) < 1e-3 and nearest != 1:
-        return f"the loss is {nearest:g} times as large: it is summed or averaged over the wrong ranks"
+    for count in range(2, 65):
+        if min(abs(ratio / count - 1), abs(ratio * count - 1)) < 1e-4:
+            times = f"{count}" if ratio > 1 else f"1/{count}"
+            return f"the loss is {times} of the true one: it is summed or averaged over the wrong ranks"
     return (
         "the forward pass of step 1 is another, with the same weights: a layer that is skipped, other rows, labels, "
         "positions or a mask (documents), experts that are left out or weighted otherwise"

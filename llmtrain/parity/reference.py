@@ -143,10 +143,12 @@ class PlainOptimizer:
         self._first = {name: torch.zeros_like(value) for name, value in masters.items()}
         self._second = {name: torch.zeros_like(value) for name, value in masters.items()}
         self._steps = 0
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-        layers = max(lists, key=lambda m: sum(1 for _ in m.parameters()))
-        inside = {id(p) for p in layers.parameters() if p.dim() >= 2}
-        self._muon = {n for n, p in self._named.items() if optim.name == "muon" and id(p) in inside}
+        self._muon: set[str] = set()
+        if optim.name == "muon":  # for the matrices of the decoder layers: of the list that holds most
+            lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+            layers = max(lists, key=lambda m: sum(1 for _ in m.parameters()))
+            inside = {id(p) for p in layers.parameters() if p.dim() >= 2}
+            self._muon = {name for name, p in self._named.items() if id(p) in inside}
 
     @torch.no_grad()
     def step(self, lr_factor: float) -> float:
