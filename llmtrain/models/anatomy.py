@@ -8,6 +8,7 @@ values of another layer, a second stream, something computed from the tokens) ma
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
 from llmtrain.models.absent import AbsentAfter, AbsentBefore, AbsentLayer
+from llmtrain.models.expert_parts import Experts, experts_of
 from llmtrain.models.loss import HeadForm
-from llmtrain.models.probe import Attended, Call, Watch, attention_seen, probe_copy
+from llmtrain.models.probe import Attended, Call, Watch, attention_seen, probe_copy, run_copy
 from llmtrain.models.shrink import check_same_structure
 
 _TOKENS = (2, 12)
@@ -32,21 +34,6 @@ class Before:
     path: str
     width: int
     """Last dimension of what it returns, in the full model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The experts of a layer."""
-
-    block: str
-    """Module that holds router and experts: what ZeRO 3 has to gather as one."""
-    router: str
-    experts: str
-    """Module that holds the weights of all experts: 3-D parameters [experts, ...], or a list of modules."""
-    count: int
-    top_k: int
-    shared: tuple[str, ...]
-    """What else in the block has parameters (shared experts and their gate)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +91,9 @@ def anatomy_of(hf: Any) -> Anatomy:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, min(small.config.vocab_size, 512), _TOKENS, generator=generator)
     with watched:
-        logits = small(input_ids=ids, use_cache=False).logits
-    with attention_seen(small) as attended:
-        small(input_ids=ids, use_cache=False)
+        logits = run_copy(small, ids)
+    with contextlib.suppress(ModelError), attention_seen(small) as attended:  # old models compute it by themselves
+        run_copy(small, ids)
     found = _Found(name, small, layer_list, parts, watched.calls, ids, logits, attended)
     head = found.head(heads)
     before, after, support = found.sort_parts(head)
@@ -273,7 +260,9 @@ class _Found:
 
     def embedding(self, before: list[str]) -> str:
         """The one that gets the tokens."""
-        given = [path for path in before if isinstance(self._small.get_submodule(path), nn.Embedding)]
+        words = self._small.config.vocab_size
+        modules = {path: self._small.get_submodule(path) for path in before}
+        given = [path for path, m in modules.items() if isinstance(m, nn.Embedding) and m.num_embeddings >= words]
         tokens = [path for path in given if any(torch.equal(t, self._ids) for t in self._calls[path][0].inputs())]
         if len(tokens) != 1:
             raise self._no(f"{len(tokens)} modules embed the tokens ({', '.join(tokens) or 'none'})")
@@ -341,9 +330,9 @@ class _Found:
 
     def _run(self, what: str) -> Tensor:
         try:
-            return self._small(input_ids=self._ids, use_cache=False).logits
-        except Exception as error:  # whatever transformers' code makes of a missing neighbour
-            raise self._no(f"{what}: {type(error).__name__}: {error}") from error
+            return run_copy(self._small, self._ids)
+        except ModelError as error:
+            raise self._no(f"{what}: {error}") from error
 
 
 def _put(hf: nn.Module, modules: dict[str, nn.Module]) -> None:
@@ -355,58 +344,7 @@ def _put(hf: nn.Module, modules: dict[str, nn.Module]) -> None:
 def _layers(hf: Any, layer_list: str, sliding: list[bool]) -> Iterator[Layer]:
     """The layers of the full model; those of the copy say which kinds there are."""
     types = getattr(hf.config, "layer_types", None)
-    for index, (name, layer) in enumerate(hf.get_submodule(layer_list).named_children()):
+    for index, name in enumerate(dict(hf.get_submodule(layer_list).named_children())):
         path = f"{layer_list}.{name}"
         of_type = "sliding" in types[index] or "chunked" in types[index] if types else all(sliding)
-        yield Layer(path=path, sliding=of_type, experts=_experts(hf, path, layer))
-
-
-def _experts(hf: Any, path: str, layer: nn.Module) -> Experts | None:
-    """Weights of several experts are one 3-D parameter, or a list of modules that are all alike."""
-    for inner, module in layer.named_modules():
-        count = _expert_count(module)
-        if not count or not inner:
-            continue
-        block_name = inner.rpartition(".")[0]
-        block = layer.get_submodule(block_name)
-        routers: list[str] = []
-        shared: list[str] = []
-        for child, sibling in block.named_children():
-            if sibling is module or not any(True for _ in sibling.parameters()):
-                continue
-            weight = getattr(sibling, "weight", None)
-            is_router = isinstance(weight, nn.Parameter) and weight.dim() == 2 and weight.shape[0] == count
-            (routers if is_router else shared).append(_join(path, block_name, child))
-        if len(routers) != 1:
-            raise ModelError(
-                f"model: {path}.{inner} holds {count} experts, but {len(routers)} modules beside it choose."
-            )
-        top_k = getattr(hf.get_submodule(routers[0]), "top_k", None) or getattr(block, "top_k", None)
-        top_k = top_k or getattr(hf.config, "num_experts_per_tok", None)
-        if not isinstance(top_k, int):
-            raise ModelError(f"model: how many of its {count} experts a token of {path} goes to is not to be found.")
-        return Experts(
-            block=_join(path, block_name),
-            router=routers[0],
-            experts=_join(path, inner),
-            count=count,
-            top_k=top_k,
-            shared=tuple(shared),
-        )
-    return None
-
-
-def _expert_count(module: nn.Module) -> int:
-    """0: it holds no experts."""
-    direct = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
-    if direct and len(set(direct)) == 1:
-        return direct[0]
-    if isinstance(module, nn.ModuleList) and len(module) > 1:
-        widths = [sum(p.dim() == 2 for p in child.parameters()) for child in module]
-        if len({type(child) for child in module}) == 1 and min(widths) >= 2:
-            return len(module)
-    return 0
-
-
-def _join(*names: str) -> str:
-    return ".".join(name for name in names if name)
+        yield Layer(path=path, sliding=of_type, experts=experts_of(hf, path))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from llmtrain.errors import ModelError
 from llmtrain.models.shrink import shrunk_config, without_dropout
 
+_MOST = 100_000_000  # parameters of a small copy: 0.4 GB, nothing written yet
 _NAME = "llmtrain_probe"
 """Of the attention function that watches."""
 
@@ -150,12 +151,26 @@ def probe_copy(hf: Any) -> Any:
             small = type(hf)._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
     except Exception as error:  # whatever a configuration with other numbers makes transformers or torch raise
         raise ModelError(f"model: no small copy of {type(hf).__name__} can be built: {error}") from error
+    if (size := sum(p.numel() for p in small.parameters())) > _MOST:
+        raise ModelError(
+            f"model: {type(hf).__name__} has sizes that are not understood: its small copy has {size:,} parameters."
+        )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in small.parameters():
             spread = 0.5 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
     return small.eval()
+
+
+def run_copy(small: Any, ids: Tensor) -> Tensor:
+    """Its logits. Raises ModelError."""
+    try:
+        return small(input_ids=ids, use_cache=False).logits
+    except Exception as error:  # whatever transformers' code makes of small sizes or of missing parts
+        raise ModelError(
+            f"model: a small copy of {type(small).__name__} does not run: {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -171,7 +186,9 @@ def attention_seen(small: Any) -> Iterator[list[Attended]]:
         output = _attention(query, key, value, mask, kwargs.get("scaling"), kwargs.get("softcap"))
         window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
         calls.append(
-            Attended(path=paths[id(module)], query=query, key=key, value=value, output=output, window=window, cap=cap)
+            Attended(
+                path=paths.get(id(module), ""), query=query, key=key, value=value, output=output, window=window, cap=cap
+            )
         )
         return output, None
 

@@ -8,6 +8,7 @@ positions.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from typing import Any
 
@@ -147,7 +148,7 @@ def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None
     if not isinstance(count, int):
         raise ModelError(f"model: a {fields.get('model_type')} config has no num_hidden_layers.")
     lists = {key: value for key, value in fields.items() if isinstance(value, list) and len(value) == count}
-    indices = {key: value for key, value in fields.items() if key.endswith("_layers") and _whole_numbers(value)}
+    indices = {key: value for key, value in fields.items() if key.endswith("_layers") and _ascending(value)}
     lists = {key: value for key, value in lists.items() if key not in indices}
     step = fields.get("decoder_sparse_step") or 1
     kinds: dict[str, int] = {}
@@ -166,8 +167,11 @@ def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None
     size_of.put("num_hidden_layers", len(kept))
 
 
-def _whole_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+def _ascending(value: Any) -> bool:
+    """Numbers of layers, rather than a number for each layer."""
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        return False
+    return all(one < other for one, other in itertools.pairwise(value))
 
 
 def _shrink_experts(fields: dict[str, Any], experts: int) -> None:
