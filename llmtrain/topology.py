@@ -80,6 +80,7 @@ class Mix:
     offload_optimizer: bool = False
     offload_param: bool = False
     compile_layers: bool = False
+    mlp_tiles: bool = False
     muon: bool = False
     clip_norm: float = 0.0
     reduce_scatter: bool = False
@@ -128,6 +129,12 @@ RULES: tuple[Rule, ...] = (
         remedy="set model.compile_layers to false, or use ZeRO 1 or 2",
     ),
     Rule(
+        keys=("model.mlp_tile_tokens", "model.compile_layers"),
+        broken=lambda m: m.mlp_tiles and m.compile_layers,
+        reason="the slices of an MLP run through a backward pass of their own, which torch.compile does not see into",
+        remedy="set one of them to null or false",
+    ),
+    Rule(
         keys=("optim.name", "optim.clip_norm"),
         broken=lambda m: m.muon and m.clip_norm > 0,
         reason="Muon's update has a norm of its own, and DeepSpeed's ZeRO would clip that norm, not the gradient's",
@@ -166,8 +173,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         keys=("sequence_parallel_size", "pipeline.stages"),
         broken=lambda m: m.sequence_parallel > 1 and m.pipeline_stages > 1,
-        reason="DeepSpeed's pipeline numbers its ranks by stage, data and tensor only: gradients would be averaged over "
-        "the wrong ranks",
+        reason="DeepSpeed's pipeline numbers its ranks by stage, data and tensor only: gradients would be averaged "
+        "over the wrong ranks",
         remedy="set one of them to 1 or remove it; ZeRO 3 with sequence_parallel_size holds long rows and large models",
     ),
     Rule(

@@ -80,6 +80,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         offload_optimizer=offload["optimizer"],
         offload_param=offload["param"],
         compile_layers=run.model.compile_layers,
+        mlp_tiles=run.model.mlp_tile_tokens is not None,
         muon=run.optim.name == "muon",
         clip_norm=run.optim.clip_norm or 0.0,
         reduce_scatter=bool(zero.get("reduce_scatter")),
@@ -100,6 +101,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         values: dict[str, Any] = {key: lookup(tree, key) for key in rule.keys}
         values |= {"model.compile_layers": run.model.compile_layers, "optim.name": run.optim.name}
         values["optim.clip_norm"] = run.optim.clip_norm
+        values["model.mlp_tile_tokens"] = run.model.mlp_tile_tokens
         what = " with ".join(f"{key} = {show(values[key])}" for key in rule.keys)
         if rule.keys[0] not in problems:
             problems.add_text(rule.keys[0], what, rule.reason, rule.remedy, path)

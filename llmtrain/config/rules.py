@@ -13,6 +13,7 @@ from typing import Any
 
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
+from llmtrain.topology import Degrees
 
 _Test = Callable[[Any], bool]
 _POSITIVE: tuple[_Test, str] = (lambda x: x > 0, "must be greater than 0")
@@ -23,6 +24,7 @@ _DECAY: tuple[_Test, str] = (lambda x: 0 <= x < 1, "must be from 0 to just under
 
 _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "model.loss_chunk_tokens": (_AT_LEAST_1, "2048 suits most models"),
+    "model.mlp_tile_tokens": (_AT_LEAST_1, "leave it out to compute all tokens at once"),
     "data.sequence_length": ((lambda x: x >= 2, "must be at least 2"), "1024 is the default"),
     "data.seed": (_NOT_NEGATIVE, "write 0"),
     "optim.lr": (_POSITIVE, "3e-4 is the default"),
@@ -127,6 +129,27 @@ def check_schedule(run: RunConfig, max_steps: int | None, places: Places, proble
         problems.add("schedule.decay_steps", decay,
                      f"warm-up {warmup} + decay {decay} exceed the run's {max_steps} steps",
                      "shorten one of them", places.get("schedule.decay_steps"))  # fmt: skip
+
+
+def check_shared_rows(run: RunConfig, degrees: Degrees, path: str, places: Places, problems: Problems) -> None:
+    """Ranks that share a row have equally many of its columns, and in attention equally many heads."""
+    degree, length = degrees.sequence, run.data.sequence_length
+    if degree == 1:
+        return
+    if below := length % degree:
+        problems.add("data.sequence_length", length,
+                     f"must be a multiple of sequence_parallel_size = {degree} ({path}): the ranks share each sequence",
+                     f"set it to {length - below or degree} or {length - below + degree}, or change the degree",
+                     places.get("data.sequence_length"))  # fmt: skip
+    model = _read_model_config(run, places, Problems()) or {}  # what is wrong with it is told by check_on_disk
+    heads = model.get("num_attention_heads", model.get("n_head"))
+    local = heads // degrees.tensor if isinstance(heads, int) and heads % degrees.tensor == 0 else None
+    if local and local % degree:
+        spread = f" on {degrees.tensor} tensor-parallel ranks" if degrees.tensor > 1 else ""
+        legal = ", ".join(str(d) for d in range(1, local + 1) if local % d == 0)
+        problems.add("sequence_parallel_size", degree,
+                     f"within attention the ranks share the heads, equally many each; {heads} heads{spread}",
+                     f"set it to one of {legal}", path)  # fmt: skip
 
 
 def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:

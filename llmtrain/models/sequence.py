@@ -224,7 +224,8 @@ def check_attention(hf: Any) -> None:
             )
         with _only_own_values():
             one, two = (small(input_ids=tokens, use_cache=False).logits for tokens in (ids, other))
-    felt = (one != two).any(-1)[0]
+    # Not to the bit: a token that goes to another expert changes the shapes, and so the rounding, of the products.
+    felt = ~torch.isclose(one, two, rtol=1e-3, atol=1e-4).all(-1)[0]
     felt[5] = False
     if felt.any():
         raise ModelError(

@@ -1,0 +1,178 @@
+"""The MLPs of a decoder over slices of the sequence: what they keep for the backward pass is one slice's.
+
+An MLP's inner width is three to four times the hidden size, and it holds several tensors of it: with recomputed layers
+it is what a long sequence needs most memory for. Each token goes through it alone, so slices of the sequence can go one
+after another, and again in the backward pass (ALST, arXiv 2506.13996).
+
+DeepSpeed's TiledMLP sums a weight's gradient over the slices in the parameter's own dtype and needs ZeRO to be told
+when the last one is in. Ours sums in fp32 and hands each gradient over once: the same for every ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.utils import set_z3_leaf_module
+from torch import Tensor, nn
+
+from llmtrain.errors import ModelError
+from llmtrain.models.build import decoder_layers
+from llmtrain.models.experts import expert_blocks
+from llmtrain.models.probe import attention_seen, probe_copy
+
+
+class _Tiled(torch.autograd.Function):
+    """An MLP on [N, H] tokens, `tile` at a time; keeps its input only."""
+
+    @staticmethod
+    def forward(ctx, run, tile, drops, tokens_NH, *parameters):
+        ctx.run, ctx.tile, ctx.parameters = run, tile, parameters
+        ctx.random = _random_state(tokens_NH.device) if drops else None
+        ctx.save_for_backward(tokens_NH)
+        return _in_tiles(run, tile, tokens_NH)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (tokens_NH,) = ctx.saved_tensors
+        grad_tokens_NH = torch.empty_like(tokens_NH)
+        wanted = [p for p in ctx.parameters if p.requires_grad]
+        # In bf16 the share of one slice among a hundred would be rounded away.
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in wanted]
+        with _random_numbers(tokens_NH.device, ctx.random):
+            for low in range(0, tokens_NH.shape[0], ctx.tile):
+                rows = slice(low, low + ctx.tile)
+                with torch.enable_grad():
+                    part = tokens_NH[rows].detach().requires_grad_()
+                    output = ctx.run(part)
+                grad_part, *grads = torch.autograd.grad(output, [part, *wanted], grad_output[rows], allow_unused=True)
+                grad_tokens_NH[rows] = grad_part
+                for total, grad in zip(sums, grads, strict=True):
+                    if grad is not None:
+                        total += grad
+        done = iter(total.to(p.dtype) for total, p in zip(sums, wanted, strict=True))
+        return None, None, None, grad_tokens_NH, *(next(done) if p.requires_grad else None for p in ctx.parameters)
+
+
+def tiled(mlp: nn.Module, tile: int) -> Callable[[Tensor], Tensor]:
+    """The forward of `mlp` over `tile` tokens at a time. In and out: [B, T, H]."""
+    own = mlp.forward
+    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in mlp.modules())
+
+    def run(tokens_NH: Tensor) -> Tensor:
+        return own(tokens_NH.unsqueeze(0)).squeeze(0)
+
+    def forward(hidden_BTH: Tensor) -> Tensor:
+        flat_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])
+        if len(flat_NH) <= tile:
+            return own(hidden_BTH)
+        if torch.is_grad_enabled():
+            output_NH = _Tiled.apply(run, tile, drops and mlp.training, flat_NH, *mlp.parameters())
+        else:
+            output_NH = _in_tiles(run, tile, flat_NH)
+        return output_NH.view_as(hidden_BTH)
+
+    return forward
+
+
+def _in_tiles(run: Callable[[Tensor], Tensor], tile: int, tokens_NH: Tensor) -> Tensor:
+    output_NH = torch.empty_like(tokens_NH)
+    for low in range(0, tokens_NH.shape[0], tile):
+        output_NH[low : low + tile] = run(tokens_NH[low : low + tile])
+    return output_NH
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def _random_numbers(device: torch.device, state: tuple[Tensor, Tensor | None] | None) -> Iterator[None]:
+    """The same dropout as in the forward pass."""
+    if state is None:
+        yield
+        return
+    cpu, cuda = state
+    with torch.random.fork_rng(devices=[] if cuda is None else [device]):
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+        yield
+
+
+def tile_mlps(hf: Any, tile: int) -> list[str]:
+    """Let every dense MLP of the decoder work on `tile` tokens at a time. Call it before DeepSpeed takes the model.
+
+    Returns the names of these modules. Raises ModelError when there are none.
+    """
+    kinds = _mlp_kinds(hf)
+    found = []
+    for name, layer in _layers(hf):
+        for path, kind in kinds:
+            mlp = layer
+            for part in path.split("."):
+                mlp = getattr(mlp, part, None)  # type: ignore[assignment]
+            if type(mlp) is kind:
+                mlp.forward = tiled(mlp, tile)  # type: ignore[method-assign]
+                set_z3_leaf_module(mlp, True)  # ZeRO 3: its weights are gathered once for all slices, not for each
+                found.append(f"{name}.{path}")
+    return found
+
+
+def _layers(hf: Any) -> Iterator[tuple[str, nn.Module]]:
+    layers = {id(layer) for layer in decoder_layers(hf)}
+    return ((name, module) for name, module in hf.named_modules() if id(module) in layers)
+
+
+def _mlp_kinds(hf: Any) -> list[tuple[str, type]]:
+    """(path in a decoder layer, class) of the MLPs, found by what modules of a small copy do.
+
+    An MLP maps [B, T, H] to [B, T, H] token by token, through at least two matrices, without attention.
+    """
+    small = probe_copy(hf)
+    experts = {id(block.module) for block in expert_blocks(small)}
+    calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
+    handles = [
+        module.register_forward_hook(
+            lambda m, args, kwargs, out: calls.update({m: (args, kwargs, out)}), with_kwargs=True
+        )
+        for _, layer in _layers(small)
+        for module in layer.modules()
+    ]
+    with torch.no_grad(), attention_seen(small) as attended:
+        small(input_ids=torch.arange(12).unsqueeze(0) + 3, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    looking = {call.path for call in attended}
+    kinds: dict[tuple[str, type], None] = {}
+    for name, layer in _layers(small):
+        taken: list[str] = []
+        for path, module in layer.named_modules():
+            inside = any(path.startswith(f"{other}.") for other in taken)
+            attends = any(other == f"{name}.{path}" or other.startswith(f"{name}.{path}.") for other in looking)
+            mixed = any(id(part) in experts for part in module.modules())
+            if path and not inside and not attends and not mixed and _is_mlp(module, calls.get(module)):
+                taken.append(path)
+                kinds[path, type(module)] = None
+    if not kinds:
+        raise ModelError(
+            f"model.mlp_tile_tokens: {type(hf).__name__} has no MLP module that could work on slices of the sequence "
+            "(experts need all tokens at once; some models compute their MLP among other things). Set it to null."
+        )
+    return list(kinds)
+
+
+def _is_mlp(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any], Any] | None) -> bool:
+    if call is None or sum(1 for p in module.parameters() if p.dim() == 2) < 2:
+        return False
+    args, kwargs, output = call
+    given = args[0] if len(args) == 1 and not kwargs else None
+    if not (isinstance(given, Tensor) and isinstance(output, Tensor) and given.shape == output.shape):
+        return False
+    if given.dim() != 3:
+        return False
+    with torch.no_grad():
+        parts = torch.cat([module(part) for part in given.split(5, dim=1)], dim=1)
+    return torch.allclose(parts, output, rtol=1e-4, atol=1e-5)
