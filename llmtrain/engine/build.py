@@ -16,6 +16,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
@@ -119,9 +120,14 @@ def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str,
         parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
         decays = _dim(parameter) >= 2
         name = "muon" if is_muon else ("decay" if decays else "no_decay")
+        shared = is_moe_param(parameter)
+        if shared:  # DeepSpeed finds the ranks that hold the same experts by the name of the group
+            name = parameter.group_name  # type: ignore[attr-defined]
         settings = dict(muon if is_muon else adam, weight_decay=optim.weight_decay if decays else 0.0)
         if optim.name == "muon":
             settings["use_muon"] = is_muon
+        if shared:
+            settings["moe"] = True
         named.setdefault(name, {"name": name, "params": [], **settings})["params"].append(parameter)
     return list(named.values())
 
@@ -203,6 +209,10 @@ def build_engine(model: LanguageModel, resolved: ResolvedRun, mesh: Mesh) -> dee
         # DeepSpeed steps on a NaN here: it neither checks nor reports the gradient norm without a wrapper.
         config["gradient_clipping"] = 0.0
         _guard_step(optimizer, resolved.run.optim.clip_norm or 0.0, mesh)
+    elif resolved.zero_stage == 0 and mesh.degrees.tensor > 1:
+        _mark_gradients(model)
+    if resolved.degrees.sequence > 1:  # what DeepSpeed does when it is told of the sequence-parallel ranks (mesh.py)
+        config["communication_data_type"] = config.get("seq_parallel_communication_data_type", "fp32")
     groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
@@ -234,8 +244,26 @@ def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float, mesh: Mesh) 
     optimizer.step = step  # type: ignore[method-assign, assignment]
 
 
+def _mark_gradients(model: nn.Module) -> None:
+    """Let DeepSpeed's bf16 and fp16 optimizers without ZeRO count the shards of all tensor-parallel ranks.
+
+    Their norm (unfused_optimizer.py:214, get_weight_norm) looks for a mark on gradients that only parameters have:
+    it was half of the true one with two ranks, and so was the clipped step.
+    """
+
+    def mark(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    for parameter in model.parameters():
+        if is_model_parallel_parameter(parameter):
+            parameter.register_post_accumulate_grad_hook(mark)
+
+
 def _total_norm(parameters: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     """Norm of the whole gradient: shards count on every tensor-parallel rank, what all of them hold on the first."""
+    if mesh.degrees.expert > 1:
+        return _norm_with_shared_experts([p for p in parameters if p.grad is not None])
     if mesh.degrees.tensor == 1:
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     here = [
@@ -244,3 +272,14 @@ def _total_norm(parameters: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     square = torch.nn.utils.get_total_norm(here).square()
     dist.all_reduce(square, group=mesh.tensor)
     return square.sqrt()
+
+
+def _norm_with_shared_experts(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """The same where each rank holds some of the experts."""
+    own = [p for p in parameters if is_moe_param(p)]
+    others = [p for p in parameters if not is_moe_param(p)]
+    square, rest = (
+        torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None]).square() for some in (own, others)
+    )
+    dist.all_reduce(square, group=groups._get_expert_parallel_group(own[0].group_name))  # type: ignore[attr-defined]
+    return (square + rest).sqrt()

@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from llmtrain.errors import ModelError
+from llmtrain.models.experts import Routing
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parameters import LocalParameter, local_parameter
 
@@ -24,6 +25,10 @@ class LanguageModel(nn.Module):
     def __init__(self, hf: nn.Module, chunk: int) -> None:
         super().__init__()
         self.hf = hf
+        self.routing: Routing | None = None
+        """Watches the routers of a mixture of experts."""
+        self.balance: Tensor | None = None
+        """After a forward pass in training: this rank's part of the load-balancing loss, if it is to be added."""
         self._chunk = chunk
         self._form = HeadForm.of(hf.config)
         head = hf.get_output_embeddings()  # type: ignore[operator]
@@ -43,7 +48,8 @@ class LanguageModel(nn.Module):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter of the whole model, by Hugging Face name."""
-        return {held.name: held.shape for held in self.local_parameters()}
+        shapes = getattr(self.hf, "whole_shapes", None)  # a tensor-parallel rank may lack what belongs to others' heads
+        return shapes or {held.name: held.shape for held in self.local_parameters()}
 
     def forward(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
         """Summed loss, fp32 scalar, in nats.
@@ -55,8 +61,26 @@ class LanguageModel(nn.Module):
         """
         with documents_in_rows(positions):
             given = {} if positions is None else {"position_ids": positions}
-            hidden_BTH = self.hf.base_model(input_ids=inputs, use_cache=False, **given).last_hidden_state  # type: ignore[operator]
+            hidden_BTH = self.decoded(input_ids=inputs, **given)
         return self.hf.get_output_embeddings()(hidden_BTH, labels, self._chunk, self._form)  # type: ignore[operator]
+
+
+    def decoded(self, **given: Any) -> Tensor:
+        """The decoder's output [B, T, H]. In training its routers, if it has some, are watched."""
+        routing = self.routing if self.training else None
+        with contextlib.nullcontext() if routing is None else routing.watching():
+            hidden_BTH = self.hf.base_model(**given, **self._plainly()).last_hidden_state  # type: ignore[operator]
+        self.balance = None if routing is None else routing.balance()
+        return hidden_BTH
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """transformers' own logits of [B, T] tokens, computed by each rank for itself."""
+        return self.hf(input_ids=inputs, **self._plainly()).logits
+
+    def _plainly(self) -> dict[str, Any]:
+        """What keeps transformers from returning more than the hidden state or the logits."""
+        has_routers = hasattr(self.config, "output_router_logits")
+        return {"use_cache": False, **({"output_router_logits": False} if has_routers else {})}
 
 
 @contextlib.contextmanager

@@ -33,6 +33,8 @@ class Share:
     shape: tuple[int, ...]
     region: Region
     copy: tuple[int, int] = (0, 1)
+    name: str = ""
+    """Its Hugging Face name, where the module that holds it has another."""
 
 
 def set_share(parameter: nn.Parameter, share: Share) -> None:
@@ -46,4 +48,5 @@ def local_parameter(name: str, parameter: nn.Parameter) -> LocalParameter:
     if share is None:  # under ZeRO 3 the parameter itself is empty between its uses
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         share = Share(shape=shape, region=whole(shape))
+    name = share.name or name
     return LocalParameter(name=name, parameter=parameter, shape=share.shape, region=share.region, copy=share.copy)

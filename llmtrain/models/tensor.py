@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import math
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,10 +13,14 @@ from deepspeed.module_inject.layers import set_autotp_mode
 from torch import Tensor, nn
 
 from llmtrain.config.run import ResolvedRun
+from llmtrain.errors import ModelError
+from llmtrain.models.anatomy import Anatomy, anatomy_of
 from llmtrain.models.build import DTYPES, skeleton
 from llmtrain.models.mesh import Mesh
 from llmtrain.models.parameters import Share, set_share
+from llmtrain.models.projections import Projections, projections
 from llmtrain.models.region import Region, shard, whole
+from llmtrain.models.rehearsal import divide_heads
 from llmtrain.models.tensor_layers import Column, Row, Span, copied, gathered, summed
 from llmtrain.models.vocabulary import Words, share_embedding
 
@@ -26,15 +29,20 @@ def shared_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Any
     """The transformers model with this rank's shards, uninitialised; under ZeRO 3 with its partitions of them.
 
     Raises:
-        ModelError: the model cannot be shared over so many ranks.
+        ModelError: the model cannot be taken apart, or not be shared over so many ranks.
     """
     model = resolved.run.model
     hf = skeleton(model, attention=model.attention)
-    settle = _partition(resolved, mesh) if resolved.zero_stage == 3 else None
-    shard_model(hf, plan_of(hf), mesh.tensor, device, DTYPES[resolved.precision], settle=settle)
+    anatomy = anatomy_of(hf)
+    settle = _partition(resolved, mesh) if resolved.zero_stage == 3 else _leave
+    shard_model(hf, anatomy, projections(hf, anatomy), mesh.tensor, device, DTYPES[resolved.precision], settle=settle)
     for buffer in hf.buffers():
         buffer.data = buffer.to(device)
     return hf
+
+
+def _leave(parameter: nn.Parameter) -> None:
+    pass
 
 
 def _partition(resolved: ResolvedRun, mesh: Mesh) -> Callable[[nn.Parameter], None]:
@@ -61,158 +69,196 @@ def _partition(resolved: ResolvedRun, mesh: Mesh) -> Callable[[nn.Parameter], No
     return settle
 
 
-@dataclass(frozen=True, kw_only=True)
-class Map:
-    """A linear map inside a decoder layer."""
-
-    path: str
-    column: bool
-    """Its outputs are shared; else its inputs are."""
-    transposed: bool = False
-    """The weight is [inputs, outputs] (transformers' Conv1D)."""
-    sections: tuple[int, ...] | None = None
-    """Outputs of the parts of a fused map: each of them is shared."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What the group shares of a model, by module paths. All that a pipeline stage lacks of it is passed over."""
-
-    maps: tuple[Map, ...]
-    attentions: tuple[str, ...]
-    """Modules that compute attention over a rank's heads."""
-    local_numbers: tuple[str, ...] = ()
-    """Their attributes that count heads, or features of all heads."""
-    partial: tuple[str, ...] = ()
-    """Modules that act on a rank's heads with parameters that all ranks hold: each rank has a part of the gradient."""
-    across_heads: tuple[tuple[str, int], ...] = ()
-    """(module, dimension) of those that need all heads at once."""
-    experts: tuple[str, ...] = ()
-    """Modules with the weights of all experts of a layer: [experts, 2 x width or width, hidden] and back."""
-
-
 def shard_model(
     hf: nn.Module,
-    plan: Plan,
+    anatomy: Anatomy,
+    shared: Projections,
     group: Any,
     device: torch.device,
     dtype: torch.dtype,
     *,
-    settle: Callable[[nn.Parameter], None] | None = None,
+    settle: Callable[[nn.Parameter], None] = _leave,
 ) -> None:
     """Leave this rank's shards in `hf`, and let its modules work on them together with the group's other ranks.
 
     Args:
-        hf: its parameters are on the meta device; they become uninitialised ones of `dtype` on `device`.
+        hf: the model, or a part of it with the same paths. Its parameters are on the meta device; they become
+            uninitialised ones of `dtype` on `device`.
+        anatomy, shared: of the whole model.
         settle: called with each new parameter (ZeRO 3 takes the rank's partition of it right there).
+
+    Raises:
+        ModelError: the model cannot be shared over so many ranks.
     """
     set_autotp_mode(training=True)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
-    modules = dict(hf.named_modules())
-    cuts = _cuts(hf, modules, plan, rank, degree)
-    words = _share_words(hf, modules, group, cuts)
-    settle = settle or (lambda parameter: None)
+    modules: dict[str, Any] = dict(hf.named_modules())
+    experts = {path: modules[path] for path in _fused_experts(anatomy, modules)}
+    check_degree(shared, degree, {path: _expert_width(path, module) for path, module in experts.items()})
+    hf.whole_shapes = {name: tuple(p.shape) for name, p in hf.named_parameters()}  # type: ignore[assignment]
+    words = Words.of(modules[""].config.get_text_config().vocab_size, group)
+    shares = _map_shares(modules, shared, rank, degree) | _word_shares(modules, anatomy, words)
+    for module in experts.values():
+        shares |= _expert_shares(module, rank, degree)
+    shares |= _norm_shares(modules, shared, rank, degree)
+    _replace_parameters(hf, shares, (rank, degree), device, dtype, settle)
 
-    def local(parameter: nn.Parameter) -> nn.Parameter:
-        new = _local(parameter, cuts.get(id(parameter)), (rank, degree), device, dtype)
-        settle(new)
-        return new
-
-    _replace_parameters(hf, local)
-    span = Span(group, dropout=_drops(modules.values()))
-    for entry in plan.maps:
+    span = Span(group, dropout=_drops(hf.modules()))
+    for entry in shared.maps:
         if entry.path in modules:
-            layer = (Column if entry.column else Row)(
-                modules[entry.path], span, transposed=entry.transposed, name=entry.path
-            )
-            parent, _, name = entry.path.rpartition(".")
-            setattr(modules[parent], name, layer)
-    for path in filter(modules.__contains__, plan.attentions):
-        _divide_heads(modules[path], plan.local_numbers, degree)
-    for path in filter(modules.__contains__, plan.partial):
-        for parameter in modules[path].parameters():
-            parameter.register_hook(lambda grad: _sum_of(grad, group))
-    for path, dim in plan.across_heads:
+            kind = Column if entry.column else Row
+            _put(modules, entry.path, kind(modules[entry.path], span, transposed=entry.transposed, name=entry.path))
+    for path in shared.attentions:
         if path in modules:
-            _gather_around(modules[path], group, dim)
-    for path in filter(modules.__contains__, plan.experts):
-        _sum_around(modules[path], group)
-    if words is not None:
-        _use_words(hf, words)
+            divide_heads(modules[path], shared.local_numbers, degree)
+    for norm in shared.norms:
+        if norm.path in modules and norm.kind in ("each_head", "across_heads"):
+            for parameter in modules[norm.path].parameters():
+                parameter.register_hook(lambda grad: _sum_of(grad, group))
+            if norm.kind == "across_heads":
+                _gather_around(modules[norm.path], group)
+    for module in experts.values():
+        _sum_around(module, group)
+    if isinstance(embedding := modules.get(anatomy.embedding), nn.Embedding):
+        share_embedding(embedding, words)
+    if isinstance(head := modules.get(anatomy.head), nn.Linear):
+        head.words = words  # type: ignore[assignment]  # see _head_forward of models/language.py
 
 
-_Cutting = tuple[Region, tuple[int, ...]]
-"""(region, local shape)"""
+def check_degree(shared: Projections, degree: int, expert_widths: dict[str, int] | None = None) -> None:
+    """Whether `degree` ranks can each have equally much of the model. Raises ModelError naming the degrees that can."""
+    numbers = {"query heads (num_attention_heads)": shared.heads, "key/value heads": shared.kv_heads}
+    numbers |= {"features within an MLP": math.gcd(*shared.widths)} if shared.widths else {}
+    numbers |= {f"features within {path}": width for path, width in (expert_widths or {}).items()}
+    common = math.gcd(*numbers.values())
+    for what, number in numbers.items():
+        if number % degree:
+            legal = ", ".join(str(d) for d in range(2, common + 1) if common % d == 0)
+            raise ModelError(
+                f"tensor_parallel.autotp_size: {degree} ranks cannot have equally many of the model's {number} {what}. "
+                + (f"Set it to one of {legal}" if legal else "No other degree works either: remove the key")
+                + "; other ranks can work data-parallel, with ZeRO 3, or in a pipeline."
+            )
 
 
-def _cuts(hf: nn.Module, modules: dict[str, nn.Module], plan: Plan, rank: int, degree: int) -> dict[int, _Cutting]:
-    """By parameter; what is not named is held by all ranks."""
-    cuts: dict[int, _Cutting] = {}
-    for entry in plan.maps:
+_Shares = dict[nn.Parameter, tuple[Share, tuple[int, ...]]]
+"""Parameter of the whole model -> (what this rank has of it, its shape). Parameters that are not in it are whole."""
+
+
+def _cut(parameter: Any, dim: int, rank: int, degree: int, sections: Any = None) -> tuple[Share, tuple[int, ...]]:
+    shape = tuple(parameter.shape)
+    region, local = shard(shape, dim, rank, degree, sections)
+    return Share(shape=shape, region=region), local
+
+
+def _map_shares(modules: dict[str, Any], shared: Projections, rank: int, degree: int) -> _Shares:
+    found: _Shares = {}
+    for entry in shared.maps:
         if entry.path not in modules:
             continue
-        module: Any = modules[entry.path]
+        module = modules[entry.path]
         outputs, inputs = (1, 0) if entry.transposed else (0, 1)
-        weight, bias = module.weight, module.bias
-        cuts[id(weight)] = shard(tuple(weight.shape), outputs if entry.column else inputs, rank, degree, entry.sections)
-        if bias is not None and entry.column:
-            cuts[id(bias)] = shard(tuple(bias.shape), 0, rank, degree, entry.sections)
-    for path in filter(modules.__contains__, plan.experts):
-        cuts.update(_expert_cuts(modules[path], rank, degree))
-    return cuts
+        dim = outputs if entry.column else inputs
+        found[module.weight] = _cut(module.weight, dim, rank, degree, entry.sections)
+        if entry.bias and entry.column:
+            found[module.bias] = _cut(module.bias, 0, rank, degree, entry.sections)
+    return found
 
 
-def _expert_cuts(experts: Any, rank: int, degree: int) -> dict[int, _Cutting]:
-    """Each expert's width is shared (transformers names and lays out the weights of all experts alike)."""
+def _word_shares(modules: dict[str, Any], anatomy: Anatomy, words: Words) -> _Shares:
+    """Rows of the embedding and of the head; the two may be one parameter."""
+    found: _Shares = {}
+    for path in (anatomy.embedding, anatomy.head):
+        for parameter in modules[path].parameters() if path in modules else ():
+            shape = tuple(parameter.shape)
+            inner = math.prod(shape[1:])
+            share = Share(shape=shape, region=Region(words.first * inner, words.count * inner))
+            found[parameter] = share, (words.count, *shape[1:])
+    return found
+
+
+def _fused_experts(anatomy: Anatomy, modules: dict[str, Any]) -> list[str]:
+    """Modules with the weights of all experts of a layer as 3-D parameters (those in lists are linear maps)."""
+    paths = [layer.experts.experts for layer in anatomy.layers if layer.experts is not None]
+    return [path for path in paths if path in modules and not isinstance(modules[path], nn.ModuleList)]
+
+
+def _expert_width(path: str, experts: Any) -> int:
+    """Features within each expert. transformers names and lays out the weights of all fused experts alike."""
+    names = {name for name, _ in experts.named_parameters()}
+    known = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
+    if names not in known or not hasattr(experts, "is_transposed") or getattr(experts, "has_post_expert_norm", False):
+        raise ModelError(
+            f"tensor_parallel.autotp_size: {path} ({type(experts).__name__}) keeps its experts in a form that ranks "
+            "cannot share here. Remove the key and use ZeRO 3, or expert parallelism."
+        )
+    return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
+
+
+def _expert_shares(experts: Any, rank: int, degree: int) -> _Shares:
+    """Every rank has a share of each expert's width."""
     into = experts.gate_up_proj if experts.has_gate else experts.up_proj
     outputs, inputs = (2, 1) if experts.is_transposed else (1, 2)
     width = into.shape[outputs]
     sections = (width // 2, width // 2) if experts.has_gate and experts.is_concatenated else None
-    down = experts.down_proj
     return {
-        id(into): shard(tuple(into.shape), outputs, rank, degree, sections),
-        id(down): shard(tuple(down.shape), inputs, rank, degree),
+        into: _cut(into, outputs, rank, degree, sections),
+        experts.down_proj: _cut(experts.down_proj, inputs, rank, degree),
     }
 
 
-def _share_words(hf: Any, modules: dict[str, nn.Module], group: Any, cuts: dict[int, _Cutting]) -> Words | None:
-    total = hf.config.get_text_config().vocab_size
-    words = Words.of(total, group)
-    for module in (hf.get_input_embeddings(), hf.get_output_embeddings()):
-        for parameter in module.parameters():
-            inner = parameter.numel() // parameter.shape[0]
-            local = (words.count, *parameter.shape[1:])
-            cuts[id(parameter)] = Region(words.first * inner, words.count * inner), local
-    return words
+def _norm_shares(modules: dict[str, Any], shared: Projections, rank: int, degree: int) -> _Shares:
+    """Norms with weights for each head. Where each head has a module of its own, the others' modules go."""
+    found: _Shares = {}
+    lists: dict[str, list[str]] = {}
+    for norm in shared.norms:
+        if norm.path in modules and norm.kind == "own_heads":
+            found |= {p: _cut(p, 0, rank, degree) for p in modules[norm.path].parameters()}
+        elif norm.path in modules and norm.kind == "one_head":
+            lists.setdefault(norm.path.rpartition(".")[0], []).append(norm.path)
+    for parent, paths in lists.items():
+        each = len(paths) // degree
+        for path in paths[rank * each : (rank + 1) * each]:
+            for name, parameter in modules[path].named_parameters():
+                shape = tuple(parameter.shape)
+                found[parameter] = Share(shape=shape, region=whole(shape), name=f"{path}.{name}"), shape
+        _put(modules, parent, modules[parent][rank * each : (rank + 1) * each])
+    return found
 
 
-def _replace_parameters(hf: nn.Module, local: Callable[[nn.Parameter], nn.Parameter]) -> None:
+def _replace_parameters(
+    hf: nn.Module,
+    shares: _Shares,
+    place: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    settle: Callable[[nn.Parameter], None],
+) -> None:
     """Every parameter becomes this rank's, once, however many modules hold it."""
-    new: dict[nn.Parameter, nn.Parameter] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for module in hf.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in new:
-                    new[parameter] = local(parameter)
-                module._parameters[name] = new[parameter]
+            if parameter is None:
+                continue
+            if parameter not in made:
+                assert parameter.is_meta, name
+                shape = tuple(parameter.shape)
+                share, local = shares.get(parameter, (Share(shape=shape, region=whole(shape), copy=place), shape))
+                new = nn.Parameter(torch.empty(local, dtype=dtype, device=device), parameter.requires_grad)
+                set_share(new, share)
+                # DeepSpeed's gradient norm counts what has this mark on every rank, the rest on the first.
+                new.tensor_model_parallel = parameter in shares  # type: ignore[attr-defined]
+                settle(new)
+                made[parameter] = new
+            module._parameters[name] = made[parameter]
 
 
-def _local(
-    parameter: nn.Parameter, cut: _Cutting | None, place: tuple[int, int], device: torch.device, dtype: torch.dtype
-) -> nn.Parameter:
-    assert parameter.is_meta
-    shape = tuple(parameter.shape)
-    region, here = cut or (whole(shape), shape)
-    new = nn.Parameter(torch.empty(here, dtype=dtype, device=device), parameter.requires_grad)
-    if cut is None:
-        set_share(new, Share(shape=shape, region=region, copy=place))
-    else:
-        new.tensor_model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's norm counts it on every rank
-        set_share(new, Share(shape=shape, region=region))
-    return new
+def _put(modules: dict[str, Any], path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    modules[parent]._modules[name] = module
 
 
-def _drops(modules: Any) -> bool:
+def _drops(modules: Iterable[nn.Module]) -> bool:
     """Whether any module drops something at random. transformers keeps the rates of attention as plain attributes."""
     for module in modules:
         if isinstance(module, nn.Dropout) and module.p > 0:
@@ -222,62 +268,37 @@ def _drops(modules: Any) -> bool:
     return False
 
 
-def _divide_heads(attention: Any, names: tuple[str, ...], degree: int) -> None:
-    for name in names:
-        setattr(attention, name, getattr(attention, name) // degree)
-    if hasattr(attention, "config"):
-        local = copy.copy(attention.config)
-        for name in ("num_attention_heads", "num_key_value_heads"):
-            if isinstance(count := getattr(local, name, None), int):
-                setattr(local, name, count // degree)
-        attention.config = local
-
-
 def _sum_of(grad: Tensor, group: Any) -> Tensor:
+    """Of the parts that the ranks have of a gradient."""
     grad = grad.clone()
     dist.all_reduce(grad, group=group)
     return grad
 
 
-def _gather_around(module: nn.Module, group: Any, dim: int) -> None:
+def _gather_around(module: nn.Module, group: Any) -> None:
     """Let a module that normalises across heads see all of them; this rank goes on with its part of the result."""
     own = module.forward
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
     def forward(module: nn.Module, share: Tensor) -> Tensor:
-        return own(gathered(share, group, dim)).chunk(degree, dim)[rank]
+        return own(gathered(share, group, -1)).chunk(degree, -1)[rank]
 
     module.forward = types.MethodType(forward, module)
 
 
 def _sum_around(experts: nn.Module, group: Any) -> None:
-    """Each rank has a share of every expert's width: what the experts give is a part of the sum, and so are the
-    gradients of their inputs and of the router's weights."""
+    """What experts give from a share of their width is a part of a sum, and so are the gradients of their inputs and
+    of the router's weights."""
     own = experts.forward
 
     def forward(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        args = tuple(_copied_if_needed(value, group) for value in args)
-        kwargs = {name: _copied_if_needed(value, group) for name, value in kwargs.items()}
+        args = tuple(_read(value, group) for value in args)
+        kwargs = {name: _read(value, group) for name, value in kwargs.items()}
         return summed(own(*args, **kwargs).contiguous(), group)
 
     experts.forward = types.MethodType(forward, experts)
 
 
-def _copied_if_needed(value: Any, group: Any) -> Any:
+def _read(value: Any, group: Any) -> Any:
     differentiable = torch.is_tensor(value) and value.requires_grad and torch.is_grad_enabled()
     return copied(value, group) if differentiable else value
-
-
-def _use_words(hf: Any, words: Words) -> None:
-    share_embedding(hf.get_input_embeddings(), words)
-    hf.get_output_embeddings().words = words
-
-
-def plan_of(hf):  # PROTOTYPE
-    maps, attentions = [], []
-    for index in range(len(hf.model.layers)):
-        base = f"model.layers.{index}"
-        maps += [Map(path=f"{base}.self_attn.{n}_proj", column=n != "o") for n in "qkvo"]
-        maps += [Map(path=f"{base}.mlp.{n}_proj", column=n != "down") for n in ("gate", "up", "down")]
-        attentions.append(f"{base}.self_attn")
-    return Plan(maps=tuple(maps), attentions=tuple(attentions))

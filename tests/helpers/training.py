@@ -292,10 +292,10 @@ def plain_pytorch(case: Case) -> Trace:
     trace = Trace([], [])
     for step, batch in zip(range(case.steps), batches(case, (0, 1), 1), strict=False):
         (micro,) = batch.micro_batches
-        logits = model(input_ids=micro.inputs, position_ids=micro.positions, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100)
+        output = model(input_ids=micro.inputs, position_ids=micro.positions, use_cache=False)
+        loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100)
         optimizer.zero_grad()
-        loss.backward()
+        (loss + plain_balance(model.config, output, case.accumulation)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         for group in optimizer.param_groups:
             group["lr"] = case.lr * learning_rate_factor(schedule, step, case.steps)
@@ -304,6 +304,18 @@ def plain_pytorch(case: Case) -> Trace:
         trace.norms.append(float(norm))
     trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return trace
+
+
+def plain_balance(config: Any, output: Any, accumulation: int) -> torch.Tensor | float:
+    """transformers' load-balancing loss times its coefficient: the mean over the micro-batches of one process."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    if not getattr(output, "router_logits", None):
+        return 0.0
+    count = output.router_logits[0].shape[-1]
+    micros = zip(*(logits.chunk(accumulation) for logits in output.router_logits), strict=True)
+    losses = [load_balancing_loss_func(micro, count, config.num_experts_per_tok) for micro in micros]
+    return config.router_aux_loss_coef * torch.stack(losses).mean()
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
