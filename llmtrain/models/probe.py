@@ -174,8 +174,11 @@ def run_copy(small: Any, ids: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def attention_seen(small: Any) -> Iterator[list[Attended]]:
-    """Let the model's attention go through a function that records its calls; models with code of their own do not."""
+def attention_seen(small: Any, *, cut: bool = False) -> Iterator[list[Attended]]:
+    """Let the model's attention go through a function that records its calls; models with code of their own do not.
+
+    `cut`: the graph ends there, and begins again with what attention gives.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -184,6 +187,8 @@ def attention_seen(small: Any) -> Iterator[list[Attended]]:
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         output = _attention(query, key, value, mask, kwargs.get("scaling"), kwargs.get("softcap"))
+        if cut:
+            output = output.detach().requires_grad_()
         window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
         calls.append(
             Attended(

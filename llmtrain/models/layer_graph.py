@@ -1,0 +1,263 @@
+"""What depends on what within one decoder layer: its graph, cut behind every module that has parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.errors import ModelError
+from llmtrain.models.probe import Attended, Call
+
+_SMALL = 1e-3
+"""How far an index read from gradients may be from a whole number."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A module with parameters of its own, in one run."""
+
+    path: str
+    """Within the layer."""
+    module: nn.Module
+    linear: bool
+    transposed: bool
+    in_list: bool
+    """It is an item of a module list."""
+    given: Tensor
+    """What it got."""
+    leaves: list[Tensor] = field(default_factory=list)
+    """What it gave, as a new beginning of the graph."""
+    role: str = ""
+    """"column", "row", "inner" (acts on a share of the features) or "stream" (on what all ranks hold)."""
+
+
+class LayerGraph:
+    """One run of a layer. Raises ModelError where its maps are connected in a way that ranks cannot share."""
+
+    def __init__(self, layer: nn.Module, call: Call, kv_heads: int, attended: list[Attended]) -> None:
+        assert call.hidden is not None
+        self._layer, self._call, self._kv, self._attended = layer, call, kv_heads, attended
+        self.tokens = call.hidden.shape[0] * call.hidden.shape[1]
+        self._draw = torch.Generator().manual_seed(5)
+        self.nodes: list[Node] = []
+        self._run()
+        self._give_roles()
+        self._first = self.nodes
+        inner = {node.path for node in self.nodes if node.role == "inner"}
+        if inner:  # a second run without them shows which output goes to which head
+            roles = {node.path: node.role for node in self.nodes}
+            norms = [node for node in self.nodes if node.role == "inner"]
+            self._run(passed=inner)
+            for node in self.nodes:
+                node.role = roles[node.path]
+            self.nodes += norms
+
+    def no(self, reason: str) -> ModelError:
+        return ModelError(f"model: {self._call.path} cannot be shared by ranks: {reason}.")
+
+    def _run(self, passed: set[str] | None = None) -> None:
+        assert self._call.hidden is not None
+        self.nodes = []
+        handles = []
+        for path, module in self._layer.named_modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                record = self._passing() if passed and path in passed else self._recording(path, module)
+                handles.append(module.register_forward_hook(record, with_kwargs=True))
+        self.hidden = self._call.hidden.detach().clone().requires_grad_()
+        call = self._call
+        kwargs = dict(call.kwargs)
+        args = call.args
+        if args:
+            args = (self.hidden, *args[1:])
+        else:
+            kwargs["hidden_states"] = self.hidden
+        before = len(self._attended)
+        try:
+            output = self._layer(*args, **kwargs)
+        except Exception as error:
+            raise self.no(f"it does not run by itself ({error})") from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.output: Tensor = output[0] if isinstance(output, tuple) else output
+        (seen,) = self._attended[before:]
+        self.attention = seen.path.removeprefix(f"{self._call.path}.")
+        for name, _ in self._layer.get_submodule(self.attention).named_parameters(recurse=False):
+            raise self.no(
+                f"{self.attention} has the parameter {name}, which is part of no linear map (attention sinks)"
+            )
+        self.query, self.key, self.value, self.attended = seen.query, seen.key, seen.value, seen.output
+
+    def _passing(self) -> Callable[..., Any]:
+        return lambda module, args, kwargs, output: args[0]
+
+    def _recording(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        from transformers.pytorch_utils import Conv1D
+
+        conv = isinstance(module, Conv1D)
+        parent = self._layer.get_submodule(path.rpartition(".")[0])
+
+        def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            given = next(t for t in [*args, *kwargs.values()] if isinstance(t, Tensor))
+            node = Node(
+                path=path,
+                module=module,
+                linear=conv or isinstance(module, nn.Linear),
+                transposed=conv,
+                in_list=isinstance(parent, nn.ModuleList),
+                given=given,
+            )
+            self.nodes.append(node)
+            return self._cut(output, node)
+
+        return record
+
+    def _cut(self, value: Any, node: Node) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._cut(item, node) for item in value)
+        if not (isinstance(value, Tensor) and value.is_floating_point()):
+            return value
+        # Behind a map any value will do; a rectifier must not be shut for all tokens.
+        new = torch.randn(value.shape, generator=self._draw) if node.linear else value.detach().clone()
+        node.leaves.append(new.requires_grad_())
+        return node.leaves[-1]
+
+    def _reads(self, value: Tensor) -> set[int]:
+        """The nodes (by index; -1: the hidden state, -2: attention) that a value is made of."""
+        if not value.requires_grad:
+            return set()
+        begins = [(-1, self.hidden), (-2, self.attended)]
+        begins += [(index, leaf) for index, node in enumerate(self.nodes) for leaf in node.leaves]
+        weights = torch.rand(value.shape, generator=torch.Generator().manual_seed(2)) + 0.5
+        leaves = [leaf for _, leaf in begins]
+        grads = torch.autograd.grad((value * weights).sum(), leaves, allow_unused=True, retain_graph=True)
+        return {index for (index, _), grad in zip(begins, grads, strict=True) if grad is not None}
+
+    def _give_roles(self) -> None:
+        """From the first node to the last; a map whose output joins what all ranks hold turns out not to be shared."""
+        reads = [self._reads(node.given) for node in self.nodes]
+        ends = [("the layer's output", self._reads(self.output))]
+        heads = [self._reads(tensor) for tensor in (self.query, self.key, self.value)]
+        kept: set[int] = set()
+        while True:
+            stream, inner = {-1}, {-2}
+            joined: set[int] = set()
+            for index, (node, read) in enumerate(zip(self.nodes, reads, strict=True)):
+                own = read & inner
+                if not own:
+                    node.role = "column" if node.linear and index not in kept else "stream"
+                elif read <= inner:
+                    node.role = "row" if node.linear else "inner"
+                else:
+                    joined |= own
+                    node.role = "stream"
+                (inner if node.role in ("column", "inner") else stream).add(index)
+            for _, read in ends:
+                joined |= read & inner
+            joined = {index for index in joined if index >= 0}
+            if not joined:
+                break
+            if not joined - kept:
+                raise self.no("its maps are connected in a way that is not understood")
+            kept |= joined
+        columns = {index for index, node in enumerate(self.nodes) if node.role in ("column", "inner")}
+        for name, read in zip(("queries", "keys", "values"), heads, strict=True):
+            if not read or not read <= columns:
+                raise self.no(f"its {name} are not made from the hidden state by one linear map (low-rank attention)")
+
+    def heads_and_size(self, node: Node) -> tuple[int, int]:
+        """(heads, features of one) where an inner module acts: on queries, or on keys and values."""
+        index = next(i for i, other in enumerate(self._first) if other is node)
+        query = self.query.shape[1], self.query.shape[-1]
+        other = self.key.shape[1], self.key.shape[-1]
+        if query == other:
+            return query
+        features = node.given.numel() // self.tokens
+        if node.in_list:
+            siblings = sum(n.path.rpartition(".")[0] == node.path.rpartition(".")[0] for n in self._first)
+            return query if siblings == query[0] else other
+        assert index >= 0
+        return query if features == query[0] * query[1] else other
+
+    def _owners(self, target: Tensor, count: int, source: Tensor) -> Tensor | None:
+        """For each feature of `source` [F] the one index along the last dimension of `target` (`count` long) that it has
+        a part in; -1: in none. Returns None where a feature has a part in several.
+
+        The elements of `target` are summed twice, the second time weighted with their index: the quotient of the
+        gradients is the index.
+        """
+        draw = torch.Generator().manual_seed(3)
+        noise = torch.rand((*target.shape[:-1], 1), generator=draw) + 0.5
+        steps = torch.arange(1, count + 1, dtype=target.dtype)
+        grads = []
+        for weights in (noise.expand(target.shape), noise * steps):
+            (grad,) = torch.autograd.grad((target * weights).sum(), source, retain_graph=True, allow_unused=True)
+            grads.append(torch.zeros_like(source) if grad is None else grad)
+        plain, counted = (grad.reshape(-1, source.shape[-1]) for grad in grads)
+        strong = plain.abs() > 1e-2 * plain.abs().amax(0, keepdim=True).clamp_min(1e-20)
+        quotient = torch.where(strong, counted / torch.where(strong, plain, 1), 0)
+        found = quotient.abs().amax(0).round()
+        off = torch.where(strong, (quotient - found).abs(), 0)
+        if bool((off > _SMALL * found.clamp_min(1)).any()):
+            return None
+        return torch.where(plain.abs().amax(0) > 1e-20, found.long() - 1, -1)
+
+    def sections(self, node: Node) -> tuple[int, ...] | None:
+        """The parts of a column map's outputs within which shares lie side by side."""
+        (source,) = node.leaves
+        owners = torch.full((source.shape[-1],), -1)
+        readers = [self._by_head(tensor) for tensor in (self.query, self.key, self.value)]
+        readers += [(row.given, row.given.shape[-1]) for row in self.nodes if row.role == "row"]
+        shares = set()
+        for target, count in readers:
+            if not target.requires_grad:
+                continue
+            of_target = self._owners(target, count, source)
+            if of_target is None:
+                raise self.no(f"an output of {node.path} goes to several heads or features of what reads it")
+            own = of_target >= 0
+            if bool((own & (owners >= 0)).any() and not torch.equal(owners[own], of_target[own])):
+                raise self.no(f"an output of {node.path} goes to several places")
+            if bool(own.any()):
+                shares.add(count)
+            owners = torch.where(own, of_target, owners)
+        if bool((owners < 0).any()) or len(shares) != 1:
+            raise self.no(f"what {int((owners < 0).sum())} outputs of {node.path} are for is not to be found")
+        return self._parts(node, owners.tolist(), shares.pop())
+
+    def _by_head(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """[B, heads, T, size] -> [B, T, features of a group, groups]: a group is a key/value head and its queries."""
+        batch, heads, length, size = tensor.shape
+        if heads % self._kv:
+            raise self.no(f"it has {heads} heads for {self._kv} key/value heads")
+        grouped = tensor.reshape(batch, self._kv, heads // self._kv, length, size)
+        return grouped.permute(0, 3, 2, 4, 1), self._kv
+
+    def _parts(self, node: Node, owners: list[int], count: int) -> tuple[int, ...] | None:
+        begins = [0] + [i for i in range(1, len(owners)) if owners[i] < owners[i - 1]] + [len(owners)]
+        for begin, end in itertools.pairwise(begins):
+            part = owners[begin:end]
+            if part != sorted(part) or {part.count(owner) for owner in range(count)} != {(end - begin) // count}:
+                raise self.no(f"the outputs of {node.path} are in an order that cannot be cut into equal shares")
+        sizes = tuple(end - begin for begin, end in itertools.pairwise(begins))
+        return sizes if len(sizes) > 1 else None
+
+    def check_row(self, node: Node) -> None:
+        """A row map behind attention must read the heads one after another."""
+        if -2 not in self._reads(node.given):
+            return
+        flat = self.attended
+        target = node.given
+        draw = torch.Generator().manual_seed(4)
+        noise = torch.rand((*target.shape[:-1], 1), generator=draw) + 0.5
+        weights = noise * torch.arange(1, target.shape[-1] + 1, dtype=target.dtype)
+        (grad,) = torch.autograd.grad((target * weights).sum(), flat, retain_graph=True)
+        order = (grad / noise.reshape(*grad.shape[:2], 1, 1)).reshape(*grad.shape[:2], -1)
+        ascending = torch.arange(1, target.shape[-1] + 1, dtype=grad.dtype)
+        if not torch.allclose(order, ascending.expand_as(order), rtol=_SMALL):
+            raise self.no(f"{node.path} does not read the heads one after another")

@@ -1,0 +1,207 @@
+"""A decoder layer played by several ranks in one process: what they have in sum must be what one has."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmtrain.errors import ModelError
+from llmtrain.models.probe import Call
+
+_SECONDS = 60.0
+"""A rank of the rehearsal that waits longer for the others gives up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Map:
+    """A linear map inside a decoder layer."""
+
+    path: str
+    column: bool
+    """Its outputs are shared; else its inputs are."""
+    transposed: bool
+    """The weight is [inputs, outputs] (transformers' Conv1D)."""
+    sections: tuple[int, ...] | None
+    """Outputs of the parts of a fused map, each of which is shared; None: they are one part."""
+    bias: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerNorm:
+    """A module with parameters that acts on shared activations."""
+
+    path: str
+    kind: str
+    """"each_head": all heads use the same weights, so each rank has a part of their gradient.
+    "across_heads": it normalises over the heads of all ranks (its weights are as long as the last dimension).
+    "own_heads": the first dimension of its weights counts heads.
+    "one_head": one of a list of modules, of which each acts on the head of its number."""
+
+
+class _Meeting:
+    """Where the ranks, which are threads, exchange tensors."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self.barrier = threading.Barrier(degree)
+        self._held: list[Any] = [None] * degree
+
+    def all(self, rank: int, mine: Tensor) -> list[Tensor]:
+        """What each rank brought."""
+        self._held[rank] = mine
+        self.barrier.wait(_SECONDS)
+        brought = list(self._held)
+        self.barrier.wait(_SECONDS)
+        return brought
+
+
+class _Shared(nn.Module):
+    """A rank's share of a linear map."""
+
+    def __init__(self, module: Any, entry: Map, rank: int, meeting: _Meeting) -> None:
+        super().__init__()
+        dim = int(entry.column == entry.transposed)
+        weight = _share(module.weight, dim, entry.sections, rank, meeting.degree)
+        self.weight = weight.T if entry.transposed else weight
+        self._rank, self._column, self._meeting = rank, entry.column, meeting
+        bias = getattr(module, "bias", None)
+        if bias is not None and entry.column:
+            bias = _share(bias, 0, entry.sections, rank, meeting.degree)
+        self.bias = bias
+
+    def forward(self, given: Tensor) -> Tensor:
+        if self._column:
+            return F.linear(given, self.weight, self.bias)
+        total = torch.stack(self._meeting.all(self._rank, F.linear(given, self.weight))).sum(0)
+        return total if self.bias is None else total + self.bias
+
+
+def _share(tensor: Tensor, dim: int, sections: tuple[int, ...] | None, rank: int, degree: int) -> Tensor:
+    parts = tensor.detach().split(list(sections) if sections else tensor.shape[dim], dim)
+    return torch.cat([part.chunk(degree, dim)[rank] for part in parts], dim)
+
+
+def rehearse(
+    layer: nn.Module,
+    call: Call,
+    maps: list[Map],
+    norms: list[InnerNorm],
+    attention: str,
+    *,
+    heads: int,
+    kv_heads: int,
+) -> tuple[str, ...]:
+    """Names of the attention module's attributes that have to be divided by the number of ranks, the fewest that do.
+
+    Raises:
+        ModelError: whatever is divided, the ranks together do not give what the layer gives.
+    """
+    degree = next((d for d in range(2, kv_heads + 1) if kv_heads % d == 0), 1)
+    module = layer.get_submodule(attention)
+    size = getattr(module, "head_dim", None) or 0
+    counts = {heads, kv_heads, heads * size, kv_heads * size}
+    for entry in maps:  # GPT-2's split_size is the output of one of three fused maps
+        weight: Any = layer.get_submodule(entry.path).weight
+        counts |= {*weight.shape, *(entry.sections or ())}
+    names = [
+        name
+        for name, value in vars(module).items()
+        if type(value) is int and value in counts and value % degree == 0 and name != "layer_idx"
+    ]
+    reason = "its shares do not add up"
+    with torch.no_grad():
+        whole = _result(layer(*call.args, **call.kwargs))
+        for count in range(len(names) + 1):
+            for chosen in itertools.combinations(names, count):
+                ranks = _ranks(layer, maps, norms, attention, chosen, _Meeting(degree))
+                outputs, error = _play(ranks, call)
+                if error is None and all(torch.allclose(out, whole, rtol=1e-4, atol=1e-5) for out in outputs):
+                    return chosen
+                reason = str(error) if error is not None and count == 0 else reason
+    raise ModelError(
+        f"model: {call.path} cannot be shared by ranks: {degree} of them do not give what one gives ({reason})."
+    )
+
+
+def _ranks(
+    layer: nn.Module,
+    maps: list[Map],
+    norms: list[InnerNorm],
+    attention: str,
+    numbers: tuple[str, ...],
+    meeting: _Meeting,
+) -> list[nn.Module]:
+    made = []
+    for rank in range(meeting.degree):
+        own = copy.deepcopy(layer)
+        for entry in maps:
+            parent, _, name = entry.path.rpartition(".")
+            shared = _Shared(layer.get_submodule(entry.path), entry, rank, meeting)
+            own.get_submodule(parent)._modules[name] = shared
+        for path in {norm.path.rpartition(".")[0] for norm in norms if norm.kind == "one_head"}:
+            items = own.get_submodule(path)
+            assert isinstance(items, nn.ModuleList)
+            each = len(items) // meeting.degree
+            parent, _, name = path.rpartition(".")
+            own.get_submodule(parent)._modules[name] = items[rank * each : (rank + 1) * each]
+        for norm in norms:
+            if norm.kind == "own_heads":
+                for parameter in own.get_submodule(norm.path).parameters():
+                    parameter.data = parameter.data.chunk(meeting.degree, 0)[rank]
+            elif norm.kind == "across_heads":
+                of_all = own.get_submodule(norm.path)
+                of_all.forward = _gathering(of_all.forward, rank, meeting)
+        module: Any = own.get_submodule(attention)
+        divide_heads(module, numbers, meeting.degree)
+        made.append(own)
+    return made
+
+
+def _gathering(forward: Callable[[Tensor], Tensor], rank: int, meeting: _Meeting) -> Any:
+    return lambda given: forward(torch.cat(meeting.all(rank, given), -1)).chunk(meeting.degree, -1)[rank]
+
+
+def divide_heads(module: Any, numbers: tuple[str, ...], degree: int) -> None:
+    """Let an attention module work on a rank's heads: its numbers, and those in its own copy of the config."""
+    for name in numbers:
+        setattr(module, name, getattr(module, name) // degree)
+    if hasattr(module, "config"):
+        module.config = copy.copy(module.config)
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            if isinstance(count := getattr(module.config, name, None), int):
+                setattr(module.config, name, count // degree)
+
+
+def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception | None]:
+    outputs: list[Any] = [None] * len(ranks)
+    errors: list[Exception] = []
+    barriers = {m._meeting.barrier for rank in ranks for m in rank.modules() if isinstance(m, _Shared)}
+
+    def play(index: int) -> None:
+        try:
+            with torch.no_grad():
+                outputs[index] = _result(ranks[index](*call.args, **call.kwargs))
+        except Exception as error:  # whatever the layer's code makes of shares: the next choice is tried
+            if not isinstance(error, threading.BrokenBarrierError):
+                errors.append(error)
+            for barrier in barriers:
+                barrier.abort()
+
+    threads = [threading.Thread(target=play, args=(index,)) for index in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outputs, errors[0] if errors else (None if all(o is not None for o in outputs) else RuntimeError("stopped"))
+
+
+def _result(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
