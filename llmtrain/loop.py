@@ -34,7 +34,7 @@ from llmtrain.models.forms import build_model
 from llmtrain.models.mesh import mesh_of
 from llmtrain.saving import Saving
 from llmtrain.tracking.environment import versions
-from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity
+from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.tracking.wandb_sink import new_run_id
 
@@ -248,6 +248,7 @@ class Training:
         self, tracker: Tracker, speed: Throughput, result: StepResult, counted_tokens: int, lr_factor: float
     ) -> None:
         scale = loss_scale_state(self.engine).get("cur_scale")
+        routing = self.stepper.routing()
         tracker.log(
             {
                 "step": self.position.step,
@@ -256,6 +257,7 @@ class Training:
                 "lr": (self.run.optim.lr or 0.0) * lr_factor,
                 "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
                 **({} if scale is None else {"loss_scale": scale}),
+                **({} if routing is None else routing_metrics(routing.aux_loss, routing.tokens_LE)),
                 "skipped_steps": self.position.skipped_steps,
                 "max_memory_gib": max_memory_gib(self.ranks.device),
                 **speed.take(),

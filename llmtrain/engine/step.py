@@ -19,6 +19,7 @@ from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import base_optimizer
 from llmtrain.errors import ModelError, TrainingStopped
+from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.mesh import Mesh
 
@@ -77,13 +78,16 @@ class Stepper:
         the forward pass, so that it overlaps with the computation.
 
         Returns the summed loss of the micro-batch. DeepSpeed divides by the accumulation steps and averages
-        over the data-parallel ranks, as if all held equally many tokens; the factor undoes both.
+        over the ranks with other tokens, as if all held equally many; the factor undoes both.
         """
         engine = self.engine
-        equal_shares = engine.gradient_accumulation_steps() * engine.dp_world_size
+        equal_shares = engine.gradient_accumulation_steps() * engine.seq_dp_world_size
         with self._attention():
             loss_sum = engine(*self._tensors(micro))
-            engine.backward(loss_sum * (equal_shares / max(1, agreement().counted_tokens)))
+            part = loss_sum / max(1, agreement().counted_tokens)
+            if engine.module.balance is not None:  # its parts add up over the ranks, and each micro-batch has its own
+                part = part + engine.module.balance / engine.gradient_accumulation_steps()
+            engine.backward(part * equal_shares)
         return loss_sum.detach()
 
     def step(
@@ -113,6 +117,13 @@ class Stepper:
             grad_norm=self._grad_norm(),
         )
 
+    def routing(self) -> RoutingFigures | None:
+        """What the routers of a mixture of experts did since the last call; every rank calls it, at log points."""
+        routing = getattr(self.engine.module, "routing", None)
+        if routing is None:
+            return None
+        return routing.take(self._ranks.control, counts=self._mesh.place.tensor == 0)
+
     def _update(self) -> None:
         """DeepSpeed's step."""
         self._guarded(self.engine.step)
@@ -140,7 +151,8 @@ class Stepper:
                 with self._attention():
                     loss_sum = self.engine(*self._tensors(micro))
                 total[0] += loss_sum.double()
-                total[1] += (micro.labels >= 0).sum().to(total.device)
+                if self._mesh.place.sequence == 0:
+                    total[1] += (micro.labels >= 0).sum().to(total.device)
         finally:
             module.train()
         total = total.cpu() * self._own_tokens
@@ -163,11 +175,12 @@ class Stepper:
             ModelError: they differ by more than rounding.
         """
         module = self.engine.module
-        module.eval()
-        inputs = self._move(inputs)
+        inputs = self._shareable(inputs)
         labels = inputs.roll(-1, dims=1)
-        ours = float(self.engine(inputs, labels)) / labels.numel()
-        logits = module.hf(input_ids=inputs, use_cache=False).logits.float()
+        ours, _ = self.evaluate([MicroBatch(inputs=inputs, labels=labels, sample_indices=[])])
+        module.eval()
+        logits = module.logits(self._move(inputs)).float()
+        labels = self._move(labels)
         module.train()
         theirs = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
         self._compare_losses(ours, theirs)
@@ -189,6 +202,7 @@ class Stepper:
         Raises:
             ModelError: the model attends across documents in spite of data.isolate_documents.
         """
+        inputs = self._shareable(inputs)
         half = inputs.shape[1] // 2
         positions = torch.arange(inputs.shape[1]).remainder(half).unsqueeze(0)
         labels = inputs.roll(-1, dims=1)
@@ -205,6 +219,10 @@ class Stepper:
                 f"from {losses[0]:.6f} to {losses[1]:.6f}. This model makes its attention mask without positions; set "
                 "data.isolate_documents to false."
             )
+
+    def _shareable(self, inputs: Tensor) -> Tensor:
+        """As many columns as the ranks of a row can share."""
+        return inputs[:, : inputs.shape[1] // self._mesh.degrees.sequence * self._mesh.degrees.sequence]
 
     def _tensors(self, micro: MicroBatch) -> tuple[Tensor | None, ...]:
         """What the module's forward takes."""

@@ -9,10 +9,13 @@ import torch
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.build import DTYPES, construct, decoder_layers, load_config, restore_buffers, skeleton
+from llmtrain.models.expert_parallel import prepare_experts
 from llmtrain.models.language import LanguageModel, checkpoint_activations
 from llmtrain.models.mesh import Mesh
 from llmtrain.models.pipeline import PipelineLanguageModel, build_pipeline
+from llmtrain.models.sequence import SequenceLanguageModel
 from llmtrain.models.tensor import shared_model
+from llmtrain.models.tiled import tile_mlps
 
 
 def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> LanguageModel | PipelineLanguageModel:
@@ -23,18 +26,31 @@ def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Lang
     """
     if resolved.degrees.pipeline > 1:
         return build_pipeline(resolved, device)
-    hf = shared_model(resolved, device, mesh) if resolved.degrees.tensor > 1 else _whole_model(resolved, device)
     model = resolved.run.model
+    if resolved.degrees.tensor > 1:
+        hf = shared_model(resolved, device, mesh)
+    elif resolved.degrees.expert > 1 and resolved.zero_stage < 3:
+        hf = skeleton(model, attention=model.attention)
+    else:
+        hf = _whole_model(resolved, device, mesh)
+    routing = prepare_experts(hf, resolved, device, mesh)
     hf.config.use_cache = False
+    if model.mlp_tile_tokens is not None:
+        tile_mlps(hf, model.mlp_tile_tokens)
     if resolved.activation_checkpointing:
         checkpoint_activations(hf, resolved.deepspeed["activation_checkpointing"])
     if model.compile_layers:
         for layer in decoder_layers(hf):
             layer.compile()
-    return LanguageModel(hf, model.loss_chunk_tokens)
+    if resolved.degrees.sequence > 1:
+        language: LanguageModel = SequenceLanguageModel(hf, model.loss_chunk_tokens, mesh.sequence)
+    else:
+        language = LanguageModel(hf, model.loss_chunk_tokens)
+    language.routing = routing
+    return language
 
 
-def _whole_model(resolved: ResolvedRun, device: torch.device) -> Any:
+def _whole_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Any:
     """Every parameter whole, or under ZeRO 3 born partitioned."""
     model = resolved.run.model
     config = load_config(model)
@@ -44,7 +60,7 @@ def _whole_model(resolved: ResolvedRun, device: torch.device) -> Any:
 
             # Not given `dtype`: on a device without fp16, DeepSpeed 0.19.8 then takes bf16 whatever was asked for
             # (partition_parameters.py _set_dtype); from its config it takes the right one.
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=resolved.deepspeed))
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=resolved.deepspeed, mpu=mesh.mpu))
         else:
             stack.enter_context(device)
         hf = construct(config, model.attention, DTYPES[resolved.precision])

@@ -48,6 +48,15 @@ METRICS: dict[str, Metric] = {
     "max_memory_gib": _metric("GiB", "Peak of rank 0: allocated device memory, or resident memory on CPU."),
     "data_wait_share": _metric("0 to 1", "Share of training time spent waiting for the next batch."),
     "checkpoint_stall_s": _metric("s", "Time since the last log point in which saving held up training."),
+    "moe/aux_loss": _metric(
+        "1",
+        "Mixture of experts: load-balancing loss since the last log point, before its coefficient and not in `loss`; "
+        "the experts per token where all experts get equally many.",
+    ),
+    "moe/imbalance": _metric("1", "Tokens of the busiest expert over the mean, in the layer where this is largest."),
+    "moe/imbalance_per_layer": _metric("1", "The same for each layer that has experts: a list."),
+    "moe/idle_experts": _metric("experts", "Experts of all layers that got no token since the last log point."),
+    "moe/tokens_per_expert": _metric("tokens", "Tokens that each expert got since then, summed over layers: a list."),
     "eval/loss": _metric("nats/token", "Validation loss: mean over all counted validation tokens."),
     "eval/perplexity": _metric("1", "exp(eval/loss)."),
 }
@@ -60,6 +69,18 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def routing_metrics(aux_loss: float, tokens_LE: list[list[int]]) -> dict[str, float | list[float] | list[int]]:
+    """The metrics of a mixture of experts, from the tokens that each expert of each layer got."""
+    per_layer = [round(max(row) * len(row) / max(1, sum(row)), 3) for row in tokens_LE]
+    return {
+        "moe/aux_loss": aux_loss,
+        "moe/imbalance": max(per_layer),
+        "moe/imbalance_per_layer": per_layer,
+        "moe/idle_experts": sum(row.count(0) for row in tokens_LE),
+        "moe/tokens_per_expert": [sum(column) for column in zip(*tokens_LE, strict=True)],
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,169 @@
+"""Expert parallelism: each rank holds some of the experts of each block, and tokens travel to them.
+
+DeepSpeed's AutoEP replaces the blocks (module_inject/auto_ep*.py). llmtrain asks it to do so before the engine is
+built: the parameters are then never whole on any rank (but for one block at a time under ZeRO 3), and the optimizer's
+groups are made from what is really there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.utils import groups
+from torch import nn
+
+from llmtrain.config.run import ResolvedRun
+from llmtrain.errors import ModelError
+from llmtrain.models.build import DTYPES
+from llmtrain.models.experts import ExpertBlock, Routing, expert_blocks, set_leaf_modules
+from llmtrain.models.mesh import Mesh
+from llmtrain.models.parameters import Share, set_share
+from llmtrain.models.region import Region, whole
+
+
+def group_name(degree: int) -> str:
+    """DeepSpeed's name of the groups of ranks that share, or hold the same, experts."""
+    return f"ep_size_{degree}"
+
+
+def prepare_experts(hf: Any, resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Routing | None:
+    """Make a mixture of experts ready for training; a dense model stays as it is (None).
+
+    Raises:
+        ModelError: the run shares experts, and this model's cannot be shared.
+    """
+    blocks = expert_blocks(hf)
+    if resolved.degrees.expert > 1:
+        share_experts(hf, resolved, device)
+        blocks = shared_blocks(hf)
+    elif resolved.zero_stage == 3:
+        set_leaf_modules(blocks)
+    return Routing(blocks, hf.config, mesh.data_and_sequence) if blocks else None
+
+
+def shared_blocks(hf: nn.Module) -> list[ExpertBlock]:
+    """The blocks that `share_experts` has put into a model."""
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+
+    return [
+        ExpertBlock(
+            name=name, module=module, router=module.router.gate, experts=(module.experts,), count=module.num_experts
+        )
+        for name, module in hf.named_modules()
+        if isinstance(module, AutoEPMoELayer)
+    ]
+
+
+def share_experts(hf: Any, resolved: ResolvedRun, device: torch.device) -> None:
+    """Replace the blocks of experts of a transformers model by ones that hold this rank's experts only.
+
+    Args:
+        hf: without ZeRO 3, its parameters are on the meta device and become uninitialised ones of the run's precision;
+            with ZeRO 3 they are partitioned.
+
+    Raises:
+        ModelError: AutoEP does not know this family, or the experts cannot be dealt out evenly.
+    """
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import (
+        parse_autoep_config,
+        validate_autoep_config,
+        validate_autoep_post_detection,
+    )
+
+    degree, zero3 = resolved.degrees.expert, resolved.zero_stage == 3
+    if group_name(degree) not in groups._get_expert_parallel_group_dict():
+        groups._create_expert_and_data_parallel(degree, mp_size=1, pp_size=1)
+    rank = groups._get_expert_parallel_rank(group_name(degree))
+    try:
+        config = parse_autoep_config(_section(resolved, device))
+        validate_autoep_config(config, resolved.world_size, 1, 1, 1, zero_stage=resolved.zero_stage)
+        surgeon = AutoEP(hf, config)
+        specs = surgeon.ep_parser()
+        validate_autoep_post_detection(config, specs)
+        before = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in hf.named_parameters()}
+        for spec in specs:
+            with torch.device(device if zero3 else "meta"):
+                # Not replace_moe_layers: it also turns transformers' recorders of router logits to the new modules, and
+                # fails with transformers 5.23 (auto_ep_presets/base.py 326: _CanRecordRegistry.get takes no default).
+                surgeon._replace_moe_layer_without_retarget(spec, degree, rank)
+            block = hf.get_submodule(spec.moe_module_name)
+            _name_parameters(block, spec, before, rank)
+            if zero3:
+                _partition(block, hf)
+    except ValueError as error:  # what AutoEP raises of all that it cannot do
+        raise ModelError(f"expert_parallel.autoep_size {degree}: {error}") from error
+    if not specs:
+        raise ModelError(
+            f"expert_parallel.autoep_size {degree}: {type(hf).__name__} has no experts that DeepSpeed finds. Remove "
+            "the section: all ranks then hold all experts (ZeRO 3 partitions them)."
+        )
+    if not zero3:
+        _materialise(hf, device, DTYPES[resolved.precision])
+    for spec in specs:
+        block = hf.get_submodule(spec.moe_module_name)
+        block.tokens_per_expert = torch.zeros(spec.num_experts, device=device)
+
+
+def _section(resolved: ResolvedRun, device: torch.device) -> dict[str, Any]:
+    """The JSON's section, with the way to multiply that this device has."""
+    # torch's grouped product is there for bf16 on CUDA; DeepSpeed's own step after it is a Triton kernel, which no CPU
+    # runs (moe/ep_experts.py, apply_expert_activation). The loop over experts computes the same.
+    grouped = device.type == "cuda" and resolved.precision == "bf16"
+    given = {"use_grouped_mm": grouped, **resolved.expert_parallel}
+    return {**given, "enabled": True, "autoep_size": resolved.degrees.expert}
+
+
+def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], rank: int) -> None:
+    """Note which part of which Hugging Face tensor each new parameter is."""
+    here = spec.num_experts // block.ep_size
+    prefix = spec.moe_module_name
+    fused, down = (f"{prefix}.{spec.experts_name}.{name}" for name in (spec.expert_w1_name, spec.expert_w2_name))
+    if before.get(fused) != (spec.num_experts, 2 * spec.ffn_hidden_size, spec.hidden_size):
+        raise ModelError(
+            f"expert_parallel.autoep_size: {fused} is not [experts, gate and up, hidden]: how its parts lie in a "
+            "checkpoint is not known here. Remove the section: all ranks then hold all experts."
+        )
+    half = spec.ffn_hidden_size * spec.hidden_size  # elements of the gate, and of the up projection, of one expert
+    for parameter, offset in ((block.experts.w1, 0), (block.experts.w3, half)):
+        region = Region(rank * here * 2 * half, here * half, ((offset, half),), 2 * half)
+        set_share(parameter, Share(name=fused, shape=before[fused], region=region))
+    region = Region(rank * here * half, here * half)
+    set_share(block.experts.w2, Share(name=down, shape=before[down], region=region))
+    renamed = (
+        (block.router.gate, spec.router_name),
+        (block.shared_experts, spec.shared_experts_name),
+        (block.shared_experts_gate, spec.shared_experts_gate_name),
+    )
+    for module, theirs in renamed:
+        for name, parameter in [] if module is None else module.named_parameters():
+            full = f"{prefix}.{theirs}.{name}"
+            set_share(parameter, Share(name=full, shape=before[full], region=whole(before[full])))
+
+
+def _partition(block: Any, hf: nn.Module) -> None:
+    """ZeRO 3: over the ranks that hold the same experts, as the engine's own _partition_autoep_zero3_experts does."""
+    convert = next(p.convert_to_zero_parameters for p in hf.parameters() if hasattr(p, "convert_to_zero_parameters"))
+    parameters = list(block.experts.parameters())
+    for parameter in parameters:
+        group = groups._get_expert_data_parallel_group(parameter.group_name)
+        parameter.ds_zero_partition_process_group = group
+    convert(param_list=parameters)
+
+
+def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give each parameter memory; ties and what DeepSpeed has noted at a parameter stay."""
+    made: dict[int, nn.Parameter] = {}
+    for module in hf.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                values = torch.empty(parameter.shape, dtype=dtype, device=device)
+                made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+                made[id(parameter)].__dict__.update(parameter.__dict__)
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)

@@ -1,0 +1,217 @@
+"""Mixtures of experts: where a transformers model has them, what its routers choose, and the loss that balances them.
+
+Found by structure, not by a table of names: a module is a block of experts if a child of it holds matrices of E experts
+(3-D parameters [E, ., .], or a list of E equal modules) and another holds a matrix [E, H], the router's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertBlock:
+    """A module that sends each token to some of its experts."""
+
+    name: str
+    module: nn.Module
+    router: nn.Module
+    """Its forward gives the logits [tokens, E], alone or first in a tuple with the chosen experts (integers)."""
+    experts: tuple[nn.Module, ...]
+    """The modules that hold the matrices of the experts."""
+    count: int
+    """E: of the whole model, also where a rank holds some of them only."""
+
+
+def expert_blocks(hf: nn.Module) -> list[ExpertBlock]:
+    """The blocks of experts in the order of the layers; none in a dense model."""
+    found = []
+    for name, module in hf.named_modules():
+        counts = {child: _experts_in(child) for child in module.children()}
+        count = max(counts.values(), default=0)
+        if count < 2:
+            continue
+        experts = tuple(child for child, here in counts.items() if here == count)
+        router = _router(module, experts, count)
+        if router is not None:
+            found.append(ExpertBlock(name=name, module=module, router=router, experts=experts, count=count))
+    return found
+
+
+def _experts_in(module: nn.Module) -> int:
+    """How many experts' matrices a module holds; 0 if it holds no experts."""
+    if isinstance(module, nn.ModuleList):
+        kinds = {type(child) for child in module}
+        return len(module) if len(kinds) == 1 and any(True for _ in module.parameters()) else 0
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return 0
+    sizes = {shape_of(p)[0] for p in module.parameters(recurse=False) if len(shape_of(p)) == 3}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _router(block: nn.Module, experts: tuple[nn.Module, ...], count: int) -> nn.Module | None:
+    inside = {module for part in experts for module in part.modules()}
+    for module in block.modules():
+        if module not in inside:
+            for parameter in module.parameters(recurse=False):
+                if len(shape_of(parameter)) == 2 and shape_of(parameter)[0] == count:
+                    return module
+    return None
+
+
+def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Under ZeRO 3, too, where the parameter itself is empty between its uses."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def experts_per_token(config: Any) -> int | None:
+    """How many experts work on a token, or None if the configuration does not say."""
+    text = config.get_text_config()
+    names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+    return next((int(k) for k in (getattr(text, name, None) for name in names) if isinstance(k, int)), None)
+
+
+def idle_parameters(hf: nn.Module, config: Any) -> int:
+    """Elements of expert matrices that a token does not meet: those of the experts that are not chosen for it."""
+    chosen = experts_per_token(config)
+    if chosen is None:
+        return 0
+    idle = 0
+    for block in expert_blocks(hf):
+        held = sum(p.numel() for part in block.experts for p in part.parameters() if p.dim() >= 2)
+        idle += held - held * chosen // block.count
+    return idle
+
+
+def set_leaf_modules(blocks: list[ExpertBlock]) -> None:
+    """Tell ZeRO 3 to gather the parameters of a whole block when the block begins, not where it uses them.
+
+    Where each expert is a module of its own, ranks whose tokens choose different experts would gather different
+    parameters at the same time, and wait for each other for ever (DeepSpeed #7461).
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for block in blocks:
+        set_z3_leaf_module(block.module, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingFigures:
+    """What the routers did in training since the last look, over all ranks."""
+
+    aux_loss: float
+    """Mean over micro-batches of the load-balancing loss, before its coefficient."""
+    tokens_LE: list[list[int]]
+    """Tokens that each expert of each block got."""
+
+
+class Routing:
+    """Watches the routers: the load-balancing loss of each forward pass in training, and counts of tokens.
+
+    The loss is the one of transformers' `load_balancing_loss_func` (Switch Transformer, arXiv 2101.03961, eqs. 4-6):
+    E * sum_e f_e P_e, f_e being the share of (token, layer) pairs sent to expert e (they add up to the experts per
+    token) and P_e the mean probability that the routers give it. f and P are taken over the micro-batches that all
+    ranks do at the same time: one process with the same accumulation sees the same loss, whatever the ranks.
+    (Transformers takes them over the micro-batch of each rank: the product of means then depends on how many ranks
+    there are.) f cannot be differentiated, so an all-reduce of E counts is all that this needs. With accumulation the
+    loss of a step is the mean over its micro-batches: the f of a whole global batch is known only after its last pass.
+    """
+
+    def __init__(self, blocks: list[ExpertBlock], config: Any, group: Any) -> None:
+        text = config.get_text_config()
+        wanted = bool(getattr(text, "output_router_logits", False))
+        self.coefficient = float(getattr(text, "router_aux_loss_coef", None) or 0.0) if wanted else 0.0
+        """transformers' own rule: `router_aux_loss_coef` acts where `output_router_logits` is true."""
+        self._experts_per_token = experts_per_token(config) or 1
+        self._experts = blocks[0].count
+        self._group, self._ranks = group, dist.get_world_size(group)
+        self._noted: dict[int, tuple[Tensor, Tensor | None]] | None = None
+        self._layers = len(blocks)
+        self._tokens_LE: Tensor | None = None
+        self._aux_sum: Tensor | None = None
+        self._passes = 0
+        for index, block in enumerate(blocks):
+            block.router.register_forward_hook(functools.partial(self._note, index))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes what the routers say, once each; not what they say again when activations are recomputed."""
+        self._noted = {}
+        try:
+            yield
+        except BaseException:
+            self._noted = None
+            raise
+
+    def _note(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if self._noted is None or index in self._noted:
+            return
+        given = output if isinstance(output, tuple) else (output,)
+        logits = next(t for t in given if torch.is_tensor(t) and t.shape[-1] == self._experts)
+        chosen = next((t for t in given if torch.is_tensor(t) and not t.is_floating_point()), None)
+        self._noted[index] = (logits, chosen)
+
+    def balance(self) -> Tensor | None:
+        """This rank's part of the loss of the pass that was watched, times the coefficient: over all ranks, the parts
+        add up. None where there is nothing to add to the loss."""
+        noted, self._noted = self._noted, None
+        assert noted is not None and len(noted) == self._layers, "a router of the model was not asked"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.coefficient > 0):
+            tokens_LE, probability_E, rows = self._sums([noted[index] for index in range(self._layers)])
+            total_E = tokens_LE.sum(0)
+            if self._ranks > 1:
+                dist.all_reduce(total_E, group=self._group)
+            part = self._experts * (total_E / (rows * self._ranks) * probability_E / (rows * self._ranks)).sum()
+        self._count(tokens_LE, part.detach())
+        return self.coefficient * part if self.coefficient else None
+
+    def _sums(self, noted: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor, int]:
+        """(tokens of each block and expert, probability of each expert summed over blocks and tokens, their number)."""
+        tokens, probabilities, rows = [], [], 0
+        for logits, chosen in noted:
+            probability_NE = torch.softmax(logits.reshape(-1, self._experts).float(), dim=-1)
+            if chosen is None:
+                chosen = probability_NE.topk(self._experts_per_token, dim=-1).indices
+            chosen = chosen.detach().reshape(-1).long()
+            ones = torch.ones_like(chosen, dtype=torch.float32)
+            tokens.append(torch.zeros_like(probability_NE[0]).detach().scatter_add_(0, chosen, ones))
+            probabilities.append(probability_NE.sum(0))
+            rows += probability_NE.shape[0]
+        return torch.stack(tokens), torch.stack(probabilities).sum(0), rows
+
+    @torch.no_grad()
+    def _count(self, tokens_LE: Tensor, part: Tensor) -> None:
+        """On the device: nothing is read here."""
+        if self._tokens_LE is None or self._aux_sum is None:
+            self._tokens_LE = torch.zeros_like(tokens_LE, dtype=torch.float64)
+            self._aux_sum = torch.zeros_like(part, dtype=torch.float64)
+        self._tokens_LE += tokens_LE
+        self._aux_sum += part
+        self._passes += 1
+
+    def take(self, control: Any, *, counts: bool) -> RoutingFigures:
+        """The figures since the last call; every rank calls it. Waits for the device.
+
+        Args:
+            control: group of all ranks, on the host.
+            counts: whether this rank's numbers count: they are the same on ranks that share their tokens.
+        """
+        passes, self._passes = self._passes, 0
+        empty = torch.zeros(self._layers * self._experts + 1, dtype=torch.float64)
+        numbers = empty
+        if self._tokens_LE is not None and self._aux_sum is not None:
+            if counts:
+                numbers = torch.cat([self._tokens_LE.reshape(-1), self._aux_sum.reshape(1)]).cpu()
+            self._tokens_LE.zero_()
+            self._aux_sum.zero_()
+        dist.all_reduce(numbers, group=control)
+        tokens_LE = numbers[:-1].long().reshape(self._layers, self._experts)
+        return RoutingFigures(aux_loss=float(numbers[-1]) / max(1, passes), tokens_LE=tokens_LE.tolist())
