@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from llmtrain.models.region import Region
 
+_RUNS = 4096  # a fused matrix has two or three sections; one with sections for each head still stays far below
+
 
 def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
     """Where the pieces leave a gap, overlap, or leave the tensor; None when they cover each element once.
@@ -46,13 +48,16 @@ def _overlap(regions: Sequence[Region], stride: int) -> int | None:
     events = sorted(
         event
         for cell in cells
-        # What ends before a line leaves before what begins there comes.
-        for event in ((cell.line, 1, cell.column, cell.columns), (cell.line + cell.lines, 0, cell.column, cell.columns))
+        # What ends before a line leaves before what begins there comes; from the right, which is cheap in a list.
+        for event in (
+            (cell.line, 1, cell.column, cell.columns),
+            (cell.line + cell.lines, 0, -cell.column, cell.columns),
+        )
     )
     open_columns: list[tuple[int, int]] = []
     """(first column, one past the last) of the cells on this line, from left to right."""
     for line, begins, column, columns in events:
-        span = (column, column + columns)
+        span = (abs(column), abs(column) + columns)
         index = bisect_left(open_columns, span)
         if not begins:
             open_columns.pop(index)
@@ -69,6 +74,8 @@ def wrong_region(region: Region) -> str | None:
     """Why it is none; None when it is. The numbers are natural."""
     if not region.contiguous:
         end = 0
+        if len(region.runs) > _RUNS:
+            return f"it has more than {_RUNS} runs"
         for offset, length in region.runs:
             if offset < end or length < 1:
                 return "its runs are empty, overlap, or are not in order"

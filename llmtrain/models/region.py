@@ -59,12 +59,13 @@ class Region:
         periods."""
         if not self.runs:
             return [Block(self.start, 0, 1, self.numel)] if self.numel else []
-        before = min(self.numel, -self.skip % self._period)
-        periods, after = divmod(self.numel - before, self._period)
+        period = self._period
+        before = min(self.numel, -self.skip % period)
+        periods, after = divmod(self.numel - before, period)
         found = [Block(position, at, 1, count) for position, at, count in self._piece(0, before).spans()]
         begin, at = self.start + (self.stride if self.skip else 0), before
         for offset, length in self.runs if periods else ():
-            found.append(Block(begin + offset, at, periods, length, self.stride, self._period))
+            found.append(Block(begin + offset, at, periods, length, self.stride, period))
             at += length
         rest = self._piece(self.numel - after, self.numel)
         return found + [Block(position, self.numel - after + at, 1, count) for position, at, count in rest.spans()]

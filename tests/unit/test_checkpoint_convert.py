@@ -20,6 +20,7 @@ from llmtrain.checkpoint import build
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Manifest, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.models.tensorfile import TensorFile
 from tests.helpers.checkpoints import LLAMA, SHAPES, WHOLE_LLAMA, at, flip, tensors, write_checkpoint
 
 Say = Callable[..., tuple[int, str, str]]
@@ -164,6 +165,31 @@ def test_the_mean_goes_to_hugging_face(tmp_path: Path, say: Say) -> None:
     made = load_file(tmp_path / "hf/model.safetensors")
     each = [tensors(seed, WHOLE_LLAMA)["param", UP].double() for seed in (1, 2)]
     assert torch.equal(made[UP], (sum(each) / 2).float())
+
+
+def test_pieces_of_tensor_parallel_ranks_are_like_slices(tmp_path: Path, say: Say) -> None:
+    """Every tool that reads a checkpoint, with matrices cut by columns and with matrices cut by rows."""
+    written = {}
+    for name, strided in (("rows", False), ("columns", True)):
+        run = written[name] = tmp_path / name
+        for step in (1, 2):
+            write_checkpoint(run, step, seed=step, ranks=4, shapes=WHOLE_LLAMA, strided=strided)
+        assert say("verify", run)[0] == 0
+        assert say("to-hf", run, tmp_path / f"hf {name}")[0] == 0
+        assert say("average", run / "step-1", run / "step-2", tmp_path / f"mean {name}")[0] == 0
+    pieces = [piece for entry in Manifest.read(at(run, 2)).files.values() for piece in entry.pieces]
+    assert sum(not piece.region.contiguous for piece in pieces) > 100
+    assert "equal: 37 tensors" in say("diff", at(written["rows"], 2), at(written["columns"], 2))[1]
+    means = [at(tmp_path / f"mean {name}", 2) for name in written]
+    assert "different: 0 of 12 tensors" in say("diff", *means)[1]
+    rows, columns = (load_file(tmp_path / f"hf {name}/model.safetensors") for name in written)
+    assert rows.keys() == columns.keys() and all(torch.equal(rows[name], columns[name]) for name in rows)
+    damaged = at(run, 2) / "rank-00002.safetensors"
+    with TensorFile(damaged) as file:
+        begin = file.entries[f"param/{UP}#1"].begin
+    flip(damaged, begin)
+    code, out, _ = say("verify", run)
+    assert code == 1 and f"1 of 61 tensors are damaged: param of {UP} [44:126, 22 elements in rows 8 apart]" in out, out
 
 
 def test_to_and_from_deepspeed(tmp_path: Path, say: Say) -> None:

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,6 +169,70 @@ def test_a_claim_that_the_file_does_not_keep(tmp_path: Path, say: Say, claimed: 
     with pytest.raises(CheckpointError, match=f"does not hold what the manifest says: see param/{name}"):
         CheckpointReader(folder_of(run)).read(name, 0, claimed)
     assert say("verify", run)[0] == 1
+
+
+UP = "model.layers.0.mlp.up_proj.weight"  # [16, 8]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ([0, 64, 2**62, 0, [[0, 4]]], [4, 64, 2**62, 0, [[0, 4]]], "ends at element"),
+        ([0, 64, 8, 0, [[0, 4]]], [0, 64, 8, 0, [[0, 4]]], "has an overlap at element 0"),
+        ([0, 64, 8, 0, [[0, 4]]], [0, 64, 8, 0, [[3, 4]]], "has an overlap at element 3"),
+        ([0, 64, 8, 0, [[0, 4]]], [64, 64, 0, 0, []], "has an overlap at element 64"),
+        ([0, 60, 8, 0, [[0, 4]]], [0, 64, 8, 0, [[4, 4]]], "has a gap: its pieces hold 124 of 128 elements"),
+        ([0, 64, 8, 0, [[0, 4]]], [0, 64, 16, 0, [[4, 4], [12, 4]]], "has pieces with strides of 8 and 16 elements"),
+        ([0, 64, 8, 4, [[0, 4]]], [0, 64, 8, 0, [[4, 4]]], "it skips 4 elements, more than a period holds"),
+        ([0, 64, 3, 0, [[0, 4]]], [0, 64, 8, 0, [[4, 4]]], "its runs are longer than its stride of 3 elements"),
+        ([0, 64, 0, 0, [[0, 4]]], [0, 64, 8, 0, [[4, 4]]], "its runs are longer than its stride of 0 elements"),
+        ([0, 64, 8, 0, [[4, 2], [0, 2]]], [0, 64, 8, 0, [[4, 4]]], "its runs are empty, overlap, or are not in order"),
+        ([0, 64, 8, 0, [[0, 0]]], [0, 64, 8, 0, [[4, 4]]], "its runs are empty, overlap, or are not in order"),
+        ([0, 64, 8, 0, []], [64, 64], "it has a stride, but no runs"),
+        ([0, 64, 8], [64, 64], "cannot be read as a manifest"),
+        ([0, 64, 8, 0, [[-1, 4]]], [64, 64], "is no natural number"),
+        ([0, 64, 8, 0, [[2**70, 4]]], [64, 64], "is no natural number"),
+        ([0, 64, 8, 0, {"0": 4}], [64, 64], "cannot be read as a manifest"),
+        ([0, 64, 8, 0, [4]], [64, 64], "cannot be read as a manifest"),
+        ([0, 0, 8, 0, [[0, 4]]], [0, 128], "it is empty"),
+        ([0, 64, 2**20, 0, [[2 * index, 1] for index in range(5000)]], [0, 128], "it has more than 4096 runs"),
+    ],
+)
+def test_strided_pieces_that_cannot_be(run: Path, first: list[Any], second: list[Any], says: str) -> None:
+    """Signed, refused with the reason, and soon: nothing is counted element by element."""
+
+    def claim(raw: dict[str, Any]) -> None:
+        for entry, where in zip(
+            (raw["files"]["rank-00000.safetensors"], raw["files"][RANK]), (first, second), strict=True
+        ):
+            for piece in entry["pieces"]:
+                if piece[1] == UP:
+                    piece[2:4], piece[5:] = where[:2], where[2:]
+
+    change_manifest(run, claim)
+    with pytest.raises(CheckpointError, match=re.escape(says)):
+        Manifest.read(folder_of(run))
+
+
+def test_runs_without_number_cost_no_time(run: Path) -> None:
+    """Two pieces of 4,000 runs each, at every line of a tensor that is larger than the disk."""
+    many = [[2 * index, 1] for index in range(4000)]
+
+    def claim(raw: dict[str, Any]) -> None:
+        raw["tensors"][UP] = [2**20, 8000]
+        for index, name in enumerate(("rank-00000.safetensors", RANK)):
+            entry = raw["files"][name]
+            entry["bytes"] = 2**50
+            for piece in entry["pieces"]:
+                if piece[1] == UP:
+                    piece[2:4], piece[5:] = [index, 2**20 * 4000], [8000, 0, many]
+
+    change_manifest(run, claim)
+    began_s = time.monotonic()
+    reader = CheckpointReader(folder_of(run))
+    with pytest.raises(CheckpointError, match=f"does not hold what the manifest says: see param/{UP}"):
+        reader.read(UP, 0, 2**20 * 8000)
+    assert time.monotonic() - began_s < 10
 
 
 class Gadget:

@@ -1,0 +1,95 @@
+"""A checkpoint of any form becomes one Hugging Face folder, whose logits in transformers are the trained model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.data.loader import MicroBatch
+from llmtrain.models.loss import IGNORE
+from tests.helpers.families import EXPERTS, FAMILIES, tied
+from tests.helpers.training import Case, make_engine, resolved_run, save_checkpoint, train_steps
+
+ROWS, LENGTH = 2, 32
+TOKENS = [(0, 0, 5), (0, 7, 300), (0, 31, 511), (1, 15, 0), (1, 16, 77), (1, 31, 256)]
+"""(row, position, token) whose log-probability is compared."""
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(512, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def train_and_save(case: Case, folder: str) -> tuple[str, list[float]]:
+    """The checkpoint after three steps, and what the engine gives for TOKENS."""
+    engine, stepper, ranks = make_engine(case)
+    train_steps(case, stepper, ranks, 0, 3)
+    found = []
+    for row, position, token in TOKENS:
+        labels = torch.full((ROWS, LENGTH), IGNORE)
+        labels[row, position] = token
+        loss, counted = stepper.evaluate([MicroBatch(inputs=tokens(), labels=labels, sample_indices=[0, 1])])
+        assert counted == resolved_run(case, ranks.world_size).degrees.data
+        found.append(-loss)
+    state = {"step": 3, "tokens": 0, "model_config": engine.module.config.to_dict()}
+    path = save_checkpoint(engine, Path(folder), 3, state, resolved_run(case, ranks.world_size), ranks)
+    engine.destroy()
+    return str(path), found
+
+
+def compare(pools, case: Case, world_size: int, place: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path, ours = pools(world_size).run(train_and_save, case, str(place / "run"))[0]
+    export_hf(Path(path), place / "hf", check="none")
+    model = AutoModelForCausalLM.from_pretrained(place / "hf", dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=tokens()).logits.log_softmax(-1)
+    theirs = [float(logits[at]) for at in TOKENS]
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
+    assert max(theirs) - min(theirs) > 1e-2  # they tell one token from another
+
+
+FORMS = {
+    "z3": {"stage": 3},
+    "pp": {"pipeline": 2, "stage": 1},
+    "tp": {"tensor": 2, "stage": 1},
+    "tp z0": {"tensor": 2, "stage": 0},
+    "tp z3": {"tensor": 2, "stage": 3},
+    "sp": {"sequence": 2, "stage": 3},
+}
+TELLING = {
+    ("tp", "gpt2"),
+    ("tp z3", "phi3"),
+    ("tp z0", "gpt_neox"),
+    ("pp", "gemma3"),
+    ("sp", "qwen3"),
+    ("z3", "mixtral"),
+}
+
+
+def marks(form: str, family: str) -> list[pytest.MarkDecorator]:
+    return [] if (form, family) in TELLING else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("form", "family"), [pytest.param(f, m, marks=marks(f, m), id=f"{f}-{m}") for f in FORMS for m in FAMILIES]
+)
+def test_an_export_is_the_model_that_was_trained(pools, small_data, tmp_path, form, family):
+    case = Case(data=small_data, steps=3, lr=3e-3, model=FAMILIES[family], **FORMS[form])
+    compare(pools, case, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in EXPERTS])
+def test_tied_and_untied(pools, small_data, tmp_path, form, family):
+    """The other way around than the family has it."""
+    from transformers import AutoConfig
+
+    fields = dict(FAMILIES[family])
+    usual = AutoConfig.for_model(fields.pop("model_type"), **fields).tie_word_embeddings
+    case = Case(data=small_data, steps=3, lr=3e-3, model=tied(FAMILIES[family], not usual), **FORMS[form])
+    compare(pools, case, 2, tmp_path)
