@@ -6,6 +6,7 @@ Nothing here comes from the engine, the loss, the loader's way of dealing rows o
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,14 +33,17 @@ class Order:
     """The last row first."""
     attention: str
     """transformers' implementation: they round at other places."""
+    halves: bool
+    """Each matrix product is the sum of two, over one half of the inputs and the other."""
 
 
 def orders(resolved: ResolvedRun) -> list[Order]:
     """All rows at once; in as many pieces as the run has micro-batches, backwards; row by row."""
-    train = resolved.run.train
+    train, attention = resolved.run.train, resolved.run.model.attention
     rows = train.global_batch or 1
     few = (train.accumulation or 1) * resolved.data_parallel
-    return [Order(1, False, "eager"), Order(few, True, "sdpa"), Order(rows, False, "sdpa")]
+    other = "sdpa" if attention.startswith("flash") else attention
+    return [Order(1, False, "eager", False), Order(few, True, other, True), Order(rows, False, other, False)]
 
 
 def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch.device) -> Trace:
@@ -55,6 +59,8 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     masters = {name: _value(source, name).to(device) for name, _ in model.named_parameters()}
     model.to(DTYPES[resolved.precision])
     _keep_buffers(model, config, device)
+    if order.halves:
+        _halve_products(model)
     optimizer = PlainOptimizer(model, masters, run.optim)
     tokens = Tokens(run.data, config.get_text_config().vocab_size)
     trace = Trace()
@@ -84,6 +90,21 @@ def _keep_buffers(model: nn.Module, config: Any, device: torch.device) -> None:
     exact = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_buffers())
     for name, buffer in model.named_buffers():
         buffer.data = exact[name].to(device)
+
+
+def _halve_products(model: nn.Module) -> None:
+    """As tensor-parallel ranks sum, and other kernels: each half is rounded before they are added."""
+    from transformers.pytorch_utils import Conv1D
+
+    def linear(self: Any, x: Tensor) -> Tensor:
+        weight = self.weight.t() if isinstance(self, Conv1D) else self.weight
+        half = weight.shape[1] // 2
+        product = F.linear(x[..., :half], weight[:, :half]) + F.linear(x[..., half:], weight[:, half:])
+        return product if self.bias is None else product + self.bias
+
+    for module in model.modules():
+        if type(module) in (nn.Linear, Conv1D):
+            module.forward = types.MethodType(linear, module)  # type: ignore[method-assign]
 
 
 @torch.no_grad()

@@ -44,18 +44,61 @@ def mean_per_micro_batch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def skipped_layer() -> Iterator[None]:
-    """The third decoder layer hands on what it got."""
-    from llmtrain.parity import worker
+    """The third decoder layer, the first of the second stage, hands on what it got."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    build = worker.build_model
+    forward = LlamaDecoderLayer.forward
 
-    def built(*args: Any) -> Any:
-        model = build(*args)
-        layer = model.hf.base_model.layers[2]
-        layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
-        return model
+    def skipping(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        computed = forward(self, hidden_states, *args, **kwargs)
+        return hidden_states + 0 * computed if self.self_attn.layer_idx == 2 else computed
 
-    with patch.object(worker, "build_model", built):
+    with patch.object(LlamaDecoderLayer, "forward", skipping):
+        yield
+
+
+@contextlib.contextmanager
+def lost_tie() -> Iterator[None]:
+    """The stages that hold the tied embedding do not add up its gradients."""
+    from deepspeed.pipe import PipelineModule
+
+    with patch.object(PipelineModule, "get_tied_weights_and_groups", lambda self: []):
+        yield
+
+
+@contextlib.contextmanager
+def lost_offset() -> Iterator[None]:
+    """Each rank's share of a row begins at position 0."""
+    from llmtrain.models.language import LanguageModel
+
+    decoded = LanguageModel.decoded
+
+    def from_0(self: Any, **given: torch.Tensor) -> torch.Tensor:
+        given["position_ids"] = given["position_ids"] - given["position_ids"][:, :1]
+        return decoded(self, **given)
+
+    with patch.object(LanguageModel, "decoded", from_0):
+        yield
+
+
+@contextlib.contextmanager
+def norm_of_one_shard() -> Iterator[None]:
+    """The gradient norm, and so the clipping, is that of each rank's own shards."""
+    from llmtrain.engine import build
+
+    def of_one(parameters: list[Any], mesh: Any) -> torch.Tensor:
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    with patch.object(build, "_total_norm", of_one):
+        yield
+
+
+@contextlib.contextmanager
+def unsummed_head_norms() -> Iterator[None]:
+    """A norm that acts on each head (Qwen3) keeps the gradient of one rank's heads."""
+    from llmtrain.models import tensor
+
+    with patch.object(tensor, "_sum_of", lambda grad, group: grad):
         yield
 
 
@@ -182,13 +225,19 @@ def raw_router_weights() -> Iterator[None]:
 
 FAULTS: dict[str, Fault] = {
     "mean_per_micro_batch": Fault(mean_per_micro_batch, {"zero": 2, "accumulation": 2}, "wrong weight in the mean"),
-    "skipped_layer": Fault(skipped_layer, {"zero": 1}, "a layer that is skipped"),
-    "shifted_twice": Fault(shifted_twice, {"zero": 0}, "labels"),
+    "lost_micro_batch": Fault(lost_micro_batch, {"zero": 1, "accumulation": 3}, "forward pass"),
     "wrong_rank_count": Fault(wrong_rank_count, {"zero": 1}, "wrong number of ranks"),
     "late_bias_correction": Fault(late_bias_correction, {"zero": 2}, "bias correction"),
     "decayed_norms": Fault(decayed_norms, {"zero": 3}, "weight decay on them"),
-    "same_rows": Fault(same_rows, {"zero": 3}, "rows"),
-    "lost_micro_batch": Fault(lost_micro_batch, {"zero": 1, "accumulation": 3}, "left out"),
+    "same_rows": Fault(same_rows, {"zero": 3}, "other rows"),
+    "shifted_twice": Fault(shifted_twice, {"zero": 0}, "labels"),
     "leaking_documents": Fault(leaking_documents, {"isolate_documents": True}, "documents"),
-    "raw_router_weights": Fault(raw_router_weights, {"family": "mixtral", "zero": 2}, "weighted otherwise"),
+    "raw_router_weights": Fault(raw_router_weights, {"family": "mixtral", "zero": 3}, "weighted otherwise"),
+    "skipped_layer": Fault(skipped_layer, {"pipeline": 2, "accumulation": 2}, "a layer that is skipped"),
+    "lost_tie": Fault(lost_tie, {"pipeline": 2, "accumulation": 2, "tied": True}, "tied tensor"),
+    "lost_offset": Fault(lost_offset, {"sequence": 2}, "positions"),
+    "norm_of_one_shard": Fault(norm_of_one_shard, {"tensor": 2}, "norm is not summed"),
+    "unsummed_head_norms": Fault(
+        unsummed_head_norms, {"tensor": 2, "family": "qwen3", "zero": 1}, "several ranks hold"
+    ),
 }

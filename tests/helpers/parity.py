@@ -27,7 +27,7 @@ from llmtrain.parity.plan import resolve_in, small_run, wanted
 from llmtrain.parity.reference import orders, train_plainly
 from llmtrain.parity.small import small_model
 from llmtrain.parity.trace import Trace
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import FAMILIES, VARIANTS
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Form:
 
 def resolved(form: Form) -> ResolvedRun:
     """As the command resolves it."""
-    model = dict(FAMILIES[form.family]) | json.loads(form.changes)
+    model = ({**FAMILIES, **VARIANTS})[form.family] | json.loads(form.changes)
     if form.tied is not None:
         model["tie_word_embeddings"] = form.tied
     tree: dict[str, Any] = {"zero_optimization": {"stage": form.zero}}
@@ -81,7 +81,7 @@ def resolved(form: Form) -> ResolvedRun:
         path.write_text(json.dumps(tree | json.loads(form.extra)))
         run = RunConfig(
             deepspeed=str(path),
-            model=ModelConfig(config=model),
+            model=ModelConfig(config=model, attention="eager" if form.family == "gemma2" else "sdpa"),
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
             optim=OptimConfig(name=form.optimizer),  # type: ignore[arg-type]
             schedule=ScheduleConfig(warmup_steps=100),

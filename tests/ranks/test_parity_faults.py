@@ -1,0 +1,30 @@
+"""Faults seeded into the ranks: `parity` has to catch each of them, and to say what it looks like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmtrain.parity.command import report
+from tests.helpers.faults import FAULTS
+from tests.helpers.parity import Form, check
+
+STEPS = 6
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught(pools: Any, name: str) -> None:
+    fault = FAULTS[name]
+    form = Form(**fault.form, steps=STEPS)
+    outcome = check(pools, form, name)
+    assert not outcome.verdict.passed
+    assert fault.words in outcome.hint, outcome.hint
+    text = "\n".join(report("fp32", outcome.verdict, outcome.hint))
+    assert "FAIL" in text and "first parts at step" in text and fault.words in text
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_without_it_the_same_form_passes(pools: Any, name: str) -> None:
+    outcome = check(pools, Form(**FAULTS[name].form, steps=STEPS))
+    assert outcome.verdict.passed, report(name, outcome.verdict, outcome.hint)

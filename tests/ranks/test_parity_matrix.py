@@ -1,0 +1,101 @@
+"""Every form of parallelism x every family x tied and untied, against plain PyTorch in one process.
+
+The worker, the reference and the tolerances are those of `llmtrain parity`. Most cells are slow tests.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmtrain.errors import UserError
+from llmtrain.parity.command import report
+from tests.helpers.families import EXPERTS, FAMILIES, VARIANTS
+from tests.helpers.parity import Form, check
+from tests.helpers.ranks import RankFailed
+
+FORMS = {
+    "pp2": Form(pipeline=2, accumulation=3),
+    "tp2": Form(tensor=2, zero=1),
+    "sp2": Form(sequence=2, zero=2),
+    "pp2-dp2": Form(pipeline=2, zero=1, ranks=4, accumulation=2),
+    "tp2-dp2": Form(tensor=2, zero=3, ranks=4),
+    "sp2-dp2": Form(sequence=2, zero=3, ranks=4),
+    "pp2-tp2": Form(pipeline=2, tensor=2, zero=1, ranks=4, accumulation=2),
+    "ep2": Form(expert=2, zero=1),
+    "dp4": Form(zero=3, ranks=4, accumulation=2),
+}
+ODD = {
+    "uneven heads": {"family": "gqa_uneven"},
+    "three micro-batches": {"accumulation": 3},
+    "documents": {"isolate_documents": True},
+    "biases": {"family": "llama_biases"},
+}
+
+
+def refusal(form: Form) -> str | None:
+    """Words of the reason for which a cell is refused; None: it has to pass."""
+    if form.expert > 1 and form.family not in EXPERTS:
+        return "expert"
+    return None
+
+
+def run(pools: Any, form: Form) -> None:
+    if (reason := refusal(form)) is not None:
+        with pytest.raises((UserError, RankFailed), match=reason):
+            check(pools, form)
+        return
+    outcome = check(pools, form)
+    assert outcome.verdict.passed, "\n".join(report(form.name, outcome.verdict, outcome.hint))
+
+
+TELLING = [
+    replace(FORMS["pp2"], family="gemma3", tied=True),
+    replace(FORMS["pp2-dp2"], family="gpt2", isolate_documents=True),
+    replace(FORMS["sp2"], family="qwen2", isolate_documents=True),
+    replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"),
+    replace(FORMS["dp4"], family="opt"),
+    replace(FORMS["dp4"], family="qwen3_moe", precision="bf16", optimizer="adamw"),
+]
+
+
+@pytest.mark.parametrize("form", TELLING, ids=lambda form: form.name)
+def test_telling_cells(pools: Any, form: Form) -> None:
+    run(pools, form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", FORMS)
+def test_matrix(pools: Any, form: str, family: str, tied: bool, precision: str) -> None:
+    run(pools, replace(FORMS[form], family=family, tied=tied, precision=precision))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "ep2"])
+def test_odd_models_and_batches(pools: Any, form: str, odd: str) -> None:
+    run(pools, replace(FORMS[form], **ODD[odd]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("form", ["pp2", "tp2", "sp2"])
+def test_variants(pools: Any, form: str, variant: str) -> None:
+    run(pools, replace(FORMS[form], family=variant))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("extra", ["{}", '{"offload_optimizer": {"device": "cpu"}}'], ids=["", "offload"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_stages(pools: Any, stage: int, extra: str, optimizer: str) -> None:
+    if extra != "{}" and (stage == 0 or optimizer == "muon"):
+        pytest.skip("refused by the table of topology.py, see its own tests")
+    zero = json.dumps({"zero_optimization": {"stage": stage, **json.loads(extra)}})
+    run(pools, Form(zero=stage, accumulation=2, optimizer=optimizer, extra=zero))
