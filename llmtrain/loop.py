@@ -68,6 +68,7 @@ class Training:
             self.evaluation_batches()  # its data must be there now, not after days of training
         with together(ranks):
             model = build_model(resolved, ranks.device, self.mesh)
+        self.notes: list[str] = getattr(model, "notes", [])
         self.engine = build_engine(model, resolved, self.mesh)
         self.stepper = make_stepper(self.engine, ranks, self.mesh)
         self.position = Position()
@@ -320,7 +321,7 @@ def train(resolved: ResolvedRun) -> int:
         try:
             resumed = training.position.step > 0
             tracker.event("resume" if resumed else "start", step=training.position.step, lines=lines)
-            announce(resolved, folder, training.model_facts, ranks.device, lines)
+            announce(resolved, folder, training.model_facts, ranks.device, [*training.notes, *lines])
             try:
                 complete = training.loop(tracker, saving)
             except TrainingStopped:

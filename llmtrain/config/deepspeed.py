@@ -73,6 +73,8 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         for name, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param"))
     }
     degrees = Degrees(**{name: _degree(tree, key) for name, key in DEGREE_KEYS.items()})
+    if lookup(tree, "expert_parallel.enabled") is False:
+        degrees = replace(degrees, expert=1)
     mix = Mix(
         zero_stage=int(zero.get("stage") or 0),
         fp16=fp16,
@@ -129,6 +131,11 @@ def _why_not_stage_0(mix: Mix) -> str | None:
         return (
             "a pipeline at ZeRO 0 runs as ZeRO 1, which computes the same: without ZeRO, no stage knows the gradient "
             "norm of the others"
+        )
+    if mix.expert_parallel > 1 and mix.bf16:
+        return (
+            "experts that ranks share run in bf16 with ZeRO 1 where ZeRO 0 is asked for, which computes the same: "
+            "DeepSpeed 0.19 leaves them out of the gradient norm there (runtime/fp16/unfused_optimizer.py)"
         )
     return None
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
+from llmtrain.models.experts import idle_parameters
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
 
@@ -26,7 +27,8 @@ class ModelFacts:
 
     parameters: int
     matmul_parameters: int
-    """Weights that are multiplied with activations: all matrices but the embedding, with a tied head counted once."""
+    """Weights that are multiplied with the activations of a token: all matrices but the embedding, with a tied head
+    counted once, and of the experts only those that a token meets."""
     layers: int
     attention_width: int
     """heads x head size."""
@@ -141,7 +143,7 @@ def facts(model: ModelConfig) -> ModelFacts:
     embedding = hf.get_input_embeddings().weight
     tied = hf.get_output_embeddings().weight is embedding
     total = sum(p.numel() for p in hf.parameters())
-    matrices = sum(p.numel() for p in hf.parameters() if p.dim() >= 2)
+    matrices = sum(p.numel() for p in hf.parameters() if p.dim() >= 2) - idle_parameters(hf, hf.config)
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelFacts(
         parameters=total,

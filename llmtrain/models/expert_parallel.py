@@ -14,7 +14,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from llmtrain.config.run import ResolvedRun
-from llmtrain.errors import ModelError
+from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.build import DTYPES
 from llmtrain.models.experts import ExpertBlock, Routing, expert_blocks, set_leaf_modules
 from llmtrain.models.mesh import Mesh
@@ -40,6 +40,18 @@ def prepare_experts(hf: Any, resolved: ResolvedRun, device: torch.device, mesh: 
     elif resolved.zero_stage == 3:
         set_leaf_modules(blocks)
     return Routing(blocks, hf.config, mesh.data_and_sequence) if blocks else None
+
+
+def describe_experts(resolved: ResolvedRun, routing: Routing) -> str:
+    """A line for the log."""
+    text = f"{routing.layers} blocks of {routing.experts} experts"
+    if resolved.degrees.expert > 1:
+        text += f", shared by {resolved.degrees.expert} ranks (DeepSpeed's AutoEP)"
+    elif resolved.zero_stage == 3:
+        text += ", each a leaf module of ZeRO 3: gathered as a whole, whichever experts a rank's tokens choose"
+    if routing.coefficient:
+        return f"{text}; load-balancing loss x {routing.coefficient}"
+    return f"{text}; no load-balancing loss (the model's output_router_logits is false, or its coefficient 0)"
 
 
 def shared_blocks(hf: nn.Module) -> list[ExpertBlock]:
@@ -76,6 +88,7 @@ def share_experts(hf: Any, resolved: ResolvedRun, device: torch.device) -> None:
     if group_name(degree) not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(degree, mp_size=1, pp_size=1)
     rank = groups._get_expert_parallel_rank(group_name(degree))
+    _check_zero(resolved)
     try:
         config = parse_autoep_config(_section(resolved, device))
         validate_autoep_config(config, resolved.world_size, 1, 1, 1, zero_stage=resolved.zero_stage)
@@ -104,6 +117,23 @@ def share_experts(hf: Any, resolved: ResolvedRun, device: torch.device) -> None:
     for spec in specs:
         block = hf.get_submodule(spec.moe_module_name)
         block.tokens_per_expert = torch.zeros(spec.num_experts, device=device)
+
+
+def _check_zero(resolved: ResolvedRun) -> None:
+    """Raises ConfigError for what DeepSpeed's optimizers assert in the middle of their construction."""
+    zero = resolved.deepspeed.get("zero_optimization") or {}
+    needed: tuple[tuple[str, Any, tuple[int, ...]], ...] = (
+        ("reduce_scatter", True, (1, 2)),
+        ("contiguous_gradients", True, (2,)),
+        ("zero_quantized_gradients", False, (3,)),
+        ("zero_hpz_partition_size", 1, (3,)),
+    )
+    for key, value, stages in needed:
+        if resolved.zero_stage in stages and zero.get(key, value) != value:
+            raise ConfigError(
+                f"{resolved.run.deepspeed}: zero_optimization.{key} is {zero[key]}, and experts that ranks share need "
+                f"{value} with ZeRO {resolved.zero_stage}. Remove the key, or remove expert_parallel."
+            )
 
 
 def _section(resolved: ResolvedRun, device: torch.device) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from llmtrain.errors import ModelError
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertBlock:
@@ -91,6 +93,24 @@ def idle_parameters(hf: nn.Module, config: Any) -> int:
     return idle
 
 
+def balance_coefficient(config: Any) -> float:
+    """Factor on the load-balancing loss, by transformers' own rule: `router_aux_loss_coef` acts where
+    `output_router_logits` is true; else 0."""
+    text = config.get_text_config()
+    wanted = bool(getattr(text, "output_router_logits", False))
+    return float(getattr(text, "router_aux_loss_coef", None) or 0.0) if wanted else 0.0
+
+
+def check_stages(config: Any) -> None:
+    """Raises ModelError where the stages of a pipeline would lose the load-balancing loss in silence."""
+    if coefficient := balance_coefficient(config):
+        raise ModelError(
+            f"pipeline.stages: the model's load-balancing loss (output_router_logits is true, router_aux_loss_coef is "
+            f"{coefficient}) is made of the routers of all layers, and no stage has them all. Set output_router_logits "
+            "to false in the model's configuration, or use ZeRO 3 or expert_parallel in place of the pipeline."
+        )
+
+
 def set_leaf_modules(blocks: list[ExpertBlock]) -> None:
     """Tell ZeRO 3 to gather the parameters of a whole block when the block begins, not where it uses them.
 
@@ -126,15 +146,12 @@ class Routing:
     """
 
     def __init__(self, blocks: list[ExpertBlock], config: Any, group: Any) -> None:
-        text = config.get_text_config()
-        wanted = bool(getattr(text, "output_router_logits", False))
-        self.coefficient = float(getattr(text, "router_aux_loss_coef", None) or 0.0) if wanted else 0.0
-        """transformers' own rule: `router_aux_loss_coef` acts where `output_router_logits` is true."""
+        self.coefficient = balance_coefficient(config)
         self._experts_per_token = experts_per_token(config) or 1
-        self._experts = blocks[0].count
+        self.experts = blocks[0].count
         self._group, self._ranks = group, dist.get_world_size(group)
         self._noted: dict[int, tuple[Tensor, Tensor | None]] | None = None
-        self._layers = len(blocks)
+        self.layers = len(blocks)
         self._tokens_LE: Tensor | None = None
         self._aux_sum: Tensor | None = None
         self._passes = 0
@@ -155,7 +172,7 @@ class Routing:
         if self._noted is None or index in self._noted:
             return
         given = output if isinstance(output, tuple) else (output,)
-        logits = next(t for t in given if torch.is_tensor(t) and t.shape[-1] == self._experts)
+        logits = next(t for t in given if torch.is_tensor(t) and t.shape[-1] == self.experts)
         chosen = next((t for t in given if torch.is_tensor(t) and not t.is_floating_point()), None)
         self._noted[index] = (logits, chosen)
 
@@ -163,13 +180,13 @@ class Routing:
         """This rank's part of the loss of the pass that was watched, times the coefficient: over all ranks, the parts
         add up. None where there is nothing to add to the loss."""
         noted, self._noted = self._noted, None
-        assert noted is not None and len(noted) == self._layers, "a router of the model was not asked"
+        assert noted is not None and len(noted) == self.layers, "a router of the model was not asked"
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.coefficient > 0):
-            tokens_LE, probability_E, rows = self._sums([noted[index] for index in range(self._layers)])
+            tokens_LE, probability_E, rows = self._sums([noted[index] for index in range(self.layers)])
             total_E = tokens_LE.sum(0)
             if self._ranks > 1:
                 dist.all_reduce(total_E, group=self._group)
-            part = self._experts * (total_E / (rows * self._ranks) * probability_E / (rows * self._ranks)).sum()
+            part = self.experts * (total_E / (rows * self._ranks) * probability_E / (rows * self._ranks)).sum()
         self._count(tokens_LE, part.detach())
         return self.coefficient * part if self.coefficient else None
 
@@ -177,7 +194,7 @@ class Routing:
         """(tokens of each block and expert, probability of each expert summed over blocks and tokens, their number)."""
         tokens, probabilities, rows = [], [], 0
         for logits, chosen in noted:
-            probability_NE = torch.softmax(logits.reshape(-1, self._experts).float(), dim=-1)
+            probability_NE = torch.softmax(logits.reshape(-1, self.experts).float(), dim=-1)
             if chosen is None:
                 chosen = probability_NE.topk(self._experts_per_token, dim=-1).indices
             chosen = chosen.detach().reshape(-1).long()
@@ -205,7 +222,7 @@ class Routing:
             counts: whether this rank's numbers count: they are the same on ranks that share their tokens.
         """
         passes, self._passes = self._passes, 0
-        empty = torch.zeros(self._layers * self._experts + 1, dtype=torch.float64)
+        empty = torch.zeros(self.layers * self.experts + 1, dtype=torch.float64)
         numbers = empty
         if self._tokens_LE is not None and self._aux_sum is not None:
             if counts:
@@ -213,5 +230,5 @@ class Routing:
             self._tokens_LE.zero_()
             self._aux_sum.zero_()
         dist.all_reduce(numbers, group=control)
-        tokens_LE = numbers[:-1].long().reshape(self._layers, self._experts)
+        tokens_LE = numbers[:-1].long().reshape(self.layers, self.experts)
         return RoutingFigures(aux_loss=float(numbers[-1]) / max(1, passes), tokens_LE=tokens_LE.tolist())

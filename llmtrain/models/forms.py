@@ -9,7 +9,8 @@ import torch
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.build import DTYPES, construct, decoder_layers, load_config, restore_buffers, skeleton
-from llmtrain.models.expert_parallel import prepare_experts
+from llmtrain.models.expert_parallel import describe_experts, prepare_experts
+from llmtrain.models.experts import check_stages
 from llmtrain.models.language import LanguageModel, checkpoint_activations
 from llmtrain.models.mesh import Mesh
 from llmtrain.models.pipeline import PipelineLanguageModel, build_pipeline
@@ -25,6 +26,7 @@ def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Lang
         ModelError: transformers cannot build the model, or it cannot take this form.
     """
     if resolved.degrees.pipeline > 1:
+        check_stages(load_config(resolved.run.model))
         return build_pipeline(resolved, device)
     model = resolved.run.model
     if resolved.degrees.tensor > 1:
@@ -47,6 +49,8 @@ def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Lang
     else:
         language = LanguageModel(hf, model.loss_chunk_tokens)
     language.routing = routing
+    if routing is not None:
+        language.notes.append(describe_experts(resolved, routing))
     return language
 
 

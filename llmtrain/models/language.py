@@ -27,6 +27,8 @@ class LanguageModel(nn.Module):
         self.hf = hf
         self.routing: Routing | None = None
         """Watches the routers of a mixture of experts."""
+        self.notes: list[str] = []
+        """What the log says of how this model was built."""
         self.balance: Tensor | None = None
         """After a forward pass in training: this rank's part of the load-balancing loss, if it is to be added."""
         self._chunk = chunk

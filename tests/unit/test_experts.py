@@ -1,0 +1,94 @@
+"""Where models have experts, what they cost, and which part of which tensor a rank holds when experts are shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from llmtrain.config.run import ModelConfig
+from llmtrain.errors import ModelError
+from llmtrain.models.build import facts, load_config, skeleton
+from llmtrain.models.experts import balance_coefficient, check_stages, expert_blocks, experts_per_token
+from llmtrain.tracking.metrics import METRICS, routing_metrics
+from tests.helpers.families import EXPERTS, FAMILIES
+
+
+def config_of(fields: dict[str, Any]) -> Any:
+    return load_config(ModelConfig(config=dict(fields)))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_blocks_are_found_in_mixtures_and_in_no_dense_model(family: str) -> None:
+    blocks = expert_blocks(skeleton(ModelConfig(config=dict(FAMILIES[family]))))
+    layers = {"mixtral": [0, 1, 2, 3], "qwen3_moe": [0, 2, 3]}.get(family, [])  # qwen3_moe: layer 1 is dense
+    assert [block.name for block in blocks] == [f"model.layers.{index}.mlp" for index in layers]
+    assert all(block.count == 4 for block in blocks)
+    assert all(type(block.router).__name__.endswith("TopKRouter") for block in blocks)
+
+
+def test_a_list_of_experts_is_found_whatever_it_is_called() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3)])
+            self.choose = nn.Linear(8, 3, bias=False)
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"feed": Sparse()}) for _ in range(2)])})
+    blocks = expert_blocks(model)
+    assert [block.name for block in blocks] == ["layers.0.feed", "layers.1.feed"]
+    assert blocks[0].count == 3
+    assert isinstance(blocks[0].router, nn.Linear)
+
+
+def test_a_convolution_is_no_mixture() -> None:
+    block = nn.ModuleDict({"conv": nn.Conv1d(4, 4, 3), "gate": nn.Linear(8, 4)})
+    assert expert_blocks(block) == []
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_flops_count_the_experts_of_a_token_only(family: str) -> None:
+    """By hand: two of four experts of three matrices each, in each layer that has some."""
+    fields = FAMILIES[family]
+    sizes = facts(ModelConfig(config=dict(fields)))
+    layers, width = {"mixtral": (4, 48), "qwen3_moe": (3, 24)}[family]
+    model = skeleton(ModelConfig(config=dict(fields)))
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() >= 2) - 512 * 32  # the embedding is looked up
+    assert sizes.matmul_parameters == matrices - layers * 2 * 3 * 32 * width
+    assert sizes.parameters == sum(p.numel() for p in model.parameters())
+    assert experts_per_token(model.config) == 2
+
+
+def test_the_coefficient_acts_as_in_transformers() -> None:
+    quiet = {**FAMILIES["mixtral"], "router_aux_loss_coef": 0.02}
+    assert balance_coefficient(config_of(quiet)) == 0.0
+    assert balance_coefficient(config_of({**quiet, "output_router_logits": True})) == 0.02
+    assert balance_coefficient(config_of(FAMILIES["llama"])) == 0.0
+
+
+def test_a_pipeline_does_not_drop_the_balancing_loss() -> None:
+    check_stages(config_of(FAMILIES["mixtral"]))
+    with pytest.raises(ModelError, match=r"output_router_logits is true.*Set output_router_logits to false"):
+        check_stages(config_of({**FAMILIES["mixtral"], "output_router_logits": True}))
+
+
+def test_metrics_of_routing() -> None:
+    row = routing_metrics(2.5, [[6, 2, 0, 0], [2, 2, 2, 2]])
+    assert row == {
+        "moe/aux_loss": 2.5,
+        "moe/imbalance": 3.0,
+        "moe/imbalance_per_layer": [3.0, 1.0],
+        "moe/idle_experts": 2,
+        "moe/tokens_per_expert": [8, 4, 2, 2],
+    }
+    assert row.keys() <= METRICS.keys()
+
+
+def test_the_even_router_costs_as_many_as_the_experts_of_a_token() -> None:
+    """What docs/tracking.md says of moe/aux_loss, from transformers' own function."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits = torch.eye(4).repeat(8, 1) + torch.eye(4).roll(1, 1).repeat(8, 1)  # each expert is chosen equally often
+    assert load_balancing_loss_func((logits,), 4, 2).item() == pytest.approx(2.0)
