@@ -101,8 +101,6 @@ class Rule:
     remedy: str
 
 
-_ONE = "set it to 1 or remove it; the ranks then all work data-parallel (ZeRO 3 holds the largest models)"
-
 RULES: tuple[Rule, ...] = (
     Rule(
         keys=("fp16.enabled", "bf16.enabled"),
@@ -165,10 +163,10 @@ RULES: tuple[Rule, ...] = (
         remedy="use zero_optimization.stage 0 or 1 with a pipeline, or no pipeline",
     ),
     Rule(
-        keys=("tensor_parallel.autotp_size",),
-        broken=lambda m: m.tensor_parallel > 1,
-        reason="tensor parallelism is not built yet",
-        remedy=_ONE,
+        keys=("tensor_parallel.autotp_size", "optim.name"),
+        broken=lambda m: m.tensor_parallel > 1 and m.muon,
+        reason="Muon orthogonalises whole matrices, and each tensor-parallel rank has a part of them",
+        remedy="use adamw, or set tensor_parallel.autotp_size to 1",
     ),
     Rule(
         keys=("sequence_parallel_size", "pipeline.stages"),

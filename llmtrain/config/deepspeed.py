@@ -99,6 +99,10 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         notes.append(f"{path}: {why}")
     if mix.muon and mix.zero_stage == 3:
         tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default of true is refused with Muon
+    if unused := sorted(set(tree.get("tensor_parallel") or {}) - {"autotp_size"}):
+        notes.append(
+            f"{path}: tensor_parallel: {', '.join(unused)} not used: what the ranks share is found in the model itself"
+        )
     for rule in clashes(mix):
         values: dict[str, Any] = {key: lookup(tree, key) for key in rule.keys}
         values |= {"model.compile_layers": run.model.compile_layers, "optim.name": run.optim.name}

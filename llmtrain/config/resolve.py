@@ -40,6 +40,7 @@ def resolve(
     problems.raise_if_any()
     degrees = _spread(facts.degrees, path, world_size, world_size_source, problems)
     _check_declared_ranks(tree, path, degrees.data, world_size, world_size_source, problems)
+    rules.check_shared_heads(run, degrees, path, places, problems)
     rules.check_shared_rows(run, degrees, path, places, problems)
     problems.raise_if_any()
 

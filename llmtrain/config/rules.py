@@ -152,6 +152,22 @@ def check_shared_rows(run: RunConfig, degrees: Degrees, path: str, places: Place
                      f"set it to one of {legal}", path)  # fmt: skip
 
 
+def check_shared_heads(run: RunConfig, degrees: Degrees, path: str, places: Places, problems: Problems) -> None:
+    """Ranks that share each matrix have equally many heads. (What else they share, models/tensor.py checks.)"""
+    degree = degrees.tensor
+    model = _read_model_config(run, places, Problems()) or {}  # what is wrong with it is told by check_on_disk
+    given = {key: model.get(key) for key in ("num_attention_heads", "n_head", "num_key_value_heads")}
+    heads = {key: count for key, count in given.items() if isinstance(count, int) and count > 0}
+    common = math.gcd(*heads.values())
+    if degree > 1 and heads and common % degree:
+        key, count = next((key, count) for key, count in heads.items() if count % degree)
+        legal = ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
+        problems.add("tensor_parallel.autotp_size", degree,
+                     f"the ranks share the model's heads, equally many each, and {key} is {count}",
+                     f"set it to one of {legal}; other ranks can work data-parallel, with ZeRO 3, or in a pipeline",
+                     path)  # fmt: skip
+
+
 def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
     """Paths exist; data folders are prepared; the tokenizer fits into the model's vocabulary."""
     folders = [("data.path", run.data.path)] if run.data.path else []

@@ -237,9 +237,16 @@ CASES = [
         ds={"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}},
     ),
     Wrong(
-        "tensor parallel",
-        ("tensor_parallel.autotp_size = 2", "not built yet", "set it to 1"),
-        ds={"tensor_parallel": {"autotp_size": 2}},
+        "key/value heads that ranks cannot share",
+        ("tensor_parallel.autotp_size = 2", "num_key_value_heads is 3", "set it to one of 1, 3"),
+        {"model": {"config": {"num_attention_heads": 6, "num_key_value_heads": 3}}},
+        {"tensor_parallel": {"autotp_size": 2}},
+    ),
+    Wrong(
+        "Muon on parts of matrices",
+        ('tensor_parallel.autotp_size = 2 with optim.name = "muon"', "whole matrices", "use adamw"),
+        {"optim": {"name": "muon", "clip_norm": 0.0}},
+        {"tensor_parallel": {"autotp_size": 2}},
     ),
     Wrong(
         "sequence parallel",
