@@ -219,9 +219,9 @@ class _Found:
                 raise self._no(f"layer {index} does not map one hidden state to one hidden state")
             if index and not torch.equal(call.hidden, self._layers[index - 1].result):  # type: ignore[arg-type]
                 raise self._no(f"layer {index} does not begin with what layer {index - 1} gave")
-            if argument := call.other_grown():
+            if call.grown:
                 raise self._no(
-                    f"layer {index} takes more than the hidden state: {argument} is computed from parameters"
+                    f"layer {index} takes more than the hidden state: {call.grown} is computed from parameters"
                 )
 
     def head(self, candidates: list[str]) -> str:

@@ -185,8 +185,8 @@ class LayerGraph:
         return query if features == query[0] * query[1] else other
 
     def _owners(self, target: Tensor, count: int, source: Tensor) -> Tensor | None:
-        """For each feature of `source` [F] the one index along the last dimension of `target` (`count` long) that it has
-        a part in; -1: in none. Returns None where a feature has a part in several.
+        """For each feature of `source` [F] the one index along the last dimension of `target` (`count` long) that it
+        has a part in; -1: in none. Returns None where a feature has a part in several.
 
         The elements of `target` are summed twice, the second time weighted with their index: the quotient of the
         gradients is the index.

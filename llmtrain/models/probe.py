@@ -30,6 +30,8 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     output: Any = None
+    grown: str = ""
+    """An input besides the hidden state that parameters had a part in when the module began."""
 
     @property
     def hidden(self) -> Tensor | None:
@@ -56,14 +58,6 @@ class Call:
     def other_tensors(self) -> list[Tensor]:
         """All inputs but the hidden state."""
         return [tensor for tensor in self.inputs() if tensor is not self.hidden]
-
-    def other_grown(self) -> str:
-        """An input besides the hidden state that parameters have a part in; "" if there is none."""
-        named = [(f"argument {i}", value) for i, value in enumerate(self.args)] + list(self.kwargs.items())
-        for name, value in named:
-            if any(t.requires_grad and t is not self.hidden for t in _tensors(value)):
-                return name
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +104,11 @@ class Watch:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._replace is not None:
                 args, kwargs = _with_hidden(args, kwargs, self._replace)
-            self.calls.append(Call(path=path, begin=self._tick(), args=args, kwargs=kwargs))
+            call = Call(path=path, begin=self._tick(), args=args, kwargs=kwargs)
+            named = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
+            grown = [name for name, value in named for t in _tensors(value) if t.requires_grad and t is not call.hidden]
+            call.grown = grown[0] if grown else ""
+            self.calls.append(call)
             return args, kwargs
 
         return hook
