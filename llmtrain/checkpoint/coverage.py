@@ -17,7 +17,7 @@ def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
     Its cost grows with the number of pieces and of their runs, not with their sizes.
     """
     total = math.prod(shape)
-    strides = {region.stride for region in regions if not region.contiguous}
+    strides = {region.stride for region in regions if region.runs}
     if not strides:
         return _chain(regions, total)
     if len(strides) > 1:
@@ -35,10 +35,10 @@ def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
 def _chain(regions: Sequence[Region], total: int) -> str | None:
     """All contiguous: one begins where another ends."""
     end = 0
-    for region in sorted(regions, key=lambda region: (region.start, region.numel)):
-        if region.start != end:
-            return f"has a gap or an overlap at element {min(region.start, end)}"
-        end += region.numel
+    for start, numel in sorted([(region.start, region.numel) for region in regions]):
+        if start != end:
+            return f"has a gap or an overlap at element {min(start, end)}"
+        end += numel
     return None if end == total else f"ends at element {end} of {total}"
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +70,13 @@ class Piece:
     def from_json(cls, raw: Any) -> Piece:
         """Raises ValueError or TypeError: nothing is believed."""
         kind, name, start, numel, checksum, *strided = raw
-        stride, skip, runs = strided or (0, 0, ())
-        region = Region(
-            _natural(start),
-            _natural(numel),
-            tuple((_natural(offset), _natural(length)) for offset, length in runs),
-            _natural(stride),
-            _natural(skip),
-        )
-        if wrong := wrong_region(region):
-            raise ValueError(f"no piece of {name!r}: {wrong}")
+        region = Region(_natural(start), _natural(numel))
+        if strided:
+            stride, skip, runs = strided
+            pairs = tuple((_natural(offset), _natural(length)) for offset, length in runs)
+            region = replace(region, runs=pairs, stride=_natural(stride), skip=_natural(skip))
+            if wrong := wrong_region(region):
+                raise ValueError(f"no piece of {name!r}: {wrong}")
         return cls(_kind(kind), _word(name), region, _natural(checksum, 2**64))
 
 
@@ -171,7 +168,8 @@ class Manifest:
         for file, entry in self.files.items():
             if sum(piece.region.numel for piece in entry.pieces) > entry.bytes:
                 raise CheckpointError(f"{path}: {file} has {entry.bytes} bytes and would hold more elements than that.")
-            if len(set(keys(entry.pieces))) != len(entry.pieces):
+            single = len({(piece.kind, piece.name) for piece in entry.pieces}) == len(entry.pieces)
+            if not single and len(set(keys(entry.pieces))) != len(entry.pieces):
                 raise CheckpointError(f"{path}: {file} would hold two pieces under one name.")
             for piece in entry.pieces:
                 if piece.name not in self.tensors:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Region:
     """Elements of a flat Hugging Face tensor, in the order in which a flat piece holds them: from first to last.
 
