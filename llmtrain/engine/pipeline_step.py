@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import OptimizerStep
+from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceTiedGrads
 from torch import Tensor
 
 from llmtrain.data.loader import MicroBatch, StepBatch
@@ -32,8 +32,10 @@ class PipelineStepper(Stepper):
 
     def __init__(self, engine: Any, ranks: Ranks, mesh: Mesh) -> None:
         super().__init__(engine, ranks, mesh)
-        # The engine looks up what to do for each instruction of its schedule here; ours comes around its own step.
-        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: self._optimizer_step}
+        # Here the engine looks up what to do for an instruction of its schedule.
+        ours = {ReduceTiedGrads: _reduce_tied, OptimizerStep: self._optimizer_step}
+        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **ours}
+        engine._compute_loss = False  # what the last stage gives is the loss already
         self._before_update: Callable[[], None] = lambda: None
         self._lr_factor = 1.0
 
@@ -62,8 +64,8 @@ class PipelineStepper(Stepper):
         """Follow a schedule; the summed loss of each micro-batch on the last stage, zeros elsewhere."""
         engine, module = self.engine, self.engine.module
         module.losses = []
+        module.labels.clear()
         engine.total_loss = None
-        engine._compute_loss = True
         engine.set_dataiterator(self._inputs_and_labels(micros))
         with self._attention():
             engine._exec_schedule(schedule)
@@ -73,6 +75,8 @@ class PipelineStepper(Stepper):
     def _inputs_and_labels(self, micros: list[MicroBatch]) -> Iterator[tuple[Any, Any]]:
         for micro in micros:
             inputs, labels, positions = self._tensors(micro)
+            if self.engine.is_last_stage():
+                self.engine.module.labels.append(labels)  # the forward pass of this micro-batch comes next
             yield (inputs if positions is None else (inputs, positions)), labels
 
     def _optimizer_step(self, engine: Any) -> None:
@@ -113,3 +117,17 @@ class PipelineStepper(Stepper):
         finally:
             stage.wants_logits = False
         self._compare_losses(ours, theirs)
+
+
+def _reduce_tied(engine: Any) -> None:
+    """Sum the gradient of a tied weight over the two stages that hold it.
+
+    DeepSpeed's own (pipe/engine.py _exec_reduce_tied_grads) looks at `weight.grad` alone. Where ZeRO accumulates in
+    another precision (data_types.grad_accum_dtype), that is None: the two copies would part in silence.
+    """
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        if engine.using_bf16_optimizer:
+            gradient = weight._hp_grad
+        else:
+            gradient = engine.optimizer.get_param_gradient_attribute(weight)
+        dist.all_reduce(gradient, group=group)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,13 +50,14 @@ class Entrance(AbsentLayer):
 class Stage(nn.Module):
     """What one stage computes."""
 
-    def __init__(self, hf: nn.Module, entrance: Entrance | None, *, last: bool) -> None:
+    def __init__(self, hf: nn.Module, entrance: Entrance | None) -> None:
         super().__init__()
         self.hf = hf
         self._entrance = (entrance,)  # no submodule a second time
-        self._last = last
+        self.conclude: Callable[[Tensor], Tensor] | None = None
+        """On the last stage: from the hidden state to the loss."""
         self.wants_logits = False
-        """The last stage gives transformers' own logits instead of the hidden state."""
+        """`conclude` gets transformers' own logits instead."""
 
     def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         """Tokens or hidden states, with positions [B, T] if there are documents in the rows; the same comes out."""
@@ -70,10 +72,13 @@ class Stage(nn.Module):
             entrance.received = first
             kwargs["inputs_embeds"] = first
         with documents_in_rows(positions):
-            if self._last and self.wants_logits:
-                return self.hf(**kwargs).logits
-            hidden_BTH = self.hf.base_model(**kwargs).last_hidden_state  # type: ignore[operator]
-        return hidden_BTH if positions is None or self._last else (hidden_BTH, positions)
+            if self.wants_logits:
+                out = self.hf(**kwargs).logits
+            else:
+                out = self.hf.base_model(**kwargs).last_hidden_state  # type: ignore[operator]
+        if self.conclude is not None:
+            return self.conclude(out)
+        return out if positions is None else (out, positions)
 
 
 class _Tie(TiedLayerSpec):
@@ -111,8 +116,12 @@ class PipelineLanguageModel(PipelineModule):
         topology = PipeDataParallelTopology(num_pp=stages, num_dp=degrees.data)
         # It prints its topology and its seeds, and broadcasts tied weights with gradients on.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
-            super().__init__(specs, topology=topology, loss_fn=self._loss, partition_method=bounds)
+            super().__init__(specs, topology=topology, partition_method=bounds)
         self.stage = stage
+        if place.pipeline == stages - 1:
+            # Not as DeepSpeed's loss_fn: that runs outside of the engine's forward pass, and BF16_Optimizer clears the
+            # gradients as soon as the backward pass reaches what came out of it. The head's would be lost.
+            stage.conclude = self._loss
         self.layers_per_stage = tuple(layers)
         self._parameters_here = parameters
         self._shapes = shapes
@@ -120,6 +129,8 @@ class PipelineLanguageModel(PipelineModule):
         self._form = HeadForm.of(stage.hf.config)
         self.factor: Callable[[], float] = lambda: 1.0
         """On the summed loss of a micro-batch, in training."""
+        self.labels: deque[Tensor] = deque()
+        """Of the micro-batches whose forward pass has not begun; on the last stage."""
         self.losses: list[Tensor] = []
         """Summed losses (nats) of the micro-batches since the list was emptied; on the last stage."""
 
@@ -146,8 +157,9 @@ class PipelineLanguageModel(PipelineModule):
         """Shape of every parameter of the whole model, by Hugging Face name."""
         return self._shapes
 
-    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, hidden: Tensor) -> Tensor:
         """The weighted loss of a micro-batch; its summed loss goes into `losses`."""
+        labels = self.labels.popleft()
         if self.stage.wants_logits:
             loss_sum = F.cross_entropy(
                 hidden.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
@@ -236,7 +248,7 @@ def build_stage(hf: Any, anatomy: Anatomy, part: Part, resolved: ResolvedRun, de
     if model.compile_layers:
         for index in part.layers:
             hf.get_submodule(anatomy.layers[index].path).compile()
-    return Stage(hf, entrance, last=part.last)
+    return Stage(hf, entrance)
 
 
 def _cut(hf: Any, anatomy: Anatomy, part: Part, dtype: torch.dtype) -> Entrance | None:
