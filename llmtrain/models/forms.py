@@ -58,6 +58,9 @@ def _whole_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Any
     """Every parameter whole, or under ZeRO 3 born partitioned."""
     model = resolved.run.model
     config = load_config(model)
+    # Before zero.Init: what transformers imports in there loses its decorated constructors when it ends, the one of
+    # the experts among them (partition_parameters.py _init_subclass and _disable_class).
+    exact = skeleton(model)
     with contextlib.ExitStack() as stack:
         if resolved.zero_stage == 3:
             import deepspeed
@@ -68,5 +71,5 @@ def _whole_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Any
         else:
             stack.enter_context(device)
         hf = construct(config, model.attention, DTYPES[resolved.precision])
-    restore_buffers(hf, skeleton(model), device)
+    restore_buffers(hf, exact, device)
     return hf

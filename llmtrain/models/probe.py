@@ -144,6 +144,8 @@ def probe_copy(hf: Any) -> Any:
     Raises ModelError.
     """
     config = without_dropout(shrunk_config(hf.config))
+    if getattr(config, "output_router_logits", False):  # it asks for the loss of routers that parts of a model lack
+        config.output_router_logits = False
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             small = type(hf)._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
