@@ -78,6 +78,18 @@ def _keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, -1)
 
 
+def return_freed_memory() -> None:
+    """Undo that for tensors of 1 MiB and more: what is kept is cut up, and a long sequence needs large pieces.
+
+    Measured on a 7 M model with tiled MLPs: a step of 4,096 tokens took 0.69 GiB with it, 0.58 GiB without.
+    """
+    mmap_threshold, mmap_max = -3, -4
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_max, 65536)
+        libc.mallopt(mmap_threshold, 2**20)
+
+
 def apply_group_timeout(timeout_s: float) -> None:
     """Give the run's timeout to every process group.
 
@@ -203,6 +215,8 @@ def _open_folder(folder: Path) -> Iterator[int]:
 
 def build_engine(model: LanguageModel, resolved: ResolvedRun, mesh: Mesh) -> deepspeed.DeepSpeedEngine:
     """The DeepSpeed engine for a model whose parameters have not been given values yet."""
+    if resolved.run.model.mlp_tile_tokens is not None and get_accelerator().device_name() == "cpu":
+        return_freed_memory()
     optimizer = build_optimizer(model, resolved)
     config = dict(resolved.deepspeed)
     if resolved.zero_stage == 0 and resolved.precision == "fp32":

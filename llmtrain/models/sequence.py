@@ -222,6 +222,12 @@ def check_attention(hf: Any) -> None:
                 f"model: the attention of {name} is code of its own, not transformers' attention interface, so its "
                 f"heads cannot be shared; set {_KEY} to 1."
             )
+        for path in {call.path for call in calls}:
+            for parameter, _ in small.get_submodule(path).named_parameters(recurse=False):
+                raise ModelError(
+                    f"model: the attention of {name} has a parameter of its own ({parameter}), with a value for each "
+                    f"head; ranks that share heads would need their parts of it. Set {_KEY} to 1."
+                )
         with _only_own_values():
             one, two = (small(input_ids=tokens, use_cache=False).logits for tokens in (ids, other))
     # Not to the bit: a token that goes to another expert changes the shapes, and so the rounding, of the products.

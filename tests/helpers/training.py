@@ -71,6 +71,7 @@ class Case:
     partition: str | tuple[int, ...] = "parameters"
     """Of layers over pipeline stages."""
     compile_layers: bool = False
+    mlp_tile_tokens: int | None = None
     isolate_documents: bool = False
     steps: int = 20
     clip: float = 1.0
@@ -131,6 +132,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
             attention=case.attention,  # type: ignore[arg-type]
             loss_chunk_tokens=40,
             compile_layers=case.compile_layers,
+            mlp_tile_tokens=case.mlp_tile_tokens,
         ),
         data=case_data(case),
         optim=OptimConfig(

@@ -240,12 +240,13 @@ def test_places_tell_line_and_command_line(here: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.name)
 def test_every_ds_config(here: Path, path: Path) -> None:
-    resolved = loaded(here, {"deepspeed": str(path)})
+    shared = json.loads(path.read_text()).get("sequence_parallel_size", 1)
+    resolved = loaded(here, {"deepspeed": str(path)}, ranks=2 * shared)
     name = path.stem
     assert resolved.precision == ("fp32" if "fp32" in name else "fp16" if "fp16" in name else "bf16")
-    assert name == "fp16" or resolved.zero_stage == int(name[4])
-    assert resolved.offload_param == resolved.offload_optimizer == resolved.activation_checkpointing
-    assert resolved.offload_param == ("offload" in name)
+    assert name in ("fp16", "long_context") or resolved.zero_stage == int(name[4])
+    assert resolved.offload_param == resolved.offload_optimizer == ("offload" in name)
+    assert resolved.activation_checkpointing == ("offload" in name or name == "long_context")
     json.loads(path.read_text())  # plain JSON: any DeepSpeed stack can read it
     assert f"`{path.name}`" in (ROOT / "ds_configs/README.md").read_text()
 
@@ -254,7 +255,8 @@ def test_every_ds_config(here: Path, path: Path) -> None:
 def test_every_recipe(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     parsed = parse(["--config", str(path)], check_paths=False)
-    for ranks in (1, 2):
+    shared = json.loads((ROOT / parsed.run.deepspeed).read_text()).get("sequence_parallel_size", 1)
+    for ranks in (shared, 2 * shared):
         assert resolve(parsed.run, ranks, places=parsed.places).max_steps
 
 

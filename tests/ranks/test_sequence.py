@@ -1,0 +1,199 @@
+"""Sequence parallelism against plain PyTorch in one process, fp32: ranks that share each row, and tiled MLPs.
+
+Tolerances: as in test_parity.py; loss 2e-5 is allowed for sequence parallelism, 1e-6 is what is seen. Labels are
+counted up to an uneven length in each row, so some ranks have columns without a counted token.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.families import FAMILIES, VARIANTS, tied
+from tests.helpers.training import LLAMA, Case, Trace, largest_difference, make_engine, plain_pytorch, run_case
+
+ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
+LONG = {**VARIANTS["phi3_longrope"], "original_max_position_embeddings": 16}
+LONG["rope_parameters"] = {**LONG["rope_parameters"], "original_max_position_embeddings": 16}
+"""Its angles change beyond 16 of a row's 32 positions, of which a rank has 16."""
+
+
+@functools.cache
+def reference(data: str) -> Trace:
+    return plain_pytorch(Case(data=data))
+
+
+def close(got: Trace, want: Trace, loss: float = 2e-5) -> bool:
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < loss
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
+    assert largest_difference(got.parameters, want.parameters) < 5e-5
+    return True
+
+
+def agrees(pools: Any, world_size: int, case: Case) -> bool:
+    return close(pools(world_size).run(run_case, case)[0], plain_pytorch(case))
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 3), (1, 1), (2, 3), (3, 3)])
+def test_two_ranks_share_each_row(pools, small_data, stage, accumulation):
+    got = pools(2).run(run_case, Case(data=small_data, sequence=2, stage=stage, accumulation=accumulation))[0]
+    assert close(got, reference(small_data))
+
+
+def test_zero_3_averages_alike_whatever_way_it_reduces(pools, small_data):
+    """DeepSpeed's two ways of ZeRO 3 divide by different numbers when they are told of sequence-parallel ranks."""
+    zero = {"zero_optimization": {"stage": 3, "reduce_scatter": False}}
+    got = pools(2).run(run_case, Case(data=small_data, sequence=2, stage=3, extra=zero))[0]
+    assert close(got, reference(small_data))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"sequence": 2, "stage": 3, "accumulation": 3},
+        {"sequence": 2, "stage": 1},
+        {"sequence": 4, "stage": 2},  # two key/value heads for four ranks
+        {"sequence": 2, "tensor": 2, "stage": 1},
+    ],
+    ids=str,
+)
+def test_four_ranks(pools, small_data, form):
+    assert close(pools(4).run(run_case, Case(data=small_data, **form))[0], reference(small_data))
+
+
+def test_ranks_without_a_counted_token(pools, small_data):
+    """Micro-batches of one row: most have all their counted tokens in the first rank's columns."""
+    assert agrees(pools, 2, Case(data=small_data, sequence=2, stage=3, accumulation=12, steps=5))
+
+
+def family_case(data: str, model: dict[str, Any], **changes: Any) -> Case:
+    attention = "eager" if model["model_type"] == "gemma2" else "sdpa"
+    return Case(
+        **{"data": data, "sequence": 2, "stage": 1, "steps": 6, "model": model, "attention": attention, **changes}
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        (FAMILIES["gemma2"], {}),  # caps, windows in every other layer, eager masks
+        (FAMILIES["gemma3"], {"stage": 3, "isolate_documents": True}),  # two kinds of rotary angles
+        (FAMILIES["gpt2"], {"stage": 0}),  # learned positions, tied
+        (FAMILIES["qwen3_moe"], {"stage": 3}),
+        (LONG, {}),
+        (tied(LLAMA), {"stage": 3, "isolate_documents": True}),
+    ],
+    ids=["gemma2", "gemma3 documents", "gpt2", "qwen3_moe", "longrope", "tied documents"],
+)
+def test_families(pools, small_data, model, changes):
+    assert agrees(pools, 2, family_case(small_data, model, **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tying", [False, True])
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
+def test_every_family(pools, small_data, family, tying):
+    model = tied({**FAMILIES, **VARIANTS}[family], tying)
+    for changes in ({"steps": 20}, {"stage": 3, "accumulation": 3, "isolate_documents": True}):
+        assert agrees(pools, 2, family_case(small_data, model, **changes))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bf16_stays_within_bf16_rounding_of_fp32(pools, small_data, stage):
+    """The same limits as without sequence parallelism: test_forms.py."""
+    got = pools(2).run(run_case, Case(data=small_data, sequence=2, stage=stage, precision="bf16"))[0]
+    want = reference(small_data)
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"stage": 0},
+        {"stage": 2, "accumulation": 3},
+        {"stage": 3, "extra": ON_HOST},
+        {"stage": 3, "extra": ON_HOST, "sequence": 2},
+        {"stage": 1, "tensor": 2},
+    ],
+    ids=str,
+)
+def test_tiled_mlps(pools, small_data, form):
+    """Seven tokens at a time: rows of a micro-batch and a rank's columns are no multiple of it."""
+    got = pools(2).run(run_case, Case(data=small_data, mlp_tile_tokens=7, **form))[0]
+    assert close(got, reference(small_data))
+
+
+def evaluated(case: Case) -> tuple[float, int]:
+    """Validation loss with the initial weights, and its tokens."""
+    from llmtrain.config.run import DataConfig
+    from llmtrain.data.loader import TrainData, validation_batches
+    from tests.helpers.training import case_degrees
+
+    engine, stepper, ranks = make_engine(case)
+    degrees = case_degrees(case, ranks.world_size)
+    data = TrainData(DataConfig(path=case.data, sequence_length=32))
+    split = {"rank": degrees.place(ranks.rank).data, "data_parallel": degrees.data}
+    found = stepper.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
+    engine.destroy()
+    return found
+
+
+def test_evaluation_is_the_one_of_one_process(pools, small_data):
+    ((want, tokens),) = pools(1).run(evaluated, Case(data=small_data))
+    for world_size, stage in ((2, 3), (4, 1)):
+        for got, counted in pools(world_size).run(evaluated, Case(data=small_data, sequence=2, stage=stage)):
+            assert abs(got - want) < 2e-6 and counted == tokens
+
+
+def checked_at_the_start(case: Case, fault: str) -> str:
+    """What a run's check of its loss says when a part of sequence parallelism is missing."""
+    from llmtrain.errors import ModelError
+    from llmtrain.models import sequence
+
+    own = sequence._see_the_last_position
+    if fault == "angles":
+        sequence._see_the_last_position = lambda rotary, exchange: None
+    try:
+        engine, stepper, _ = make_engine(case)
+        if fault == "positions":
+            base = engine.module.hf.base_model
+            plain = base.forward
+            base.forward = lambda *args, position_ids=None, **kwargs: plain(
+                *args, position_ids=position_ids - position_ids[:, :1], **kwargs
+            )
+        stepper.check_head(torch.arange(32).unsqueeze(0) + 40)
+        stepper.check_isolation(torch.arange(32).unsqueeze(0) + 40)
+    except ModelError as error:
+        return str(error)
+    finally:
+        sequence._see_the_last_position = own
+    engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize("fault", ["", "positions", "angles"])
+def test_a_run_begins_with_a_proof_that_sharing_rows_changes_nothing(pools, small_data, fault):
+    answers = pools(2).run(checked_at_the_start, Case(data=small_data, sequence=2, stage=1, model=LONG), fault)
+    assert all(("train on a wrong loss" in answer) if fault else answer == "" for answer in answers), answers
+
+
+def refused(case: Case) -> str:
+    """The error of building a model whose heads cannot be shared."""
+    from llmtrain.errors import ModelError
+
+    try:
+        _, stepper, _ = make_engine(case)
+        stepper.check_head(torch.arange(32).unsqueeze(0))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_heads_that_cannot_be_shared_are_refused_with_the_degrees_that_can(pools, small_data):
+    model = {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
+    for answer in pools(2).run(refused, Case(data=small_data, sequence=2, model=model)):
+        assert "3 attention heads cannot be shared by 2 ranks" in answer and "1, 3" in answer
