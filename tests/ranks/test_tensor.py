@@ -1,0 +1,227 @@
+"""Tensor parallelism against plain PyTorch in one process, fp32, 20 steps.
+
+Tolerance: shards are summed in another order than one product sums them, nothing else differs. A loss near 6 has a
+spacing of 5e-7; what 20 steps of AdamW make of that is seen to stay below 2e-6 in all families.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmtrain.engine.step import seed_step
+from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.mesh import mesh_of
+from llmtrain.models.tensor_layers import Span
+from llmtrain.models.vocabulary import Words
+from llmtrain.topology import Degrees
+from tests.helpers.families import FAMILIES, VARIANTS, tied
+from tests.helpers.ranks import RankFailed
+from tests.helpers.training import (
+    LENGTH,
+    Case,
+    Trace,
+    batches,
+    joined,
+    largest_difference,
+    make_engine,
+    plain_pytorch,
+    run_case,
+    train_steps,
+)
+
+MODELS = {**FAMILIES, **VARIANTS}
+
+
+def case_of(data: str, family: str = "llama", tie: bool = False, **form: Any) -> Case:
+    attention = "eager" if family == "gemma2" else "sdpa"
+    return Case(data=data, model=tied(MODELS[family], tie), attention=attention, **{"tensor": 2, **form})
+
+
+@functools.cache
+def reference(data: str, family: str, tie: bool, clip: float = 1.0, isolate: bool = False) -> Trace:
+    return plain_pytorch(case_of(data, family, tie, clip=clip, isolate_documents=isolate))
+
+
+def check(got: Trace, want: Trace) -> None:
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
+    assert largest_difference(got.parameters, want.parameters) < 2e-5
+    assert want.losses[-1] < want.losses[0] - 0.003  # it does learn
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_zero_stage(pools, small_data, stage):
+    """Grouped-query attention, three micro-batches of unequal length, clipping that bites at every step."""
+    case = case_of(small_data, stage=stage, accumulation=3, clip=0.05)
+    check(pools(2).run(run_case, case)[0], reference(small_data, "llama", False, 0.05))
+
+
+TELLING = {
+    "gpt2": 0,  # weights the other way round, query, key and value in one
+    "gpt_neox": 1,  # the same head by head
+    "phi3": 2,  # sections of unequal size, head counts that are read from the config
+    "qwen3": 3,  # norms of each head: each rank has a part of their gradient
+    "olmo2": 3,  # norms across all heads
+    "stablelm_full": 1,  # a norm module for each head
+    "opt": 3,  # biases that must be added once, a padding row
+    "gemma2": 1,  # capped logits, scaled embedding
+    "qwen3_moe": 3,  # experts, some layers without
+}
+
+
+@pytest.mark.parametrize("family", TELLING)
+def test_families(pools, small_data, family):
+    case = case_of(small_data, family, True, stage=TELLING[family])
+    check(pools(2).run(run_case, case)[0], reference(small_data, family, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("family", [name for name in MODELS if name != "gqa_uneven"])
+def test_every_family(pools, small_data, family, tie, stage):
+    case = case_of(small_data, family, tie, stage=stage)
+    check(pools(2).run(run_case, case)[0], reference(small_data, family, tie))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"stage": 2, "accumulation": 3, "family": "llama_biases"},
+        {"stage": 3, "extra": {"activation_checkpointing": {}}},
+        {"stage": 1, "sequence": 2},
+    ],
+    ids=str,
+)
+def test_with_other_ranks(pools, small_data, form):
+    """Two groups of two: other sequences, or other parts of them."""
+    case = case_of(small_data, **form, steps=6)
+    check(pools(4).run(run_case, case)[0], plain_pytorch(case))
+
+
+def test_three_ranks_share_an_odd_vocabulary(pools, small_data):
+    """517 words do not divide by 3; 3 key/value heads do."""
+    model = {**MODELS["gqa_uneven"], "intermediate_size": 96, "tie_word_embeddings": True}
+    case = Case(data=small_data, model=model, tensor=3, stage=1, steps=6)
+    check(pools(3).run(run_case, case)[0], plain_pytorch(case))
+
+
+def test_documents_stay_apart(pools, small_data):
+    case = case_of(small_data, stage=1, isolate_documents=True)
+    check(pools(2).run(run_case, case)[0], reference(small_data, "llama", False, isolate=True))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bf16(pools, small_data, stage):
+    """As without tensor parallelism (test_forms.py). At ZeRO 0, DeepSpeed's norm would be half of the true one."""
+    want = reference(small_data, "llama", True)
+    got = pools(2).run(run_case, case_of(small_data, tie=True, stage=stage, precision="bf16"))[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
+
+
+def test_heads_that_do_not_divide_are_refused(pools, small_data):
+    with pytest.raises(RankFailed, match=r"tensor_parallel.autotp_size: 2 ranks .* 3 key/value heads"):
+        pools(2).run(run_case, case_of(small_data, "gqa_uneven", stage=1))
+
+
+def what_ranks_hold(case: Case) -> tuple[dict[str, torch.Tensor], list[float], float, int, list[int]]:
+    """After three steps: what all ranks of a group hold, losses, and an evaluation; the samples of the first batch."""
+    engine, stepper, ranks = make_engine(case)
+    place = mesh_of(stepper._mesh.degrees).place
+    seed_step(0, 0, ranks.rank // case.tensor)
+    trace = train_steps(case, stepper, ranks, 0, 3)
+    held = engine.module.local_parameters()
+    common = {p.name: p.parameter.detach().clone() for p in held if p.copy[1] > 1}
+    batch = next(batches(case, (place.data, stepper._mesh.degrees.data), 1))
+    loss, tokens = stepper.evaluate(batch.micro_batches)
+    stepper.check_head(torch.arange(LENGTH).unsqueeze(0))
+    engine.destroy()
+    return common, trace.losses, loss, tokens, batch.micro_batches[0].sample_indices
+
+
+def test_ranks_of_a_group_see_the_same_rows(pools, small_data):
+    results = pools(4).run(what_ranks_hold, case_of(small_data, stage=1))
+    samples = [result[4] for result in results]
+    assert samples[0] == samples[1] != samples[2] == samples[3]
+    assert sorted(samples[0] + samples[2]) == list(range(12))
+    counted = sum((1 + (index * 7) % (LENGTH - 1)) for index in range(12))
+    assert {result[3] for result in results} == {counted}  # each row is counted once
+    assert len({result[2] for result in results}) == 1
+
+
+DROPPING = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+
+
+def test_dropout_keeps_the_ranks_together(pools, small_data):
+    """What all ranks compute they drop alike, or the parameters that all of them hold would drift apart."""
+    model = {**FAMILIES["gpt2"], **DROPPING}
+    case = replace(case_of(small_data, "gpt2", stage=1), model=model)
+    (here, losses, *_), (there, other_losses, *_) = pools(2).run(what_ranks_hold, case)
+    assert len(here) > 10
+    assert all(torch.equal(here[name], there[name]) for name in here)
+    assert losses == other_losses
+    without = reference(small_data, "gpt2", False).losses
+    assert abs(losses[0] - without[0]) > 1e-4
+    recomputed = replace(case, extra={"activation_checkpointing": {}})
+    again = pools(2).run(what_ranks_hold, recomputed)[0][1]
+    assert max(abs(a - b) for a, b in zip(again, losses, strict=True)) < 2e-6  # the same was dropped
+
+
+def drawn() -> list[list[float]]:
+    """Random numbers before, within, after, within and after shared stretches; then the first stretch again."""
+    joined()
+    span = Span(dist.group.WORLD, dropout=True)
+    numbers = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        numbers.append(torch.rand(3).tolist())
+        for _ in range(2):
+            span.enter(torch.zeros(1), training=True)
+            numbers.append(torch.rand(3).tolist())
+            span.leave()
+            numbers.append(torch.rand(3).tolist())
+    return numbers
+
+
+def test_each_rank_drops_other_things_of_its_own(pools):
+    here, there = pools(2).run(drawn)
+    assert [a == b for a, b in zip(here, there, strict=True)] == [True, False, True, False, True] * 2
+    assert here[:5] == here[5:]
+    assert len({tuple(numbers) for numbers in here}) == 5
+
+
+def vocabulary_loss(form: HeadForm, total: int) -> float:
+    """Largest relative difference to the whole loss: value, gradients of the input, the weight and the bias."""
+    ranks = joined()
+    group = mesh_of(Degrees(tensor=ranks.world_size)).tensor
+    words = Words.of(total, group)
+    torch.manual_seed(3)
+    hidden, weight, bias = torch.randn(2, 9, 16), torch.randn(total, 16), torch.randn(total)
+    labels = torch.randint(0, total, (2, 9))
+    labels[0, 3:5] = -100
+    rows = slice(words.first, words.first + words.count)
+    whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    share = [tensor.clone().requires_grad_() for tensor in (hidden, weight[rows], bias[rows])]
+    want = chunked_nll_sum(*whole, labels, chunk=4, form=form)
+    got = words.nll_sum(*share, labels, chunk=4, form=form)
+    (want * 0.3).backward()
+    (got * 0.3).backward()
+    pairs = [(want, got), (whole[0].grad, share[0].grad), (whole[1].grad[rows], share[1].grad)]
+    pairs += [(whole[2].grad[rows], share[2].grad)]
+    logits = words.logits(hidden, share[1].detach(), share[2].detach())
+    pairs += [(hidden @ weight.T + bias, logits)]
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("form", [HeadForm(), HeadForm(scale=0.5, softcap=3.0)], ids=["plain", "capped"])
+def test_the_loss_over_a_shared_vocabulary(pools, form):
+    """13 words over 2 ranks; over 4, the last ranks have 3 each."""
+    assert max(pools(2).run(vocabulary_loss, form, 13)) < 2e-6
+    assert max(pools(4).run(vocabulary_loss, form, 13)) < 2e-6
