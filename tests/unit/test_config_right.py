@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from llmtrain import cli
 from llmtrain.config import strict_yaml
 from llmtrain.config.batch import solve
+from llmtrain.config.deepspeed import DEGREE_KEYS
+from llmtrain.config.ds_json import lookup
 from llmtrain.config.dump import dump
 from llmtrain.config.load import load, parse, parse_run, resolve
 from llmtrain.config.problems import Problems
@@ -238,13 +241,21 @@ def test_places_tell_line_and_command_line(here: Path) -> None:
     assert places["optim.lr"] == "command line"
 
 
+def ranks_at_least(path: Path) -> int:
+    """The product of the degrees that a DeepSpeed JSON asks for."""
+    tree = json.loads(path.read_text())
+    degrees = [lookup(tree, key) for key in DEGREE_KEYS.values()]
+    return math.prod(degree for degree in degrees if degree)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.name)
 def test_every_ds_config(here: Path, path: Path) -> None:
-    shared = json.loads(path.read_text()).get("sequence_parallel_size", 1)
-    resolved = loaded(here, {"deepspeed": str(path)}, ranks=2 * shared)
+    resolved = loaded(here, {"deepspeed": str(path)}, ranks=2 * ranks_at_least(path))
     name = path.stem
     assert resolved.precision == ("fp32" if "fp32" in name else "fp16" if "fp16" in name else "bf16")
-    assert name in ("fp16", "long_context") or resolved.zero_stage == int(name[4])
+    assert not name.startswith("zero") or resolved.zero_stage == int(name[4])
+    for way in ("pipeline", "tensor"):
+        assert (getattr(resolved.degrees, way) > 1) == (way in name)
     assert resolved.offload_param == resolved.offload_optimizer == ("offload" in name)
     assert resolved.activation_checkpointing == ("offload" in name or name == "long_context")
     json.loads(path.read_text())  # plain JSON: any DeepSpeed stack can read it
@@ -255,8 +266,8 @@ def test_every_ds_config(here: Path, path: Path) -> None:
 def test_every_recipe(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     parsed = parse(["--config", str(path)], check_paths=False)
-    shared = json.loads((ROOT / parsed.run.deepspeed).read_text()).get("sequence_parallel_size", 1)
-    for ranks in (shared, 2 * shared):
+    least = ranks_at_least(ROOT / parsed.run.deepspeed)
+    for ranks in (least, 2 * least):
         assert resolve(parsed.run, ranks, places=parsed.places).max_steps
 
 
