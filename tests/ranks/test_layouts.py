@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 
+from llmtrain.checkpoint.load import load_checkpoint
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.engine.fragments import loss_scale_state, optimizer_step
 from tests.helpers.families import FAMILIES, tied
-from tests.helpers.training import Case, Trace, largest_difference
+from tests.helpers.training import (
+    Case,
+    Trace,
+    assembled,
+    largest_difference,
+    make_engine,
+    plain_pytorch,
+    resolved_run,
+    save_checkpoint,
+    train_steps,
+)
 from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
 
 MODELS = {
@@ -75,3 +90,33 @@ def test_losses_go_on(pools, small_data, saved, model, saved_under, loaded_under
     assert len(want.losses) == len(got.losses) == 5
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 4e-6
     assert largest_difference(got.parameters, want.parameters) < 1e-5
+
+
+def segment(case: Case, path: str | None, first: int, last: int, folder: str) -> tuple[Trace, str]:
+    """Steps [first, last) from a checkpoint, and the next one."""
+    engine, stepper, ranks = make_engine(case)
+    if path is not None:
+        trainer = json.loads((Path(path) / "trainer.json").read_text())
+        load_checkpoint(engine, CheckpointReader(Path(path)), trainer, ranks)
+    trace = train_steps(case, stepper, ranks, first, last)
+    trace.parameters = assembled(engine, ranks)
+    state = {"optimizer_step": optimizer_step(engine), "loss_scale": loss_scale_state(engine)}
+    saved = save_checkpoint(engine, Path(folder), last, state, resolved_run(case, ranks.world_size), ranks)
+    engine.destroy()
+    return trace, str(saved)
+
+
+def test_a_run_that_changes_its_layout_at_every_resume(pools, small_data, tmp_path):
+    """From a pipeline into ZeRO 3, tensor parallelism, one process and back, against plain PyTorch without a break."""
+    chain = ["pp2dp2", "z3x4", "tp2dp2", "one", "sp2dp2", "pp2dp2"]
+    bounds = [0, 3, 6, 9, 12, 15, 18]
+    want = plain_pytorch(Case(data=small_data, steps=bounds[-1], model=MODELS["dense"]))
+    losses: list[float] = []
+    path: str | None = None
+    for layout, (first, last) in zip(chain, pairwise(bounds), strict=True):
+        world_size, form = LAYOUTS[layout]
+        case = Case(data=small_data, steps=bounds[-1], model=MODELS["dense"], **form)
+        trace, path = pools(world_size).run(segment, case, path, first, last, str(tmp_path))[0]
+        losses += trace.losses
+    assert max(abs(a - b) for a, b in zip(losses, want.losses, strict=True)) < 1e-5
+    assert largest_difference(trace.parameters, want.parameters) < 5e-5

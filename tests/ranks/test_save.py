@@ -57,6 +57,8 @@ def save_both_ways(case: Case, folder: str) -> tuple[list[str], bool, dict[str, 
         {"stage": 2, "offload": "optimizer"},
         {"stage": 3},
         {"stage": 1, "optimizer": "muon"},
+        {"stage": 1, "tensor": 2},
+        {"stage": 1, "pipeline": 2},
     ],
     ids=lambda form: "-".join(str(v) for v in form.values()),
 )
