@@ -227,6 +227,10 @@ def build_engine(model: LanguageModel, resolved: ResolvedRun, mesh: Mesh) -> dee
         _mark_gradients(model)
     if resolved.degrees.sequence > 1:  # what DeepSpeed does when it is told of the sequence-parallel ranks (mesh.py)
         config["communication_data_type"] = config.get("seq_parallel_communication_data_type", "fp32")
+    if resolved.degrees.pipeline > 1:
+        # Every tensor-parallel rank has the whole hidden state and sends it to its counterpart: DeepSpeed's way to send
+        # a share each and gather it costs two more messages and an all-gather for every micro-batch.
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False

@@ -102,6 +102,7 @@ class PipelineStepper(Stepper):
             module.train()
         counted = sum(int((micro.labels >= 0).sum()) for micro in micros) if engine.is_last_stage() else 0
         total = torch.tensor([float(torch.stack(losses).double().sum()), counted], dtype=torch.float64)
+        total *= self._own_tokens
         dist.all_reduce(total, group=self._ranks.control)
         return float(total[0] / total[1].clamp(min=1)), int(total[1])
 

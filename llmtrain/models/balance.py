@@ -31,16 +31,18 @@ def bubble_share(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def explain(stages: int, micro_batches: int) -> str:
-    """One line for a person about micro-batches and the bubble."""
+def explain(layers: Sequence[int], micro_batches: int) -> str:
+    """One line for a person about stages, micro-batches and the bubble. `layers`: of each stage."""
+    stages = len(layers)
     share = bubble_share(stages, micro_batches)
     line = (
-        f"pipeline of {stages} stages, {micro_batches} micro-batches a step (train.accumulation): each stage waits "
-        f"{share:.0%} of the time, ({stages} - 1) / ({micro_batches} + {stages} - 1)"
+        f"pipeline of {stages} stages with {' + '.join(map(str, layers))} decoder layers, {micro_batches} micro-batches "
+        f"a step (train.accumulation): each stage waits {share:.0%} of the time, ({stages} - 1) / ({micro_batches} + "
+        f"{stages} - 1), if all take equally long"
     )
     if share > 0.2:
         enough = 4 * (stages - 1)  # (S - 1) / (4 (S - 1) + S - 1) = 1/5
-        line += f"; {enough} micro-batches would make it 20%"
+        line += f"; with {enough} micro-batches it would be 20%"
     return line
 
 

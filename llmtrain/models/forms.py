@@ -27,7 +27,7 @@ def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Lang
     """
     if resolved.degrees.pipeline > 1:
         check_stages(load_config(resolved.run.model))
-        return build_pipeline(resolved, device)
+        return build_pipeline(resolved, device, mesh)
     model = resolved.run.model
     if resolved.degrees.tensor > 1:
         hf = shared_model(resolved, device, mesh)

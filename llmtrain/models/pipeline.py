@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,17 +18,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.absent import AbsentAfter, AbsentBefore, AbsentLayer
 from llmtrain.models.anatomy import Anatomy, anatomy_of
-from llmtrain.models.balance import Weights, balanced, given, uniform
+from llmtrain.models.balance import Weights, balanced, explain, given, uniform
 from llmtrain.models.build import DTYPES, skeleton
-from llmtrain.models.language import checkpoint_activations, documents_in_rows
-from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum
+from llmtrain.models.language import checkpoint_activations, documents_in_rows, head_forward
+from llmtrain.models.loss import IGNORE, HeadForm
+from llmtrain.models.mesh import Mesh
 from llmtrain.models.parameters import LocalParameter, local_parameter
+from llmtrain.models.projections import projections
+from llmtrain.models.tensor import shard_model
+from llmtrain.models.tiled import tile_mlps
 from llmtrain.topology import Degrees
 
 
@@ -113,7 +118,7 @@ class PipelineLanguageModel(PipelineModule):
         if tied is not None:
             specs = [_Tie(tied[0]), *specs, _Tie(tied[1])]
             bounds = [0, *range(2, stages + 1), stages + 2]
-        topology = PipeDataParallelTopology(num_pp=stages, num_dp=degrees.data)
+        topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=degrees.tensor, num_dp=degrees.data)
         # It prints its topology and its seeds, and broadcasts tied weights with gradients on.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(specs, topology=topology, partition_method=bounds)
@@ -122,7 +127,11 @@ class PipelineLanguageModel(PipelineModule):
             # Not as DeepSpeed's loss_fn: that runs outside of the engine's forward pass, and BF16_Optimizer clears the
             # gradients as soon as the backward pass reaches what came out of it. The head's would be lost.
             stage.conclude = self._loss
+            head = stage.hf.get_output_embeddings()  # type: ignore[operator]
+            head.forward = types.MethodType(head_forward, head)  # it knows of a vocabulary that ranks share
         self.layers_per_stage = tuple(layers)
+        self.notes: list[str] = []
+        """For the user, at the start of a run."""
         self._parameters_here = parameters
         self._shapes = shapes
         self._chunk = chunk
@@ -165,13 +174,12 @@ class PipelineLanguageModel(PipelineModule):
                 hidden.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
             )
         else:
-            head = self.hf.get_output_embeddings()
-            loss_sum = chunked_nll_sum(hidden, head.weight, head.bias, labels, chunk=self._chunk, form=self._form)
+            loss_sum = self.hf.get_output_embeddings()(hidden, labels, self._chunk, self._form)
         self.losses.append(loss_sum.detach())
         return loss_sum * self.factor() if self.training else loss_sum
 
 
-def build_pipeline(resolved: ResolvedRun, device: torch.device) -> PipelineLanguageModel:
+def build_pipeline(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:
     """This rank's stage with uninitialised parameters; those of other stages never get memory.
 
     Raises:
@@ -183,11 +191,19 @@ def build_pipeline(resolved: ResolvedRun, device: torch.device) -> PipelineLangu
     shapes = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
     counts = layer_counts(resolved, hf, anatomy, device)
     ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
-    index = degrees.place(dist.get_rank()).pipeline
+    shared = projections(hf, anatomy) if degrees.tensor > 1 else None
+    index = mesh.place.pipeline
     first = sum(counts[:index])
     part = Part(range(first, first + counts[index]), first=index == 0, last=index == degrees.pipeline - 1)
-    stage = build_stage(hf, anatomy, part, resolved, device)
-    return PipelineLanguageModel(
+    if model.mlp_tile_tokens is not None:
+        tile_mlps(hf, model.mlp_tile_tokens)
+
+    def shard(rest: nn.Module) -> None:
+        assert shared is not None
+        shard_model(rest, anatomy, shared, mesh.tensor, device, DTYPES[resolved.precision])
+
+    stage = build_stage(hf, anatomy, part, resolved, device, shard=None if shared is None else shard)
+    pipeline = PipelineLanguageModel(
         stage,
         degrees,
         _local_parameters(hf, anatomy, min(index, 1)),
@@ -196,6 +212,8 @@ def build_pipeline(resolved: ResolvedRun, device: torch.device) -> PipelineLangu
         model.loss_chunk_tokens,
         counts,
     )
+    pipeline.notes.append(explain(counts, resolved.run.train.accumulation or 1))
+    return pipeline
 
 
 def layer_counts(resolved: ResolvedRun, hf: Any, anatomy: Anatomy, device: torch.device) -> tuple[int, ...]:
@@ -237,14 +255,29 @@ class Part:
     """Final norm and head."""
 
 
-def build_stage(hf: Any, anatomy: Anatomy, part: Part, resolved: ResolvedRun, device: torch.device) -> Stage:
-    """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device."""
+def build_stage(
+    hf: Any,
+    anatomy: Anatomy,
+    part: Part,
+    resolved: ResolvedRun,
+    device: torch.device,
+    *,
+    shard: Callable[[nn.Module], None] | None = None,
+) -> Stage:
+    """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device.
+
+    `shard` gives memory to a tensor-parallel rank's share instead.
+    """
     model, dtype = resolved.run.model, DTYPES[resolved.precision]
     entrance = _cut(hf, anatomy, part, dtype)
+    if shard is not None:
+        shard(hf)
     _materialise(hf, device, dtype)
     hf.config.use_cache, hf.config.dtype = False, dtype
     if resolved.activation_checkpointing:
         checkpoint_activations(hf, resolved.deepspeed["activation_checkpointing"])
+    if model.mlp_tile_tokens is not None:
+        tile_mlps(hf, model.mlp_tile_tokens)
     if model.compile_layers:
         for index in part.layers:
             hf.get_submodule(anatomy.layers[index].path).compile()
@@ -274,7 +307,7 @@ def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
     made: dict[int, nn.Parameter] = {}
     for module in hf.modules():
         for key, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
                     values = torch.empty(parameter.shape, dtype=dtype, device=device)
                     made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)

@@ -122,7 +122,7 @@ def shard_model(
     if isinstance(embedding := modules.get(anatomy.embedding), nn.Embedding):
         share_embedding(embedding, words)
     if isinstance(head := modules.get(anatomy.head), nn.Linear):
-        head.words = words  # type: ignore[assignment]  # see _head_forward of models/language.py
+        head.words = words  # type: ignore[assignment]  # see head_forward of models/language.py
 
 
 def check_degree(shared: Projections, degree: int, expert_widths: dict[str, int] | None = None) -> None:
