@@ -138,10 +138,10 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _whole_numbers(text: str) -> list[int]:
-    numbers = [int(word) for word in text.split(",")]
-    if min(numbers) < 1:
-        raise ValueError(text)
-    return numbers
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r}: write world sizes, such as 2,4")
+    return [int(word) for word in words]
 
 
 def _on_cpu(wish: str, ranks: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import json
 import os
 import signal
@@ -10,8 +12,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from llmtrain.errors import UserError
 
@@ -30,6 +33,7 @@ class Ranks:
         self._folder = folder
         self._world_size = world_size
         self._processes: list[subprocess.Popen[bytes]] = []
+        end_with_parent = _end_with_parent()
         environment = dict(os.environ)
         environment.update(WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
         environment.pop("LOCAL_SIZE", None)
@@ -49,6 +53,7 @@ class Ranks:
                             stdout=log,
                             stderr=subprocess.STDOUT,
                             start_new_session=True,  # Ctrl-C comes to the command alone, and it ends them
+                            preexec_fn=end_with_parent,
                         )
                     )
         except BaseException:
@@ -109,6 +114,16 @@ class Ranks:
 
     def _tail(self, rank: int) -> str:
         return "\n".join(self._log(rank).read_text(errors="replace").splitlines()[-15:])
+
+
+def _end_with_parent() -> Callable[[], Any] | None:
+    """What a new process calls to ask the kernel to kill it when the command dies, however it dies (Linux)."""
+    try:
+        control = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return None
+    set_parent_death_signal = 1  # sys/prctl.h: PR_SET_PDEATHSIG
+    return functools.partial(control, set_parent_death_signal, signal.SIGKILL)
 
 
 @contextlib.contextmanager

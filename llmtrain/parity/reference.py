@@ -104,7 +104,7 @@ def _halve_products(model: nn.Module) -> None:
 
     for module in model.modules():
         if type(module) in (nn.Linear, Conv1D):
-            module.forward = types.MethodType(linear, module)  # type: ignore[method-assign]
+            module.forward = types.MethodType(linear, module)
 
 
 @torch.no_grad()

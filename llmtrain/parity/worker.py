@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import math
 import os
 import pickle
-import signal
 import sys
 import time
 import traceback
@@ -77,7 +74,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
                 save=False,
                 save_status=(False, False),
             )
-            seed_step(run.train.seed, step, ranks.rank)
+            seed_step(run.train.seed, step, ranks.rank // resolved.degrees.tensor)
             result = stepper.step(batch, agreement, learning_rate_factor(run.schedule, step, resolved.max_steps))
             trace.losses.append(stepper.global_loss(result.local_loss_sum, agreement().counted_tokens))
             trace.norms.append(math.nan if result.grad_norm is None else float(result.grad_norm))
@@ -113,7 +110,6 @@ def whole_tensors(engine: Any, ranks: Ranks, kind: str = PARAM) -> dict[str, tor
 
 def main(argv: list[str]) -> int:
     """All trainings of the plan on this rank. What went wrong is left in FOLDER for the command to tell."""
-    _end_with_parent()
     folder = Path(argv[0])
     warnings.filterwarnings("ignore", category=FutureWarning)
     rank = int(os.environ["RANK"])
@@ -136,13 +132,6 @@ def main(argv: list[str]) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel to kill this process when the command dies, however it dies (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        set_parent_death_signal = 1  # sys/prctl.h: PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -279,3 +283,30 @@ def test_ranks_that_end_well(tmp_path: Path) -> None:
     with start(tmp_path, "ends", "ends") as ranks:
         ranks.wait()
     assert len(list(tmp_path.glob("pid-*"))) == 2
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM], ids=lambda by: by.name)
+def test_no_rank_outlives_the_command(tmp_path: Path, by: signal.Signals) -> None:
+    (tmp_path / "how.json").write_text('["waits", "waits"]')
+    code = """
+from pathlib import Path
+import sys
+from llmtrain.parity.ranks import Ranks, ending_on_sigterm
+with ending_on_sigterm(), Ranks(Path(sys.argv[1]), 2, cpu=True, module="tests.helpers.failing_worker") as ranks:
+    ranks.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL) as command:
+        try:
+            deadline = time.monotonic() + 60
+            while len([path for path in tmp_path.glob("pid-*") if path.read_text()]) < 2:
+                assert time.monotonic() < deadline and command.poll() is None
+                time.sleep(0.05)
+            assert len(alive(tmp_path)) == 2
+            command.send_signal(by)
+            assert command.wait(30) == (1 if by is signal.SIGTERM else -by)
+        finally:
+            command.kill()
+    deadline = time.monotonic() + 10
+    while alive(tmp_path):
+        assert time.monotonic() < deadline, "the ranks live on"
+        time.sleep(0.05)

@@ -1,0 +1,199 @@
+"""`llmtrain parity` as a user starts it: outcomes, messages, exit codes, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from llmtrain.errors import UserError
+from llmtrain.parity.command import main
+from tests.helpers.launching import REPO, environment, finish, gone
+from tests.helpers.launching import tree as processes
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+DS_CONFIGS = sorted((REPO / "ds_configs").glob("*.json"))
+
+
+def recipe(folder: Path, ds: str = "zero2.json", **sections: dict[str, object]) -> Path:
+    """A run of a size that nobody trains here, with data and a tokenizer that are nowhere."""
+    run = {
+        "deepspeed": str(REPO / "ds_configs" / ds),
+        "model": {"config": MODEL},
+        "data": {"path": "not/there", "sequence_length": 4096},
+        "schedule": {"warmup_steps": 2000},
+        "train": {"global_batch": 256, "micro_batch": 4, "max_steps": 100_000},
+        **sections,
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+def start(folder: Path, *words: str, fault: str | None = None) -> subprocess.Popen[str]:
+    (folder / "tmp").mkdir(exist_ok=True)
+    env = environment(TMPDIR=str(folder / "tmp"), PYTHONPATH=str(REPO))
+    command = [sys.executable, "-m", "llmtrain", "parity"]
+    if fault is not None:
+        env["FAULT"] = fault
+        code = "import sys; from llmtrain.parity.command import main; "
+        code += "sys.exit(main(sys.argv[1:], worker='tests.helpers.faulty_worker'))"
+        command = [sys.executable, "-c", code]
+    return subprocess.Popen(
+        [*command, *words], cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def left_in(folder: Path) -> list[str]:
+    return [path.name for path in (folder / "tmp").glob("llmtrain-parity-*")]
+
+
+def test_a_run_that_trains_as_plain_pytorch_does(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    code, output = finish(start(tmp_path, str(recipe(tmp_path)), "--steps", "5", "--optim.weight_decay", "0.2"))
+    assert code == 0, output
+    lines = output.splitlines()
+    assert "llama, 4 layers, width 128, 8 / 4 heads, tied, 5 steps" in lines[0]
+    assert lines[1] == "2 ranks on cpu (data-parallel 2)" and lines[-1] == "PASS"
+    assert [line.strip() for line in lines if "against" in line] == [
+        "PASS  fp32 against plain PyTorch in fp32",
+        "PASS  bf16 against plain PyTorch in bf16",
+    ]
+    figures = dict(re.findall(r"^ {8}(\w[\w ]*?)  +([\d.e-]+) of", output, flags=re.M))
+    assert set(figures) == {"loss", "gradient norm", "gradient", "movement", "parameter"}
+    assert not left_in(tmp_path) and set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_fault_in_the_ranks_is_exit_code_1_and_a_message(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "zero1_fp32.json")
+    code, output = finish(start(tmp_path, str(path), "--steps", "3", fault="skipped_layer"))
+    assert code == 1, output
+    assert output.splitlines()[-1] == "FAIL" and "FAIL  fp32 against" in output
+    assert re.search(r"first parts at step 1:\n +loss: [\d.]+, expected [\d.]+; differs by .*, tolerated", output), (
+        output
+    )
+    assert "likely: the forward pass of step 1 is another" in output
+    assert not left_in(tmp_path)
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    command = start(tmp_path, str(recipe(tmp_path)), "--ranks", "2")
+    try:
+        deadline = time.monotonic() + 120
+        while len(ranks := worker_ranks(command)) < 2:
+            assert command.poll() is None and time.monotonic() < deadline, finish(command)
+            time.sleep(0.1)
+        command.send_signal(signal.SIGINT)
+        code, output = finish(command, 60)
+    finally:
+        for process in processes(command):
+            process.kill()
+    assert code == 130 and "interrupted" in output, output
+    assert gone(ranks, 10) and not left_in(tmp_path)
+
+
+def worker_ranks(command: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = []
+    for process in processes(command):
+        try:
+            if "llmtrain.parity.worker" in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "0"], "--steps = 0"),
+        (["--device", "cuda"], "0"),
+        (["--optim.rate", "1"], "optim.rate"),
+        (["--deepspeed", "nowhere.json"], "nowhere.json"),
+        (["--model.config.hidden_size", "wide"], "wide"),
+    ],
+)
+def test_mistakes(tmp_path: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(UserError, match=said):
+        main([str(recipe(tmp_path)), *words])
+
+
+def test_ranks_that_do_not_fit_the_degrees(tmp_path: Path) -> None:
+    ds = tmp_path / "ds.json"
+    ds.write_text('{"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}')
+    with pytest.raises(UserError, match=r"multiple of 2; world size 3 \(--ranks\)") as refused:
+        main([str(recipe(tmp_path)), "--deepspeed", str(ds), "--ranks", "3", "--device", "cpu"])
+    assert str(ds) in str(refused.value), "the user's file is named, not the one that is made of it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", ["llama_1b.yaml", "quickstart.yaml"])
+def test_every_config_that_is_shipped(tmp_path: Path, path: Path, name: str) -> None:
+    words = [str(REPO / "launch/recipes" / name), "--deepspeed", str(path), "--optim.name", "adamw"]
+    code, output = finish(start(tmp_path, *words), 900)
+    assert code == 0, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((REPO / "launch/recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe(tmp_path: Path, path: Path) -> None:
+    words = [str(path)]
+    if "pretrained" in yaml.safe_load(path.read_text())["model"]:
+        model = tmp_path / "config.json"
+        model.write_text(json.dumps(MODEL))
+        words += ["--model.pretrained", str(tmp_path)]
+    code, output = finish(start(tmp_path, *words), 900)
+    assert code == 0, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["mean_per_micro_batch", "lost_micro_batch", "wrong_rank_count", "same_rows"])
+def test_faults_through_the_command(tmp_path: Path, fault: str) -> None:
+    code, output = finish(start(tmp_path, str(recipe(tmp_path, "zero2.json")), fault=fault), 300)
+    assert code == 1 and "likely: " in output, output
+
+
+PAGE = (REPO / "docs/parity.md").read_text() if (REPO / "docs/parity.md").exists() else ""
+
+
+def blocks(language: str) -> list[str]:
+    return [block.strip() for block in re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.M | re.S)]
+
+
+def form(line: str) -> str:
+    """A line of output without its figures and without the step and the parameter that were the worst."""
+    line = re.sub(r"\(step [^)]*\)", "", line)
+    return " ".join(re.sub(r"\d[\d.,]*(e[+-]\d+)?", "#", line).split())
+
+
+@pytest.mark.parametrize("command", blocks("bash"))
+def test_the_commands_on_the_page(tmp_path: Path, command: str) -> None:
+    program, name, *words = command.split()
+    assert (program, name) == ("llmtrain", "parity")
+    code, output = finish(start(tmp_path, *words), 400)
+    assert code == 0, output
+    shown = [block for block in blocks("text") if block.startswith(words[0])]
+    if shown and len(words) == 1:
+        assert [form(line) for line in shown[0].splitlines()] == [form(line) for line in output.splitlines()]
