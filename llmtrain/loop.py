@@ -169,7 +169,7 @@ class Training:
                     save=self.wishes.take_save() or saving.time_is_due(),
                     save_status=saving.status(),
                 )
-                seed_step(run.train.seed, self.position.step, ranks.rank)
+                seed_step(run.train.seed, self.position.step, ranks.rank // self.resolved.degrees.tensor)
                 lr_factor = learning_rate_factor(run.schedule, self.position.step, self.resolved.max_steps)
                 result = self.stepper.step(batch, agreement, lr_factor, saving.before_update)
                 agreed = agreement()

@@ -45,7 +45,11 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, max_steps: int | N
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Dropout of a step is a pure function of (seed, step, rank): resume needs no saved generator state."""
+    """Dropout of a step is a pure function of (seed, step, rank): resume needs no saved generator state.
+
+    The ranks of a tensor-parallel group give the same `rank`: what they all compute, they drop alike (Span of
+    models/tensor_layers.py lets them differ where each has its own heads or features).
+    """
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
 
 
