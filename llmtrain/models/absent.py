@@ -26,8 +26,9 @@ class AbsentBefore(nn.Module):
         super().__init__()
         self._width, self._dtype = width, dtype
 
-    def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
-        """`first`: [B, T] or [B, T, any]. Returns [B, T, width]."""
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The first tensor given is [B, T] or [B, T, any]. Returns [B, T, width]."""
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         return first.new_zeros((*first.shape[:2], self._width), dtype=self._dtype)
 
 

@@ -319,9 +319,11 @@ class _Found:
         if not torch.equal(logits, self._logits):
             raise self._no(f"{', '.join([*after, head])} without the layers do not give the model's logits")
         form = HeadForm.of(small.config)
-        hidden = self._calls[head][0].hidden
-        assert hidden is not None
-        plain = form.apply(small.get_submodule(head)(hidden).float())
+        try:
+            hidden = small.base_model(input_ids=self._ids, use_cache=False).last_hidden_state
+            plain = form.apply(small.get_submodule(head)(hidden).float())
+        except Exception as error:  # there is something between the base model and the head
+            raise self._no(f"{head} does not take what {type(small.base_model).__name__} gives ({error})") from error
         if not torch.allclose(plain, self._logits.float(), rtol=1e-5, atol=1e-6):
             raise self._no(
                 f"its logits are not those of {head} with the scale {form.scale} and the cap {form.softcap}, "

@@ -107,7 +107,7 @@ class LayerGraph:
             node = Node(
                 path=path,
                 module=module,
-                linear=conv or isinstance(module, nn.Linear),
+                linear=(conv or isinstance(module, nn.Linear)) and isinstance(output, Tensor),
                 transposed=conv,
                 in_list=isinstance(parent, nn.ModuleList),
                 given=given,

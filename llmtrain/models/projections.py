@@ -143,10 +143,9 @@ def _of_whole_model(
         if of_kind is None:
             raise ModelError(f"model: {part.path} has parameters that no layer of its small copy has.")
         attentions.append(f"{part.path}.{of_kind[2]}")
-        names = dict(layer.named_modules())
         for entry in of_kind[0]:
-            for path in _alike(entry.path, names):
-                module = names[path]
+            for path in _alike(entry.path, layer):
+                module: Any = layer.get_submodule(path)
                 full = _full_sections(entry, module)
                 maps.append(
                     Map(
@@ -160,7 +159,7 @@ def _of_whole_model(
                 if not entry.column and not path.startswith(f"{of_kind[2]}."):
                     widths.add(module.weight.shape[0 if entry.transposed else 1])
         for norm in of_kind[1]:
-            norms += [InnerNorm(path=f"{part.path}.{path}", kind=norm.kind) for path in _alike(norm.path, names)]
+            norms += [InnerNorm(path=f"{part.path}.{path}", kind=norm.kind) for path in _alike(norm.path, layer)]
     heads = hf.config.num_attention_heads
     return Projections(
         maps=_unique(maps),
@@ -173,12 +172,18 @@ def _of_whole_model(
     )
 
 
-def _alike(path: str, names: dict[str, Any]) -> list[str]:
-    """The same place within a layer of the full model: the numbers of experts or heads in a path are any."""
-    if path in names and not re.search(r"\.\d+(\.|$)", path):
-        return [path]
-    pattern = re.compile(re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(path)))
-    return [name for name in names if pattern.fullmatch(name)]
+def _alike(path: str, layer: nn.Module) -> list[str]:
+    """The same place within a layer of the full model: numbers of a module list (experts, heads) in a path are any."""
+    paths = [""]
+    for name in path.split("."):
+        found = []
+        for parent in paths:
+            module = layer.get_submodule(parent)
+            several = isinstance(module, nn.ModuleList)
+            names = [child for child, _ in module.named_children()] if several else [name]
+            found += [f"{parent}.{child}" if parent else child for child in names]
+        paths = found
+    return paths
 
 
 def _unique(found: list[Any]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from llmtrain.errors import ModelError
 _WIDTH = re.compile(r"(_size|_dim|_inner|_width|^d_ff)$")
 _NO_WIDTH = re.compile(r"vocab|window|chunk|kernel|group|head_dim|position|batch|patch|image|state")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k")
 _VOCABULARY_UNIT = 64
 
 
@@ -123,7 +123,9 @@ def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int
     if size_of.get("num_key_value_heads") is not None:
         size_of.put("num_key_value_heads", fewer_kv)
     if given:
-        fields["head_dim"] = size
+        for key, value in fields.items():  # low-rank attention has heads of several sizes
+            if key.endswith("head_dim") and type(value) is int:
+                fields[key] = value * size // given
     if fields.get("query_pre_attn_scalar"):
         fields["query_pre_attn_scalar"] = size
     return int(size * factor)
@@ -181,6 +183,9 @@ def _shrink_experts(fields: dict[str, Any], experts: int) -> None:
             for chosen in _CHOSEN:
                 if fields.get(chosen):
                     fields[chosen] = max(1, min(fields[chosen], fewer // 2))
+            if fields.get("n_group"):  # DeepSeek chooses groups of experts first
+                fields["n_group"] = min(fields["n_group"], max(1, fewer // 2))
+                fields["topk_group"] = min(fields["topk_group"], fields["n_group"])
             fields[key] = fewer
 
 
