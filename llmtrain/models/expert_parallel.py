@@ -34,6 +34,14 @@ def prepare_experts(hf: Any, resolved: ResolvedRun, device: torch.device, mesh: 
         ModelError: the run shares experts, and this model's cannot be shared.
     """
     blocks = expert_blocks(hf)
+    if resolved.zero_stage in (1, 2) and resolved.data_parallel > 1:
+        for block in blocks:
+            if any(isinstance(part, nn.ModuleList) for part in block.experts):
+                raise ModelError(
+                    f"model: the experts of {block.name} are modules of their own, and one that gets no token on a "
+                    "rank has no gradient there: ZeRO 1 and 2 of DeepSpeed 0.19 then add gradients of different "
+                    "parameters, in silence. Set zero_optimization.stage to 3 or 0."
+                )
     if resolved.degrees.expert > 1:
         share_experts(hf, resolved, device)
         blocks = shared_blocks(hf)

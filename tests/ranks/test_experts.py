@@ -1,0 +1,241 @@
+"""Mixtures of experts under ZeRO, and with experts that ranks share, against plain PyTorch in one process, fp32.
+
+Tolerances as in test_parity.py: both sides differ in the order of summation only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llmtrain.errors import UserError
+from llmtrain.log import rank
+from tests.helpers.families import FAMILIES
+from tests.helpers.training import (
+    GLOBAL_BATCH,
+    LENGTH,
+    Case,
+    Trace,
+    assembled,
+    batches,
+    largest_difference,
+    make_engine,
+    plain_pytorch,
+    run_case,
+    train_steps,
+)
+
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+"""So large a coefficient that a wrong factor on the loss shows in the first step."""
+
+
+@functools.cache
+def reference(data: str, family: str, balanced: bool, accumulation: int, steps: int, clip: float) -> Trace:
+    fields = {**FAMILIES[family], **(BALANCED if balanced else {})}
+    return plain_pytorch(Case(data=data, model=fields, accumulation=accumulation, steps=steps, clip=clip))
+
+
+def check(pools: Any, data: str, world: int, family: str, balanced: bool = True, **changes: Any) -> None:
+    changes = {"steps": 10, "clip": 1.0, "accumulation": 1, **changes}
+    # Without the balancing loss a step is the same however it is accumulated.
+    pieces = changes["accumulation"] if balanced else 1
+    want = reference(data, family, balanced, pieces, changes["steps"], changes["clip"])
+    fields = {**FAMILIES[family], **(BALANCED if balanced else {})}
+    got = pools(world).run(run_case, Case(data=data, model=fields, **changes))[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("world", "family", "changes"),
+    [
+        (1, "qwen3_moe", {"stage": 0, "accumulation": 3}),
+        (2, "mixtral", {"stage": 3}),
+        (4, "qwen3_moe", {"stage": 2, "accumulation": 3}),
+        (2, "mixtral", {"stage": 1, "extra": {"activation_checkpointing": {}}}),
+        (2, "mixtral", {"stage": 3, "sequence": 2}),
+        (2, "mixtral", {"stage": 1, "tensor": 2}),
+    ],
+)
+def test_the_balancing_loss_does_not_know_how_many_ranks_there_are(pools, small_data, world, family, changes):
+    check(pools, small_data, world, family, **changes)
+
+
+@pytest.mark.parametrize(
+    ("world", "family", "balanced", "changes"),
+    [
+        (2, "mixtral", False, {"stage": 0, "clip": 0.2}),  # the norm of all experts decides by how much all are clipped
+        (2, "qwen3_moe", True, {"stage": 1, "accumulation": 3}),
+        (2, "mixtral", True, {"stage": 3, "extra": {"activation_checkpointing": {}}}),
+        (4, "mixtral", True, {"stage": 2, "accumulation": 3, "clip": 0.2}),
+        (4, "qwen3_moe", True, {"stage": 3}),
+    ],
+)
+def test_two_ranks_share_the_experts(pools, small_data, world, family, balanced, changes):
+    check(pools, small_data, world, family, balanced, expert=2, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("world", "expert"), [(2, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_every_form(pools, small_data, family, world, expert, stage, accumulation, balanced):
+    check(pools, small_data, world, family, balanced, expert=expert, stage=stage, accumulation=accumulation, steps=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "offload"), [(2, "optimizer"), (3, "all")])
+def test_shared_experts_wait_on_the_host(pools, small_data, stage, offload):
+    check(pools, small_data, 2, "mixtral", expert=2, stage=stage, offload=offload)
+
+
+class ListedExperts(nn.ModuleList):
+    """Experts as modules of their own, as in older models and in code that folders carry."""
+
+    def __init__(self, config: Any) -> None:
+        sizes = config.hidden_size, config.intermediate_size
+        super().__init__(nn.ModuleList([nn.Linear(*sizes), nn.Linear(*sizes[::-1])]) for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for number, (up, down) in enumerate(self):  # type: ignore[misc]
+            token, place = torch.where(index == number)
+            if len(token):  # an expert that nobody chose does not run
+                out = out.index_add(0, token, down(F.silu(up(hidden[token]))) * weights[token, place, None])
+        return out
+
+
+LISTED = {**FAMILIES["mixtral"], "hidden_act": "silu"}
+
+
+def with_listed_experts(patch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mixtral import modeling_mixtral
+
+    # DeepSpeed knows Mixtral's block by its name; ours has another.
+    unknown = type("UnknownBlock", (modeling_mixtral.MixtralSparseMoeBlock,), {})
+    patch.setattr(modeling_mixtral, "MixtralSparseMoeBlock", unknown)
+    patch.setattr(modeling_mixtral, "MixtralExperts", ListedExperts)
+    patch.setattr(modeling_mixtral.MixtralPreTrainedModel, "_init_weights", lambda self, module: spread(module))
+
+
+@torch.no_grad()
+def spread(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(0.1)
+
+
+def train_with_choices(case: Case) -> tuple[Trace, list[str], list[int]]:
+    """The tokens of the batch's first half choose experts 0 and 1, the others 1 and 2; nobody chooses 3.
+
+    Two ranks have a half each: each rank leaves two experts idle, one of them busy on the other rank.
+    """
+    from deepspeed.utils import get_z3_leaf_modules
+
+    with pytest.MonkeyPatch.context() as patch:
+        with_listed_experts(patch)
+        prefer(patch, [[0, 1], [1, 2]] if int(os.environ["WORLD_SIZE"]) == 1 else [[0, 1], [1, 2]][rank() :][:1])
+        engine, stepper, ranks = make_engine(case)
+        trace = train_steps(case, stepper, ranks, 0, case.steps)
+        trace.parameters = assembled(engine, ranks)
+        leaves = [type(module).__name__ for module in get_z3_leaf_modules(engine.module)]
+        figures = stepper.routing()
+        assert figures is not None
+        engine.destroy()
+        return trace, leaves, [sum(column) for column in zip(*figures.tokens_LE, strict=True)]
+
+
+def prefer(patch: pytest.MonkeyPatch, choices: list[list[int]]) -> None:
+    """Equal shares of the tokens, in their order, go to these experts."""
+    from transformers.models.mixtral import modeling_mixtral
+
+    def forward(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = F.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
+        index = torch.tensor(choices).repeat_interleave(len(logits) // len(choices), 0)
+        weights = logits.softmax(-1).gather(1, index)
+        return logits, weights / weights.sum(-1, keepdim=True), index
+
+    patch.setattr(modeling_mixtral.MixtralTopKRouter, "forward", forward)
+
+
+def test_ranks_that_choose_different_experts_do_not_wait_for_each_other(pools, small_data):
+    """DeepSpeed #7461: without leaf modules the ranks gather different experts, and wait for each other for ever."""
+    case = Case(data=small_data, model=LISTED, stage=3, steps=3)
+    (want, _, counted), *_ = pools(1).run(train_with_choices, Case(data=small_data, model=LISTED, steps=3))
+    for got, leaves, tokens in pools(2).run(train_with_choices, case, timeout_s=60):
+        assert leaves == ["UnknownBlock"] * 4
+        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
+        assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
+        assert largest_difference(got.parameters, want.parameters) < 1e-6
+        half = 3 * 4 * GLOBAL_BATCH * LENGTH // 2  # steps, layers, half of the tokens
+        assert tokens == counted == [half, 2 * half, half, 0]
+
+
+def refused_list(case: Case) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        with_listed_experts(patch)
+        return refusal(case)
+
+
+def test_experts_without_a_gradient_are_refused_where_deepspeed_mixes_them_up(pools, small_data):
+    """In ZeRO 1 and 2 the test above ends with gradients of one expert in another: parameters part by 9e-4."""
+    for text in pools(2).run(refused_list, Case(data=small_data, model=LISTED, stage=2)):
+        assert "model.layers.0.mlp are modules of their own" in text
+        assert "Set zero_optimization.stage to 3 or 0." in text
+
+
+def routing_of(case: Case) -> tuple[float, list[list[int]]]:
+    engine, stepper, ranks = make_engine(case)
+    train_steps(case, stepper, ranks, 0, 1)
+    figures = stepper.routing()
+    assert figures is not None
+    stepper.evaluate(next(batches(case, (0, 1), 1)).micro_batches)
+    again = stepper.routing()  # nothing was trained since: what an evaluation routes does not count
+    engine.destroy()
+    assert again is not None
+    assert not any(map(any, again.tokens_LE))
+    return figures.aux_loss, figures.tokens_LE
+
+
+@pytest.mark.parametrize(("world", "changes"), [(2, {"expert": 2, "stage": 1}), (4, {"tensor": 2, "accumulation": 3})])
+def test_tokens_of_experts_are_those_of_one_process(pools, small_data, world, changes):
+    case = Case(data=small_data, model=FAMILIES["mixtral"])
+    want_loss, want = pools(1).run(routing_of, Case(data=small_data, model=FAMILIES["mixtral"]))[0]
+    assert [sum(row) for row in want] == [2 * GLOBAL_BATCH * LENGTH] * 4  # two experts a token
+    for loss, tokens in pools(world).run(routing_of, Case(data=case.data, model=case.model, **changes)):
+        assert tokens == want
+        assert loss == pytest.approx(want_loss, rel=1e-2 if "accumulation" in changes else 1e-6)
+
+
+def refusal(case: Case) -> str:
+    try:
+        make_engine(case)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "says"),
+    [
+        ({**FAMILIES["mixtral"], "num_local_experts": 3}, {}, "num_experts=3 .* is not divisible by autoep_size=2"),
+        (FAMILIES["llama"], {}, "LlamaForCausalLM has no experts that DeepSpeed finds. Remove the section"),
+        (
+            FAMILIES["mixtral"],
+            {"zero_optimization": {"stage": 1, "reduce_scatter": False}},
+            "zero_optimization.reduce_scatter is False, and experts that ranks share need True",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_on_all_ranks(pools, small_data, model, extra, says):
+    for text in pools(2).run(refusal, Case(data=small_data, model=model, expert=2, stage=1, extra=extra)):
+        assert re.search(says, text), text
