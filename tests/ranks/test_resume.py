@@ -10,6 +10,7 @@ import torch
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from tests.helpers.families import FAMILIES
 from tests.helpers.training import (
     Case,
     Trace,
@@ -70,8 +71,14 @@ def load_and_go_on(case: Case, path: str) -> Trace:
         (2, {"stage": 0, "optimizer": "muon"}),
         (2, {"stage": 1, "optimizer": "muon"}),
         (2, {"stage": 3, "optimizer": "muon"}),
+        (2, {"stage": 1, "precision": "bf16", "pipeline": 2}),
+        (2, {"stage": 1, "precision": "bf16", "pipeline": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}),
+        (2, {"stage": 0, "precision": "bf16", "tensor": 2}),
+        (4, {"stage": 3, "precision": "bf16", "tensor": 2}),
+        (2, {"stage": 3, "precision": "bf16", "sequence": 2}),
+        (2, {"stage": 2, "precision": "bf16", "expert": 2, "model": FAMILIES["mixtral"]}),
     ],
-    ids=lambda value: value if isinstance(value, int) else "-".join(str(v) for v in value.values()),
+    ids=lambda value: value if isinstance(value, int) else "-".join(f"{v}" for k, v in value.items() if k != "model"),
 )
 def test_same_layout_goes_on_bit_for_bit(pools, small_data, tmp_path, world_size, form):
     case = Case(data=small_data, steps=END, **form)

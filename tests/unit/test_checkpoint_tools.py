@@ -15,6 +15,7 @@ import pytest
 
 from llmtrain.checkpoint import retain
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints, read_trainer
+from llmtrain.checkpoint.listing import layout_words
 from llmtrain.checkpoint.retain import keep_newest, outdated
 from tests.helpers.checkpoints import SHAPES, at, flip, resign, tensors, write_checkpoint
 
@@ -40,6 +41,13 @@ def test_ls_shows_all_that_lies_there(run: Path, say: Say) -> None:
     ]  # fmt: skip
     assert "rank-00001.safetensors is missing" in states[2][1] and "trainer.json" in states[3][1]
     assert "307k" in lines[1] and "ZeRO 1 x 2 ranks, fp32" in lines[1] and str(at(run, 300)) in lines[1]
+
+
+def test_the_layout_in_words() -> None:
+    words = {"world_size": 8, "zero_stage": 1, "precision": "bf16"}
+    assert layout_words(words, False) == "ZeRO 1 x 8 ranks, bf16"
+    degrees = {"pipeline": 2, "tensor": 2}
+    assert layout_words({**words, **degrees}, False) == "ZeRO 1 x 8 ranks (pipeline 2, tensor 2), bf16"
 
 
 def test_ls_as_json(run: Path, say: Say) -> None:
