@@ -185,8 +185,10 @@ def attention_seen(small: Any, *, cut: bool = False) -> Iterator[list[Attended]]
     calls: list[Attended] = []
     paths = {id(module): path for path, module in small.named_modules()}
 
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-        output = _attention(query, key, value, mask, kwargs.get("scaling"), kwargs.get("softcap"))
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        output = _attention(query, key, value, attention_mask, kwargs.get("scaling"), kwargs.get("softcap"))
         if cut:
             output = output.detach().requires_grad_()
         window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
@@ -217,4 +219,4 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: floa
         scores = torch.tanh(scores / cap) * cap
     if isinstance(mask, Tensor):
         scores = scores + mask[..., : key.shape[2]]
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous()

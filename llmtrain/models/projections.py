@@ -56,8 +56,8 @@ def projections(hf: Any, anatomy: Anatomy) -> Projections:
         with Watch(small, paths) as watch:
             try:
                 run_copy(small, ids)
-            except ModelError as error:
-                raise _own_attention(hf) from error
+            except ModelError as error:  # some code of its own needs a mask of another kind
+                raise _own_attention(hf, str(error)) from error
         kinds: dict[frozenset[tuple[str, int]], tuple[list[Map], list[InnerNorm], str]] = {}
         numbers: set[str] = set()
         for call in watch.calls:
@@ -73,11 +73,11 @@ def projections(hf: Any, anatomy: Anatomy) -> Projections:
     return _of_whole_model(hf, anatomy, kinds, tuple(sorted(numbers)))
 
 
-def _own_attention(hf: Any) -> ModelError:
+def _own_attention(hf: Any, error: str = "") -> ModelError:
     return ModelError(
         f"model: {type(hf).__name__} has layers that do not call transformers' attention function once (state-space or "
         "recurrent layers, or attention with code of its own), so its heads cannot be shared; remove the key, or use a "
-        "pipeline."
+        f"pipeline.{f' ({error})' if error else ''}"
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from llmtrain.errors import ModelError
 
-_WIDTH = re.compile(r"(_size|_dim|_inner|_width|^d_ff)$")
+_WIDTH = re.compile(r"(_size|_dim|_inner|_width|_rank|^d_ff)$")
 _NO_WIDTH = re.compile(r"vocab|window|chunk|kernel|group|head_dim|position|batch|patch|image|state")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k")
