@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
@@ -73,9 +74,12 @@ def wanted(run: RunConfig, places: Places) -> Wanted:
 
 
 def usual_ranks(degrees: Degrees) -> list[int]:
-    """World sizes to check when nobody says which: the smallest that the degrees allow, and twice as many."""
-    smallest = lcm(degrees.world_size, degrees.world_size * degrees.expert)
-    return [2] if smallest == 1 else [smallest, 2 * smallest]
+    """World sizes to check when nobody says which: the smallest that the degrees allow, and twice as many
+    where the machine has the cores."""
+    smallest = degrees.world_size * degrees.expert
+    if smallest == 1:
+        return [2]
+    return [smallest, 2 * smallest] if 2 * smallest <= max(4, os.cpu_count() or 1) else [smallest]
 
 
 def small_run(
@@ -95,6 +99,8 @@ def small_run(
         accumulation = max(1, run.train.global_batch // (micro * data_parallel))
     length = lcm(_LENGTH, degrees.sequence * degrees.tensor)
     small = replace(run.model, pretrained=None, config=model, loss_chunk_tokens=min(40, run.model.loss_chunk_tokens))
+    if small.mlp_tile_tokens is not None:
+        small = replace(small, mlp_tile_tokens=min(8, small.mlp_tile_tokens))
     if cpu:  # the GPU's attention, and a compiler that takes a minute
         attention = "sdpa" if run.model.attention.startswith("flash") else run.model.attention
         small = replace(small, attention=attention, compile_layers=False)
@@ -126,7 +132,9 @@ def resolve_in(
     folder: Path, wanted: Wanted, run: RunConfig, shrunk_by: float, ranks: int, precision: str
 ) -> ResolvedRun:
     """The small run under the user's JSON, in the precision "fp32", "bf16" or "fp16". Raises ConfigError."""
-    tree = small_tree(wanted.tree, shrunk_by, precision)
+    assert isinstance(run.model.config, dict)
+    layers = next(run.model.config[key] for key in ("num_hidden_layers", "n_layer") if key in run.model.config)
+    tree = small_tree(wanted.tree, shrunk_by, precision, layers)
     path = folder / f"{precision}.json"
     path.write_text(json.dumps(tree))
     try:
@@ -136,8 +144,8 @@ def resolve_in(
     return resolved
 
 
-def small_tree(tree: dict[str, Any], shrunk_by: float, precision: str) -> dict[str, Any]:
-    """The JSON of the small run."""
+def small_tree(tree: dict[str, Any], shrunk_by: float, precision: str, layers: int) -> dict[str, Any]:
+    """The JSON of the small run, whose model has so many layers."""
     tree = {key: copy.deepcopy(value) for key, value in tree.items() if key not in _DROPPED}
     zero = tree.get("zero_optimization")
     if isinstance(zero, dict):
@@ -145,6 +153,9 @@ def small_tree(tree: dict[str, Any], shrunk_by: float, precision: str) -> dict[s
             given = zero.get(key, default)
             number = default if given == "auto" or not isinstance(given, (int, float)) else given
             zero[key] = max(1, round(number * shrunk_by / 2)) * 2  # DeepSpeed wants even ones
+    pipeline = tree.get("pipeline")
+    if isinstance(pipeline, dict) and isinstance(pipeline.get("partition"), list):
+        pipeline["partition"] = fewer_layers(pipeline["partition"], layers)
     if precision == "fp32":
         for key in _NOT_IN_FP32:
             tree.pop(key, None)
@@ -155,6 +166,16 @@ def small_tree(tree: dict[str, Any], shrunk_by: float, precision: str) -> dict[s
         # A small model needs no larger scale, and a step that is skipped to find the scale has nothing to compare.
         tree["fp16"] = {**tree["fp16"], "initial_scale_power": 8}
     return tree
+
+
+def fewer_layers(given: list[int], layers: int) -> list[int]:
+    """Layers of each stage in proportion to those given, at least one each, `layers` in all."""
+    shares = [max(1, count * layers // sum(given)) for count in given]
+    while (missing := layers - sum(shares)) != 0:
+        wish = [count * layers / sum(given) - share for count, share in zip(given, shares, strict=True)]
+        changed = wish.index(max(wish) if missing > 0 else min(w for w, s in zip(wish, shares, strict=True) if s > 1))
+        shares[changed] += 1 if missing > 0 else -1
+    return shares
 
 
 def degrees_text(degrees: Degrees) -> str:

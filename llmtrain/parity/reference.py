@@ -6,6 +6,7 @@ Nothing here comes from the engine, the loss, the loader's way of dealing rows o
 from __future__ import annotations
 
 import math
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,8 +42,13 @@ def orders(resolved: ResolvedRun) -> list[Order]:
     """All rows at once; in as many pieces as the run has micro-batches, backwards; row by row."""
     train, attention = resolved.run.train, resolved.run.model.attention
     rows = train.global_batch or 1
-    few = (train.accumulation or 1) * resolved.data_parallel
     other = "sdpa" if attention.startswith("flash") else attention
+    if _balance_coefficient(
+        load_config(resolved.run.model)
+    ):  # that loss is not a sum over rows: pieces are micro-batches
+        count = train.accumulation or 1
+        return [Order(count, False, "eager", False), Order(count, True, other, True), Order(count, True, other, False)]
+    few = (train.accumulation or 1) * resolved.data_parallel
     return [Order(1, False, "eager", False), Order(few, True, other, True), Order(rows, False, other, False)]
 
 
@@ -128,11 +134,26 @@ def _forward_backward(
     counted = int((labels >= 0).sum())
     total = 0.0
     for some_inputs, some_labels in zip(inputs.chunk(order.pieces), labels.chunk(order.pieces), strict=True):
-        losses = [_loss_sum(model, *document) for document in _documents(some_inputs, some_labels, tokens)]
-        loss = torch.stack(losses).sum()
-        (loss / counted).backward()
+        passes = [_loss_sum(model, *document) for document in _documents(some_inputs, some_labels, tokens)]
+        loss = torch.stack([loss for loss, _ in passes]).sum()
+        part = loss / counted
+        if coefficient := _balance_coefficient(model.config):
+            part = part + coefficient * _balance(model, [routers for _, routers in passes]) / order.pieces
+        part.backward()
         total += loss.item()
     return total / counted
+
+
+def _balance_coefficient(config: Any) -> float:
+    """Of the load-balancing loss of a mixture of experts, if the configuration asks for one."""
+    return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
+
+
+def _balance(model: Any, passes: list[tuple[Tensor, ...]]) -> Tensor:
+    """transformers' own load-balancing loss, of all tokens of a piece."""
+    layers = tuple(torch.cat(layer) for layer in zip(*passes, strict=True))
+    function = sys.modules[type(model).__module__].load_balancing_loss_func
+    return function(layers, model.num_experts, model.num_experts_per_tok)
 
 
 def _documents(inputs: Tensor, labels: Tensor, tokens: Tokens) -> Iterator[tuple[Tensor, Tensor]]:
@@ -149,9 +170,12 @@ def _documents(inputs: Tensor, labels: Tensor, tokens: Tokens) -> Iterator[tuple
                 yield row[begin:end].unsqueeze(0), row_labels[begin:end].unsqueeze(0)
 
 
-def _loss_sum(model: Any, inputs: Tensor, labels: Tensor) -> Tensor:
-    logits = model(input_ids=inputs, use_cache=False).logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+def _loss_sum(model: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(summed loss, the routers' logits of each layer)"""
+    out = model(input_ids=inputs, use_cache=False)
+    logits = out.logits.float()
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return loss, getattr(out, "router_logits", None) or ()
 
 
 class PlainOptimizer:

@@ -19,8 +19,9 @@ if __name__ == "__main__":
     elif how == "waits":
         time.sleep(600)
     elif how != "ends":
-        after_s, user, text = how
-        time.sleep(after_s)
+        after_rank, user, text = how
+        while after_rank is not None and not (folder / f"error-{after_rank}.json").exists():
+            time.sleep(0.01)
         told = {"time": time.time(), "rank": rank, "text": text, "user": text if user else None}
         (folder / f"error-{rank}.json").write_text(json.dumps(told))
         sys.exit(1)

@@ -70,12 +70,13 @@ def test_a_pipeline_keeps_micro_batches_enough_to_fill_it_and_lengths_divide() -
     [
         (Degrees(), [2]),
         (Degrees(pipeline=2), [2, 4]),
-        (Degrees(pipeline=2, tensor=2), [4, 8]),
-        (Degrees(expert=4), [4, 8]),
-        (Degrees(tensor=2, expert=2), [4, 8]),
+        (Degrees(pipeline=2, tensor=2), [4]),
+        (Degrees(expert=4), [4]),
+        (Degrees(sequence=8), [8]),
     ],
 )
-def test_usual_world_sizes(degrees: Degrees, expected: list[int]) -> None:
+def test_usual_world_sizes(degrees: Degrees, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert usual_ranks(degrees) == expected
 
 
@@ -83,8 +84,8 @@ def test_usual_world_sizes(degrees: Degrees, expected: list[int]) -> None:
 def test_the_small_json_differs_in_sizes_and_precision_alone(path: Path) -> None:
     tree = read(str(path))
     before = copy.deepcopy(tree)
-    own = small_tree(tree, 1e-4, "fp16" if "fp16" in tree else "bf16")
-    full = small_tree(tree, 1e-4, "fp32")
+    own = small_tree(tree, 1e-4, "fp16" if "fp16" in tree else "bf16", 4)
+    full = small_tree(tree, 1e-4, "fp32", 4)
     assert tree == before
     assert not {"bf16", "fp16", "train_batch_size"} & full.keys()
     assert {k: v for k, v in own.items() if k not in ("bf16", "fp16")} == full
@@ -99,8 +100,24 @@ def test_the_small_json_differs_in_sizes_and_precision_alone(path: Path) -> None
 
 def test_fp16_becomes_bf16_where_asked_and_begins_with_a_small_scale() -> None:
     tree = {"fp16": {"enabled": True, "initial_scale_power": 16}}
-    assert small_tree(tree, 1.0, "bf16") == {"bf16": {"enabled": True}}
-    assert small_tree(tree, 1.0, "fp16")["fp16"] == {"enabled": True, "initial_scale_power": 8}
+    assert small_tree(tree, 1.0, "bf16", 4) == {"bf16": {"enabled": True}}
+    assert small_tree(tree, 1.0, "fp16", 4)["fp16"] == {"enabled": True, "initial_scale_power": 8}
+
+
+@pytest.mark.parametrize(
+    ("given", "layers", "expected"),
+    [
+        ([16, 16], 4, [2, 2]),
+        ([7, 9], 4, [2, 2]),
+        ([1, 31], 4, [1, 3]),
+        ([10, 20, 10], 6, [1, 3, 2]),
+        ([3, 1], 4, [3, 1]),
+    ],
+)
+def test_stages_that_are_given_keep_their_shares(given: list[int], layers: int, expected: list[int]) -> None:
+    tree = {"pipeline": {"stages": len(given), "partition": given}}
+    got = small_tree(tree, 1.0, "fp32", layers)["pipeline"]["partition"]
+    assert sum(got) == layers and min(got) >= 1 and sorted(got) == sorted(expected)
 
 
 def test_the_data_is_uneven_has_documents_and_depends_on_the_index_alone() -> None:
@@ -163,11 +180,11 @@ def test_documents_alone_are_what_transformers_makes_of_positions() -> None:
     tokens = Tokens(run.data, 512)
     pairs = [tokens.sequence(index) for index in range(4)]
     inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
-    alone = sum(float(_loss_sum(model, *document)) for document in _documents(inputs, labels, tokens))
+    alone = sum(float(_loss_sum(model, *document)[0]) for document in _documents(inputs, labels, tokens))
     positions = torch.from_numpy(positions_of(inputs.numpy(), tokens.separator_id))
     logits = model(input_ids=inputs, position_ids=positions, use_cache=False).logits
     packed = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    one_text = float(_loss_sum(model, inputs, labels))
+    one_text = float(_loss_sum(model, inputs, labels)[0])
     assert alone == pytest.approx(float(packed), rel=1e-6)
     assert abs(alone - one_text) > 0.1, "the documents matter"
 
@@ -253,14 +270,17 @@ def _from_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_traceback_is_told_and_no_rank_is_left(tmp_path: Path) -> None:
-    how = [[0.3, False, "an answer to the other"], [0.0, False, "the cause"], "waits"]
+    how = [[1, False, "an answer to rank 1"], [None, False, "the cause"], "waits"]
     with start(tmp_path, *how) as ranks, pytest.raises(RankError, match="rank 1 of 3:\nthe cause"):
         ranks.wait()
     assert not alive(tmp_path)
 
 
 def test_a_users_mistake_stays_one(tmp_path: Path) -> None:
-    with start(tmp_path, [0, True, "model.config: wrong"], "waits") as ranks, pytest.raises(UserError, match="wrong"):
+    with (
+        start(tmp_path, [None, True, "model.config: wrong"], "waits") as ranks,
+        pytest.raises(UserError, match="wrong"),
+    ):
         ranks.wait()
     assert not alive(tmp_path)
 
@@ -303,7 +323,7 @@ with ending_on_sigterm(), Ranks(Path(sys.argv[1]), 2, cpu=True, module="tests.he
                 time.sleep(0.05)
             assert len(alive(tmp_path)) == 2
             command.send_signal(by)
-            assert command.wait(30) == (1 if by is signal.SIGTERM else -by)
+            assert command.wait(30) == (-signal.SIGINT if by is signal.SIGTERM else -by)
         finally:
             command.kill()
     deadline = time.monotonic() + 10
