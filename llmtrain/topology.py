@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +192,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         keys=("expert_parallel.autoep_size", "sequence_parallel_size"),
         broken=lambda m: m.expert_parallel > 1 and m.sequence_parallel > 1,
-        reason="DeepSpeed 0.19 averages the gradients of experts as if no ranks shared a sequence, and refuses the two "
-        "with ZeRO 3 (runtime/engine.py _validate_zero3_moe_compatibility)",
+        reason="DeepSpeed 0.19 refuses the two with ZeRO 3, where long sequences are trained (runtime/engine.py "
+        "_validate_zero3_moe_compatibility)",
         remedy="set one of them to 1 or remove it",
     ),
     Rule(
@@ -215,7 +216,7 @@ def clashes(mix: Mix) -> list[Rule]:
     return [rule for rule in RULES if rule.broken(mix)]
 
 
-WAYS: dict[str, dict[str, int]] = {
+WAYS: dict[str, dict[str, Any]] = {
     **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
     "pipeline": {"pipeline_stages": 2},
     "tensor": {"tensor_parallel": 2},
