@@ -113,7 +113,7 @@ def tile_mlps(hf: Any, tile: int) -> list[str]:
         for path, kind in kinds:
             mlp = layer
             for part in path.split("."):
-                mlp = getattr(mlp, part, None)  # type: ignore[assignment]
+                mlp = getattr(mlp, part, None)
             if type(mlp) is kind:
                 mlp.forward = tiled(mlp, tile)  # type: ignore[method-assign]
                 set_z3_leaf_module(mlp, True)  # ZeRO 3: its weights are gathered once for all slices, not for each

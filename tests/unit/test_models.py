@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models.build import construct, facts, initial_weights, load_config, restore_buffers, skeleton
 from llmtrain.models.checksum import checksum
-from llmtrain.models.language import LanguageModel
+from llmtrain.models.language import LanguageModel, from_host, to_host
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.source import RandomSource, SafetensorsSource
 
@@ -197,3 +198,16 @@ def test_broken_folders_are_refused(tmp_path):
         load_config(ModelConfig(pretrained=str(tmp_path)))
     with pytest.raises(ModelError, match="not a model configuration"):
         load_config(ModelConfig(config={"model_type": "no_such_model"}))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 11, 13)])
+def test_what_waits_on_the_host_comes_back_in_pieces(shape, monkeypatch):
+    monkeypatch.setattr("llmtrain.models.language._PIECE_BYTES", 400)
+    tensor = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    device, size, pieces = to_host(tensor)
+    assert all(piece.numel() <= 100 for piece in pieces)
+    assert not tensor.numel() or pieces[0].data_ptr() != tensor.data_ptr()
+    assert len(pieces) == max(1, -(-tensor.numel() // 100)) and size == tensor.shape
+    assert torch.equal(from_host((device, size, pieces)), tensor)
+    sliced = torch.randn(4, 6, 9)[:, ::2]
+    assert torch.equal(from_host(to_host(sliced)), sliced)
