@@ -36,9 +36,9 @@ def explain(layers: Sequence[int], micro_batches: int) -> str:
     stages = len(layers)
     share = bubble_share(stages, micro_batches)
     line = (
-        f"pipeline of {stages} stages with {' + '.join(map(str, layers))} decoder layers, {micro_batches} micro-batches "
-        f"a step (train.accumulation): each stage waits {share:.0%} of the time, ({stages} - 1) / ({micro_batches} + "
-        f"{stages} - 1), if all take equally long"
+        f"pipeline of {stages} stages with {' + '.join(map(str, layers))} decoder layers, {micro_batches} "
+        f"micro-batches a step (train.accumulation): each stage waits {share:.0%} of the time, "
+        f"({stages} - 1) / ({micro_batches} + {stages} - 1), if all take equally long"
     )
     if share > 0.2:
         enough = 4 * (stages - 1)  # (S - 1) / (4 (S - 1) + S - 1) = 1/5
@@ -59,7 +59,7 @@ def given(counts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers as evenly as they go; one more in the middle, where there is neither embedding nor head."""
+    """Layers as evenly as they go: the middle gets one more first, the stage with the head last."""
     _check_stages(layers, stages)
     each, more = divmod(layers, stages)
     middle = sorted(range(stages), key=lambda stage: (abs(2 * stage - stages + 1), stage))

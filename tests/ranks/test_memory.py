@@ -49,7 +49,7 @@ def _storages() -> dict[int, int]:
 
 # Buffers of a fixed size are no parameter, gradient or state: as small as DeepSpeed takes them, and nothing kept whole.
 SMALL = {"reduce_bucket_size": 40_000, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
-FORMS = {"zero3": {"stage": 3}, "tensor": {"tensor": 4}}
+FORMS = {"zero3": {"stage": 3}, "tensor": {"tensor": 4}, "pipeline": {"pipeline": 4, "accumulation": 12}}
 
 
 @pytest.mark.parametrize("form", FORMS)
