@@ -28,12 +28,17 @@ class Node:
     transposed: bool
     in_list: bool
     """It is an item of a module list."""
-    given: Tensor
-    """What it got."""
+    inputs: list[Tensor]
+    """What it got: experts get the router's weights, too."""
     leaves: list[Tensor] = field(default_factory=list)
     """What it gave, as a new beginning of the graph."""
     role: str = ""
     """"column", "row", "inner" (acts on a share of the features) or "stream" (on what all ranks hold)."""
+
+    @property
+    def given(self) -> Tensor:
+        """The first of its inputs."""
+        return self.inputs[0]
 
 
 class LayerGraph:
@@ -103,14 +108,13 @@ class LayerGraph:
         parent = self._layer.get_submodule(path.rpartition(".")[0])
 
         def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            given = next(t for t in [*args, *kwargs.values()] if isinstance(t, Tensor))
             node = Node(
                 path=path,
                 module=module,
                 linear=(conv or isinstance(module, nn.Linear)) and isinstance(output, Tensor),
                 transposed=conv,
                 in_list=isinstance(parent, nn.ModuleList),
-                given=given,
+                inputs=[value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)],
             )
             self.nodes.append(node)
             return self._cut(output, node)
@@ -140,7 +144,7 @@ class LayerGraph:
 
     def _give_roles(self) -> None:
         """From the first node to the last; a map whose output joins what all ranks hold turns out not to be shared."""
-        reads = [self._reads(node.given) for node in self.nodes]
+        reads = [set().union(*(self._reads(value) for value in node.inputs)) for node in self.nodes]
         ends = [("the layer's output", self._reads(self.output))]
         heads = [self._reads(tensor) for tensor in (self.query, self.key, self.value)]
         kept: set[int] = set()
@@ -189,7 +193,7 @@ class LayerGraph:
         has a part in; -1: in none. Returns None where a feature has a part in several.
 
         The elements of `target` are summed twice, the second time weighted with their index: the quotient of the
-        gradients is the index.
+        gradients is the index. `source`: [B, T, F], or [B, T, heads, size] with F = heads * size.
         """
         draw = torch.Generator().manual_seed(3)
         noise = torch.rand((*target.shape[:-1], 1), generator=draw) + 0.5
@@ -198,12 +202,12 @@ class LayerGraph:
         for weights in (noise.expand(target.shape), noise * steps):
             (grad,) = torch.autograd.grad((target * weights).sum(), source, retain_graph=True, allow_unused=True)
             grads.append(torch.zeros_like(source) if grad is None else grad)
-        plain, counted = (grad.reshape(-1, source.shape[-1]) for grad in grads)
+        plain, counted = (grad.flatten(2).flatten(0, 1) if grad.dim() > 2 else grad for grad in grads)
         strong = plain.abs() > 1e-2 * plain.abs().amax(0, keepdim=True).clamp_min(1e-20)
         quotient = torch.where(strong, counted / torch.where(strong, plain, 1), 0)
         found = quotient.abs().amax(0).round()
         off = torch.where(strong, (quotient - found).abs(), 0)
-        if bool((off > _SMALL * found.clamp_min(1)).any()):
+        if bool((off > (_SMALL * found).clamp(_SMALL, 0.25)).any()):
             return None
         return torch.where(plain.abs().amax(0) > 1e-20, found.long() - 1, -1)
 
@@ -251,13 +255,7 @@ class LayerGraph:
         """A row map behind attention must read the heads one after another."""
         if -2 not in self._reads(node.given):
             return
-        flat = self.attended
-        target = node.given
-        draw = torch.Generator().manual_seed(4)
-        noise = torch.rand((*target.shape[:-1], 1), generator=draw) + 0.5
-        weights = noise * torch.arange(1, target.shape[-1] + 1, dtype=target.dtype)
-        (grad,) = torch.autograd.grad((target * weights).sum(), flat, retain_graph=True)
-        order = (grad / noise.reshape(*grad.shape[:2], 1, 1)).reshape(*grad.shape[:2], -1)
-        ascending = torch.arange(1, target.shape[-1] + 1, dtype=grad.dtype)
-        if not torch.allclose(order, ascending.expand_as(order), rtol=_SMALL):
+        features = node.given.shape[-1]
+        order = self._owners(node.given, features, self.attended)
+        if order is None or order.tolist() != list(range(features)):
             raise self.no(f"{node.path} does not read the heads one after another")

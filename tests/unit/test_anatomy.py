@@ -246,6 +246,29 @@ def test_maps(name: str) -> None:
     assert found.local_numbers == NUMBERS.get(name, ())
 
 
+def test_shared_experts_are_shared_and_their_gates_are_not() -> None:
+    gate_beside = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 48, "moe_intermediate_size": 24}
+    hf = meta({**FAMILIES["qwen3_moe"], **gate_beside, "mlp_only_layers": []})
+    anatomy = anatomy_of(hf)
+    assert anatomy.layers[0].experts is not None
+    assert anatomy.layers[0].experts.shared == (
+        "model.layers.0.mlp.shared_expert",
+        "model.layers.0.mlp.shared_expert_gate",
+    )
+    shared = {path.replace("mlp.", "mlp.shared_expert."): kind for path, kind in MLP.items()}
+    assert of_layer(projections(hf, anatomy), "model.layers.0") == {**ATTENTION, **shared}
+
+    gated_attention = {
+        "model_type": "afmoe",
+        "num_dense_layers": 1,
+        "num_shared_experts": 1,
+    }  # its router is a linear map
+    hf = meta({**FAMILIES["qwen3_moe"], **gated_attention})
+    found = of_layer(projections(hf, anatomy_of(hf)), "model.layers.1")
+    shared = {path.replace("mlp.", "mlp.shared_experts."): kind for path, kind in MLP.items()}
+    assert found == {**ATTENTION, "self_attn.gate_proj": "column", **shared}
+
+
 def test_a_model_with_other_names() -> None:
     hf = renamed(tie_word_embeddings=True)
     anatomy = anatomy_of(hf)
