@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.log import rank
+from tests.gpu.test_syncs import recorded_waits
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import (
     GLOBAL_BATCH,
@@ -239,3 +241,20 @@ def refusal(case: Case) -> str:
 def test_what_cannot_be_shared_is_refused_on_all_ranks(pools, small_data, model, extra, says):
     for text in pools(2).run(refusal, Case(data=small_data, model=model, expert=2, stage=1, extra=extra)):
         assert re.search(says, text), text
+
+
+def waits_of_a_step(case: Case) -> dict[str, int]:
+    engine, stepper, ranks = make_engine(case)
+    found: Counter[str] = Counter()
+    with recorded_waits(found):
+        train_steps(case, stepper, ranks, 0, 1)
+    engine.destroy()
+    return dict(found)
+
+
+def test_watching_the_routers_never_waits_for_the_device(pools, small_data):
+    """What a CPU does at once would be an operator that waits on a GPU: none is in the code that watches."""
+    case = Case(data=small_data, model={**FAMILIES["mixtral"], **BALANCED}, stage=1, accumulation=2)
+    for waits in pools(2).run(waits_of_a_step, case):
+        assert waits  # transformers' loop over experts has some
+        assert not [where for where in waits if "experts.py" in where], waits
