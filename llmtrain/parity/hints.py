@@ -67,8 +67,13 @@ def _wrong_gradients(got: Trace, want: Trace, wrong: list[str]) -> str:
     shares = {name: _share(got.gradients[name], want.gradients[name]) for name in want.gradients}
     factor = sorted(shares.values())[len(shares) // 2]  # clipping by a wrong norm gives all of them one factor
     odd = [name for name in wrong if _rest(got.gradients[name], want.gradients[name], factor) > _ONE_FACTOR]
+    norm = got.norms[0] / want.norms[0] if want.norms and want.norms[0] else 1.0
+    if odd and abs(norm - 1) > 0.1 and abs(norm * factor - 1) < 0.1:  # each rank may have clipped by a norm of its own
+        return (
+            f"gradients are clipped by a norm that is about {norm:.2g} times the true one: the norm is not summed over "
+            "all groups of ranks"
+        )
     if not odd:
-        norm = got.norms[0] / want.norms[0] if want.norms and want.norms[0] else math.nan
         if abs(norm - 1) > _ONE_FACTOR and abs(norm * factor - 1) < 1e-2:
             return (
                 f"all gradients are clipped by a norm that is {norm:.4g} times the true one: the norm is not summed "

@@ -35,6 +35,8 @@ ODD = {
     "biases": {"family": "llama_biases"},
 }
 
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+
 
 def refusal(form: Form) -> str | None:
     """Words of the reason for which a cell is refused; None: it has to pass."""
@@ -57,8 +59,10 @@ TELLING = [
     replace(FORMS["pp2-dp2"], family="gpt2", isolate_documents=True),
     replace(FORMS["sp2"], family="qwen2", isolate_documents=True),
     replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"),
+    replace(FORMS["tp2"], family="stablelm", precision="bf16"),
+    replace(FORMS["pp2-tp2"], family="qwen3", tied=True),
+    replace(FORMS["ep2"], family="mixtral", changes=json.dumps(BALANCED), accumulation=2),
     replace(FORMS["dp4"], family="opt"),
-    replace(FORMS["dp4"], family="qwen3_moe", precision="bf16", optimizer="adamw"),
 ]
 
 

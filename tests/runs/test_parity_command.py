@@ -188,7 +188,13 @@ def form(line: str) -> str:
     return " ".join(re.sub(r"\d[\d.,]*(e[+-]\d+)?", "#", line).split())
 
 
-@pytest.mark.parametrize("command", blocks("bash"))
+@pytest.mark.parametrize(
+    "command",
+    [
+        block if index == 0 else pytest.param(block, marks=pytest.mark.slow)
+        for index, block in enumerate(blocks("bash"))
+    ],
+)
 def test_the_commands_on_the_page(tmp_path: Path, command: str) -> None:
     program, name, *words = command.split()
     assert (program, name) == ("llmtrain", "parity")
