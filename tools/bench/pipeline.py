@@ -1,0 +1,184 @@
+"""The bubble of a pipeline against (S - 1) / (M + S - 1): `python tools/bench/pipeline.py --stages 2,4 --micro 4,8`.
+
+The real stages, the real engine and its schedule, with a tiny model; each stage sleeps in its forward and in its
+backward pass, the backward twice as long. So all stages take equally long, whatever cores this machine has, and what
+is left of a step is waiting. Printed: share of the step that an average stage did not spend in its passes, from its
+first instruction to the end of the last micro-batch; the formula; their ratio. The target is a ratio of 1 +- 0.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+LENGTH = 8
+
+
+class _SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
+def resolved_run(stages: int, micro_batches: int) -> Any:
+    """A run of one row a micro-batch."""
+    from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, ResolvedRun, RunConfig, TrainConfig
+    from llmtrain.topology import Degrees
+
+    run = RunConfig(
+        deepspeed="(bench)",
+        model=ModelConfig(config=dict(MODEL)),
+        data=DataConfig(path="-", sequence_length=LENGTH),
+        optim=OptimConfig(name="adamw", lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0),
+        train=TrainConfig(global_batch=micro_batches, micro_batch=1, accumulation=micro_batches, max_steps=1),
+    )
+    deepspeed = {
+        "train_batch_size": micro_batches,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**31 - 1,
+    }
+    return ResolvedRun(
+        run=run,
+        deepspeed=deepspeed,
+        degrees=Degrees(pipeline=stages),
+        precision="fp32",
+        zero_stage=1,
+        offload_optimizer=False,
+        offload_param=False,
+        activation_checkpointing=False,
+        pipeline_partition="uniform",
+        max_steps=1,
+    )
+
+
+def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: float, steps: int, out: Any) -> None:
+    """One rank: puts (rank, seconds of a step, seconds in its passes) of each step but the first into `out`."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(stages)}
+    os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+    from deepspeed.runtime.pipe import schedule
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    from llmtrain.data.loader import MicroBatch, StepBatch
+    from llmtrain.engine.build import build_engine, join_process_group
+    from llmtrain.engine.control import Agreement
+    from llmtrain.engine.fragments import refresh
+    from llmtrain.engine.pipeline_step import make_stepper
+    from llmtrain.engine.weights import fill_parameters
+    from llmtrain.models.build import initial_weights
+    from llmtrain.models.forms import build_model
+    from llmtrain.models.mesh import mesh_of
+
+    ranks = join_process_group(120.0)
+    resolved = resolved_run(stages, micro_batches)
+    mesh = mesh_of(resolved.degrees)
+    model: Any = build_model(resolved, ranks.device, mesh)
+    engine = build_engine(model, resolved, mesh)
+    fill_parameters(engine, initial_weights(resolved.run.model, 0, ranks.device))
+    refresh(engine)
+    stepper = make_stepper(engine, ranks, mesh)
+
+    def slow(module: Any, args: Any, result: torch.Tensor) -> torch.Tensor:
+        time.sleep(forward_s)
+        return _SlowBackward.apply(result, 2 * forward_s)
+
+    model.stage.register_forward_hook(slow)
+    marks: list[tuple[str, float]] = []
+
+    def timed(name: str, instruction: Callable[..., None]) -> Callable[..., None]:
+        def run(engine: Any, **kwargs: Any) -> None:
+            marks.append(("begin", time.perf_counter()))
+            instruction(engine, **kwargs)
+            marks.append((name, time.perf_counter()))
+
+        return run
+
+    instructions = dict(engine._INSTRUCTION_MAP)
+    for kind in instructions:
+        passes = {schedule.ForwardPass: "pass", schedule.BackwardPass: "pass", schedule.OptimizerStep: "end"}
+        name = "end" if kind in (schedule.ReduceTiedGrads, schedule.ReduceGrads) else passes.get(kind, "other")
+        instructions[kind] = timed(name, instructions[kind])
+    assert isinstance(engine, PipelineEngine)
+    engine._INSTRUCTION_MAP = instructions
+    tokens = torch.arange(LENGTH).unsqueeze(0)
+    micros = [MicroBatch(inputs=tokens, labels=tokens, sample_indices=[0]) for _ in range(micro_batches)]
+    batch = StepBatch(micro_batches=micros, counted_tokens=LENGTH * micro_batches, first_index=0)
+    agreed = Agreement(counted_tokens=batch.counted_tokens, stop=False, time_up=False, save=False)
+    for step in range(steps + 1):
+        torch.distributed.barrier()
+        marks.clear()
+        began = time.perf_counter()
+        stepper.step(batch, lambda: agreed, 1.0)
+        pairs = list(zip(marks[::2], marks[1::2], strict=True))
+        busy = sum(end - begin for (_, begin), (name, end) in pairs if name == "pass")
+        last = max(end for _, (name, end) in pairs if name != "end")
+        if step:  # the first one sends shapes
+            out.put((rank, last - began, busy))
+
+
+def measure(stages: int, micro_batches: int, forward_s: float, steps: int) -> float:
+    """The smallest share of waiting over the steps: other programs on this machine only add to it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(rank_main, args=(stages, micro_batches, port, forward_s, steps, out), nprocs=stages)
+    times: dict[int, list[tuple[float, float]]] = {}
+    for _ in range(stages * steps):
+        rank, step_s, busy_s = out.get()
+        times.setdefault(rank, []).append((step_s, busy_s))
+    shares = []
+    for step in range(steps):
+        of_step = [times[rank][step] for rank in range(stages)]
+        length = max(step_s for step_s, _ in of_step)
+        shares.append(1 - sum(busy_s for _, busy_s in of_step) / stages / length)
+    return min(shares)
+
+
+def main() -> None:
+    """Print the table."""
+    from llmtrain.models.balance import bubble_share
+
+    parser = argparse.ArgumentParser(description="The bubble of a pipeline against its formula.")
+    parser.add_argument("--stages", default="2,4", help="numbers of stages (at most 4)")
+    parser.add_argument("--micro", default="4,8,16", help="micro-batches of a step")
+    parser.add_argument(
+        "--forward-ms", type=float, default=30.0, help="forward time of a stage; backward takes twice it"
+    )
+    parser.add_argument("--steps", type=int, default=2, help="steps measured")
+    args = parser.parse_args()
+    print("| stages | micro-batches | bubble measured | (S - 1) / (M + S - 1) | ratio |\n|---|---|---|---|---|")
+    for stages in map(int, args.stages.split(",")):
+        for micro_batches in map(int, args.micro.split(",")):
+            share = measure(stages, micro_batches, args.forward_ms / 1000, args.steps)
+            want = bubble_share(stages, micro_batches)
+            print(f"| {stages} | {micro_batches} | {share:.1%} | {want:.1%} | {share / want:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
