@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from llmtrain.config.load import parse, resolve
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models.build import facts, load_config, skeleton
 from llmtrain.models.experts import balance_coefficient, check_stages, expert_blocks, experts_per_token
 from llmtrain.tracking.metrics import METRICS, routing_metrics
+from tests.helpers.config_workplace import write
 from tests.helpers.families import EXPERTS, FAMILIES
 
 
@@ -92,3 +94,28 @@ def test_the_even_router_costs_as_many_as_the_experts_of_a_token() -> None:
 
     logits = torch.eye(4).repeat(8, 1) + torch.eye(4).roll(1, 1).repeat(8, 1)  # each expert is chosen equally often
     assert load_balancing_loss_func((logits,), 4, 2).item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "precision", "stage", "degree", "runs_at"),
+    [
+        ({"autoep_size": 2}, "bf16", 0, 2, 1),  # DeepSpeed leaves shared experts out of bf16's gradient norm there
+        ({"autoep_size": 2}, "fp32", 0, 2, 0),
+        ({"autoep_size": 2, "enabled": True}, "bf16", 3, 2, 3),
+        ({"autoep_size": 2, "enabled": False}, "bf16", 0, 1, 0),
+    ],
+)
+def test_the_section_of_the_json(tmp_path, monkeypatch, section, precision, stage, degree, runs_at) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = {
+        "expert_parallel": section,
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_optimization": {"stage": stage},
+    }
+    write(tmp_path, ds=changes)
+    parsed = parse(["--config", "run.yaml"])
+    resolved = resolve(parsed.run, 4, places=parsed.places)
+    assert (resolved.degrees.expert, resolved.degrees.data, resolved.zero_stage) == (degree, 4, runs_at)
+    assert resolved.expert_parallel == section
+    assert "expert_parallel" not in resolved.deepspeed
+    assert any("gradient norm" in note for note in resolved.notes) == (stage != runs_at)
