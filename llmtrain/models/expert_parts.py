@@ -43,7 +43,7 @@ def experts_of(hf: Any, path: str) -> Experts | None:
         for child, sibling in block.named_children():
             if sibling is module or not any(True for _ in sibling.parameters()):
                 continue
-            matrices = [p for p in sibling.parameters() if p.dim() == 2]
+            matrices = [p for p in sibling.parameters() if p.dim() == 2 and p.numel() > count]  # not [1, count]
             is_router = len(matrices) == 1 and matrices[0].shape[0] == count
             (routers if is_router else shared).append(_join(path, block_name, child))
         if len(routers) != 1:
