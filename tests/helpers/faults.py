@@ -223,6 +223,22 @@ def raw_router_weights() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def dropped_expert() -> Iterator[None]:
+    """What the first expert of each rank gives does not come back to its tokens."""
+    from deepspeed.moe.ep_experts import GroupedExperts
+
+    forward = GroupedExperts.forward
+
+    def dropping(self: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        given = forward(self, x, num_tokens_per_expert)
+        kept = torch.arange(len(given)) >= int(num_tokens_per_expert[0])
+        return given * kept.unsqueeze(1)
+
+    with patch.object(GroupedExperts, "forward", dropping):
+        yield
+
+
 FAULTS: dict[str, Fault] = {
     "mean_per_micro_batch": Fault(mean_per_micro_batch, {"zero": 2, "accumulation": 2}, "wrong weight in the mean"),
     "lost_micro_batch": Fault(lost_micro_batch, {"zero": 1, "accumulation": 3}, "forward pass"),
@@ -233,6 +249,7 @@ FAULTS: dict[str, Fault] = {
     "shifted_twice": Fault(shifted_twice, {"zero": 0}, "labels"),
     "leaking_documents": Fault(leaking_documents, {"isolate_documents": True}, "documents"),
     "raw_router_weights": Fault(raw_router_weights, {"family": "mixtral", "zero": 3}, "weighted otherwise"),
+    "dropped_expert": Fault(dropped_expert, {"family": "mixtral", "expert": 2, "zero": 1}, "experts that are left out"),
     "skipped_layer": Fault(skipped_layer, {"pipeline": 2, "accumulation": 2}, "a layer that is skipped"),
     "lost_tie": Fault(lost_tie, {"pipeline": 2, "accumulation": 2, "tied": True}, "tied tensor"),
     "lost_offset": Fault(lost_offset, {"sequence": 2}, "positions"),
