@@ -195,8 +195,6 @@ def build_pipeline(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> P
     index = mesh.place.pipeline
     first = sum(counts[:index])
     part = Part(range(first, first + counts[index]), first=index == 0, last=index == degrees.pipeline - 1)
-    if model.mlp_tile_tokens is not None:
-        tile_mlps(hf, model.mlp_tile_tokens)
 
     def shard(rest: nn.Module) -> None:
         assert shared is not None
