@@ -13,9 +13,10 @@ from torch import Tensor
 
 from llmtrain.data.loader import MicroBatch, StepBatch
 from llmtrain.engine.build import Ranks
-from llmtrain.engine.control import Agreement
+from llmtrain.engine.control import AgreedError, Agreement
 from llmtrain.engine.fragments import base_optimizer
 from llmtrain.engine.step import Stepper, StepResult
+from llmtrain.errors import ModelError
 from llmtrain.models.mesh import Mesh
 from llmtrain.models.pipeline import PipelineLanguageModel
 
@@ -32,6 +33,7 @@ class PipelineStepper(Stepper):
 
     def __init__(self, engine: Any, ranks: Ranks, mesh: Mesh) -> None:
         super().__init__(engine, ranks, mesh)
+        _check_groups(engine, ranks)
         # Here the engine looks up what to do for an instruction of its schedule.
         ours = {ReduceTiedGrads: _reduce_tied, OptimizerStep: self._optimizer_step}
         engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **ours}
@@ -132,3 +134,19 @@ def _reduce_tied(engine: Any) -> None:
         else:
             gradient = engine.optimizer.get_param_gradient_attribute(weight)
         dist.all_reduce(gradient, group=group)
+
+
+def _check_groups(engine: Any, ranks: Ranks) -> None:
+    """DeepSpeed sums gradient norms over the stages group by group: with fewer groups on one of them, all would wait.
+
+    Raises:
+        AgreedError: on every rank.
+    """
+    counts: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(counts, len(base_optimizer(engine).param_groups), group=ranks.control)
+    if len(set(counts)) > 1:
+        raise AgreedError(
+            "pipeline.stages: some stages of this model have matrices or vectors alone, others both, and DeepSpeed's "
+            "gradient norm needs the same groups of parameters on all. Use ZeRO without a pipeline.",
+            ModelError.exit_code,
+        )
