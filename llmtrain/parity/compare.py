@@ -118,6 +118,8 @@ def _parameters(got: Trace, want: list[Trace], step: int, *, fp32: bool) -> list
     moved = {name: _root_mean_square(value, start[name]) for name, value in expected.items()}
     shares = {name: _spread(want, step, name, _root_mean_square) / (moved[name] or 1.0) for name in expected}
     usual = sorted(shares.values())[len(shares) * 9 // 10]
+    largest = {name: _spread(want, step, name, _largest) for name in expected} if fp32 else {}
+    usual_largest = sorted(largest.values())[len(largest) * 9 // 10] if fp32 else 0.0
     found = []
     for name, value in expected.items():
         mine = got.parameters[step].get(name)
@@ -125,7 +127,7 @@ def _parameters(got: Trace, want: list[Trace], step: int, *, fp32: bool) -> list
             mine = torch.full_like(value, math.nan)
         if fp32:
             difference = _largest(mine, value)
-            tolerated = max(PARAMETER, SPREADS * _spread(want, step, name, _largest))
+            tolerated = max(PARAMETER, SPREADS * max(usual_largest, largest[name]))
             found.append(Difference(kind="parameter", name=name, step=step, got=difference, tolerated=tolerated))
         if step > 0:
             difference = _root_mean_square(mine, value) / (moved[name] or 1.0)
