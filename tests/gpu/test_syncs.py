@@ -37,7 +37,9 @@ def waits_of_steps(case: Case, steps: int) -> dict[str, int]:
     for index in range(2 + steps):
         batch = next(source)
         with recorded_waits(found) if index >= 2 else contextlib.nullcontext():
-            agreement = agree.start(counted_tokens=batch.counted_tokens, stop=False, time_up=False, save=False)
+            agreement = agree.start(
+                counted_tokens=batch.counted_tokens, stop=False, time_up=False, save=False, save_status=(False, False)
+            )
             stepper.step(batch, agreement, 1.0)
             agreement()
     source.close()  # type: ignore[attr-defined]
