@@ -31,7 +31,7 @@ from llmtrain.errors import TrainingStopped
 from llmtrain.finish import finish
 from llmtrain.models.build import facts, initial_weights
 from llmtrain.models.forms import build_model
-from llmtrain.models.mesh import mesh_of
+from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.saving import Saving
 from llmtrain.tracking.environment import versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics

@@ -153,7 +153,7 @@ def check_shared_rows(run: RunConfig, degrees: Degrees, path: str, places: Place
 
 
 def check_shared_heads(run: RunConfig, degrees: Degrees, path: str, places: Places, problems: Problems) -> None:
-    """Ranks that share each matrix have equally many heads. (What else they share, models/tensor.py checks.)"""
+    """Ranks that share each matrix have equally many heads. (models/parallel/tensor.py checks what else they share.)"""
     degree = degrees.tensor
     model = _read_model_config(run, places, Problems()) or {}  # what is wrong with it is told by check_on_disk
     given = {key: model.get(key) for key in ("num_attention_heads", "n_head", "num_key_value_heads")}

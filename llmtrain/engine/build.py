@@ -26,7 +26,7 @@ from llmtrain.errors import ConfigError
 from llmtrain.log import warn
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.mesh import Mesh
+from llmtrain.models.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)

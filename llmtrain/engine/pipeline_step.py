@@ -17,8 +17,8 @@ from llmtrain.engine.control import AgreedError, Agreement
 from llmtrain.engine.fragments import base_optimizer
 from llmtrain.engine.step import Stepper, StepResult
 from llmtrain.errors import ModelError
-from llmtrain.models.mesh import Mesh
-from llmtrain.models.pipeline import PipelineLanguageModel
+from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 
 
 def make_stepper(engine: Any, ranks: Ranks, mesh: Mesh) -> Stepper:

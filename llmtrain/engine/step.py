@@ -19,9 +19,9 @@ from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import base_optimizer
 from llmtrain.errors import ModelError, TrainingStopped
-from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.loss import IGNORE
-from llmtrain.models.mesh import Mesh
+from llmtrain.models.parallel.experts import RoutingFigures
+from llmtrain.models.parallel.mesh import Mesh
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, max_steps: int | None) -> float:
@@ -48,7 +48,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     """Dropout of a step is a pure function of (seed, step, rank): resume needs no saved generator state.
 
     The ranks of a tensor-parallel group give the same `rank`: what they all compute, they drop alike (Span of
-    models/tensor_layers.py lets them differ where each has its own heads or features).
+    models/parallel/tensor_layers.py lets them differ where each has its own heads or features).
     """
     torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
 

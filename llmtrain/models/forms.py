@@ -9,13 +9,13 @@ import torch
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.build import DTYPES, construct, decoder_layers, load_config, restore_buffers, skeleton
-from llmtrain.models.expert_parallel import describe_experts, prepare_experts
-from llmtrain.models.experts import check_stages
 from llmtrain.models.language import LanguageModel, checkpoint_activations
-from llmtrain.models.mesh import Mesh
-from llmtrain.models.pipeline import PipelineLanguageModel, build_pipeline
-from llmtrain.models.sequence import SequenceLanguageModel
-from llmtrain.models.tensor import shared_model
+from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
+from llmtrain.models.parallel.experts import check_stages
+from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.parallel.pipeline import PipelineLanguageModel, build_pipeline
+from llmtrain.models.parallel.sequence import SequenceLanguageModel
+from llmtrain.models.parallel.tensor import shared_model
 from llmtrain.models.tiled import tile_mlps
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
 from llmtrain.models.build import decoder_layers
-from llmtrain.models.experts import expert_blocks
-from llmtrain.models.probe import attention_seen, probe_copy
+from llmtrain.models.parallel.experts import expert_blocks
+from llmtrain.models.structure.probe import attention_seen, probe_copy
 
 
 class _Tiled(torch.autograd.Function):
@@ -111,11 +111,11 @@ def tile_mlps(hf: Any, tile: int) -> list[str]:
     found = []
     for name, layer in _layers(hf):
         for path, kind in kinds:
-            mlp = layer
+            mlp: Any = layer
             for part in path.split("."):
                 mlp = getattr(mlp, part, None)
             if type(mlp) is kind:
-                mlp.forward = tiled(mlp, tile)  # type: ignore[method-assign]
+                mlp.forward = tiled(mlp, tile)
                 set_z3_leaf_module(mlp, True)  # ZeRO 3: its weights are gathered once for all slices, not for each
                 found.append(f"{name}.{path}")
     return found

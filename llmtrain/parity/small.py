@@ -6,7 +6,7 @@ from typing import Any
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.build import facts, load_config
-from llmtrain.models.shrink import shrunk_config, without_dropout
+from llmtrain.models.structure.shrink import shrunk_config, without_dropout
 from llmtrain.topology import Degrees
 
 

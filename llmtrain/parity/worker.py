@@ -30,7 +30,7 @@ from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import UserError
 from llmtrain.models.build import facts
 from llmtrain.models.forms import build_model
-from llmtrain.models.mesh import mesh_of
+from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace

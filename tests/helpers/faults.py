@@ -96,7 +96,7 @@ def norm_of_one_shard() -> Iterator[None]:
 @contextlib.contextmanager
 def unsummed_head_norms() -> Iterator[None]:
     """A norm that acts on each head (Qwen3) keeps the gradient of one rank's heads."""
-    from llmtrain.models import tensor
+    from llmtrain.models.parallel import tensor
 
     with patch.object(tensor, "_sum_of", lambda grad, group: grad):
         yield

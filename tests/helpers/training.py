@@ -30,7 +30,7 @@ from llmtrain.engine.step import Stepper, learning_rate_factor
 from llmtrain.engine.weights import fill_parameters
 from llmtrain.models.build import initial_weights
 from llmtrain.models.forms import build_model
-from llmtrain.models.mesh import mesh_of
+from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.pieces import put
 from llmtrain.topology import Degrees
 

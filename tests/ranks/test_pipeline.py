@@ -126,7 +126,7 @@ def test_fp16_with_gradients_accumulated_in(pools, small_data, extra):
 def held(case: Case) -> tuple[list[str], int, tuple[int, ...]]:
     """(names, elements of all parameters and buffers, layers of the stages) of this rank."""
     from llmtrain.models.forms import build_model
-    from llmtrain.models.mesh import mesh_of
+    from llmtrain.models.parallel.mesh import mesh_of
 
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
@@ -305,7 +305,7 @@ def test_a_folder_is_loaded_stage_by_stage_and_proved(pools, small_data, tmp_pat
 
 def announced(case: Case) -> list[str]:
     from llmtrain.models.forms import build_model
-    from llmtrain.models.mesh import mesh_of
+    from llmtrain.models.parallel.mesh import mesh_of
 
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)

@@ -152,7 +152,7 @@ def test_evaluation_is_the_one_of_one_process(pools, small_data):
 def checked_at_the_start(case: Case, fault: str) -> str:
     """What a run's check of its loss says when a part of sequence parallelism is missing."""
     from llmtrain.errors import ModelError
-    from llmtrain.models import sequence
+    from llmtrain.models.parallel import sequence
 
     own = sequence._see_the_last_position
     if fault == "angles":

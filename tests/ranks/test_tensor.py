@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from llmtrain.engine.step import seed_step
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
-from llmtrain.models.mesh import mesh_of
-from llmtrain.models.tensor_layers import Span
-from llmtrain.models.vocabulary import Words
+from llmtrain.models.parallel.mesh import mesh_of
+from llmtrain.models.parallel.tensor_layers import Span
+from llmtrain.models.parallel.vocabulary import Words
 from llmtrain.topology import Degrees
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.ranks import RankFailed

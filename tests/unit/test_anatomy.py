@@ -28,13 +28,13 @@ from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
-from llmtrain.models.absent import AbsentAfter, AbsentBefore, AbsentLayer
-from llmtrain.models.anatomy import Anatomy, anatomy_of
 from llmtrain.models.build import construct, load_config, skeleton
-from llmtrain.models.probe import Watch, attention_seen, probe_copy, run_copy
-from llmtrain.models.projections import Projections, projections
-from llmtrain.models.rehearsal import Map, rehearse
-from llmtrain.models.shrink import check_same_structure, shrunk_config, without_dropout
+from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
+from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
+from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
+from llmtrain.models.structure.projections import Projections, projections
+from llmtrain.models.structure.rehearsal import Map, rehearse
+from llmtrain.models.structure.shrink import check_same_structure, shrunk_config, without_dropout
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.renamed import renamed
 

@@ -11,7 +11,7 @@ from llmtrain.config.load import load
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.build import skeleton
-from llmtrain.models.sequence import check_attention
+from llmtrain.models.parallel.sequence import check_attention
 from tests.helpers.config_workplace import write
 from tests.helpers.families import FAMILIES
 

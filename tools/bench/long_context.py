@@ -129,7 +129,7 @@ def ours(task: Attempt) -> Any:
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.build import initial_weights
     from llmtrain.models.forms import build_model
-    from llmtrain.models.mesh import mesh_of
+    from llmtrain.models.parallel.mesh import mesh_of
 
     model = ModelConfig(
         config={**PRESETS[task.preset], "max_position_embeddings": task.tokens},

@@ -92,7 +92,7 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.build import initial_weights
     from llmtrain.models.forms import build_model
-    from llmtrain.models.mesh import mesh_of
+    from llmtrain.models.parallel.mesh import mesh_of
 
     ranks = join_process_group(120.0)
     resolved = resolved_run(stages, micro_batches)
@@ -162,7 +162,7 @@ def measure(stages: int, micro_batches: int, forward_s: float, steps: int) -> fl
 
 def main() -> None:
     """Print the table."""
-    from llmtrain.models.balance import bubble_share
+    from llmtrain.models.parallel.balance import bubble_share
 
     parser = argparse.ArgumentParser(description="The bubble of a pipeline against its formula.")
     parser.add_argument("--stages", default="2,4", help="numbers of stages (at most 4)")

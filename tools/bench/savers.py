@@ -36,7 +36,7 @@ from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import fragments, loss_scale_state, optimizer_step, owned
 from llmtrain.engine.step import Stepper
 from llmtrain.models.forms import build_model
-from llmtrain.models.mesh import mesh_of
+from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.topology import Degrees
 
 _BLOCK = 16 << 20

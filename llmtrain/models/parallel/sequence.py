@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
 from llmtrain.models.language import LanguageModel, documents_in_rows
-from llmtrain.models.probe import attention_seen, probe_copy
+from llmtrain.models.structure.probe import attention_seen, probe_copy
 
 
 class SequenceLanguageModel(LanguageModel):
@@ -246,7 +246,7 @@ _KEY = "sequence_parallel_size"
 @contextlib.contextmanager
 def _only_own_values() -> Iterator[None]:
     """Attention in which a token sees itself only, for the probe's function."""
-    from llmtrain.models import probe
+    from llmtrain.models.structure import probe
 
     plain = probe._attention
 

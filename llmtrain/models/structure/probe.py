@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
-from llmtrain.models.shrink import shrunk_config, without_dropout
+from llmtrain.models.structure.shrink import shrunk_config, without_dropout
 
 _MOST = 100_000_000  # parameters of a small copy: 0.4 GB, nothing written yet
 _NAME = "llmtrain_probe"

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
-from llmtrain.models.absent import AbsentAfter, AbsentBefore, AbsentLayer
-from llmtrain.models.expert_parts import Experts, experts_of
 from llmtrain.models.loss import HeadForm
-from llmtrain.models.probe import Attended, Call, Watch, attention_seen, probe_copy, run_copy
-from llmtrain.models.shrink import check_same_structure
+from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
+from llmtrain.models.structure.expert_parts import Experts, experts_of
+from llmtrain.models.structure.probe import Attended, Call, Watch, attention_seen, probe_copy, run_copy
+from llmtrain.models.structure.shrink import check_same_structure
 
 _TOKENS = (2, 12)
 """Batch and length of the probe."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.models.loss import IGNORE, HeadForm
-from llmtrain.models.tensor_layers import copied, summed
+from llmtrain.models.parallel.tensor_layers import copied, summed
 
 
 @dataclass(frozen=True)

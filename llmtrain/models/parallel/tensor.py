@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
-from llmtrain.models.anatomy import Anatomy, anatomy_of
 from llmtrain.models.build import DTYPES, skeleton
-from llmtrain.models.mesh import Mesh
+from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.parallel.tensor_layers import Column, Row, Span, copied, gathered, summed
+from llmtrain.models.parallel.vocabulary import Words, share_embedding
 from llmtrain.models.parameters import Share, set_share
-from llmtrain.models.projections import Projections, projections
 from llmtrain.models.region import Region, shard, whole
-from llmtrain.models.rehearsal import divide_heads
-from llmtrain.models.tensor_layers import Column, Row, Span, copied, gathered, summed
-from llmtrain.models.vocabulary import Words, share_embedding
+from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
+from llmtrain.models.structure.projections import Projections, projections
+from llmtrain.models.structure.rehearsal import divide_heads
 
 
 def shared_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Any:

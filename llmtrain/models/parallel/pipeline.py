@@ -22,16 +22,16 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from llmtrain.config.run import ResolvedRun
-from llmtrain.models.absent import AbsentAfter, AbsentBefore, AbsentLayer
-from llmtrain.models.anatomy import Anatomy, anatomy_of
-from llmtrain.models.balance import Weights, balanced, explain, given, uniform
 from llmtrain.models.build import DTYPES, skeleton
 from llmtrain.models.language import checkpoint_activations, documents_in_rows, head_forward
 from llmtrain.models.loss import IGNORE, HeadForm
-from llmtrain.models.mesh import Mesh
+from llmtrain.models.parallel.balance import Weights, balanced, explain, given, uniform
+from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.parallel.tensor import shard_model
 from llmtrain.models.parameters import LocalParameter, local_parameter
-from llmtrain.models.projections import projections
-from llmtrain.models.tensor import shard_model
+from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
+from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
+from llmtrain.models.structure.projections import projections
 from llmtrain.models.tiled import tile_mlps
 from llmtrain.topology import Degrees
 
@@ -224,7 +224,7 @@ def layer_counts(resolved: ResolvedRun, hf: Any, anatomy: Anatomy, device: torch
     if asked == "parameters":
         return balanced(parameters_of(hf, anatomy), stages)
     uniform(len(anatomy.layers), stages)  # stages that cannot be are refused before the measurement
-    from llmtrain.models.stage_times import seconds_of
+    from llmtrain.models.parallel.stage_times import seconds_of
 
     return balanced(seconds_of(resolved, hf, anatomy, device), stages)
 

@@ -16,8 +16,8 @@ from torch import nn
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.build import DTYPES
-from llmtrain.models.experts import ExpertBlock, Routing, expert_blocks, set_leaf_modules
-from llmtrain.models.mesh import Mesh
+from llmtrain.models.parallel.experts import ExpertBlock, Routing, expert_blocks, set_leaf_modules
+from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Share, set_share
 from llmtrain.models.region import Region, whole
 

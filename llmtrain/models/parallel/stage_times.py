@@ -12,11 +12,11 @@ from deepspeed.accelerator import get_accelerator
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
-from llmtrain.models.anatomy import Anatomy
-from llmtrain.models.balance import Weights
 from llmtrain.models.build import DTYPES
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
-from llmtrain.models.pipeline import Part, Stage, build_stage
+from llmtrain.models.parallel.balance import Weights
+from llmtrain.models.parallel.pipeline import Part, Stage, build_stage
+from llmtrain.models.structure.anatomy import Anatomy
 
 _RUNS = 5
 """The fastest counts: whatever else the machine does only adds."""

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from llmtrain.errors import ModelError
-from llmtrain.models.anatomy import Anatomy
-from llmtrain.models.layer_graph import LayerGraph
-from llmtrain.models.probe import Watch, attention_seen, probe_copy, run_copy
-from llmtrain.models.rehearsal import InnerNorm, Map, rehearse
+from llmtrain.models.structure.anatomy import Anatomy
+from llmtrain.models.structure.layer_graph import LayerGraph
+from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
+from llmtrain.models.structure.rehearsal import InnerNorm, Map, rehearse
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
-from llmtrain.models.probe import Attended, Call
+from llmtrain.models.structure.probe import Attended, Call
 
 _SMALL = 1e-3
 """How far an index read from gradients may be from a whole number."""
