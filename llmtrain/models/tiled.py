@@ -114,7 +114,7 @@ def tile_mlps(hf: Any, tile: int) -> list[str]:
             mlp: Any = layer
             for part in path.split("."):
                 mlp = getattr(mlp, part, None)
-            if type(mlp) is kind:
+            if isinstance(mlp, nn.Module) and type(mlp) is kind:
                 mlp.forward = tiled(mlp, tile)
                 set_z3_leaf_module(mlp, True)  # ZeRO 3: its weights are gathered once for all slices, not for each
                 found.append(f"{name}.{path}")
