@@ -9,9 +9,9 @@ import pytest
 from tests.helpers.ranks import RankPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Callable[[int], RankPool]]:
-    """pools(n): n ranks that are started once."""
+    """pools(n): n ranks that are started once a module (2 s, forked); idle ones would slow down all that follows."""
     made: dict[int, RankPool] = {}
 
     def pool(world_size: int) -> RankPool:
