@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 _THREADS = 150
-"""Ranks with more start anew: each engine leaves process groups behind, and each of gloo's wakes a hundred times a second.
+"""Ranks with more start anew: each engine leaves process groups behind, and gloo's threads keep waking.
 
 Two idle ranks with 740 threads took a whole core.
 """
