@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from llmtrain.config.deepspeed import DEGREE_KEYS
+from llmtrain.config.ds_json import lookup
 
 RUN: dict[str, Any] = {
     "deepspeed": "ds.json",
@@ -49,3 +53,10 @@ def write(
     (folder / "run.yaml").write_text(text)
     text = ds if isinstance(ds, str) else json.dumps(merged(DS, ds or {}))
     (folder / "ds.json").write_text(text)
+
+
+def ranks_at_least(path: Path) -> int:
+    """The product of the degrees that a DeepSpeed JSON asks for."""
+    tree = json.loads(path.read_text())
+    degrees = [lookup(tree, key) for key in DEGREE_KEYS.values()]
+    return math.prod(degree for degree in degrees if degree)

@@ -12,7 +12,7 @@ from llmtrain.config import ds_keys
 from llmtrain.config.deepspeed import deep_check
 from llmtrain.config.load import load
 from llmtrain.errors import ConfigError
-from tests.helpers.config_workplace import write
+from tests.helpers.config_workplace import ranks_at_least, write
 
 pytest.importorskip("deepspeed")
 ROOT = Path(__file__).parents[2]
@@ -131,7 +131,7 @@ def test_plain_sections_are_those_of_deepspeeds_constants() -> None:
 def test_deepspeed_accepts_every_ds_config(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"deepspeed": str(path)})
     monkeypatch.chdir(tmp_path)
-    deep_check(load(["--config", "run.yaml"], 8).deepspeed, str(path))
+    deep_check(load(["--config", "run.yaml"], ranks_at_least(path)).deepspeed, str(path))
 
 
 def test_deep_check_tells_what_deepspeed_refuses(

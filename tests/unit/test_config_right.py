@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import time
@@ -17,13 +16,11 @@ from hypothesis import strategies as st
 from llmtrain import cli
 from llmtrain.config import strict_yaml
 from llmtrain.config.batch import solve
-from llmtrain.config.deepspeed import DEGREE_KEYS
-from llmtrain.config.ds_json import lookup
 from llmtrain.config.dump import dump
 from llmtrain.config.load import load, parse, parse_run, resolve
 from llmtrain.config.problems import Problems
 from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig, TrackingConfig
-from tests.helpers.config_workplace import write
+from tests.helpers.config_workplace import ranks_at_least, write
 
 ROOT = Path(__file__).parents[2]
 
@@ -239,13 +236,6 @@ def test_places_tell_line_and_command_line(here: Path) -> None:
     places = parse(["--config", "run.yaml", "--optim.lr", "1"]).places
     assert places["deepspeed"] == "run.yaml, line 1"
     assert places["optim.lr"] == "command line"
-
-
-def ranks_at_least(path: Path) -> int:
-    """The product of the degrees that a DeepSpeed JSON asks for."""
-    tree = json.loads(path.read_text())
-    degrees = [lookup(tree, key) for key in DEGREE_KEYS.values()]
-    return math.prod(degree for degree in degrees if degree)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.name)

@@ -249,9 +249,9 @@ CASES = [
         {"tensor_parallel": {"autotp_size": 2}},
     ),
     Wrong(
-        "sequence parallel",
-        ("sequence_parallel_size = 2", "not built yet", "set it to 1"),
-        ds={"sequence_parallel_size": 2},
+        "sequence parallel pipeline",
+        ("sequence_parallel_size = 2", "pipeline.stages = 2", "wrong ranks", "set one of them to 1"),
+        ds={"sequence_parallel_size": 2, "pipeline": {"stages": 2}},
     ),
     # both files
     Wrong(
