@@ -45,8 +45,11 @@ def test_loss_and_gradients_are_the_same(family):
     tiled_loss, tiled_gradients = loss_and_gradients(model, tokens)
     assert abs(tiled_loss - loss) < 1e-6 * abs(loss)
     assert tiled_gradients.keys() == gradients.keys()
+    # A key's bias nearly cancels: its rounding is that of the terms, not of the sum.
+    terms = 1e-7 * max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, gradient in gradients.items():
-        assert torch.allclose(tiled_gradients[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max())), name
+        close = 1e-6 * float(gradient.abs().max()) + terms
+        assert torch.allclose(tiled_gradients[name], gradient, rtol=1e-4, atol=close), name
 
 
 def test_slices_are_what_the_mlp_gets():
