@@ -184,7 +184,7 @@ def test_resume_shows_what_changed_and_another_layout_agrees(small_data, tmp_pat
         *("--train.run_dir", str(other), "--resume", str(path), "--train.micro_batch", "4"),
         world_size=1,
     )
-    assert "layout.world_size: 2 -> 1" in output
+    assert "layout.data: 2 -> 1" in output
     assert max(abs(losses(other)[step] - losses(want)[step]) for step in range(16, 21)) < 1e-2  # dropout differs
 
 
