@@ -103,14 +103,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         notes.append(
             f"{path}: tensor_parallel: {', '.join(unused)} not used: what the ranks share is found in the model itself"
         )
-    for rule in clashes(mix):
-        values: dict[str, Any] = {key: lookup(tree, key) for key in rule.keys}
-        values |= {"model.compile_layers": run.model.compile_layers, "optim.name": run.optim.name}
-        values["optim.clip_norm"] = run.optim.clip_norm
-        values["model.mlp_tile_tokens"] = run.model.mlp_tile_tokens
-        what = " with ".join(f"{key} = {show(values[key])}" for key in rule.keys)
-        if rule.keys[0] not in problems:
-            problems.add_text(rule.keys[0], what, rule.reason, rule.remedy, path)
+    _refuse(mix, tree, path, run, problems)
     return Facts(
         tree=tree,
         degrees=degrees,
@@ -122,6 +115,18 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         pipeline_partition=partition,
         notes=tuple(notes),
     )
+
+
+def _refuse(mix: Mix, tree: dict[str, Any], path: str, run: RunConfig, problems: Problems) -> None:
+    """Tell what cannot be combined, with the values that clash."""
+    for rule in clashes(mix):
+        values: dict[str, Any] = {key: lookup(tree, key) for key in rule.keys}
+        values |= {"model.compile_layers": run.model.compile_layers, "optim.name": run.optim.name}
+        values["optim.clip_norm"] = run.optim.clip_norm
+        values["model.mlp_tile_tokens"] = run.model.mlp_tile_tokens
+        what = " with ".join(f"{key} = {show(values[key])}" for key in rule.keys)
+        if rule.keys[0] not in problems:
+            problems.add_text(rule.keys[0], what, rule.reason, rule.remedy, path)
 
 
 def _why_not_stage_0(mix: Mix) -> str | None:

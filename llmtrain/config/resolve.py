@@ -38,24 +38,16 @@ def resolve(
     rules.check_values(run, places, problems)
     facts = read_facts(tree, path, run, problems)
     problems.raise_if_any()
-    degrees = _spread(facts.degrees, path, world_size, world_size_source, problems)
-    _check_declared_ranks(tree, path, degrees.data, world_size, world_size_source, problems)
+    world = _world(world_size, world_size_source)
+    degrees = _spread(facts.degrees, path, world_size, world, problems)
+    _check_declared_ranks(tree, path, degrees.data, world, problems)
     rules.check_shared_heads(run, degrees, path, places, problems)
     rules.check_shared_rows(run, degrees, path, places, problems)
     problems.raise_if_any()
 
-    batch = solve(
-        global_batch=run.train.global_batch,
-        micro_batch=run.train.micro_batch,
-        accumulation=run.train.accumulation,
-        data_parallel=degrees.data,
-        world=_world(world_size, world_size_source),
-        problems=problems,
-        place=_batch_places(run, places),
-    )
-    problems.raise_if_any()
+    batch = _batch(run, degrees, world, places, problems)
     clip_norm = run.optim.clip_norm
-    assert batch is not None and clip_norm is not None
+    assert clip_norm is not None
     max_steps = total_steps(run, batch)
     run = _fill_in(run, batch, max_steps)
     rules.check_schedule(run, max_steps, places, problems)
@@ -79,6 +71,21 @@ def resolve(
     )
 
 
+def _batch(run: RunConfig, degrees: Degrees, world: str, places: Places, problems: Problems) -> Batch:
+    batch = solve(
+        global_batch=run.train.global_batch,
+        micro_batch=run.train.micro_batch,
+        accumulation=run.train.accumulation,
+        data_parallel=degrees.data,
+        world=world,
+        problems=problems,
+        place=_batch_places(run, places),
+    )
+    problems.raise_if_any()
+    assert batch is not None
+    return batch
+
+
 def total_steps(run: RunConfig, batch: Batch) -> int | None:
     """Optimizer steps of the whole run: the smaller of max_steps and max_tokens in steps, rounded up."""
     limits = [] if run.train.max_steps is None else [run.train.max_steps]
@@ -100,7 +107,7 @@ def _fill_in(run: RunConfig, batch: Batch, max_steps: int | None) -> RunConfig:
     return replace(run, schedule=schedule, train=train)
 
 
-def _spread(asked: Degrees, path: str, world_size: int, source: str, problems: Problems) -> Degrees:
+def _spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:
     """The degrees with the data-parallel one: the ranks that are left."""
     data, rest = divmod(world_size, asked.world_size)
     if not rest and data % asked.expert == 0:
@@ -108,20 +115,18 @@ def _spread(asked: Degrees, path: str, world_size: int, source: str, problems: P
     set_keys = {key: getattr(asked, name) for name, key in DEGREE_KEYS.items() if getattr(asked, name) > 1}
     text = " x ".join(f"{key} {degree}" for key, degree in set_keys.items() if key != DEGREE_KEYS["expert"] or not rest)
     if rest:
-        rule = f"the ranks must be a multiple of {asked.world_size}; {_world(world_size, source)}"
+        rule = f"the ranks must be a multiple of {asked.world_size}; {world}"
         remedy = f"start {asked.world_size} or a multiple of it, or lower the degree"
     else:
-        rule = f"experts are shared by data-parallel ranks, and there are {data}; {_world(world_size, source)}"
+        rule = f"experts are shared by data-parallel ranks, and there are {data}; {world}"
         remedy = f"set expert_parallel.autoep_size to a divisor of {data}"
     problems.add_text(next(iter(set_keys)), text, rule, remedy, path)
     return asked
 
 
-def _check_declared_ranks(
-    tree: dict[str, Any], path: str, data_parallel: int, world_size: int, source: str, problems: Problems
-) -> None:
+def _check_declared_ranks(tree: dict[str, Any], path: str, data_parallel: int, world: str, problems: Problems) -> None:
     if (declared := tree.get("data_parallel_size")) not in (None, "auto", data_parallel):
-        rule = f"the data-parallel degree is {data_parallel}: {_world(world_size, source)}"
+        rule = f"the data-parallel degree is {data_parallel}: {world}"
         problems.add("data_parallel_size", declared, rule, "remove it: the launcher decides it", path)
 
 

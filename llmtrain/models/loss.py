@@ -8,6 +8,7 @@ the method of Liger's fused linear cross-entropy (arXiv 2410.10989), written for
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,38 @@ class HeadForm:
         return logits
 
 
+def add_gradients(
+    grad_CV: Tensor,
+    hidden_CH: Tensor,
+    weight: Tensor,
+    grad_hidden: Tensor | None,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+) -> None:
+    """From a chunk's gradient of the logits: fills its rows of the hidden state's, adds to the head's (fp32)."""
+    if grad_bias is not None:
+        grad_bias += grad_CV.sum(0)
+    low_CV = grad_CV.to(weight.dtype)
+    if grad_hidden is not None:
+        torch.mm(low_CV, weight, out=grad_hidden)
+    if grad_weight is not None:
+        if weight.dtype == torch.float32:
+            grad_weight.addmm_(low_CV.t(), hidden_CH)
+        else:
+            grad_weight += low_CV.t() @ hidden_CH
+
+
+def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`ctx.grads` of hidden state, weight and bias (and the head's dtype) times the factor, once."""
+    hidden, weight, bias, dtype = ctx.grads
+    ctx.grads = None
+    # The factor carries the loss scale of fp16: multiply in fp32 before the result is narrowed.
+    hidden = None if hidden is None else hidden.mul_(grad_output)
+    weight = None if weight is None else weight.mul_(grad_output).to(dtype)
+    bias = None if bias is None else bias.mul_(grad_output).to(dtype)
+    return hidden, weight, bias
+
+
 class _ChunkedNLL(torch.autograd.Function):
     """Sum over counted tokens of -log p(label); inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N]."""
 
@@ -73,28 +106,14 @@ class _ChunkedNLL(torch.autograd.Function):
             grad_CV = exp_CV.mul_(factor_C1 / sum_C1).scatter_add_(1, target_C1, -factor_C1)
             if slope_CV is not None:
                 grad_CV.mul_(slope_CV)
-            if grad_bias is not None:
-                grad_bias += grad_CV.sum(0)
-            low_CV = grad_CV.to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(low_CV, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                if weight.dtype == torch.float32:
-                    grad_weight.addmm_(low_CV.t(), hidden_CH)
-                else:
-                    grad_weight += low_CV.t() @ hidden_CH
+            own_hidden = None if grad_hidden is None else grad_hidden[rows]
+            add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
         ctx.grads = (grad_hidden, grad_weight, grad_bias, weight.dtype)
         return total
 
     @staticmethod
     def backward(ctx, grad_output):
-        hidden, weight, bias, dtype = ctx.grads
-        ctx.grads = None
-        # The factor carries the loss scale of fp16: multiply in fp32 before the result is narrowed.
-        hidden = None if hidden is None else hidden.mul_(grad_output)
-        weight = None if weight is None else weight.mul_(grad_output).to(dtype)
-        bias = None if bias is None else bias.mul_(grad_output).to(dtype)
-        return hidden, weight, bias, None, None, None
+        return (*scaled_gradients(ctx, grad_output), None, None, None)
 
 
 def chunked_nll_sum(

@@ -45,10 +45,10 @@ def test_loss_and_gradients_are_the_same(family):
     tiled_loss, tiled_gradients = loss_and_gradients(model, tokens)
     assert abs(tiled_loss - loss) < 1e-6 * abs(loss)
     assert tiled_gradients.keys() == gradients.keys()
-    # A key's bias nearly cancels: its rounding is that of the terms, not of the sum.
+    # Softmax hardly sees what all keys share: the gradient of their bias nearly cancels, its rounding is the terms'.
     terms = 1e-7 * max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, gradient in gradients.items():
-        close = 1e-6 * float(gradient.abs().max()) + terms
+        close = 1e-6 * float(gradient.abs().max()) + (terms if name.endswith("k_proj.bias") else 0.0)
         assert torch.allclose(tiled_gradients[name], gradient, rtol=1e-4, atol=close), name
 
 

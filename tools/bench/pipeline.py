@@ -77,13 +77,33 @@ def resolved_run(stages: int, micro_batches: int) -> Any:
     )
 
 
+def time_instructions(engine: Any) -> list[tuple[str, float]]:
+    """Have the engine note (what, seconds) before and after each instruction of its schedule, in the list returned."""
+    from deepspeed.runtime.pipe import schedule
+
+    marks: list[tuple[str, float]] = []
+
+    def timed(name: str, instruction: Callable[..., None]) -> Callable[..., None]:
+        def run(engine: Any, **kwargs: Any) -> None:
+            marks.append(("begin", time.perf_counter()))
+            instruction(engine, **kwargs)
+            marks.append((name, time.perf_counter()))
+
+        return run
+
+    passes = {schedule.ForwardPass: "pass", schedule.BackwardPass: "pass"}
+    ends = dict.fromkeys((schedule.OptimizerStep, schedule.ReduceTiedGrads, schedule.ReduceGrads), "end")
+    names = {**passes, **ends}
+    engine._INSTRUCTION_MAP = {
+        kind: timed(names.get(kind, "other"), instruction) for kind, instruction in engine._INSTRUCTION_MAP.items()
+    }
+    return marks
+
+
 def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: float, steps: int, out: Any) -> None:
     """One rank: puts (rank, seconds of a step, seconds in its passes) of each step but the first into `out`."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(stages)}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-    from deepspeed.runtime.pipe import schedule
-    from deepspeed.runtime.pipe.engine import PipelineEngine
-
     from llmtrain.data.loader import MicroBatch, StepBatch
     from llmtrain.engine.build import build_engine, join_process_group
     from llmtrain.engine.control import Agreement
@@ -108,23 +128,7 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
         return _SlowBackward.apply(result, 2 * forward_s)
 
     model.stage.register_forward_hook(slow)
-    marks: list[tuple[str, float]] = []
-
-    def timed(name: str, instruction: Callable[..., None]) -> Callable[..., None]:
-        def run(engine: Any, **kwargs: Any) -> None:
-            marks.append(("begin", time.perf_counter()))
-            instruction(engine, **kwargs)
-            marks.append((name, time.perf_counter()))
-
-        return run
-
-    instructions = dict(engine._INSTRUCTION_MAP)
-    for kind in instructions:
-        passes = {schedule.ForwardPass: "pass", schedule.BackwardPass: "pass", schedule.OptimizerStep: "end"}
-        name = "end" if kind in (schedule.ReduceTiedGrads, schedule.ReduceGrads) else passes.get(kind, "other")
-        instructions[kind] = timed(name, instructions[kind])
-    assert isinstance(engine, PipelineEngine)
-    engine._INSTRUCTION_MAP = instructions
+    marks = time_instructions(engine)
     tokens = torch.arange(LENGTH).unsqueeze(0)
     micros = [MicroBatch(inputs=tokens, labels=tokens, sample_indices=[0]) for _ in range(micro_batches)]
     batch = StepBatch(micro_batches=micros, counted_tokens=LENGTH * micro_batches, first_index=0)

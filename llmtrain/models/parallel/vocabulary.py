@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.models.loss import IGNORE, HeadForm
+from llmtrain.models.loss import IGNORE, HeadForm, add_gradients, scaled_gradients
 from llmtrain.models.parallel.tensor_layers import copied, summed
 
 
@@ -130,24 +130,11 @@ class _SharedNLL(torch.autograd.Function):
             grad_CV = exp_CV.mul_(factor_C1 / sum_C1).scatter_add_(1, target_C1, -factor_C1 * mine_C1)
             if slope_CV is not None:
                 grad_CV.mul_(slope_CV)
-            if grad_bias is not None:
-                grad_bias += grad_CV.sum(0)
-            low_CV = grad_CV.to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(low_CV, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                if weight.dtype == torch.float32:
-                    grad_weight.addmm_(low_CV.t(), hidden_CH)
-                else:
-                    grad_weight += low_CV.t() @ hidden_CH
+            own_hidden = None if grad_hidden is None else grad_hidden[rows]
+            add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
         ctx.grads = (grad_hidden, grad_weight, grad_bias, weight.dtype)
         return total
 
     @staticmethod
     def backward(ctx, grad_output):
-        hidden, weight, bias, dtype = ctx.grads
-        ctx.grads = None
-        hidden = None if hidden is None else hidden.mul_(grad_output)
-        weight = None if weight is None else weight.mul_(grad_output).to(dtype)
-        bias = None if bias is None else bias.mul_(grad_output).to(dtype)
-        return hidden, weight, bias, None, None, None, None
+        return (*scaled_gradients(ctx, grad_output), None, None, None, None)
