@@ -60,6 +60,7 @@ TELLING = [
     replace(FORMS["sp2"], family="qwen2", isolate_documents=True),
     replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"),
     replace(FORMS["tp2"], family="stablelm", precision="bf16"),
+    replace(FORMS["tp2"], family="qwen3_moe", precision="bf16"),
     replace(FORMS["pp2-tp2"], family="qwen3", tied=True),
     replace(FORMS["ep2"], family="mixtral", changes=json.dumps(BALANCED), accumulation=2),
     replace(FORMS["dp4"], family="opt"),

@@ -16,7 +16,13 @@ from torch import nn
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.build import DTYPES
-from llmtrain.models.parallel.experts import ExpertBlock, Routing, expert_blocks, set_leaf_modules
+from llmtrain.models.parallel.experts import (
+    ExpertBlock,
+    Routing,
+    avoid_grouped_product,
+    expert_blocks,
+    set_leaf_modules,
+)
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Share, set_share
 from llmtrain.models.region import Region, whole
@@ -42,6 +48,7 @@ def prepare_experts(hf: Any, resolved: ResolvedRun, device: torch.device, mesh: 
                     "rank has no gradient there: ZeRO 1 and 2 of DeepSpeed 0.19 then add gradients of different "
                     "parameters, in silence. Set zero_optimization.stage to 3 or 0."
                 )
+    avoid_grouped_product((part for block in blocks for part in block.experts), hf.config, DTYPES[resolved.precision])
     if resolved.degrees.expert > 1:
         share_experts(hf, resolved, device)
         blocks = shared_blocks(hf)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,17 @@ def _router(block: nn.Module, experts: tuple[nn.Module, ...], count: int) -> nn.
                 if len(shape_of(parameter)) == 2 and shape_of(parameter)[0] == count:
                     return module
     return None
+
+
+def avoid_grouped_product(experts: Iterable[nn.Module], config: Any, dtype: torch.dtype) -> None:
+    """Choose transformers' loop over the experts where torch's grouped product would refuse their widths.
+
+    It wants rows of whole 16 bytes (in bf16: widths that 8 divides), and fails in the first forward pass with "strides
+    should be multiple of 16 bytes". A tensor-parallel share of a width can be such a one where the whole is not.
+    """
+    matrices = [p for module in experts for p in module.parameters() if len(shape_of(p)) == 3]
+    if any(size * dtype.itemsize % 16 for matrix in matrices for size in shape_of(matrix)[1:]):
+        config._experts_implementation = "eager"
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:

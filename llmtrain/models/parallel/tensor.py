@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES, skeleton
+from llmtrain.models.parallel.experts import avoid_grouped_product
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.tensor_layers import Column, Row, Span, copied, gathered, summed
 from llmtrain.models.parallel.vocabulary import Words, share_embedding
@@ -117,6 +118,7 @@ def shard_model(
                 parameter.register_hook(lambda grad: _sum_of(grad, group))
             if norm.kind == "across_heads":
                 _gather_around(modules[norm.path], group)
+    avoid_grouped_product(experts.values(), modules[""].config, dtype)
     for module in experts.values():
         _sum_around(module, group)
     if isinstance(embedding := modules.get(anatomy.embedding), nn.Embedding):
