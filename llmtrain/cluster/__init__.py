@@ -1,0 +1,1 @@
+"""Several hosts: before a run, during it and after it. No torch here."""

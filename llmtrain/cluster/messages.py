@@ -1,0 +1,46 @@
+"""What a running job tells the program that supervises it: one line of JSON on standard output for each.
+
+Nothing is printed unless LLMTRAIN_SUPERVISED is 1, so a user who starts a job by hand sees no such line.
+
+    kind        fields
+    place       ranks: list of {rank, host, local_rank, device, pid}; once, when the ranks have met
+    checkpoint  step: of a checkpoint that is complete
+    fault       what, host, ranks, step, cause, signature, text: see `llmtrain.cluster.explain.Explanation`
+    end         status: complete | stopped | refused, code: of the process, reason: of a stop, or None
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+MARK = "llmtrain:: "
+SUPERVISED = "LLMTRAIN_SUPERVISED"
+KINDS = ("place", "checkpoint", "fault", "end")
+
+
+def emit(kind: str, **fields: Any) -> None:
+    """Tell the supervisor, if there is one. One write, so that lines of several ranks do not mix."""
+    assert kind in KINDS, kind
+    if os.environ.get(SUPERVISED) != "1":
+        return
+    line = f"{MARK}{json.dumps({'kind': kind, **fields}, separators=(',', ':'))}\n"
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), line.encode())
+    except (OSError, ValueError):  # the supervisor is gone, or standard output is no file: nobody to tell
+        return
+
+
+def parse(line: str) -> dict[str, Any] | None:
+    """The message that a line of a job's output holds, if it holds one: pdsh puts "host: " before a line."""
+    _, mark, rest = line.partition(MARK)
+    if not mark:
+        return None
+    try:
+        message = json.loads(rest)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and message.get("kind") in KINDS else None
