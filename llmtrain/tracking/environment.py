@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from llmtrain.redact import redact, redact_argv
 from llmtrain.tracking.local import to_json, write_atomic
-from llmtrain.tracking.redact import redact, redact_argv
 
 _PACKAGES = (
     "llmtrain",

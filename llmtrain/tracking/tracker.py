@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from llmtrain import log
 from llmtrain.config.run import TrackingConfig
+from llmtrain.redact import redact
 from llmtrain.tracking.console import Console
 from llmtrain.tracking.local import JsonLines, truncate_after
 from llmtrain.tracking.metrics import METRICS
-from llmtrain.tracking.redact import redact
 from llmtrain.tracking.wandb_sink import WandbSink
 
 Status = Literal["finished", "stopped", "failed"]

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from llmtrain import log
 from llmtrain.config.run import TrackingConfig
-from llmtrain.tracking.redact import redact, redact_text
+from llmtrain.redact import redact, redact_text
 
 Mode = Literal["online", "offline", "disabled"]
 

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "llmtrain"
 # Parts that share a layer are siblings: they never import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "topology"),
-    ("log",),
+    ("log", "redact"),
     ("config",),
     ("plan", "cluster", "data", "models", "tracking"),
     ("engine",),
@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 HEAVY = {"torch", "deepspeed", "transformers", "numpy", "pandas"}
-LIGHT = ("errors", "units", "log", "topology", "config", "plan", "cluster", "cli", "__main__")
+LIGHT = ("errors", "units", "log", "redact", "topology", "config", "plan", "cluster", "cli", "__main__")
 # `config check --deep` asks the installed DeepSpeed, inside one function.
 MAY_ASK_DEEPSPEED = "config/deepspeed.py"
 LAZY_DISPATCH = ("cli", "__main__")

@@ -16,10 +16,10 @@ import pytest
 
 from llmtrain import log
 from llmtrain.config.run import TrackingConfig
+from llmtrain.redact import REDACTED, is_secret, redact, redact_argv, redact_text
 from llmtrain.tracking.console import Console
 from llmtrain.tracking.environment import describe_environment, write_environment
 from llmtrain.tracking.local import JsonLines, read_rows, truncate_after
-from llmtrain.tracking.redact import REDACTED, is_secret, redact, redact_argv, redact_text
 from llmtrain.tracking.tracker import Tracker
 
 ROOT = Path(__file__).parents[2]
