@@ -1,0 +1,263 @@
+"""The hostfile: which hosts take part, and how many ranks each of them starts.
+
+DeepSpeed's own reader (deepspeed/launcher/runner.py `_parse_hostfile`) searches for a pattern and ignores the rest of a
+line, so it takes `slots=4x`, `-oProxyCommand=...` (ssh runs it) and `node[0-3]` (pdsh expands it, DeepSpeed does not).
+This grammar is a strict part of that one: what it accepts, DeepSpeed reads the same way.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmtrain.errors import ConfigError
+
+MAX_SLOTS = 1024
+"""More ranks than any host has devices or cores: a larger number is a slip of the finger."""
+MAX_BYTES = 4 << 20
+"""A hostfile of 10,000 hosts has 0.3 MB; more is another file."""
+_SHOWN = 100
+
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?")
+_SLOTS = re.compile(r"slots=([1-9][0-9]{0,9})")
+_WHOLE = re.compile(r"0|[1-9][0-9]{0,9}")
+# ssh and the resolver read `1`, `0177.1` and `0x7f.1` as addresses (inet_aton), not as names.
+_NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
+
+FORM = "NAME slots=COUNT"
+
+
+class HostfileError(ConfigError):
+    """The hostfile, --include or --exclude is wrong. `problems`: one line for each, all of them."""
+
+    def __init__(self, where: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        count = f"{len(problems)} problem" + "s" * (len(problems) != 1)
+        lines = [f"{where}: {count}", *(f"  {problem}" for problem in problems[:_SHOWN])]
+        if len(problems) > _SHOWN:
+            lines.append(f"  and {len(problems) - _SHOWN} more")
+        super().__init__("\n".join(lines))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One host of a job."""
+
+    name: str
+    slots: int
+    """Ranks to start there; always len(devices)."""
+    devices: tuple[int, ...]
+    """Numbers of the devices that they use, ascending: 0 to slots - 1 unless --include or --exclude chose others."""
+    line: int
+    """Where it stands in the hostfile, from 1."""
+
+
+def read_hostfile(path: str | Path) -> tuple[Host, ...]:
+    """The hosts, in the order of the file: the first one holds rank 0. Raises HostfileError with all problems."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        # DeepSpeed takes a missing hostfile as "train on this host alone" and says so in a warning only.
+        remedy = f"give --hostfile the path of a file with a line `{FORM}` for each host"
+        raise HostfileError(str(path), [f"cannot be read ({error.strerror}): {remedy}"]) from None
+    if len(raw) > MAX_BYTES:
+        raise HostfileError(str(path), [f"larger than {MAX_BYTES >> 20} MiB: this is not a hostfile"])
+    hosts, problems = _parse(raw)
+    if problems:
+        raise HostfileError(str(path), problems)
+    return tuple(hosts)
+
+
+def _parse(raw: bytes) -> tuple[list[Host], list[str]]:
+    hosts: list[Host] = []
+    problems: list[str] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(re.split(rb"\r\n|\r|\n", raw), start=1):
+        text, problem = _decoded(line, number)
+        if problem is None and text.strip(" \t") and not text.lstrip(" \t").startswith("#"):
+            host, problem = _host(text, number)
+            name = text.split(maxsplit=1)[0]
+            first = seen.setdefault(name.lower(), number)
+            if first != number:
+                again = (
+                    f"host {_shown(name)} stands in line {first} already: one line for each host, with all its slots"
+                )
+                problem = again if problem is None else f"{again}; {problem}"
+            if host is not None:
+                hosts.append(host)
+        if problem is not None:
+            problems.append(f"line {number}: {problem}")
+    if not hosts and not problems:
+        problems.append(f"no hosts: write a line `{FORM}` for each")
+    return hosts, problems
+
+
+def _decoded(line: bytes, number: int) -> tuple[str, str | None]:
+    """The text of one line, or what keeps it from being text."""
+    if number == 1 and line.startswith(b"\xef\xbb\xbf"):
+        return "", "a byte order mark before the first character: save the file as UTF-8 without BOM"
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return "", f"byte {line[error.start]:#04x} in column {error.start + 1} is not UTF-8: save the file as UTF-8"
+    for column, character in enumerate(text, start=1):
+        if character != "\t" and (character < " " or "\x7f" <= character < "\xa0"):
+            return "", f"control character {ascii(character)} in column {column}: remove it"
+    return text, None
+
+
+def _host(text: str, number: int) -> tuple[Host | None, str | None]:
+    """The host of one line that is neither blank nor a comment."""
+    words = [word for word in re.split(r"[ \t]+", text) if word]
+    for index, word in enumerate(words):
+        if word.startswith("#"):
+            words = words[:index]
+            break
+    wrong = []
+    problem = name_problem(words[0])
+    if problem is not None:
+        wrong.append(problem)
+    slots = 0
+    if len(words) < 2:
+        wrong.append(f"no slots after {_shown(words[0])}: write `{FORM}`, COUNT being the ranks to start there")
+    else:
+        slots, problem = _slots(words[1])
+        if problem is not None:
+            wrong.append(problem)
+    if len(words) > 2:
+        rest = " ".join(words[2:])
+        wrong.append(f"stray text {_shown(rest)}: a line is `{FORM}`, and a comment starts with a blank and #")
+    if wrong:
+        return None, "; ".join(wrong)
+    return Host(name=words[0], slots=slots, devices=tuple(range(slots)), line=number), None
+
+
+def _slots(word: str) -> tuple[int, str | None]:
+    matched = _SLOTS.fullmatch(word)
+    if matched is None:
+        rule = f"slots=COUNT with COUNT a whole number from 1 to {MAX_SLOTS} and nothing around it"
+        return 0, f"{_shown(word)} is not {rule}: write for example slots=8"
+    count = int(matched[1])
+    if count > MAX_SLOTS:
+        return 0, f"slots={count} is more than {MAX_SLOTS}: write the number of devices of this host"
+    return count, None
+
+
+def name_problem(name: str) -> str | None:
+    """Why `name` cannot stand for a host in ssh, pdsh and DeepSpeed; None when it can.
+
+    A name of letters, digits, `-`, `_` and dots, or an IPv4 address. pdsh and --include give `:`, `,`, `@`, `[` and `^`
+    meanings of their own, so IPv6 addresses and user@host cannot travel through them.
+    """
+    if len(name) > 253:
+        return f"host {_shown(name)} has {len(name)} characters: at most 253"
+    if re.fullmatch(r"\[?[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%.*)?\]?", name):
+        return (
+            f"host {_shown(name)}: pdsh cannot take an IPv6 address: give it a name in /etc/hosts, and write the name"
+        )
+    if "@" in name:
+        return f"host {_shown(name)}: pdsh and --include read @ as their own: put `User` for this host in ~/.ssh/config"
+    labels = name.split(".")
+    if _NUMBER.fullmatch(labels[-1]):
+        try:
+            ipaddress.IPv4Address(name)
+        except ValueError:
+            return f"host {_shown(name)} would be read as an address: write a name, or four numbers from 0 to 255"
+        return None
+    for label in labels:
+        if not _LABEL.fullmatch(label):
+            rule = "is a name of letters, digits, - and _, its parts joined by dots, or an IPv4 address"
+            return f"host {_shown(name)}: a host {rule}: write the name that `ssh NAME` reaches"
+    return None
+
+
+def _shown(text: str) -> str:
+    """`text` quoted and cut, with nothing in it that a terminal would obey."""
+    return ascii(text) if len(text) <= 80 else f"{ascii(text[:80])}..."
+
+
+def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
+    """The hosts and devices that are left, in the order of `hosts`.
+
+    DeepSpeed's grammar: `NAME[:DEVICE[,DEVICE ...]]`, joined by @; without devices all of the host's. `include` takes these
+    and nothing else, `exclude` takes all others. Raises HostfileError with all problems.
+    """
+    if include and exclude:
+        raise HostfileError("--include and --exclude", ["both are given: give one of them"])
+    flag, text = ("--include", include) if include else ("--exclude", exclude)
+    if not text:
+        return tuple(hosts)
+    named, problems = _filter(hosts, text)
+    if problems:
+        raise HostfileError(f"{flag} {text}", problems)
+    chosen = []
+    for host in hosts:
+        which = named.get(host.name, ())
+        keep = [d for d in host.devices if (d in which) == (flag == "--include")]
+        if keep:
+            chosen.append(replace(host, slots=len(keep), devices=tuple(keep)))
+    if not chosen:
+        raise HostfileError(f"{flag} {text}", ["no host is left: leave at least one device of one host"])
+    return tuple(chosen)
+
+
+def _filter(hosts: Sequence[Host], text: str) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """For each host that `text` names its devices; the problems."""
+    by_name = {host.name: host for host in hosts}
+    named: dict[str, tuple[int, ...]] = {}
+    problems: list[str] = []
+    for part in text.split("@"):
+        name, colon, numbers = part.partition(":")
+        host = by_name.get(name)
+        if host is None:
+            problems.append(f"host {_shown(name)} is not in the hostfile: {_near(name, by_name)}")
+            continue
+        devices = host.devices
+        if colon:
+            words = numbers.split(",")
+            odd = [w for w in words if not _WHOLE.fullmatch(w) or int(w) not in host.devices]
+            if odd:
+                has = _ranges(host.devices)
+                problems.append(f"no device {', '.join(map(_shown, odd))} on host {name}: the hostfile gives it {has}")
+                continue
+            devices = tuple(int(w) for w in words)
+        if name in named and not (colon and set(named[name]) != set(host.devices)):
+            problems.append(f"host {name} is named twice: name it once, with all the devices that are meant")
+        named[name] = (*named.get(name, ()), *devices)
+    return named, problems
+
+
+def _near(name: str, by_name: Iterable[str]) -> str:
+    names = list(by_name)
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"it has {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 6` for 0, 1, 2, 3, 6."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def render(hosts: Sequence[Host]) -> str:
+    """A hostfile for DeepSpeed, one line for each host; with `include_of(hosts)` it gives exactly these devices."""
+    return "".join(f"{host.name} slots={host.devices[-1] + 1}\n" for host in hosts)
+
+
+def include_of(hosts: Sequence[Host]) -> str:
+    """What --include has to say beside `render(hosts)`: empty when every host uses all the devices from 0 on."""
+    if all(host.devices == tuple(range(len(host.devices))) for host in hosts):
+        return ""
+    return "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in hosts)
