@@ -107,7 +107,7 @@ def _decoded(line: bytes, number: int) -> tuple[str, str | None]:
         return "", f"byte {line[error.start]:#04x} in column {error.start + 1} is not UTF-8: save the file as UTF-8"
     for column, character in enumerate(text, start=1):
         if character != "\t" and (character < " " or "\x7f" <= character < "\xa0"):
-            return "", f"control character {ascii(character)} in column {column}: remove it"
+            return "", f"control character {character!a} in column {column}: remove it"
     return text, None
 
 
@@ -178,14 +178,14 @@ def name_problem(name: str) -> str | None:
 
 def _shown(text: str) -> str:
     """`text` quoted and cut, with nothing in it that a terminal would obey."""
-    return ascii(text) if len(text) <= 80 else f"{ascii(text[:80])}..."
+    return ascii(text) if len(text) <= 80 else f"{text[:80]!a}..."
 
 
 def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
     """The hosts and devices that are left, in the order of `hosts`.
 
-    DeepSpeed's grammar: `NAME[:DEVICE[,DEVICE ...]]`, joined by @; without devices all of the host's. `include` takes these
-    and nothing else, `exclude` takes all others. Raises HostfileError with all problems.
+    DeepSpeed's grammar: `NAME[:DEVICE[,DEVICE ...]]`, joined by @; without devices all of the host's. `include` takes
+    these and nothing else, `exclude` takes all others. Raises HostfileError with all problems.
     """
     if include and exclude:
         raise HostfileError("--include and --exclude", ["both are given: give one of them"])

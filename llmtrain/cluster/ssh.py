@@ -1,0 +1,263 @@
+"""One command on many hosts at once, through ssh: bounded in time, output and processes; every trouble told apart.
+
+DeepSpeed asks one host, hides what ssh says and reports any failure as "not reachable" (launcher/runner.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import secrets
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from llmtrain.cluster.trouble import Trouble, from_ssh, noisy, timed_out
+from llmtrain.errors import ConfigError
+
+FAN_OUT = 64
+"""Hosts asked at the same time, each by a thread and an ssh process."""
+MAX_BYTES = 1 << 20
+"""What is kept of each stream of each host; the rest is read and dropped."""
+CONNECT_TIMEOUT_S = 10
+_GRACE_S = 0.5
+
+__all__ = ["Answer", "Trouble", "on_hosts"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one host said."""
+
+    host: str
+    code: int | None
+    """The command's exit code; None when it did not run to its end. Then `trouble` says why."""
+    stdout: str
+    """The command's own output, without what start files print. Bytes that are not UTF-8 are kept as surrogates."""
+    stderr: str
+    """Of ssh and the command together."""
+    elapsed_s: float
+    trouble: Trouble | None
+    """None, or why the command did not run or end. Only `noise` may stand beside a code: the command ran, but start
+    files of the host print on standard output, which breaks what reads the output of ssh (DeepSpeed does)."""
+
+
+def on_hosts(
+    hosts: Sequence[str],
+    command: Sequence[str],
+    *,
+    input: str = "",  # the word that subprocess uses
+    timeout_s: float,
+    fan_out: int = FAN_OUT,
+    port: int | None = None,
+) -> dict[str, Answer]:
+    """Run `command`, a list of words, on each host; `input` is its standard input. The answers, in the hosts' order.
+
+    No shell expands anything in the words. Each host has `timeout_s` seconds, connecting included, and at most
+    `fan_out` hosts are asked at a time: the whole takes at most ceil(hosts / fan_out) * (timeout_s + 1) seconds. A
+    command that overruns is ended on its host too. On Ctrl-C every ssh is ended before the exception goes on.
+    Raises ConfigError when there is no ssh program.
+    """
+    program = shutil.which("ssh")
+    if program is None:
+        raise ConfigError("no program `ssh` on PATH: install it (Debian: apt-get install openssh-client)")
+    names = list(dict.fromkeys(hosts))
+    wake, stop = os.pipe()  # closing `stop` wakes every thread that waits for its ssh
+    try:
+        with ThreadPoolExecutor(max(1, min(fan_out, len(names))), "ssh") as pool:
+            try:
+                asked = [pool.submit(_ask, program, name, command, input, timeout_s, port, wake) for name in names]
+                return {name: one.result() for name, one in zip(names, asked, strict=True)}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                os.close(stop)
+                stop = -1
+                raise
+    finally:
+        if stop >= 0:
+            os.close(stop)
+        os.close(wake)
+
+
+def _ask(
+    program: str, host: str, command: Sequence[str], text: str, timeout_s: float, port: int | None, wake: int
+) -> Answer:
+    """One host. Never raises for what a host or a network does."""
+    mark = f"llmtrain-{secrets.token_hex(8)}"
+    started = time.monotonic()
+    argv = [program, *_options(timeout_s, port), "--", host, remote_line(command, mark, timeout_s)]
+    talk = _Talk(mark)
+    with _standard_input(text) as source, _process(argv, source) as process:
+        talk.listen(process, started + timeout_s, wake)
+        code = process.poll()
+    elapsed_s = time.monotonic() - started
+    stdout, remote_code = talk.payload()
+    stderr = talk.text(talk.err)
+    trouble: Trouble | None = None
+    if talk.overrun:
+        trouble = timed_out(host, timeout_s, reached=talk.began)
+    elif remote_code is None:
+        trouble = from_ssh(host, code, stderr, talk.noise(), began=talk.began, port=port)
+    elif talk.noise() or talk.dropped:
+        trouble = noisy(host, talk.noise(), talk.dropped)
+    return Answer(host, remote_code, stdout, stderr, elapsed_s, trouble)
+
+
+def _options(timeout_s: float, port: int | None) -> list[str]:
+    connect_s = max(1, min(CONNECT_TIMEOUT_S, int(timeout_s)))
+    settings = {
+        "BatchMode": "yes",  # never asks
+        "ConnectTimeout": connect_s,
+        "ServerAliveInterval": 5,  # a link that is cut is noticed within 15 s
+        "ServerAliveCountMax": 2,
+        "ControlPath": "none",  # a connection that was there before would hide a fault, and its master outlives us
+        "ClearAllForwardings": "yes",
+        "ForwardAgent": "no",
+        "ForwardX11": "no",
+        "PermitLocalCommand": "no",
+        "RequestTTY": "no",
+        "RemoteCommand": "none",
+        "LogLevel": "ERROR",  # no banners, no "Permanently added"
+    }
+    words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+    return words if port is None else [*words, "-p", str(port)]
+
+
+def remote_line(command: Sequence[str], mark: str, timeout_s: float) -> str:
+    """What the host's login shell, of whatever kind, is given: `command` between two marks.
+
+    The host has a time limit of its own: an ssh that is ended here ends nothing there.
+    """
+    limit_s = math.ceil(timeout_s) + 1
+    words = " ".join(shlex.quote(word) for word in command)
+    script = f"echo {mark}; timeout -k 2 {limit_s} {words}; echo; echo {mark} $?"
+    return f"exec /bin/sh -c {shlex.quote(script)}"
+
+
+@contextlib.contextmanager
+def _standard_input(text: str) -> Iterator[int]:
+    """A file that holds `text`, in memory only: secrets come this way."""
+    handle = os.memfd_create("input")
+    try:
+        with open(handle, "wb", closefd=False) as file:
+            file.write(text.encode("utf-8", "surrogateescape"))
+        os.lseek(handle, 0, os.SEEK_SET)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _process(argv: list[str], source: int) -> Iterator[subprocess.Popen[bytes]]:
+    """An ssh in a session of its own: no terminal to ask on, and one signal ends its ProxyCommand as well."""
+    process = subprocess.Popen(
+        argv, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM if process.poll() is None else signal.SIGKILL)
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+class _Talk:
+    """What comes from one ssh, and where in it the command's own output lies."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark.encode()
+        self._end = re.compile(rb"\n" + self._mark + rb" (\d+)\r?\n")
+        self.out = bytearray()
+        self.err = bytearray()
+        self.tail = bytearray()  # of standard output, when more came than is kept
+        self.overrun = False
+        self.dropped = False
+
+    def listen(self, process: subprocess.Popen[bytes], until: float, wake: int) -> None:
+        """Read until the closing mark, the end of ssh, the time `until`, or the signal to stop."""
+        assert process.stdout is not None and process.stderr is not None
+        gone = os.pidfd_open(process.pid)
+        for pipe in (process.stdout, process.stderr):
+            os.set_blocking(pipe.fileno(), False)
+        try:
+            with selectors.DefaultSelector() as waiting:
+                for file in (process.stdout.fileno(), process.stderr.fileno(), gone, wake):
+                    waiting.register(file, selectors.EVENT_READ)
+                while not self._ended():
+                    left_s = until - time.monotonic()
+                    ready = {key.fd for key, _ in waiting.select(max(0.0, left_s))}
+                    if wake in ready:
+                        return
+                    for file, kept in ((process.stdout.fileno(), self.out), (process.stderr.fileno(), self.err)):
+                        if file in ready and not self._read(file, kept):
+                            waiting.unregister(file)
+                    if gone in ready:
+                        # What it wrote last may still lie in the pipes.
+                        self._read(process.stdout.fileno(), self.out, to_end=True)
+                        self._read(process.stderr.fileno(), self.err, to_end=True)
+                        process.wait()
+                        return
+                    if left_s <= 0 and not self._ended():
+                        self.overrun = True
+                        return
+        finally:
+            os.close(gone)
+
+    def _read(self, file: int, kept: bytearray, to_end: bool = False) -> bool:
+        """Take what lies in a pipe; False at its end."""
+        while True:
+            try:
+                chunk = os.read(file, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                return False
+            room = MAX_BYTES - len(kept)
+            kept += chunk[:room]
+            if len(chunk) > room:
+                self.dropped = True
+                if kept is self.out:
+                    self.tail = ((self.tail or kept[-200:]) + chunk[room:])[-200:]
+            if not to_end:
+                return True
+
+    @property
+    def began(self) -> bool:
+        """Whether the host got as far as our command."""
+        return self._mark in self.out
+
+    def _ended(self) -> re.Match[bytes] | None:
+        return self._end.search(self.tail or self.out, 0 if self.tail else max(0, len(self.out) - (1 << 17)))
+
+    def payload(self) -> tuple[str, int | None]:
+        """The command's output, and its exit code when it came to its end."""
+        _, found, rest = bytes(self.out).partition(self._mark + b"\n")
+        if not found:
+            return "", None
+        ended = self._end.search(self.tail or self.out)
+        inside = self._end.split(rest, maxsplit=1)[0]
+        return self.text(inside), int(ended[1]) if ended else None
+
+    def noise(self) -> str:
+        """What came before our command: start files that print. Everything, when it never began."""
+        return self.text(bytes(self.out).partition(self._mark + b"\n")[0]).strip()
+
+    @staticmethod
+    def text(raw: bytes | bytearray) -> str:
+        return raw.decode("utf-8", "surrogateescape")
