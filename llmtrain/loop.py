@@ -19,9 +19,12 @@ from llmtrain import log
 from llmtrain.begin import announce, device_name, max_memory_gib, write_run_files
 from llmtrain.checkpoint.load import resume
 from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.cluster import messages, watch
+from llmtrain.cluster.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.engine.build import Ranks, build_engine, check_device, join_process_group
+from llmtrain.engine.collectives import count_collectives, describe, introduce
 from llmtrain.engine.control import Agree, AgreedError, Wishes, together
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step, refresh
 from llmtrain.engine.pipeline_step import make_stepper
@@ -159,6 +162,7 @@ class Training:
         stopped = False
         with contextlib.closing(loader):
             while not last:
+                heart.begin_step()
                 waited_s = loader.data_wait_s
                 batch = next(loader)
                 waited_s = loader.data_wait_s - waited_s
@@ -175,6 +179,7 @@ class Training:
                 agreed = agreement()
                 self._advance(batch, result, tracker)
                 saving.advance(agreed)
+                heart.end_step(self.position.step)
                 speed.step(tokens=self._tokens_per_step(), data_wait_s=waited_s)
                 stopped = agreed.stop and not self._complete()
                 last = agreed.stop or agreed.time_up or self._complete()
@@ -184,7 +189,7 @@ class Training:
                     with speed.pause():
                         self.evaluate(tracker)
                 if not last and saving.is_due(self.position.step, agreed):
-                    with speed.checkpoint_stall():
+                    with speed.checkpoint_stall(), heart.during("save"):
                         saving.save(self.position.step, self.trainer_state)
         return not stopped
 
@@ -200,7 +205,8 @@ class Training:
 
     def evaluate(self, tracker: Tracker) -> float:
         """Validation loss in nats per token, over all ranks."""
-        loss, _ = self.stepper.evaluate(self.evaluation_batches())
+        with heart.during("evaluate"):
+            loss, _ = self.stepper.evaluate(self.evaluation_batches())
         tracker.log({"step": self.position.step, "eval/loss": loss, "eval/perplexity": perplexity(loss)})
         return loss
 
@@ -293,7 +299,11 @@ def train(resolved: ResolvedRun) -> int:
     run = resolved.run
     # torch 2.13 renames collectives that DeepSpeed 0.19.8 calls; nobody here can act on it.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    count_collectives()
+    heart.phase("rendezvous")
     ranks = join_process_group(run.fault.timeout_s)
+    introduce(ranks, device_name(ranks.device))
+    heart.phase("model")
     folder = RunDirectory(str(run.train.run_dir))
     with contextlib.ExitStack() as stack:
         stack.callback(_leave)
@@ -302,9 +312,12 @@ def train(resolved: ResolvedRun) -> int:
             if ranks.rank == 0:
                 stack.enter_context(folder)
         training = Training(resolved, ranks, folder, wishes)
+        heart.phase("resume")
         lines = training.resume_or_start()
+        heart.at_step(training.position.step)
         training.check_loss()
         environment = write_run_files(folder, resolved, ranks)
+        describe(resolved, training.wandb_id, experts=getattr(training.engine.module, "routing", None) is not None)
         tracker = Tracker(
             folder.path,
             tracking=run.tracking,
@@ -327,7 +340,8 @@ def train(resolved: ResolvedRun) -> int:
             except TrainingStopped:
                 saving.settle()
                 raise
-            saving.last(training.position.step, training.trainer_state)
+            with heart.during("save"):
+                saving.last(training.position.step, training.trainer_state)
             validation_loss = training.evaluate(tracker) if complete else math.nan
             status = "finished" if complete else "stopped"
             if ranks.rank == 0:
@@ -336,12 +350,19 @@ def train(resolved: ResolvedRun) -> int:
                     "stop", step=training.position.step, complete=complete, reason=None if complete else reason
                 )
                 if complete:
+                    heart.phase("export")
                     finish(resolved, folder, training.data, tracker, validation_loss)
                 else:
                     log.info(f"stopped ({reason}) at step {training.position.step}; the same command continues")
+                messages.emit(
+                    "end", status="complete" if complete else "stopped", code=0, reason=None if complete else reason
+                )
         except TrainingStopped as error:
             tracker.event("stop", step=training.position.step, complete=False, reason=str(error))
             raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
+        except Exception as error:
+            watch.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
+            raise
         finally:
             tracker.close(status)
     return 0
@@ -349,6 +370,7 @@ def train(resolved: ResolvedRun) -> int:
 
 def _leave() -> None:
     """Leave the process group without waiting for ranks that may be gone."""
+    heart.phase("end")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ from typing import Any
 from llmtrain import log
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.save import Outcome, Saver
+from llmtrain.cluster import messages
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import Agreement
@@ -132,6 +133,8 @@ class Saving:
             self._failed(outcome.step, outcome.error)
             return
         self._saved_step = outcome.step
+        if self._ranks.rank == 0:
+            messages.emit("checkpoint", step=outcome.step)
         self._tracker.event(
             "save",
             step=outcome.step,

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 
+from llmtrain.cluster import watch
 from llmtrain.config.load import load
+from llmtrain.config.run import ResolvedRun
 
 
 def main(argv: list[str]) -> int:
     """Train as the command line says. Returns the exit code; raises UserError."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
-    resolved = load(argv, world_size, source)
-    # Only now torch and DeepSpeed: a mistake in the configuration is answered in a fraction of a second.
-    from llmtrain.loop import train
+    with watch.told_how_it_ends():
+        resolved = load(argv, world_size, source)
+        watch.begin(stall_timeout_s=stall_timeout_s(resolved), run_dir=str(resolved.run.train.run_dir))
+        # Only now torch and DeepSpeed: a mistake in the configuration is answered in a fraction of a second.
+        from llmtrain.loop import train
 
-    return train(resolved)
+        return train(resolved)
+
+
+def stall_timeout_s(resolved: ResolvedRun) -> float:
+    """The watch acts before the collectives' own time limit: once that is over, the ranks are dead and cannot be asked."""
+    fault = resolved.run.fault
+    return min(fault.stall_timeout_s, 0.75 * fault.timeout_s)

@@ -21,6 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from llmtrain.cluster.heartbeat import heart
 from llmtrain.engine.build import Ranks
 from llmtrain.errors import UserError
 
@@ -58,6 +59,7 @@ class Wishes:
             self.save_now = True
         else:
             self.stop_reason = self.stop_reason or signal.Signals(number).name
+            heart.stopping()
 
     def _watch_launcher(self) -> None:
         """Stop when the launcher or its own parent dies: `deepspeed` killed with SIGKILL leaves its ranks running."""

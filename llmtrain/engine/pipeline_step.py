@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceTiedGrads
 from torch import Tensor
 
+from llmtrain.cluster.heartbeat import heart
 from llmtrain.data.loader import MicroBatch, StepBatch
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import AgreedError, Agreement
@@ -54,6 +55,7 @@ class PipelineStepper(Stepper):
         module.factor = lambda: equal_shares / max(1, agreement().counted_tokens)
         self._lr_factor, self._before_update = lr_factor, before_update
         module.train()
+        heart.phase("forward")
         losses = self._run(batch.micro_batches, engine._train_schedule())
         return StepResult(
             local_loss_sum=torch.stack(losses).sum(),
@@ -76,6 +78,7 @@ class PipelineStepper(Stepper):
 
     def _inputs_and_labels(self, micros: list[MicroBatch]) -> Iterator[tuple[Any, Any]]:
         for micro in micros:
+            heart.beat()
             inputs, labels, positions = self._tensors(micro)
             if self.engine.is_last_stage():
                 self.engine.module.labels.append(labels)  # the forward pass of this micro-batch comes next
@@ -86,6 +89,7 @@ class PipelineStepper(Stepper):
         for group in base_optimizer(engine).param_groups:
             group["lr"] = group["peak_lr"] * self._lr_factor
         self._before_update()
+        heart.phase("step")
         self._guarded(lambda: PipelineEngine._exec_optimizer_step(engine))
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmtrain.cluster.heartbeat import heart
 from llmtrain.config.run import ScheduleConfig
 from llmtrain.data.loader import MicroBatch, StepBatch
 from llmtrain.engine.build import Ranks
@@ -86,11 +87,13 @@ class Stepper:
         """
         engine = self.engine
         equal_shares = engine.gradient_accumulation_steps() * engine.seq_dp_world_size
+        heart.phase("forward")
         with self._attention():
             loss_sum = engine(*self._tensors(micro))
             part = loss_sum / max(1, agreement().counted_tokens)
             if engine.module.balance is not None:  # its parts add up over the ranks, and each micro-batch has its own
                 part = part + engine.module.balance / engine.gradient_accumulation_steps()
+            heart.phase("backward")
             engine.backward(part * equal_shares)
         return loss_sum.detach()
 
@@ -113,6 +116,7 @@ class Stepper:
         for group in base_optimizer(self.engine).param_groups:
             group["lr"] = group["peak_lr"] * lr_factor
         before_update()
+        heart.phase("step")
         self._update()
         return StepResult(
             local_loss_sum=torch.stack(losses).sum(),
@@ -152,6 +156,7 @@ class Stepper:
         total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
         try:
             for micro in batches:
+                heart.beat()
                 with self._attention():
                     loss_sum = self.engine(*self._tensors(micro))
                 total[0] += loss_sum.double()

@@ -1,0 +1,349 @@
+"""The watch of a host: a small process beside its ranks. Started by `watch.begin`, it leaves when they have left.
+
+That of rank 0's host is the root: the others report to it once a second, and it decides. Until the ranks have met, and
+when the root is lost, each decides for its own host. No torch here: it starts in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from llmtrain.cluster import link, messages
+from llmtrain.cluster.ending import Process, end_host, hang_up, identify, world_of
+from llmtrain.cluster.explain import explain
+from llmtrain.cluster.facts import Explanation, HostFacts, JobFacts, RankFacts
+from llmtrain.cluster.judge import Judge, Stragglers, Verdict
+from llmtrain.cluster.observe import HostRanks
+from llmtrain.cluster.proc import oom_kills
+from llmtrain.cluster.watch import AGENT, JOB, RUN
+
+_TICK_S = 0.5
+_REPORT_S = 1.0
+_ROOT_LOST_S = 12.0
+"""Later than the root gives up a host (judge.SILENT_S): what the root says comes first."""
+_ANSWERS_S = 3.0
+"""For the stacks of other hosts."""
+_ENDED_S = 9.5
+"""For the other hosts to end their ranks, and for the note to W&B."""
+_NOTE_MODULE = "llmtrain.tracking.fault_note"
+
+
+class Agent:
+    """One host's watch."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """Raises OSError."""
+        self.folder = Path(settings["folder"])
+        self.host = str(settings["host"])
+        self.run_dir, self.has_rank_0 = str(settings["run_dir"]), bool(settings["has_rank_0"])
+        self.stall_s = float(settings["stall_s"])
+        self.launcher: Process | None = identify(int(settings["launcher"]))
+        self.world = world_of(int(settings["launcher"]))
+        self.ranks = HostRanks(self.folder, self.host, int(settings["local_size"]))
+        self.judge = Judge(self.stall_s, time.monotonic())
+        self.stragglers = Stragglers()
+        self.own: dict[int, tuple[int, float]] = {}
+        self.server = link.Server()
+        self.job: dict[str, Any] | None = None
+        self.line: link.Line | None = None
+        self.root_heard_s = self.reported_s = self.called_s = 0.0
+        self.oom_before = oom_kills()
+        _write(self.folder / AGENT, {"port": self.server.port, "token": self.server.token, "pid": os.getpid()})
+
+    @property
+    def is_root(self) -> bool:
+        return self.job is not None and bool(self.job["is_root"])
+
+    def run(self) -> None:
+        """Until the ranks of this host have left, and for the root those of all hosts."""
+        while True:
+            link.wait([*self.server.lines.values(), *([self.line] if self.line else [])], _TICK_S)
+            now = time.monotonic()
+            reports = self.ranks.observe(now)
+            finished = self._finished()
+            self._hear(reports, finished, now)
+            if self.job is None:
+                self._meet(now)
+            if self.is_root:
+                order = self._listen(now)
+            else:
+                order = self._report(reports, finished, now)
+            if order == "end":
+                self._end_here()
+                return
+            verdict = self.judge.decide(now)
+            if verdict is not None and self._decides(now):
+                self._act(verdict)
+                return
+            if finished and not (self.is_root and any(host.waited_for for host in self.judge.hosts)):
+                return
+            self._name_stragglers(now)
+
+    def _finished(self) -> bool:
+        launcher_gone = self.launcher is None or not self.launcher.alive()
+        return self.ranks.gone() and (launcher_gone or self.ranks.complete())
+
+    def _hear(self, reports: list[dict[str, Any]], finished: bool, now: float) -> None:
+        message = {"ranks": reports, "oom_kills": oom_kills() - self.oom_before, "finished": finished}
+        self.judge.hear(self.host, message, now)
+        self._note_own(reports)
+
+    def _note_own(self, reports: list[dict[str, Any]]) -> None:
+        for report in reports:
+            if report["state"] == "running":
+                self.own[int(report["rank"])] = (int(report["timed_steps"]), float(report["own_s"]))
+            else:
+                self.own.pop(int(report["rank"]), None)
+
+    def _meet(self, now: float) -> None:
+        """Learn from this host's rank who is in the job."""
+        self.job = _read(self.folder / JOB)
+        if self.job is None or self.is_root:
+            return
+        # For a host that is not the root's, the root is the one other host that it hears.
+        self.judge = Judge(self.stall_s, now, silent_s=_ROOT_LOST_S)
+        root = self.job["root"]["host"]
+        placed = [RankFacts(rank=rank, host=root, state="unknown") for rank in self.job["hosts"].get(root, [])]
+        self.judge.expect(root, placed, now)
+        self.root_heard_s = now
+
+    def _listen(self, now: float) -> str | None:
+        """The root hears the others."""
+        self.server.accept(now)
+        for host, line in list(self.server.lines.items()):
+            for message in line.receive():
+                try:
+                    self.judge.hear(host, message, now)
+                    self._note_own(message["ranks"])
+                except (TypeError, KeyError, ValueError):
+                    line.close()
+            if line.closed:
+                del self.server.lines[host]
+                self.judge.close(host, now)
+        if now - self.reported_s >= _REPORT_S:
+            self.reported_s = now
+            for line in self.server.lines.values():
+                line.send({"do": "go on"})
+        return None
+
+    def _report(self, reports: list[dict[str, Any]], finished: bool, now: float) -> str | None:
+        """The others report to the root and do what it says."""
+        if self.job is None:
+            return None
+        root = self.job["root"]
+        if (self.line is None or self.line.closed) and now - self.called_s >= _REPORT_S and not finished:
+            self.called_s = now
+            hello = {"token": root["token"], "host": self.host}
+            with contextlib.suppress(OSError):
+                self.line = link.call(root["address"], root["port"], hello, _REPORT_S)
+        if self.line is None:
+            return None
+        if finished or now - self.reported_s >= _REPORT_S or any(r["state"] == "dead" for r in reports):
+            self.reported_s = now
+            oom = oom_kills() - self.oom_before
+            self.line.send({"ranks": reports, "oom_kills": oom, "finished": finished})
+        order = None
+        for message in self.line.receive():
+            self.root_heard_s = now
+            self.judge.heard(root["host"], now)
+            if message.get("do") == "stacks":
+                self.line.send({"stacks": self.ranks.capture(), "oom_kills": oom_kills() - self.oom_before})
+            elif message.get("do") == "end":
+                order = "end"
+        if self.line.closed:
+            self.judge.close(root["host"], now)
+        return order
+
+    def _decides(self, now: float) -> bool:
+        """Whether it is for this watch to act: the root's is heard as long as there is one."""
+        if self.is_root or self.job is None:
+            return True
+        return self.line is None or self.line.closed or now - self.root_heard_s > _ROOT_LOST_S
+
+    def _act(self, verdict: Verdict) -> None:
+        """Explain and end the job."""
+        if verdict.trigger == "leave":
+            _say(f"{verdict.text}; the other ranks are ended")
+            self._end_everywhere()
+            return
+        facts = self._facts(verdict)
+        explanation = explain(facts)
+        _say(f"error: {explanation.text}")
+        messages.emit("fault", **explanation.to_json())
+        note = self._start_note(explanation, facts)
+        self._end_everywhere()
+        if note is not None:
+            _finish(note, _ENDED_S)
+
+    def _facts(self, verdict: Verdict) -> JobFacts:
+        """Ask all hosts for the stacks of their ranks, and put everything together."""
+        if self.is_root:
+            for line in self.server.lines.values():
+                line.send({"do": "stacks"})
+        now = time.monotonic()
+        silent = self.judge.host_facts(now)
+        answers = {self.host: self.ranks.capture()}
+        deadline = now + _ANSWERS_S
+        while len(answers) <= len(self.server.lines) and self.is_root and time.monotonic() < deadline:
+            link.wait(list(self.server.lines.values()), 0.1)
+            for host, line in list(self.server.lines.items()):
+                for message in line.receive():
+                    if "stacks" in message:
+                        answers[host] = message["stacks"]
+                if line.closed:
+                    del self.server.lines[host]
+        ranks = {r.rank: r for r in self.judge.ranks()}
+        for host, reports in answers.items():
+            for report in reports:
+                with contextlib.suppress(TypeError, KeyError, ValueError):
+                    facts = RankFacts.from_json({**report, "host": host})
+                    ranks[facts.rank] = facts
+        run = _read(self.folder / RUN) or {}
+        return JobFacts(
+            trigger=verdict.trigger,
+            ranks=tuple(ranks[number] for number in sorted(ranks)),
+            hosts=self._who_is_lost(silent),
+            here=self.host,
+            stalled_s=verdict.stalled_s,
+            experts=bool(run.get("experts")),
+            zero_stage=int(run.get("zero_stage") or 0),
+        )
+
+    def _who_is_lost(self, hosts: tuple[HostFacts, ...]) -> tuple[HostFacts, ...]:
+        return hosts
+
+    def _start_note(self, explanation: Explanation, facts: JobFacts) -> subprocess.Popen[bytes] | None:
+        """events.jsonl, then W&B, by a process of its own: neither a full disk nor W&B holds up the end of the job."""
+        if not self.has_rank_0 and self.is_root:
+            return None
+        event = {**explanation.to_json(), "all_ranks": [rank.to_json() for rank in facts.ranks]}
+        return self._note("fault", event, _read(self.folder / RUN) or {})
+
+    def _note(self, kind: str, event: dict[str, Any], run: dict[str, Any]) -> subprocess.Popen[bytes] | None:
+        if not os.path.isdir(self.run_dir):
+            return None
+        content = {"run_dir": self.run_dir, "kind": kind, "event": event, "run": run}
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", _NOTE_MODULE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(content).encode())
+            process.stdin.close()
+        except OSError:
+            return None
+        return process
+
+    def _end_everywhere(self) -> None:
+        """All hosts at once; returns when this one is done and the others have had their time."""
+        for line in self.server.lines.values():
+            line.send({"do": "end"})
+            line.flush()
+        self._end_here()
+        deadline = time.monotonic() + _ENDED_S / 2
+        lines = self.server.lines
+        while any(not line.closed for line in lines.values()) and time.monotonic() < deadline:
+            link.wait(list(lines.values()), 0.1)
+            for line in lines.values():
+                line.receive()
+        if self.world is not None:
+            hang_up(self.world)
+
+    def _end_here(self) -> None:
+        stay = end_host(self.ranks.processes(), self.launcher, str(self.folder))
+        if stay:
+            _say(f"error: on {self.host} these processes cannot be ended, the kernel holds them: {stay}")
+        if self.line is not None:
+            self.line.close()
+
+    def _name_stragglers(self, now: float) -> None:
+        if self.job is not None and not self.is_root:
+            return
+        for rank, (seconds, others) in self.stragglers.feed(self.own, now).items():
+            host = next((r.host for r in self.judge.ranks() if r.rank == rank), self.host)
+            _say(
+                f"warning: straggler: rank {rank} on {host} needs {seconds:.3g} s a step for itself, the others "
+                f"{others:.3g} s (median)"
+            )
+            event = {"rank": rank, "host": host, "own_s_per_step": seconds, "others_s_per_step": others}
+            note = self._note("straggler", event, {})
+            if note is not None:
+                _finish(note, 5.0)
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if self.line is not None:
+            self.line.flush()
+            self.line.close()
+        self.server.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _finish(note: subprocess.Popen[bytes], within_s: float) -> None:
+    """Wait for the note; after that time it is ended with all that it started."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        note.wait(within_s)
+    with contextlib.suppress(OSError):
+        os.killpg(note.pid, signal.SIGKILL)
+    note.wait()
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    new = path.with_suffix(".agent")
+    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(handle, "w") as file:
+        json.dump(value, file)
+    os.rename(new, path)
+
+
+def main() -> int:
+    """Entry point of the process."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it leaves with its ranks, and not before
+    settings = json.loads(sys.argv[1])
+    _sweep(Path(settings["folder"]))
+    agent = Agent(settings)
+    try:
+        agent.run()
+    finally:
+        agent.close()
+    return 0
+
+
+def _sweep(own: Path) -> None:
+    """Remove the folders of watches that were killed: their launcher is gone."""
+    prefix = f"llmtrain-watch-{os.getuid()}-"
+    for folder in own.parent.glob(f"{prefix}*"):
+        pid, _, started = folder.name.removeprefix(prefix).partition("-")
+        if folder != own and pid.isdigit() and started.isdigit() and not Process(int(pid), int(started)).alive():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

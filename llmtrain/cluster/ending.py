@@ -1,0 +1,127 @@
+"""Ending a job on this host: its processes, and no others.
+
+A process is known by its id and the time of its start, so that an id that was given anew is never hit. Ours are the
+ranks, all below them, and whatever carries the job's mark in its environment (a data worker whose rank is dead).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from llmtrain.cluster import proc
+
+MARK = "LLMTRAIN_WATCH"
+"""Environment variable of every process of a job: the folder of its heartbeats on this host."""
+_GENTLE = ("wandb-core",)
+"""These remove their sockets when they are asked to go."""
+_GENTLE_S = 2.0
+_LAUNCHER_LEAVES_S = 3.0
+_LAUNCHER = "deepspeed.launcher.launch"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process, for ever."""
+
+    pid: int
+    started: int
+
+    def alive(self) -> bool:
+        """Whether it is there and not only a zombie."""
+        found = proc.stat(self.pid)
+        return found is not None and found.started == self.started and found.state not in "ZX"
+
+    def send(self, number: int) -> None:
+        """Signal it, if it is still itself."""
+        if self.alive():
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, number)
+
+
+def identify(pid: int) -> Process | None:
+    """None when there is no such process."""
+    found = proc.stat(pid)
+    return None if found is None else Process(pid, found.started)
+
+
+def end_host(ranks: list[Process], launcher: Process | None, mark: str, within_s: float = 8.0) -> list[int]:
+    """End all processes of the job on this host; returns the ids of those that stay (in a system call, say).
+
+    DeepSpeed's launcher sees its ranks dead and leaves with their exit code; if it does not, it is ended.
+    """
+    deadline = time.monotonic() + within_s
+    began = time.monotonic()
+    known: set[Process] = set(ranks)
+    world = _world_of(launcher)
+    while True:
+        known |= _family(known, mark)
+        alive = [process for process in known if process.alive()]
+        if not alive or time.monotonic() > deadline:
+            break
+        for process in alive:
+            gentle = any(os.path.basename(word) in _GENTLE for word in proc.words(process.pid)[:2])
+            waits = gentle and time.monotonic() - began < _GENTLE_S
+            process.send(signal.SIGTERM if waits else signal.SIGKILL)
+        time.sleep(0.1)
+    _end_launcher(launcher, world)
+    return sorted(process.pid for process in known if process.alive())
+
+
+def _family(known: set[Process], mark: str) -> set[Process]:
+    """What runs below the known processes or carries the mark; without this process."""
+    below = proc.descendants({process.pid for process in known if process.alive()})
+    marked = {pid for pid in proc.pids() if proc.has_variable(pid, MARK, mark)}
+    found = (identify(pid) for pid in (below | marked) - {os.getpid()})
+    return {process for process in found if process is not None}
+
+
+def _end_launcher(launcher: Process | None, world: str | None) -> None:
+    if launcher is None or world is None:
+        return
+    deadline = time.monotonic() + _LAUNCHER_LEAVES_S
+    while launcher.alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    launcher.send(signal.SIGKILL)
+
+
+def hang_up(world: str, wait_s: float = _LAUNCHER_LEAVES_S) -> None:
+    """End the ssh connections with which `deepspeed` started the job's launchers on other hosts, if they stay.
+
+    One to a host that does not answer would stay for as long as TCP tries: pdsh, and `deepspeed` with it, would wait.
+    Ended so, pdsh leaves with the exit code of the other hosts.
+    """
+    deadline = time.monotonic() + wait_s
+    while connections := _connections(world):
+        if time.monotonic() > deadline:
+            for process in connections:
+                process.send(signal.SIGTERM)
+            return
+        time.sleep(0.2)
+
+
+def _connections(world: str) -> list[Process]:
+    found = []
+    for pid in proc.pids():
+        said = proc.words(pid)
+        if said and os.path.basename(said[0]) == "ssh" and any(world in word for word in said):
+            found.append(identify(pid))
+    return [process for process in found if process is not None]
+
+
+def _world_of(launcher: Process | None) -> str | None:
+    """The argument by which every process that starts this job can be known; None when DeepSpeed did not start it."""
+    if launcher is None or not launcher.alive():
+        return None
+    return world_of(launcher.pid)
+
+
+def world_of(pid: int) -> str | None:
+    """See `_world_of`."""
+    said = proc.words(pid)
+    if not any(_LAUNCHER in word or word.endswith("deepspeed/launcher/launch.py") for word in said):
+        return None
+    return next((word for word in said if word.startswith("--world_info=")), None)

@@ -1,0 +1,32 @@
+"""From the facts of a job that does not go on to one paragraph: who differs, where it stands, why, what to do."""
+
+from __future__ import annotations
+
+from llmtrain.cluster.causes import CAUSES
+from llmtrain.cluster.facts import Explanation, JobFacts
+from llmtrain.cluster.wording import where
+
+
+def explain(facts: JobFacts) -> Explanation:
+    """One paragraph. Always finds words, also for what the table does not know."""
+    cause = next(found for row in CAUSES if (found := row(facts)) is not None)
+    host = cause.host or (cause.ranks[0].host if len({r.host for r in cause.ranks}) == 1 else "")
+    odd = {r.rank for r in cause.ranks}
+    others = [
+        r
+        for r in facts.ranks
+        if r.rank not in odd and r.state not in ("dead", "left", "unknown") and r.host != cause.host
+    ]
+    parts = [cause.says]
+    if waiting := where(others):
+        parts.append(f"{'The others' if odd else 'The ranks'}: {waiting}.")
+    parts.append(cause.remedy)
+    return Explanation(
+        what=facts.trigger,
+        cause=cause.name,
+        host=host,
+        ranks=sorted(odd),
+        step=facts.step,
+        signature=f"step {facts.step + 1}: {cause.name}{': ' + cause.detail if cause.detail else ''}",
+        text=f"fault after step {facts.step}: " + " ".join(parts),
+    )

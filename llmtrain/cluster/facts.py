@@ -1,0 +1,146 @@
+"""What is known of a job when it is to be explained: gathered on every host, read by explain.py."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of Python that a rank is in."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """One rank."""
+
+    rank: int
+    host: str
+    pid: int = 0
+    state: str = "running"
+    """running | stopped (SIGSTOP, a debugger) | disk (in a system call that no signal ends) | dead | left (ended of
+    its own will) | unknown (on a host of which nothing is heard)."""
+    step: int = 0
+    """Optimizer steps done."""
+    phase: str = "start"
+    """One of heartbeat.PHASES."""
+    collective: str = ""
+    """The last collective that it entered."""
+    collectives: int = 0
+    """How many it has entered."""
+    inside: bool = False
+    """It is still in that collective."""
+    idle_s: float = 0.0
+    """Seconds since it did anything that its heartbeat shows."""
+    cpu_busy: bool = False
+    """It uses its processor, or its files move."""
+    stopping: bool = False
+    """It was asked to stop."""
+    code: int | None = None
+    """The exit code that it chose itself."""
+    signal: str = ""
+    """The signal that ended it, where that is known."""
+    error: str = ""
+    """The exception that ended it, as "ValueError: ..."."""
+    error_at: str = ""
+    """file:line of that exception, innermost line of the project first."""
+    stack: tuple[Frame, ...] = ()
+    """Innermost first; empty for a rank that could not answer."""
+    waits_in: str = ""
+    """The kernel function in which it waits."""
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> RankFacts:
+        """Of what `to_json` gave, on another host of the job. Raises TypeError, KeyError, ValueError."""
+        known = {item.name for item in fields(cls)}
+        given = {key: value for key, value in raw.items() if key in known}
+        given["stack"] = tuple(Frame(str(f), int(n), str(w)) for f, n, w in raw.get("stack", ()))
+        return cls(**given)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"stack": [[f.file, f.line, f.function] for f in self.stack]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """One host."""
+
+    name: str
+    silent_s: float = 0.0
+    """Seconds since its watch was last heard; 0 while it is there."""
+    closed: bool = False
+    """Its watch has gone without a word, but the connection was closed: the host's kernel still answered."""
+    oom_kills: int = 0
+    """Processes that its kernel has ended for lack of memory since the job began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFacts:
+    """Everything that the table of causes may look at."""
+
+    trigger: str
+    """dead_rank | silent_host | stall | lost_root"""
+    ranks: tuple[RankFacts, ...]
+    hosts: tuple[HostFacts, ...]
+    here: str = ""
+    """The host on which these facts were put together: that of rank 0, once the ranks have met."""
+    stalled_s: float = 0.0
+    """How long no rank has made progress."""
+    experts: bool = False
+    """The model is a mixture of experts."""
+    zero_stage: int = 0
+
+    @property
+    def step(self) -> int:
+        """The last optimizer step that any rank has done."""
+        return max((r.step for r in self.ranks), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What the user reads, what events.jsonl holds, what the supervisor gets."""
+
+    what: str
+    """The trigger."""
+    cause: str
+    """Its short name in the table of causes."""
+    host: str
+    """The host that differs; "" where none does."""
+    ranks: list[int] = field(default_factory=list)
+    """The ranks that differ."""
+    step: int = 0
+    """Optimizer steps done."""
+    signature: str = ""
+    """Equal for two faults of the same kind at the same step: a restart would meet it again."""
+    text: str = ""
+    """The paragraph."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)$')
+
+
+def parse_stacks(text: str) -> tuple[Frame, ...]:
+    """The main thread's stack in the newest dump of faulthandler, innermost frame first.
+
+    A signal reaches the main thread when it can; that block says "Current thread". Otherwise the main thread is the
+    last one, because it is the oldest.
+    """
+    blocks: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        if "(most recent call first):" in line:
+            blocks.append((line, []))
+        elif blocks and (match := _FRAME.match(line)):
+            blocks[-1][1].append(Frame(match["file"], int(match["line"]), match["function"]))
+    if not blocks:
+        return ()
+    current = [frames for head, frames in blocks if head.startswith("Current thread") and frames]
+    return tuple(current[-1] if current else blocks[-1][1])

@@ -1,0 +1,243 @@
+"""What a rank is doing, in one page of memory that it shares with the watch of its host.
+
+A rank writes words of 8 bytes and never waits: entering and leaving a collective costs about a microsecond
+(tools/bench/watch.py). The watch reads the page whenever it likes, also when the rank hangs or is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.cluster import proc
+
+PHASES = (
+    "start",
+    "rendezvous",
+    "model",
+    "resume",
+    "data",
+    "forward",
+    "backward",
+    "step",
+    "save",
+    "evaluate",
+    "export",
+    "end",
+)
+"""What a rank can be in the middle of. `data` to `step` are a training step, in this order for each micro-batch."""
+
+_MAGIC = int.from_bytes(b"llmbeat1", "little")
+_WORDS = (
+    "magic",
+    "pid",
+    "started",
+    "rank",
+    "local_rank",
+    "beats",
+    "step",
+    "phase",
+    "left",
+    "stopping",
+    "collectives",
+    "inside",
+    "timed_steps",
+    "beat_s",
+    "waited_s",
+    "own_s",
+)
+_AT = {name: index for index, name in enumerate(_WORDS)}
+_NAME_AT, NAME_BYTES = 8 * len(_WORDS), 48
+_SIZE = mmap.PAGESIZE
+
+_BEATS, _STEP, _PHASE = _AT["beats"], _AT["step"], _AT["phase"]
+_COLLECTIVES, _INSIDE, _TIMED = _AT["collectives"], _AT["inside"], _AT["timed_steps"]
+_BEAT_S, _WAITED_S, _OWN_S = _AT["beat_s"], _AT["waited_s"], _AT["own_s"]
+_RUNNING = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """One reading of a rank's page."""
+
+    pid: int
+    started: int
+    """Clock ticks after the boot, see `proc.Stat.started`."""
+    rank: int
+    local_rank: int
+    beats: int
+    """Grows with everything that the rank does."""
+    step: int
+    """Optimizer steps done."""
+    phase: str
+    left: int | None
+    """The exit code that the rank is about to end with of its own will; None while it works."""
+    stopping: bool
+    """It was asked to stop, and will at the next step boundary."""
+    collectives: int
+    """Entered so far."""
+    inside: bool
+    """It is in the last of them."""
+    collective: str
+    """Name of the last one."""
+    timed_steps: int
+    """Steps since the launch that `own_s` covers."""
+    beat_s: float
+    """time.monotonic() of the last beat."""
+    own_s: float
+    """Time of those steps that was not spent inside collectives."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Heartbeat:
+    """The writing side. Until it is connected it beats for nobody: the callers need not know."""
+
+    def __init__(self) -> None:
+        self._use(mmap.mmap(-1, _SIZE), rank=0, local_rank=0)
+
+    def connect(self, path: Path, *, rank: int, local_rank: int) -> None:
+        """Beat into a new file that the watch reads, from nothing. Raises OSError."""
+        self._use(_shared(path), rank=rank, local_rank=local_rank)
+        os.rename(path.with_suffix(".new"), path)  # a reader finds a whole page or none
+
+    def _use(self, memory: mmap.mmap, *, rank: int, local_rank: int) -> None:
+        self._memory = memory
+        view = memoryview(memory)
+        self._words = view.cast("q")
+        self._times = view.cast("d")
+        own = proc.stat(os.getpid())
+        for name, value in (
+            ("pid", os.getpid()),
+            ("started", own.started if own else 0),
+            ("rank", rank),
+            ("local_rank", local_rank),
+            ("left", _RUNNING),
+        ):
+            self._words[_AT[name]] = value
+        self._entered_s = self._step_began_s = self._waited_before_s = 0.0
+        self._times[_BEAT_S] = time.monotonic()
+        self._words[_AT["magic"]] = _MAGIC
+
+    def phase(self, name: str) -> None:
+        """From now on the rank is in this phase."""
+        self._words[_PHASE] = _PHASE_AT[name]
+        self.beat()
+
+    @contextlib.contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """In this phase while the block runs, then in the one before again; unless the block raises."""
+        before = self._words[_PHASE]
+        self.phase(name)
+        yield
+        self._words[_PHASE] = before
+        self.beat()
+
+    def at_step(self, step: int) -> None:
+        """So many optimizer steps are done, before this launch."""
+        self._words[_STEP] = step
+
+    def begin_step(self) -> None:
+        """The clock of the rank's own time runs from here ..."""
+        self._step_began_s = time.monotonic()
+        self._waited_before_s = self._times[_WAITED_S]
+        self.phase("data")
+
+    def end_step(self, step: int) -> None:
+        """... to here: evaluation and saves are not in it. `step`: optimizer steps done."""
+        waited_s = self._times[_WAITED_S] - self._waited_before_s
+        self._times[_OWN_S] += time.monotonic() - self._step_began_s - waited_s
+        self._words[_TIMED] += 1
+        self._words[_STEP] = step
+        self.beat()
+
+    def enter(self, name: bytes) -> None:
+        """A collective begins. `name`: `named(...)`. Collectives that others call count once."""
+        words = self._words
+        words[_INSIDE] += 1
+        if words[_INSIDE] > 1:
+            return
+        self._memory[_NAME_AT : _NAME_AT + NAME_BYTES] = name
+        words[_COLLECTIVES] += 1
+        words[_BEATS] += 1
+        self._entered_s = self._times[_BEAT_S] = time.monotonic()
+
+    def leave(self) -> None:
+        """It has ended."""
+        words, times = self._words, self._times
+        words[_INSIDE] -= 1
+        if words[_INSIDE] > 0:
+            return
+        words[_BEATS] += 1
+        now = times[_BEAT_S] = time.monotonic()
+        times[_WAITED_S] += now - self._entered_s
+
+    def stopping(self) -> None:
+        """The rank was asked to stop. Safe in a signal handler."""
+        self._words[_AT["stopping"]] = 1
+
+    def left(self, code: int) -> None:
+        """The rank ends of its own will, with this exit code."""
+        self._words[_PHASE] = _PHASE_AT["end"]
+        self._words[_AT["left"]] = code
+        self.beat()
+
+    def beat(self) -> None:
+        """The rank has done something."""
+        self._words[_BEATS] += 1
+        self._times[_BEAT_S] = time.monotonic()
+
+
+_PHASE_AT = {name: index for index, name in enumerate(PHASES)}
+
+
+def named(name: str) -> bytes:
+    """The name of a collective as `Heartbeat.enter` takes it."""
+    return name.encode(errors="replace")[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+
+
+def _shared(path: Path) -> mmap.mmap:
+    new = path.with_suffix(".new")
+    handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.ftruncate(handle, _SIZE)
+        return mmap.mmap(handle, _SIZE)
+    finally:
+        os.close(handle)
+
+
+def read(path: Path) -> Beat | None:
+    """The state of a rank; None when there is none (yet)."""
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        return None
+    if len(raw) < _SIZE:
+        return None
+    words, times = memoryview(raw).cast("q"), memoryview(raw).cast("d")
+    phase = words[_PHASE]
+    if words[0] != _MAGIC or not 0 <= phase < len(PHASES):
+        return None
+    left = words[_AT["left"]]
+    return Beat(
+        **{name: words[_AT[name]] for name in ("pid", "started", "rank", "local_rank", "beats", "step", "timed_steps")},
+        phase=PHASES[phase],
+        left=None if left == _RUNNING else left,
+        stopping=bool(words[_AT["stopping"]]),
+        collectives=words[_COLLECTIVES],
+        inside=words[_INSIDE] > 0,
+        collective=raw[_NAME_AT : _NAME_AT + NAME_BYTES].rstrip(b"\0").decode(errors="replace"),
+        beat_s=times[_BEAT_S],
+        own_s=times[_OWN_S],
+    )
+
+
+heart = Heartbeat()
+"""This process's own; `watch.begin` connects it."""

@@ -1,0 +1,205 @@
+"""Whether a job goes on: decided from what its hosts report, with no clock and no process of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from llmtrain.cluster.causes import is_secondary
+from llmtrain.cluster.facts import HostFacts, RankFacts
+
+SILENT_S = 10.0
+"""A host that is not heard for so long is lost, unless steps are done without it."""
+_MORE_NEWS_S = 1.5
+"""After a first dead rank: what else has happened is on its way."""
+_STEPS_WITHOUT_S = 8.0
+_OTHERS_LEAVE_S = 30.0
+"""Ranks that stay when one has left with a mistake of the user's or by a signal to the job are then ended."""
+
+
+@dataclass
+class Host:
+    """What is known of a host, and since when (seconds of the judge's clock)."""
+
+    name: str
+    heard_s: float
+    ranks: dict[int, RankFacts] = field(default_factory=dict)
+    closed: bool = False
+    oom_kills: int = 0
+    finished: bool = False
+    """All its ranks have left, and so has its watch."""
+
+    @property
+    def waited_for(self) -> bool:
+        return not self.finished and any(r.state not in ("left", "dead") for r in self.ranks.values())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The job is to be ended."""
+
+    trigger: str
+    """dead_rank | silent_host | stall | lost_root | leave: the last one is no fault, see `text`."""
+    stalled_s: float = 0.0
+    text: str = ""
+
+
+class Judge:
+    """`hear` what a host says, `decide` now and then. All times come from one monotonic clock."""
+
+    def __init__(self, stall_s: float, now: float, silent_s: float = SILENT_S) -> None:
+        self._stall_s, self._silent_s = stall_s, silent_s
+        self._hosts: dict[str, Host] = {}
+        self._beats: dict[int, int] = {}
+        self._progress_s = self._step_s = self._looked_s = now
+        self._step = -1
+        self._first_dead_s: float | None = None
+        self._first_left_s: float | None = None
+
+    @property
+    def hosts(self) -> list[Host]:
+        return list(self._hosts.values())
+
+    def hear(self, name: str, message: dict[str, Any], now: float) -> None:
+        """A host's report: `ranks` as RankFacts.to_json with `beats` and `active` beside them, `oom_kills`.
+
+        Raises TypeError, KeyError, ValueError when it is no such report.
+        """
+        host = self._hosts.setdefault(name, Host(name, now))
+        host.heard_s, host.closed = now, False
+        host.oom_kills = int(message.get("oom_kills", 0))
+        for raw in message["ranks"]:
+            facts = RankFacts.from_json(raw)
+            before = host.ranks.get(facts.rank)
+            host.ranks[facts.rank] = facts
+            if raw["beats"] != self._beats.get(facts.rank) or raw["active"]:
+                self._progress_s = now
+            self._beats[facts.rank] = raw["beats"]
+            if before is None or before.state != facts.state:
+                self._progress_s = now
+            if facts.step > self._step:
+                self._step, self._step_s = facts.step, now
+        if message.get("finished"):
+            host.finished = True
+
+    def expect(self, name: str, ranks: list[RankFacts], now: float) -> None:
+        """A host of which nothing but signs of life will be heard."""
+        self._hosts[name] = Host(name, now, {r.rank: r for r in ranks})
+
+    def heard(self, name: str, now: float) -> None:
+        """A sign of life."""
+        self._hosts[name].heard_s, self._hosts[name].closed = now, False
+
+    def close(self, name: str, now: float) -> None:
+        """The connection to a host's watch has ended without a word. `hear` takes it back."""
+        host = self._hosts.get(name)
+        if host is not None and not host.finished and not host.closed:
+            host.closed, host.heard_s = True, now
+
+    def decide(self, now: float) -> Verdict | None:
+        """Call every few seconds; a longer gap means that this machine slept, and nothing is held against it."""
+        if now - self._looked_s > SILENT_S / 2:
+            self._progress_s = now
+            for host in self._hosts.values():
+                host.heard_s = now
+        self._looked_s = now
+        ranks = self.ranks()
+        live = [r for r in ranks if r.state not in ("dead", "left", "unknown")]
+        if live and all(r.state == "stopped" for r in live):
+            self._progress_s = now  # the whole job was suspended, by its user
+        return (
+            self._dead(ranks, live, now) or self._lost(now) or self._stalled(live, now) or self._left(ranks, live, now)
+        )
+
+    def ranks(self) -> list[RankFacts]:
+        return sorted((r for host in self._hosts.values() for r in host.ranks.values()), key=lambda r: r.rank)
+
+    def host_facts(self, now: float) -> tuple[HostFacts, ...]:
+        """Silent are those that would be lost by now or nearly so."""
+        return tuple(
+            HostFacts(
+                name=host.name,
+                silent_s=now - host.heard_s if host.waited_for and now - host.heard_s > SILENT_S / 2 else 0.0,
+                closed=host.closed and host.waited_for,
+                oom_kills=host.oom_kills,
+            )
+            for host in self._hosts.values()
+        )
+
+    def _dead(self, ranks: list[RankFacts], live: list[RankFacts], now: float) -> Verdict | None:
+        dead = [r for r in ranks if r.state == "dead"]
+        if not dead:
+            return None
+        self._first_dead_s = now if self._first_dead_s is None else self._first_dead_s
+        waited_s = now - self._first_dead_s
+        if all(is_secondary(r) for r in dead):
+            if all(r.signal for r in dead) and not any(r.error for r in dead):
+                # SIGTERM before training began: someone stops the job. Its launcher tells the other ranks.
+                text = "the job was ended by a signal before training began"
+                return Verdict("leave", text=text) if waited_s > _MORE_NEWS_S else None
+            lost = any(host.closed and host.waited_for for host in self._hosts.values())
+            if waited_s <= (_MORE_NEWS_S if lost else SILENT_S + 1.0):
+                return None  # they died of another's absence, and it will be told soon whose
+        elif live and waited_s <= _MORE_NEWS_S:
+            return None
+        return Verdict("dead_rank")
+
+    def _lost(self, now: float) -> Verdict | None:
+        if now - self._step_s < _STEPS_WITHOUT_S:
+            return None  # no step is done without every host: only the watch of one is away
+        lost = [h for h in self._hosts.values() if h.waited_for and now - h.heard_s > self._silent_s]
+        return Verdict("silent_host") if lost else None
+
+    def _stalled(self, live: list[RankFacts], now: float) -> Verdict | None:
+        stalled_s = now - self._progress_s
+        return Verdict("stall", stalled_s=stalled_s) if live and stalled_s > self._stall_s else None
+
+    def _left(self, ranks: list[RankFacts], live: list[RankFacts], now: float) -> Verdict | None:
+        refused = [r for r in ranks if r.state == "left" and r.code]
+        if not refused or not live:
+            self._first_left_s = None
+            return None
+        self._first_left_s = now if self._first_left_s is None else self._first_left_s
+        if now - self._first_left_s <= _OTHERS_LEAVE_S:
+            return None
+        first = refused[0]
+        return Verdict("leave", text=f"rank {first.rank} on {first.host} has left with exit code {first.code}")
+
+
+class Stragglers:
+    """Ranks whose own time a step is above that of the others, over many steps."""
+
+    WINDOW_STEPS, WINDOW_S, WINDOWS = 20, 10.0, 3
+    MARGIN, MARGIN_S = 0.25, 0.02
+
+    def __init__(self) -> None:
+        self._since: dict[int, tuple[int, float]] = {}
+        self._began_s: float | None = None
+        self._slow: deque[set[int]] = deque(maxlen=self.WINDOWS)
+        self._named: set[int] = set()
+
+    def feed(self, own: dict[int, tuple[int, float]], now: float) -> dict[int, tuple[float, float]]:
+        """`own`: by rank, (steps timed, seconds of its own in them) since the launch.
+
+        Returns the ranks that are newly found slow in three windows in a row: (its seconds a step, the others' median).
+        """
+        if self._began_s is None or self._since.keys() != own.keys():
+            self._since, self._began_s = dict(own), now
+            return {}
+        steps = min(own[rank][0] - self._since[rank][0] for rank in own) if own else 0
+        if steps < self.WINDOW_STEPS or now - self._began_s < self.WINDOW_S:
+            return {}
+        each = {r: (own[r][1] - self._since[r][1]) / (own[r][0] - self._since[r][0]) for r in own}
+        self._since, self._began_s = dict(own), now
+        slow = {}
+        for rank, seconds in each.items():
+            others = [s for r, s in each.items() if r != rank]
+            if others and seconds - median(others) > max(self.MARGIN * median(others), self.MARGIN_S):
+                slow[rank] = (seconds, median(others))
+        self._slow.append(set(slow))
+        steady = set.intersection(*self._slow) if len(self._slow) == self.WINDOWS else set()
+        new = steady - self._named
+        self._named = (self._named | new) & set(slow)
+        return {rank: slow[rank] for rank in sorted(new)}

@@ -1,0 +1,141 @@
+"""JSON lines over TCP between the watches of a job's hosts. A line that is no JSON or too long ends the connection."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import select
+import socket
+from typing import Any
+
+_LONGEST = 4 << 20
+_HELLO_S = 5.0
+
+
+class Line:
+    """One connection. No method waits for the other side, and none raises: `closed` tells."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._socket.setblocking(False)
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._in = bytearray()
+        self._out = bytearray()
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue a message, and hand over what the kernel takes now."""
+        if self.closed:
+            return
+        self._out += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        if len(self._out) > _LONGEST:
+            self.close()
+        self.flush()
+
+    def flush(self) -> None:
+        while self._out and not self.closed:
+            try:
+                del self._out[: self._socket.send(self._out)]
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self.close()
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have come since the last call."""
+        self.flush()
+        while not self.closed:
+            try:
+                data = self._socket.recv(1 << 16)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                self.close()
+                break
+            if not data:
+                self.close()
+            self._in += data
+            if len(self._in) > _LONGEST:
+                self.close()
+        *lines, rest = bytes(self._in).split(b"\n")
+        self._in = bytearray(rest)
+        messages: list[dict[str, Any]] = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                self.close()
+                return messages
+            if isinstance(message, dict):
+                messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        self.closed = True
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+class Server:
+    """Where the other hosts' watches call. Who does not know the token is hung up on."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        try:
+            self._socket = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        except (OSError, ValueError):  # no IPv6 here
+            self._socket = socket.create_server(("", 0), backlog=1024)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self.token = secrets.token_hex(16)
+        self._strangers: list[tuple[Line, float]] = []
+        self.lines: dict[str, Line] = {}
+        """By host name."""
+
+    def accept(self, now: float) -> None:
+        """Take up who calls. The first message is {"token", "host"}."""
+        while True:
+            try:
+                connected, _ = self._socket.accept()
+            except OSError:
+                break
+            self._strangers.append((Line(connected), now))
+        waiting = []
+        for line, since in self._strangers:
+            hello = next(iter(line.receive()), None)
+            if hello is None:
+                if now - since > _HELLO_S:
+                    line.close()
+                if not line.closed:
+                    waiting.append((line, since))
+            elif hmac.compare_digest(str(hello.get("token")), self.token):
+                host = str(hello.get("host"))
+                if host in self.lines:
+                    self.lines[host].close()
+                self.lines[host] = line
+            else:
+                line.close()
+        self._strangers = waiting
+
+    def close(self) -> None:
+        for line in [*self.lines.values(), *(line for line, _ in self._strangers)]:
+            line.close()
+        self._socket.close()
+
+
+def call(address: str, port: int, hello: dict[str, Any], timeout_s: float) -> Line:
+    """Connect and say hello. Raises OSError."""
+    line = Line(socket.create_connection((address, port), timeout=timeout_s))
+    line.send(hello)
+    return line
+
+
+def wait(lines: list[Line], seconds: float) -> None:
+    """Until one of them has something to read, or the time is over."""
+    select.select([line for line in lines if not line.closed], [], [], seconds)

@@ -1,0 +1,197 @@
+"""What the watch of a host sees of its own ranks: their heartbeats, what the kernel says of them, their stacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.cluster import proc
+from llmtrain.cluster.ending import Process
+from llmtrain.cluster.facts import RankFacts, parse_stacks
+from llmtrain.cluster.heartbeat import Beat, read
+
+STACK_SIGNAL = signal.SIGUSR2
+_SAMPLE_S = 2.0
+_BUSY_SHARE, _BUSY_BYTES = 0.1, 256 << 10
+"""Of a processor, and bytes, in a sample: what an idle rank's threads do is far below."""
+_OWN_PACE = ("start", "model", "resume", "save", "evaluate", "export", "end")
+"""Phases without a pace: they may take as long as the processor or the disk is busy with them."""
+_STACK_S = 1.0
+_D_STATE_S = 5.0
+
+
+@dataclass
+class _Seen:
+    """One rank, as it was seen so far."""
+
+    path: Path
+    beat: Beat
+    exit_status: int | None = None
+    sampled_s: float = 0.0
+    cpu_s: float = 0.0
+    moved: int = 0
+    busy: bool = False
+
+
+class HostRanks:
+    """The ranks whose heartbeats lie in a folder."""
+
+    def __init__(self, folder: Path, host: str, local_size: int) -> None:
+        self._folder, self._host, self._local_size = folder, host, local_size
+        self._seen: dict[int, _Seen] = {}
+
+    def observe(self, now: float) -> list[dict[str, Any]]:
+        """A report of each rank, as `judge.Judge.hear` takes it. `now`: time.monotonic()."""
+        if len(self._seen) < self._local_size:
+            self._look_for_new()
+        reports = []
+        for seen in self._seen.values():
+            seen.beat = read(seen.path) or seen.beat
+            facts = self._facts(seen, now)
+            own = {"beats": seen.beat.beats, "timed_steps": seen.beat.timed_steps, "own_s": seen.beat.own_s}
+            reports.append({**facts.to_json(), **own, "active": self._active(seen, facts)})
+        return reports
+
+    def processes(self) -> list[Process]:
+        return [Process(seen.beat.pid, seen.beat.started) for seen in self._seen.values()]
+
+    def complete(self) -> bool:
+        """Every rank of this host has been seen."""
+        return len(self._seen) >= self._local_size
+
+    def gone(self) -> bool:
+        """No rank that was seen is there any more."""
+        return not any(process.alive() for process in self.processes())
+
+    def capture(self) -> list[dict[str, Any]]:
+        """The reports, with the Python stack of every rank that can answer. Takes about a second."""
+        before = {}
+        for rank, seen in self._seen.items():
+            stack = self._stack_file(rank)
+            before[rank] = stack.stat().st_size if stack.exists() else 0
+            Process(seen.beat.pid, seen.beat.started).send(STACK_SIGNAL)
+        deadline = time.monotonic() + _STACK_S
+        sizes: dict[int, int] = {}
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            now = {rank: self._stack_file(rank).stat().st_size for rank in before if self._stack_file(rank).exists()}
+            if now == sizes and all(now.get(rank, 0) > before[rank] for rank in before):
+                break
+            sizes = now
+        reports = self.observe(time.monotonic())
+        for report in reports:
+            try:
+                text = self._stack_file(report["rank"]).read_bytes()[before.get(report["rank"], 0) :]
+            except OSError:
+                continue
+            if not text and report["state"] == "dead":  # a crash wrote its stack by itself
+                text = self._stack_file(report["rank"]).read_bytes()
+            frames = parse_stacks(text.decode(errors="replace"))
+            report["stack"] = [[f.file, f.line, f.function] for f in frames[:40]]
+            report["waits_in"] = proc.waits_in(report["pid"])
+        return reports
+
+    def _stack_file(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank:05d}.stack"
+
+    def _look_for_new(self) -> None:
+        for path in sorted(self._folder.glob("rank-*.beat")):
+            beat = read(path)
+            if beat is not None and beat.rank not in self._seen:
+                self._seen[beat.rank] = _Seen(path, beat)
+
+    def _facts(self, seen: _Seen, now: float) -> RankFacts:
+        beat = seen.beat
+        found = proc.stat(beat.pid)
+        there = found is not None and found.started == beat.started
+        if found is not None and there and found.state in "ZX":
+            seen.exit_status = found.exit_status
+        ended = found is None or not there or found.state in "ZX"
+        error, error_at = self._error(beat.rank)
+        idle_s = max(0.0, now - beat.beat_s)
+        state = "running"
+        if ended or error:
+            state = "left" if beat.left is not None and not error else "dead"
+        elif found is not None and found.state in "Tt":
+            state = "stopped"
+        elif found is not None and found.state == "D" and idle_s > _D_STATE_S:
+            state = "disk"
+        if found is not None and not ended:
+            self._sample(seen, found, idle_s, now)
+        return RankFacts(
+            rank=beat.rank,
+            host=self._host,
+            pid=beat.pid,
+            state=state,
+            step=beat.step,
+            phase=beat.phase,
+            collective=beat.collective,
+            collectives=beat.collectives,
+            inside=beat.inside,
+            idle_s=round(idle_s, 1),
+            cpu_busy=seen.busy,
+            stopping=beat.stopping,
+            code=beat.left if beat.left is not None else _code(seen.exit_status),
+            signal=_signal(seen.exit_status) if state == "dead" and not error else "",
+            error=error,
+            error_at=error_at,
+        )
+
+    def _sample(self, seen: _Seen, found: proc.Stat, idle_s: float, now: float) -> None:
+        """Whether the rank, or a process below it, uses its processor or moves bytes; asked of a silent one only."""
+        if idle_s < _SAMPLE_S:
+            seen.sampled_s, seen.busy = 0.0, True
+            return
+        if now - seen.sampled_s < _SAMPLE_S:
+            return
+        cpu_s, moved = found.cpu_s, proc.bytes_moved(seen.beat.pid)
+        for pid in proc.descendants({seen.beat.pid}):
+            below = proc.stat(pid)
+            cpu_s += below.cpu_s if below else 0.0
+            moved += proc.bytes_moved(pid)
+        if seen.sampled_s:
+            share = (cpu_s - seen.cpu_s) / (now - seen.sampled_s)
+            seen.busy = share > _BUSY_SHARE or moved - seen.moved > _BUSY_BYTES
+        seen.sampled_s, seen.cpu_s, seen.moved = now, cpu_s, moved
+
+    def _active(self, seen: _Seen, facts: RankFacts) -> bool:
+        """Whether silence is no stall: work without a pace goes on, or the rank waits for others to join at all."""
+        if facts.state != "running" or facts.inside:
+            return False
+        if facts.phase == "rendezvous":
+            return True  # it has a time limit of its own, and names who is missing
+        return facts.cpu_busy and (facts.phase in _OWN_PACE or seen.beat.timed_steps == 0)
+
+    def _error(self, rank: int) -> tuple[str, str]:
+        try:
+            raw = json.loads((self._folder / f"rank-{rank:05d}.error").read_text())
+            return str(raw["error"]), str(raw["at"])
+        except (OSError, ValueError, KeyError):
+            return "", ""
+
+
+def write_error(folder: Path, rank: int, error: str, at: str) -> None:
+    """The exception that ends a rank; before it leaves. Raises OSError."""
+    path = folder / f"rank-{rank:05d}.error"
+    new = path.with_suffix(".new-error")
+    new.write_text(json.dumps({"error": error, "at": at}))
+    os.rename(new, path)
+
+
+def _signal(status: int | None) -> str:
+    number = (status or 0) & 0x7F
+    if not number:
+        return ""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _code(status: int | None) -> int | None:
+    return None if status is None or status & 0x7F else status >> 8

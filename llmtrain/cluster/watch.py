@@ -1,0 +1,206 @@
+"""The watch of a job, as its ranks see it: they leave heartbeats, and a small process on each host reads them.
+
+`begin` before torch is imported, `met` when the ranks know each other, `describe` when the run is known, then
+`left` or `failed` at the end. Without DeepSpeed's launcher (LOCAL_SIZE) there is no watch, and all of them do nothing.
+No failure of the watch ends a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from llmtrain import log
+from llmtrain.cluster import messages, proc
+from llmtrain.cluster.ending import MARK
+from llmtrain.cluster.facts import Frame
+from llmtrain.cluster.heartbeat import heart
+from llmtrain.cluster.observe import STACK_SIGNAL, write_error
+from llmtrain.cluster.wording import own_line, short
+from llmtrain.errors import UserError
+
+AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
+"""Files of the folder: how to reach this host's watch; who is in the job; what the job runs."""
+_AGENT_STARTS_S = 20.0
+
+_folder: Path | None = None
+_stack_file: TextIO | None = None
+
+
+def begin(*, stall_timeout_s: float, run_dir: str) -> None:
+    """Leave heartbeats from now on; local rank 0 starts the watch of this host. Call it before anything is slow."""
+    global _folder, _stack_file
+    os.environ.pop(MARK, None)
+    if "LOCAL_SIZE" not in os.environ or _folder is not None:
+        return
+    rank, local_rank = log.rank(), int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        folder = _make_folder()
+        _stack_file = open(folder / f"rank-{rank:05d}.stack", "a")  # noqa: SIM115  # faulthandler writes to it for ever
+        faulthandler.enable(_stack_file)
+        faulthandler.register(STACK_SIGNAL, _stack_file)
+        heart.connect(folder / f"rank-{rank:05d}.beat", rank=rank, local_rank=local_rank)
+        if local_rank == 0:
+            _start_agent(folder, stall_timeout_s, os.path.abspath(run_dir))
+    except OSError as error:
+        log.warn(f"the run is not watched: {error.strerror} ({error.filename})")
+        return
+    _folder = folder
+    os.environ[MARK] = str(folder)  # all that this rank starts can be known by it
+
+
+def about() -> dict[str, Any]:
+    """What this rank tells the others of itself, and on local rank 0 how to reach the watch of its host."""
+    agent = None
+    if _folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        deadline = time.monotonic() + _AGENT_STARTS_S
+        while agent is None and time.monotonic() < deadline:
+            agent = _read(_folder / AGENT)
+            if agent is None:
+                time.sleep(0.05)
+    return {
+        "rank": log.rank(),
+        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "agent": agent,
+    }
+
+
+def met(everyone: list[dict[str, Any]]) -> None:
+    """`everyone`: what `about` gave on each rank, with `device`. The watches of the hosts now find each other."""
+    if log.rank() == 0:
+        keys = ("rank", "host", "local_rank", "device", "pid")
+        messages.emit("place", ranks=[{key: each.get(key) for key in keys} for each in everyone])
+    root = everyone[0]
+    if _folder is None or os.environ.get("LOCAL_RANK", "0") != "0" or root["agent"] is None:
+        return
+    ranks: dict[str, list[int]] = {}
+    for each in everyone:
+        ranks.setdefault(each["host"], []).append(each["rank"])
+    job = {
+        "root": {"host": root["host"], "address": os.environ.get("MASTER_ADDR", "127.0.0.1"), **root["agent"]},
+        "is_root": log.rank() == 0,
+        "hosts": ranks,
+    }
+    _write(_folder / JOB, job)
+
+
+def describe(**about_run: Any) -> None:
+    """What a report of a fault says of the run: `tracking` and `run_id` for W&B, `experts`, `zero_stage`."""
+    if _folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        _write(_folder / RUN, about_run)
+
+
+def left(code: int) -> None:
+    """This rank ends of its own will."""
+    heart.left(code)
+
+
+@contextlib.contextmanager
+def told_how_it_ends() -> Iterator[None]:
+    """Around everything that this rank does: the watch, and the supervisor, learn how it ends."""
+    try:
+        yield
+        left(0)
+    except UserError as error:
+        left(error.exit_code)
+        if log.rank() == 0 or (not error.everywhere and os.environ.get("LOCAL_RANK") == "0"):
+            messages.emit("end", status="refused", code=error.exit_code, reason=str(error))
+        raise
+    except KeyboardInterrupt:
+        left(130)
+        raise
+    except Exception as error:
+        failed(error)
+        raise
+
+
+def failed(error: BaseException) -> None:
+    """This rank ends by an exception that is a bug. Its last line is kept for the others."""
+    if _folder is None or isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
+        return
+    lines = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(error.__traceback__))]
+    frame = own_line(lines)
+    said = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {said[0] if said else ''}".removesuffix(": ")[:500]
+    try:
+        write_error(_folder, log.rank(), text, f"{short(frame.file)}:{frame.line} ({frame.function})" if frame else "")
+    except OSError:
+        return
+
+
+def _make_folder() -> Path:
+    """One for each launcher process of this host; its ranks come to the same one. Raises OSError."""
+    parent = proc.stat(os.getppid())
+    name = f"llmtrain-watch-{os.getuid()}-{os.getppid()}-{parent.started if parent else 0}"
+    base = Path("/dev/shm")
+    if not os.access(base, os.W_OK | os.X_OK):
+        import tempfile
+
+        base = Path(tempfile.gettempdir())
+    folder = base / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or folder.is_symlink() or found.st_mode & 0o077:
+        raise PermissionError(13, "another user's folder is in the way of the watch", str(folder))
+    return folder
+
+
+def _start_agent(folder: Path, stall_s: float, run_dir: str) -> None:
+    """A process that is no child of ours: whoever ends this rank and all below it leaves the watch alone.
+
+    Raises OSError.
+    """
+    settings = {
+        "folder": str(folder),
+        "launcher": os.getppid(),
+        "local_size": int(os.environ["LOCAL_SIZE"]),
+        "stall_s": stall_s,
+        "run_dir": run_dir,
+        "host": socket.gethostname(),
+        "has_rank_0": log.rank() == 0,
+    }
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    words = [sys.executable, "-m", "llmtrain.cluster.agent", json.dumps(settings)]
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.closerange(3, 1024)  # a pipe of the user's would otherwise stay open as long as the watch
+            os.chdir("/")
+            os.execve(sys.executable, words, {**os.environ, "PYTHONPATH": path})
+        finally:
+            os._exit(127)
+    os.waitpid(child, 0)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    new = path.with_suffix(".new")
+    try:
+        new.write_text(json.dumps(value))
+        os.rename(new, path)
+    except OSError as error:
+        log.warn(f"the watch of this host knows less than it should: {error.strerror} ({path})")

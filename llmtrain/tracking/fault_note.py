@@ -1,0 +1,60 @@
+"""Writes down a fault that ended a run, or a straggler: events.jsonl first, then W&B. A process of its own.
+
+Started by the watch of a host (cluster/agent.py), which gives it a few seconds and then ends it: the ranks, and the
+W&B process that belongs to them, may hang or be dead. Reads one JSON object from standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from llmtrain.redact import redact
+from llmtrain.tracking.local import JsonLines
+from llmtrain.tracking.wandb_sink import choose_mode
+
+
+def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:
+    """One line more in the run's events.jsonl."""
+    events = JsonLines(run_dir / "events.jsonl")
+    events.write({"time_unix_s": time.time(), "kind": kind, **redact(event)})
+    events.close()
+
+
+def tell_wandb(run_dir: Path, run_id: str, tracking: dict[str, Any], event: dict[str, Any]) -> None:
+    """Mark the run as failed, with the paragraph in its summary under `fault`. May raise anything, and may hang."""
+    mode, _ = choose_mode(tracking["wandb"])
+    if mode == "disabled":
+        return
+    os.environ.update(WANDB_DISABLE_CODE="true", WANDB_ERROR_REPORTING="false", WANDB_SILENT="true")
+    import wandb
+
+    run = wandb.init(
+        id=run_id,
+        resume="allow",
+        mode=mode,
+        dir=str(run_dir),
+        project=tracking["project"],
+        entity=tracking["entity"],
+        settings=wandb.Settings(console="off", disable_code=True, disable_git=True, save_code=False, silent=True),
+    )
+    run.summary.update({"fault": redact(event)["text"], "fault_cause": event["cause"], "fault_step": event["step"]})
+    run.finish(exit_code=1)
+
+
+def main() -> int:
+    """Entry point of the process."""
+    asked = json.load(sys.stdin)
+    run_dir, event, run = Path(asked["run_dir"]), asked["event"], asked["run"]
+    write_event(run_dir, asked["kind"], event)
+    if run.get("run_id") and run.get("tracking"):
+        tell_wandb(run_dir, run["run_id"], run["tracking"], event)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
