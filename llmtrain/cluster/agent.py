@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ _TICK_S = 0.5
 _REPORT_S = 1.0
 _ROOT_LOST_S = 12.0
 """Later than the root gives up a host (judge.SILENT_S): what the root says comes first."""
+_UNREACHED_S = 30.0
+_PEERS = 8
+"""Other hosts that each is told of."""
 _ANSWERS_S = 3.0
 """For the stacks of other hosts."""
 _ENDED_S = 9.5
@@ -44,7 +48,7 @@ class Agent:
         """Raises OSError."""
         self.folder = Path(settings["folder"])
         self.host = str(settings["host"])
-        self.run_dir, self.has_rank_0 = str(settings["run_dir"]), bool(settings["has_rank_0"])
+        self.run_dir = str(settings["run_dir"])
         self.stall_s = float(settings["stall_s"])
         self.launcher: Process | None = identify(int(settings["launcher"]))
         self.world = world_of(int(settings["launcher"]))
@@ -55,6 +59,9 @@ class Agent:
         self.server = link.Server()
         self.job: dict[str, Any] | None = None
         self.line: link.Line | None = None
+        self.peers: list[list[Any]] = []
+        self.notes: list[tuple[subprocess.Popen[bytes], float]] = []
+        self.met_s: float | None = None
         self.root_heard_s = self.reported_s = self.called_s = 0.0
         self.oom_before = oom_kills()
         _write(self.folder / AGENT, {"port": self.server.port, "token": self.server.token, "pid": os.getpid()})
@@ -109,18 +116,16 @@ class Agent:
         self.job = _read(self.folder / JOB)
         if self.job is None or self.is_root:
             return
-        # For a host that is not the root's, the root is the one other host that it hears.
         self.judge = Judge(self.stall_s, now, silent_s=_ROOT_LOST_S)
-        root = self.job["root"]["host"]
-        placed = [RankFacts(rank=rank, host=root, state="unknown") for rank in self.job["hosts"].get(root, [])]
-        self.judge.expect(root, placed, now)
-        self.root_heard_s = now
+        self.met_s = now
 
     def _listen(self, now: float) -> str | None:
         """The root hears the others."""
         self.server.accept(now)
         for host, line in list(self.server.lines.items()):
             for message in line.receive():
+                if "ranks" not in message:  # an answer that came too late
+                    continue
                 try:
                     self.judge.hear(host, message, now)
                     self._note_own(message["ranks"])
@@ -131,8 +136,9 @@ class Agent:
                 self.judge.close(host, now)
         if now - self.reported_s >= _REPORT_S:
             self.reported_s = now
+            peers = list(self.server.peers.values())[:_PEERS]
             for line in self.server.lines.values():
-                line.send({"do": "go on"})
+                line.send({"do": "go on", "peers": peers})
         return None
 
     def _report(self, reports: list[dict[str, Any]], finished: bool, now: float) -> str | None:
@@ -142,9 +148,7 @@ class Agent:
         root = self.job["root"]
         if (self.line is None or self.line.closed) and now - self.called_s >= _REPORT_S and not finished:
             self.called_s = now
-            hello = {"token": root["token"], "host": self.host}
-            with contextlib.suppress(OSError):
-                self.line = link.call(root["address"], root["port"], hello, _REPORT_S)
+            self._call_root(now)
         if self.line is None:
             return None
         if finished or now - self.reported_s >= _REPORT_S or any(r["state"] == "dead" for r in reports):
@@ -157,11 +161,34 @@ class Agent:
             self.judge.heard(root["host"], now)
             if message.get("do") == "stacks":
                 self.line.send({"stacks": self.ranks.capture(), "oom_kills": oom_kills() - self.oom_before})
+            elif message.get("do") == "go on":
+                self.peers = message["peers"]
             elif message.get("do") == "end":
                 order = "end"
         if self.line.closed:
             self.judge.close(root["host"], now)
         return order
+
+    def _call_root(self, now: float) -> None:
+        """Once it was reached, the root's host is expected to give signs of life."""
+        assert self.job is not None
+        root, ranks = self.job["root"], self.job["hosts"]
+        first = self.line is None
+        hello = {"token": root["token"], "host": self.host, "port": self.server.port}
+        try:
+            self.line = link.call(root["address"], root["port"], hello, _REPORT_S)
+        except OSError as error:
+            if first and self.met_s is not None and now - self.met_s > _UNREACHED_S:
+                self.met_s = None  # once is enough
+                _say(
+                    f"warning: {self.host} cannot reach the watch of {root['host']} ({root['address']} port "
+                    f"{root['port']}: {error.strerror}): a lost host will be noticed by fault.timeout_s alone"
+                )
+            return
+        if first:
+            placed = [RankFacts(rank=r, host=root["host"], state="unknown") for r in ranks.get(root["host"], [])]
+            self.judge.expect(root["host"], placed, now)
+            self.root_heard_s = now
 
     def _decides(self, now: float) -> bool:
         """Whether it is for this watch to act: the root's is heard as long as there is one."""
@@ -211,20 +238,28 @@ class Agent:
         return JobFacts(
             trigger=verdict.trigger,
             ranks=tuple(ranks[number] for number in sorted(ranks)),
-            hosts=self._who_is_lost(silent),
+            hosts=silent if self.is_root else self._second_opinion(silent),
+            alike=bool(run.get("alike", True)),
             here=self.host,
             stalled_s=verdict.stalled_s,
             experts=bool(run.get("experts")),
             zero_stage=int(run.get("zero_stage") or 0),
         )
 
-    def _who_is_lost(self, hosts: tuple[HostFacts, ...]) -> tuple[HostFacts, ...]:
+    def _second_opinion(self, hosts: tuple[HostFacts, ...]) -> tuple[HostFacts, ...]:
+        """The root is not heard: is it lost, or is this host cut off? Then no third one answers either."""
+        others = [(str(address), int(port)) for host, address, port in self.peers if host != self.host]
+        if any(h.silent_s > 0 for h in hosts) and others and not any(link.answers(*other) for other in others[:3]):
+            return tuple(replace(h, silent_s=_ROOT_LOST_S if h.name == self.host else 0.0, closed=False) for h in hosts)
         return hosts
 
     def _start_note(self, explanation: Explanation, facts: JobFacts) -> subprocess.Popen[bytes] | None:
         """events.jsonl, then W&B, by a process of its own: neither a full disk nor W&B holds up the end of the job."""
-        if not self.has_rank_0 and self.is_root:
-            return None
+        if self.job is not None and not self.is_root:
+            root = self.job["root"]["host"]
+            others = [host for host in self.job["hosts"] if host != root]
+            if explanation.cause == "cut_off" or self.host != others[0]:
+                return None  # one of those that are left writes, where the folder is shared
         event = {**explanation.to_json(), "all_ranks": [rank.to_json() for rank in facts.ranks]}
         return self._note("fault", event, _read(self.folder / RUN) or {})
 
@@ -259,8 +294,6 @@ class Agent:
             link.wait(list(lines.values()), 0.1)
             for line in lines.values():
                 line.receive()
-        if self.world is not None:
-            hang_up(self.world)
 
     def _end_here(self) -> None:
         stay = end_host(self.ranks.processes(), self.launcher, str(self.folder))
@@ -268,6 +301,8 @@ class Agent:
             _say(f"error: on {self.host} these processes cannot be ended, the kernel holds them: {stay}")
         if self.line is not None:
             self.line.close()
+        if self.world is not None:
+            hang_up(self.world)
 
     def _name_stragglers(self, now: float) -> None:
         if self.job is not None and not self.is_root:
@@ -281,7 +316,11 @@ class Agent:
             event = {"rank": rank, "host": host, "own_s_per_step": seconds, "others_s_per_step": others}
             note = self._note("straggler", event, {})
             if note is not None:
-                _finish(note, 5.0)
+                self.notes.append((note, now))
+        for note, began_s in self.notes:
+            if note.poll() is None and now - began_s > _ENDED_S:
+                note.kill()
+        self.notes = [(note, began_s) for note, began_s in self.notes if note.poll() is None]
 
     def close(self) -> None:
         """Leave nothing behind."""

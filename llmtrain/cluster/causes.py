@@ -40,43 +40,17 @@ class Cause:
     """What tells two faults of this kind apart; part of the signature."""
 
 
-def _lost_root(facts: JobFacts) -> Cause | None:
-    """Seen by a host that hears nothing of rank 0's host any more."""
-    if facts.trigger != "lost_root":
-        return None
-    lost = next((h for h in facts.hosts if h.silent_s > 0 or h.closed), None)
-    if lost is None:
-        return None
-    if lost.name == facts.here:
-        return Cause(
-            name="cut_off",
-            ranks=[],
-            host=lost.name,
-            says=f"{lost.name} has reached no other host of the job for {lost.silent_s:.0f} s: its own network is "
-            "down, and its ranks were ended so that none is left behind.",
-            remedy=f"Look at the network of {lost.name}; the job is explained on the other hosts.",
-        )
-    return Cause(
-        name="host_lost",
-        ranks=[r for r in facts.ranks if r.host == lost.name],
-        host=lost.name,
-        says=f"{lost.name}, the host of rank 0, has not answered {facts.here} for {lost.silent_s:.0f} s: the host or "
-        "its network is down.",
-        remedy=f"Look at {lost.name} (power, kernel log, network). " + _AGAIN,
-    )
-
-
 def _silent_host(facts: JobFacts) -> Cause | None:
     silent = [h for h in facts.hosts if h.silent_s > 0 or h.closed]
-    if facts.trigger == "lost_root" or not silent:
+    if not silent:
         return None
-    if len(silent) > 1 and len(silent) == len(facts.hosts) - 1:
+    if facts.here in {h.name for h in silent} or 1 < len(silent) == len(facts.hosts) - 1:
         return Cause(
             name="cut_off",
             ranks=[r for r in facts.ranks if r.host == facts.here],
             host=facts.here,
-            says=f"{facts.here} hears none of the other {len(silent)} hosts any more ({names(silent)}): most likely "
-            "its own network is down.",
+            says=f"{facts.here} reaches no other host of the job any more: most likely its own network is down. Its "
+            "ranks were ended, so that none is left behind.",
             remedy=f"Look at the network of {facts.here}. " + _AGAIN,
         )
     lost = silent[0]
@@ -271,7 +245,13 @@ def _uneven(facts: JobFacts) -> Cause | None:
 def _expert(facts: JobFacts) -> Cause | None:
     """ZeRO 3 gathers an expert's parameters when it is used; an expert without tokens on one rank is used by others."""
     live = _live(facts)
-    if not facts.experts or facts.zero_stage != 3 or len(live) < 2 or not all(r.inside for r in live):
+    if (
+        not facts.alike
+        or not facts.experts
+        or facts.zero_stage != 3
+        or len(live) < 2
+        or not all(r.inside for r in live)
+    ):
         return None
     if any(r.phase not in ("forward", "backward", "evaluate") for r in live):
         return None
@@ -290,7 +270,9 @@ def _expert(facts: JobFacts) -> Cause | None:
 
 def _mismatch(facts: JobFacts) -> Cause | None:
     live = _live(facts)
-    if len(live) < 2 or not all(r.inside for r in live) or len({(r.collective, r.collectives) for r in live}) < 2:
+    if not facts.alike or len(live) < 2 or not all(r.inside for r in live):
+        return None
+    if len({(r.collective, r.collectives) for r in live}) < 2:
         return None
     odd = _minority(live, lambda r: (r.collective, r.collectives))
     return Cause(
@@ -340,6 +322,24 @@ def _network(facts: JobFacts) -> Cause | None:
     )
 
 
+def _behind(facts: JobFacts) -> Cause | None:
+    """On a GPU a rank hands its collectives over and goes on, so none is inside one: who has handed over fewest?"""
+    live = _live(facts)
+    fewest = min((r.collectives for r in live), default=0)
+    behind = [r for r in live if r.collectives == fewest]
+    if not facts.alike or len(behind) == len(live):
+        return None
+    first = behind[0]
+    most = max(r.collectives for r in live)
+    return Cause(
+        name="behind",
+        ranks=behind,
+        says=f"{who(behind)} has begun {fewest} collectives, others up to {most}: in {first.phase}{stands(first)} it "
+        f"does not come to the next, since {first.idle_s:.0f} s.",
+        remedy="That line waits for the device, for a file or for something outside the job.",
+    )
+
+
 def _unknown(facts: JobFacts) -> Cause | None:
     live = _live(facts)
     return Cause(
@@ -353,7 +353,6 @@ def _unknown(facts: JobFacts) -> Cause | None:
 
 
 CAUSES: tuple[Callable[[JobFacts], Cause | None], ...] = (
-    _lost_root,
     _silent_host,
     _dead,
     _stopped,
@@ -365,6 +364,7 @@ CAUSES: tuple[Callable[[JobFacts], Cause | None], ...] = (
     _mismatch,
     _one_computes,
     _network,
+    _behind,
     _unknown,
 )
 

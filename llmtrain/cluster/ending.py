@@ -88,7 +88,7 @@ def _end_launcher(launcher: Process | None, world: str | None) -> None:
     launcher.send(signal.SIGKILL)
 
 
-def hang_up(world: str, wait_s: float = _LAUNCHER_LEAVES_S) -> None:
+def hang_up(world: str, wait_s: float = 5.0) -> None:
     """End the ssh connections with which `deepspeed` started the job's launchers on other hosts, if they stay.
 
     One to a host that does not answer would stay for as long as TCP tries: pdsh, and `deepspeed` with it, would wait.

@@ -85,13 +85,15 @@ class JobFacts:
     """Everything that the table of causes may look at."""
 
     trigger: str
-    """dead_rank | silent_host | stall | lost_root"""
+    """dead_rank | silent_host | stall"""
     ranks: tuple[RankFacts, ...]
     hosts: tuple[HostFacts, ...]
     here: str = ""
     """The host on which these facts were put together: that of rank 0, once the ranks have met."""
     stalled_s: float = 0.0
     """How long no rank has made progress."""
+    alike: bool = True
+    """All ranks do the same collectives in the same order: not so in a pipeline."""
     experts: bool = False
     """The model is a mixture of experts."""
     zero_stage: int = 0

@@ -41,7 +41,7 @@ class Verdict:
     """The job is to be ended."""
 
     trigger: str
-    """dead_rank | silent_host | stall | lost_root | leave: the last one is no fault, see `text`."""
+    """dead_rank | silent_host | stall | leave: the last one is no fault, see `text`."""
     stalled_s: float = 0.0
     text: str = ""
 
@@ -110,7 +110,7 @@ class Judge:
         if live and all(r.state == "stopped" for r in live):
             self._progress_s = now  # the whole job was suspended, by its user
         return (
-            self._dead(ranks, live, now) or self._lost(now) or self._stalled(live, now) or self._left(ranks, live, now)
+            self._dead(ranks, live, now) or self._lost(now) or self._left(ranks, live, now) or self._stalled(live, now)
         )
 
     def ranks(self) -> list[RankFacts]:
@@ -201,5 +201,5 @@ class Stragglers:
         self._slow.append(set(slow))
         steady = set.intersection(*self._slow) if len(self._slow) == self.WINDOWS else set()
         new = steady - self._named
-        self._named = (self._named | new) & set(slow)
+        self._named = (self._named | new) & set.union(*self._slow)
         return {rank: slow[rank] for rank in sorted(new)}

@@ -18,10 +18,12 @@ class Line:
     """One connection. No method waits for the other side, and none raises: `closed` tells."""
 
     def __init__(self, connected: socket.socket) -> None:
+        """Raises OSError when the other side has gone already."""
         self._socket = connected
         self._socket.setblocking(False)
         with contextlib.suppress(OSError):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.address = str(self._socket.getpeername()[0]).removeprefix("::ffff:")
         self._in = bytearray()
         self._out = bytearray()
         self.closed = False
@@ -97,6 +99,8 @@ class Server:
         self._strangers: list[tuple[Line, float]] = []
         self.lines: dict[str, Line] = {}
         """By host name."""
+        self.peers: dict[str, tuple[str, str, int]] = {}
+        """Host name, address and port of those that have called."""
 
     def accept(self, now: float) -> None:
         """Take up who calls. The first message is {"token", "host"}."""
@@ -105,7 +109,8 @@ class Server:
                 connected, _ = self._socket.accept()
             except OSError:
                 break
-            self._strangers.append((Line(connected), now))
+            with contextlib.suppress(OSError):
+                self._strangers.append((Line(connected), now))
         waiting = []
         for line, since in self._strangers:
             hello = next(iter(line.receive()), None)
@@ -115,10 +120,11 @@ class Server:
                 if not line.closed:
                     waiting.append((line, since))
             elif hmac.compare_digest(str(hello.get("token")), self.token):
-                host = str(hello.get("host"))
-                if host in self.lines:
-                    self.lines[host].close()
-                self.lines[host] = line
+                name = host = str(hello.get("host"))
+                if host in self.lines and not self.lines[host].closed:  # containers, each with the same host name
+                    name = f"{host} ({line.address})"
+                self.lines[name] = line
+                self.peers[name] = (host, line.address, int(hello.get("port") or 0))
             else:
                 line.close()
         self._strangers = waiting
@@ -134,6 +140,15 @@ def call(address: str, port: int, hello: dict[str, Any], timeout_s: float) -> Li
     line = Line(socket.create_connection((address, port), timeout=timeout_s))
     line.send(hello)
     return line
+
+
+def answers(address: str, port: int, timeout_s: float = 1.0) -> bool:
+    """Whether a watch listens there."""
+    try:
+        with socket.create_connection((address, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
 
 
 def wait(lines: list[Line], seconds: float) -> None:

@@ -76,7 +76,9 @@ def rank_list(ranks: Iterable[RankFacts]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans[:6])
+    if len(spans) > 6:
+        text += f" and {sum(high - low + 1 for low, high in spans[6:])} more"
     return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"
 
 

@@ -1,0 +1,186 @@
+"""What is a fault, and what only takes long. Time is a number here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmtrain.cluster.facts import RankFacts
+from llmtrain.cluster.judge import Judge, Stragglers
+
+
+class Cluster:
+    """Hosts that report once a second, each with one rank, into a judge."""
+
+    def __init__(self, hosts: int = 3, stall_s: float = 30.0) -> None:
+        self.now = 0.0
+        self.judge = Judge(stall_s, self.now)
+        self.ranks: list[dict[str, Any]] = [
+            {**RankFacts(rank=n, host=f"node-{n + 1}", phase="forward").to_json(), "beats": 0, "active": False}
+            for n in range(hosts)
+        ]
+        self.mute: set[int] = set()
+        self.steps = True
+
+    def second(self) -> Any:
+        """One second; the verdict."""
+        self.now += 1.0
+        for number, rank in enumerate(self.ranks):
+            if self.steps and rank["state"] == "running":
+                rank["beats"] += 10
+                rank["step"] += 1
+            if number not in self.mute:
+                finished = rank["state"] == "left"
+                self.judge.hear(f"node-{number + 1}", {"ranks": [rank], "finished": finished}, self.now)
+        return self.judge.decide(self.now)
+
+    def until_verdict(self, seconds: int) -> tuple[Any, float]:
+        began = self.now
+        for _ in range(seconds):
+            if (verdict := self.second()) is not None:
+                return verdict, self.now - began
+        return None, self.now - began
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    cluster = Cluster()
+    for _ in range(5):
+        assert cluster.second() is None
+    return cluster
+
+
+def test_a_running_job_is_let_run(cluster):
+    assert cluster.until_verdict(500)[0] is None
+
+
+def test_a_dead_rank_is_a_fault_at_once(cluster):
+    cluster.ranks[1].update(state="dead", signal="SIGKILL")
+    cluster.steps = False
+    verdict, after_s = cluster.until_verdict(60)
+    assert verdict.trigger == "dead_rank" and after_s <= 4
+
+
+def test_ranks_that_died_of_another_wait_for_the_news_of_that_one(cluster):
+    """Host 3 is switched off: rank 0 sees a closed connection at once, the host's silence takes 10 s to be sure."""
+    cluster.mute, cluster.steps = {2}, False
+    cluster.ranks[0].update(state="dead", error="RuntimeError: Connection closed by peer")
+    verdict, after_s = cluster.until_verdict(60)
+    silent = [h.name for h in cluster.judge.host_facts(cluster.now) if h.silent_s > 0]
+    assert verdict is not None and silent == ["node-3"] and after_s <= 13
+
+
+def test_a_silent_host_is_a_fault_within_15_s(cluster):
+    cluster.mute, cluster.steps = {2}, False
+    verdict, after_s = cluster.until_verdict(60)
+    assert verdict.trigger == "silent_host" and 9 < after_s <= 12
+    assert [h.name for h in cluster.judge.host_facts(cluster.now) if h.silent_s > 0] == ["node-3"]
+
+
+def test_a_host_whose_watch_alone_has_died_is_no_fault(cluster):
+    """The ranks go on doing steps, which they cannot without that host."""
+    cluster.mute = {2}
+    cluster.judge.close("node-3", cluster.now)
+    assert cluster.until_verdict(300)[0] is None
+
+
+def test_no_progress_is_a_fault_after_the_time_out(cluster):
+    cluster.steps = False
+    verdict, after_s = cluster.until_verdict(100)
+    assert verdict.trigger == "stall" and 30 < after_s <= 32 and verdict.stalled_s > 30
+
+
+def test_one_rank_that_works_is_progress(cluster):
+    """A long save or export: rank 0 writes, the others wait."""
+    cluster.steps = False
+    cluster.ranks[0].update(phase="export", active=True)
+    assert cluster.until_verdict(500)[0] is None
+
+
+def test_a_suspended_job_is_no_fault(cluster):
+    cluster.steps = False
+    for rank in cluster.ranks:
+        rank["state"] = "stopped"
+    assert cluster.until_verdict(500)[0] is None
+    for rank in cluster.ranks:
+        rank["state"] = "running"
+    assert cluster.second() is None  # before the first beat
+    cluster.steps = True
+    assert cluster.until_verdict(100)[0] is None
+
+
+def test_one_stopped_rank_is_a_fault(cluster):
+    cluster.steps = False
+    cluster.ranks[1]["state"] = "stopped"
+    assert cluster.until_verdict(100)[0].trigger == "stall"
+
+
+def test_a_machine_that_slept_holds_nothing_against_the_others(cluster):
+    cluster.now += 3600
+    assert cluster.judge.decide(cluster.now) is None
+    assert cluster.until_verdict(100)[0] is None
+
+
+def test_ranks_that_leave_one_after_another_are_no_fault(cluster):
+    for number in (2, 1):
+        cluster.ranks[number].update(state="left", code=0)
+        assert cluster.until_verdict(100)[0] is None
+    cluster.ranks[0].update(phase="export", active=True)
+    cluster.steps, cluster.mute = False, {1, 2}
+    assert cluster.until_verdict(300)[0] is None
+    cluster.ranks[0].update(state="left", code=0)
+    assert cluster.until_verdict(100)[0] is None
+
+
+def test_a_mistake_of_the_users_on_one_host_ends_the_others_without_a_fault():
+    cluster = Cluster(stall_s=300)
+    cluster.second()
+    cluster.ranks[1].update(state="left", code=2)
+    cluster.steps = False
+    verdict, after_s = cluster.until_verdict(100)
+    assert verdict.trigger == "leave" and "rank 1 on node-2" in verdict.text and after_s >= 30
+
+
+def test_sigterm_before_training_is_no_fault():
+    cluster = Cluster()
+    cluster.steps = False
+    cluster.second()
+    for rank in cluster.ranks:
+        rank.update(state="dead", signal="SIGTERM", phase="start")
+    assert cluster.until_verdict(10)[0].trigger == "leave"
+
+
+def test_a_report_that_is_none_is_refused(cluster):
+    for broken in ({"ranks": [{"rank": 1}]}, {"ranks": 3}, {}, {"ranks": [{**cluster.ranks[0], "stack": [[1]]}]}):
+        with pytest.raises((TypeError, KeyError, ValueError)):
+            cluster.judge.hear("node-2", broken, cluster.now)
+
+
+def slow(seconds: list[float], minutes: float = 3.0) -> list[int]:
+    """Ranks that are named, when each needs so many seconds a step for itself."""
+    stragglers, named = Stragglers(), []
+    step_s = max(seconds)
+    for tick in range(int(minutes * 60)):
+        steps = int(tick / step_s)
+        named += stragglers.feed({r: (steps, steps * own) for r, own in enumerate(seconds)}, float(tick))
+    return named
+
+
+def test_a_straggler_is_named_once():
+    assert slow([0.1, 0.1, 0.15]) == [2]
+    assert slow([0.2, 0.1]) == [0]
+
+
+def test_no_straggler_where_the_ranks_are_alike():
+    assert slow([0.1, 0.11, 0.105]) == []
+    assert slow([0.005, 0.001]) == []  # milliseconds of a small step are nothing to look for
+    assert slow([0.1]) == []
+
+
+def test_a_rank_that_is_slow_now_and_then_is_no_straggler():
+    stragglers, own, named = Stragglers(), 0.0, []
+    for tick in range(600):
+        own += 2.0 if (tick // 15) % 5 == 0 else 1.0
+        named += stragglers.feed({0: (tick * 10, float(tick)), 1: (tick * 10, own)}, float(tick))
+    assert named == []
