@@ -81,7 +81,7 @@ def _parse(raw: bytes) -> tuple[list[Host], list[str]]:
         text, problem = _decoded(line, number)
         if problem is None and text.strip(" \t") and not text.lstrip(" \t").startswith("#"):
             host, problem = _host(text, number)
-            name = text.split(maxsplit=1)[0]
+            name = re.split(r"[ \t]", text.strip(" \t"), maxsplit=1)[0]
             first = seen.setdefault(name.lower(), number)
             if first != number:
                 again = (
