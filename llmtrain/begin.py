@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import json
 import resource
-import socket
+from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from llmtrain import log, units
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.load import dump
 from llmtrain.config.run import ResolvedRun
-from llmtrain.engine.build import Ranks
+from llmtrain.engine.build import Ranks, device_name
 from llmtrain.models.build import ModelFacts
 from llmtrain.tracking.environment import describe_environment, write_environment
 
 
 def write_run_files(folder: RunDirectory, resolved: ResolvedRun, ranks: Ranks) -> dict[str, Any]:
     """config.yaml, deepspeed.json and environment.json, as used. Returns the environment (rank 0; else empty)."""
-    about = {"rank": ranks.rank, "host": socket.gethostname(), "device": device_name(ranks.device)}
-    everyone: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everyone, about, group=ranks.control)
     if ranks.rank != 0:
         return {}
     (folder.path / "config.yaml").write_text(dump(resolved.run))
     (folder.path / "deepspeed.json").write_text(json.dumps(resolved.deepspeed, indent=2) + "\n")
-    environment = describe_environment(ranks=everyone)
+    environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats])
     write_environment(folder.path, environment)
     return environment
 
@@ -45,11 +41,6 @@ def announce(
     )
     for line in (*resolved.notes, *lines):
         log.info(line)
-
-
-def device_name(device: torch.device) -> str:
-    """As its driver names it; "cpu" without one."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def max_memory_gib(device: torch.device) -> float:

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from llmtrain import log
-from llmtrain.begin import announce, device_name, max_memory_gib, write_run_files
+from llmtrain.begin import announce, max_memory_gib, write_run_files
 from llmtrain.checkpoint.load import resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster import messages, watch
 from llmtrain.cluster.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
-from llmtrain.engine.build import Ranks, build_engine, check_device, join_process_group
+from llmtrain.engine.build import Ranks, build_engine, check_device, device_name, join_process_group
 from llmtrain.engine.collectives import count_collectives, describe, introduce
 from llmtrain.engine.control import Agree, AgreedError, Wishes, together
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step, refresh
@@ -301,7 +301,11 @@ def train(resolved: ResolvedRun) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     count_collectives()
     heart.phase("rendezvous")
-    ranks = join_process_group(run.fault.timeout_s)
+    ranks = join_process_group(
+        run.fault.timeout_s,
+        start_timeout_s=run.fault.start_timeout_s,
+        settings={**asdict(run), "json": resolved.deepspeed},
+    )
     introduce(ranks, device_name(ranks.device))
     heart.phase("model")
     folder = RunDirectory(str(run.train.run_dir))

@@ -52,6 +52,7 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "checkpoint.keep": (_AT_LEAST_1, "2 is the default"),
     "fault.max_skipped": (_AT_LEAST_1, "10 is the default"),
     "fault.timeout_s": (_POSITIVE, "600 is the default"),
+    "fault.start_timeout_s": (_POSITIVE, "300 is the default"),
     "fault.stall_timeout_s": (_POSITIVE, "300 is the default"),
 }
 

@@ -159,6 +159,8 @@ class FaultConfig:
     """Steps skipped in a row (non-finite loss or gradient) before the run stops."""
     timeout_s: float = 600.0
     """Seconds that a collective may wait for a rank, in every process group."""
+    start_timeout_s: float = 300.0
+    """Seconds that the ranks wait for each other at the start."""
     stall_timeout_s: float = 300.0
     """Seconds without progress on any rank before the job is explained and ended. At most 3/4 of timeout_s counts."""
 

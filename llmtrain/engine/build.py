@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from llmtrain.config.run import OptimConfig, ResolvedRun
+from llmtrain.engine.rendezvous import Meeting, RendezvousError, Seat, meet
 from llmtrain.errors import ConfigError
 from llmtrain.log import warn
 from llmtrain.models.build import decoder_layers
@@ -38,10 +39,26 @@ class Ranks:
     device: torch.device
     control: Any
     """gloo group over all ranks for small host-side messages: reading its results never waits for the device."""
+    seats: tuple[Seat, ...] = ()
+    """Where each rank runs, in order of rank."""
+    store: dist.Store | None = None
+    """Keys and values that all ranks see, served by rank 0's process."""
 
 
-def join_process_group(timeout_s: float) -> Ranks:
-    """Start torch.distributed for the launcher's RANK, WORLD_SIZE, LOCAL_RANK; alone (one rank) without a launcher."""
+def join_process_group(
+    timeout_s: float, *, start_timeout_s: float = 300.0, settings: Mapping[str, Any] | None = None
+) -> Ranks:
+    """Start torch.distributed for the launcher's RANK, WORLD_SIZE, LOCAL_RANK; alone (one rank) without a launcher.
+
+    Args:
+        timeout_s: how long a collective may wait for a rank.
+        start_timeout_s: how long the ranks wait for each other here.
+        settings: what must be the same on all ranks.
+
+    Raises:
+        RendezvousError: the ranks do not come together, or they differ; on every rank that came.
+        ConfigError: an environment variable names a network interface that this host does not have.
+    """
     for key, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(key, value)
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
@@ -57,13 +74,44 @@ def join_process_group(timeout_s: float) -> Ranks:
     else:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
         device = torch.device(accelerator.current_device_name())
-    timeout = timedelta(seconds=timeout_s)
-    if not dist.is_initialized():
-        deepspeed.init_distributed(
-            dist_backend=accelerator.communication_backend_name(), timeout=timeout, verbose=False
+    backend = accelerator.communication_backend_name()
+    meeting = meet(device=device_name(device), backend=backend, settings=settings or {}, limit_s=start_timeout_s)
+    control = _connect_all(meeting, backend, device, start_timeout_s)
+    apply_group_timeout(timeout_s)
+    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        control=control,
+        seats=meeting.seats,
+        store=meeting.store,
+    )
+
+
+def _connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: float) -> Any:
+    """The process group of all ranks, and a gloo group of the same, which is returned. Raises RendezvousError."""
+    limit, world_size = timedelta(seconds=limit_s), len(meeting.seats)
+    rank = int(os.environ["RANK"])
+    # As DeepSpeed would (comm/torch.py): a rank alone has no peer, and with a device every later group costs a split.
+    bound = device if device.type == "cuda" and world_size > 1 else None
+    try:
+        dist.init_process_group(
+            backend, store=meeting.store, rank=rank, world_size=world_size, timeout=limit, device_id=bound
         )
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device, control=control)
+        return dist.new_group(backend="gloo", timeout=limit)
+    except RuntimeError as error:  # gloo raises no class of its own
+        seat = meeting.seats[rank]
+        raise RendezvousError(
+            f"rank {rank} on {seat.host} has met the others at {os.environ['MASTER_ADDR']}, but cannot connect to each "
+            f"of them ({str(error).splitlines()[0]}). Every host must reach every other one on all ports above 1024, "
+            f"over interface {os.environ.get('GLOO_SOCKET_IFNAME', '(not set)')} (GLOO_SOCKET_IFNAME)."
+        ) from error
+
+
+def device_name(device: torch.device) -> str:
+    """As its driver names it; "cpu" without one."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _keep_freed_memory() -> None:

@@ -1,0 +1,118 @@
+"""Which network interface the collectives use, where the user has not said it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+
+import psutil
+
+from llmtrain.errors import ConfigError
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_ELSEWHERE = "192.0.2.1"  # of a network that only documents use: the route to it is the one out of here
+
+
+def choose_interfaces(backend: str) -> str | None:
+    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface by which this host reaches MASTER_ADDR.
+
+    On rank 0's host that is the one that holds MASTER_ADDR. A value of the user stays. Loopback is chosen only where
+    MASTER_ADDR is a loopback address, or all ranks are on this host.
+
+    Returns:
+        What gloo uses; None if it was left to gloo, because no interface could be told.
+
+    Raises:
+        ConfigError: the user's value names an interface that is not here, or MASTER_ADDR is no known name.
+    """
+    here = _addresses()
+    _check(GLOO, here, exact=True)
+    if backend == "nccl":
+        _check(NCCL, here, exact=False)
+    if os.environ.get(GLOO) and os.environ.get(NCCL):
+        return os.environ[GLOO]
+    chosen = interface_towards(os.environ["MASTER_ADDR"], here)
+    if chosen is not None:
+        if not os.environ.get(GLOO):
+            os.environ[GLOO] = chosen
+        if not os.environ.get(NCCL):
+            os.environ[NCCL] = f"={chosen}"  # NCCL takes a plain name for the beginning of one
+    return os.environ.get(GLOO)
+
+
+def interface_towards(master: str, here: dict[str, list[str]]) -> str | None:
+    """The interface whose address this host has towards `master`. `here`: addresses by name. Raises ConfigError."""
+    address = _own_address(master)
+    if address is None:
+        return None
+    loopback = ipaddress.ip_address(address).is_loopback
+    if loopback and _several_hosts() and not _says_loopback(master):
+        # Debian's /etc/hosts gives a host's own name 127.0.1.1; the other hosts know it by another address.
+        outside = _own_address(_ELSEWHERE)
+        others = [name for name, held in here.items() if not any(ipaddress.ip_address(a).is_loopback for a in held)]
+        if outside is None:
+            return others[0] if len(others) == 1 else None
+        address, loopback = outside, False
+    for name, held in here.items():
+        if address in held or (loopback and any(ipaddress.ip_address(a).is_loopback for a in held)):
+            return name
+    return None
+
+
+def _own_address(target: str) -> str | None:
+    """The address that this host would send from; nothing is sent. None without a route. Raises ConfigError."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR is {target}, a name that {socket.gethostname()} does not know ({error.strerror or error}). "
+            "Put it into /etc/hosts there, or give `deepspeed --master_addr` the address itself."
+        ) from error
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(where)
+        except OSError:
+            return None
+        return str(probe.getsockname()[0]).partition("%")[0]
+
+
+def _several_hosts() -> bool:
+    world = os.environ.get("WORLD_SIZE", "1")
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world) < int(world)
+
+
+def _says_loopback(master: str) -> bool:
+    try:
+        return ipaddress.ip_address(master).is_loopback
+    except ValueError:
+        return master == "localhost"
+
+
+def _addresses() -> dict[str, list[str]]:
+    """IP addresses by interface, of those that have one."""
+    found = {}
+    for name, held in psutil.net_if_addrs().items():
+        addresses = [a.address.partition("%")[0] for a in held if a.family in (socket.AF_INET, socket.AF_INET6)]
+        if addresses:
+            found[name] = addresses
+    return found
+
+
+def _check(variable: str, here: dict[str, list[str]], *, exact: bool) -> None:
+    """Raises ConfigError when the variable names nothing that is here. NCCL's may begin with ^ (not) or = (exactly)."""
+    value = os.environ.get(variable, "")
+    excluded = not exact and value.startswith("^")
+    wanted = [word for word in value.removeprefix("^").split(",") if word]
+    if not wanted or excluded:
+        return
+    exact = exact or value.startswith("=")
+    for word in wanted:
+        plain = word.removeprefix("=") if variable == NCCL else word
+        plain = plain.partition(":")[0] if variable == NCCL else plain  # NCCL: eth0:PORT
+        if any(name == plain or (not exact and name.startswith(plain)) for name in here):
+            continue
+        raise ConfigError(
+            f"{variable} is {value!r}, but {socket.gethostname()} has no interface {plain!r} with an address. It has "
+            f"{', '.join(here)}. Unset the variable (the interface towards MASTER_ADDR is then taken), or name one."
+        )
