@@ -1,0 +1,36 @@
+"""A lab of three hosts for the tests here; without one they are skipped, and say why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.lab.lab import Lab, why_not
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip this folder's tests that ask for a lab where none can be."""
+    for item in items:
+        wants = {"lab3", "running_lab"} & set(getattr(item, "fixturenames", ()))
+        if FOLDER in item.path.parents and wants and (reason := why_not()) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module")
+def running_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Three hosts for a module. They see pytest's temporary folders; the rest of /tmp is each host's own."""
+    with Lab(3, tmp_path_factory.mktemp("lab"), share=[tmp_path_factory.getbasetemp()]) as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab3(running_lab: Lab) -> Lab:
+    """Three healthy hosts: node-1, node-2, node-3. Powered off and on, about a second, after a test that used them."""
+    if running_lab.used:
+        running_lab.reset()
+    running_lab.used = True
+    return running_lab
