@@ -73,7 +73,8 @@ class Agent:
     def run(self) -> None:
         """Until the ranks of this host have left, and for the root those of all hosts."""
         while True:
-            link.wait([*self.server.lines.values(), *([self.line] if self.line else [])], _TICK_S)
+            lines = [*self.server.lines.values(), *([self.line] if self.line else [])]
+            link.wait(lines, _TICK_S, self.ranks.endings())
             now = time.monotonic()
             reports = self.ranks.observe(now)
             finished = self._finished()
@@ -379,7 +380,7 @@ def _sweep(own: Path) -> None:
     """Remove the folders of watches that were killed: their launcher is gone."""
     prefix = f"llmtrain-watch-{os.getuid()}-"
     for folder in own.parent.glob(f"{prefix}*"):
-        pid, _, started = folder.name.removeprefix(prefix).partition("-")
+        pid, started, *_ = [*folder.name.removeprefix(prefix).split("-"), ""]
         if folder != own and pid.isdigit() and started.isdigit() and not Process(int(pid), int(started)).alive():
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,43 +1,18 @@
 """The table of causes: why a job does not go on, read from what its hosts have reported.
 
-Each row looks at the facts and either knows the cause or does not. The first that knows is right,
-so what is certain (a dead host) stands before what is likely (an expert without tokens).
+Each row looks at the facts and either knows the cause or does not. The first that knows is right, so what is certain
+(a dead host) stands before what is likely (an expert without tokens).
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
+from llmtrain.cluster.cause import AGAIN, OTHER_WAY, Cause, is_secondary
 from llmtrain.cluster.facts import JobFacts, RankFacts
+from llmtrain.cluster.stalls import STALLS, rank_0_only
 from llmtrain.cluster.wording import call, first_words, names, place, rank_list, stands, who
-
-_AGAIN = "The same command continues from the newest checkpoint."
-_SAME_BATCHES = "The ranks do not do equally many steps or micro-batches: each must see the same number of batches."
-_STEP_PHASES = ("data", "forward", "backward", "step")
-_SECONDARY = re.compile(
-    r"Connection (closed|reset)|Broken pipe|Connection refused|peer|[Tt]imed? ?out|NCCL|remote process exited|"
-    r"Application timeout|Socket Timeout|recvValue failed|failed to recv|EOFError|DistNetworkError|DistBackendError"
-)
-"""What a rank says when another one has gone: the other is the cause."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cause:
-    """What a row of the table knows."""
-
-    name: str
-    ranks: Sequence[RankFacts]
-    """Those that differ."""
-    says: str
-    """One or two sentences: what is wrong and why."""
-    remedy: str
-    host: str = ""
-    """The host that differs, where it is not that of `ranks`."""
-    detail: str = ""
-    """What tells two faults of this kind apart; part of the signature."""
 
 
 def _silent_host(facts: JobFacts) -> Cause | None:
@@ -51,7 +26,7 @@ def _silent_host(facts: JobFacts) -> Cause | None:
             host=facts.here,
             says=f"{facts.here} reaches no other host of the job any more: most likely its own network is down. Its "
             "ranks were ended, so that none is left behind.",
-            remedy=f"Look at the network of {facts.here}. " + _AGAIN,
+            remedy=f"Look at the network of {facts.here}. " + AGAIN,
         )
     lost = silent[0]
     ranks = [r for r in facts.ranks if r.host in {h.name for h in silent}]
@@ -66,7 +41,27 @@ def _silent_host(facts: JobFacts) -> Cause | None:
         ranks=ranks,
         host=lost.name if len(silent) == 1 else "",
         says=f"{lost.name} ({rank_list(r for r in ranks if r.host == lost.name)}) is lost: {how}.{more}",
-        remedy=f"Look at {names(silent)} (power, kernel log, network), or leave it out of the hostfile. " + _AGAIN,
+        remedy=f"Look at {names(silent)} (power, kernel log, network), or leave it out of the hostfile. " + AGAIN,
+    )
+
+
+def _aborted(facts: JobFacts) -> Cause | None:
+    """gloo ends a rank whose collective does not fit that of the others; NCCL would wait."""
+    aborted = [r for r in facts.ranks if r.state == "dead" and r.signal == "SIGABRT" and r.inside]
+    if not aborted or any(r.state == "dead" and not is_secondary(r) and r not in aborted for r in facts.ranks):
+        return None
+    alive = tuple(replace(r, state="running", inside=True) if r.state == "dead" else r for r in facts.ranks)
+    found = rank_0_only(replace(facts, ranks=alive))
+    if found is not None:
+        return found
+    first = aborted[0]
+    return Cause(
+        name="collective_mismatch",
+        ranks=aborted,
+        detail=call(first),
+        says=f"{who(aborted)} was ended by the communication library in {call(first)}, in {first.phase}"
+        f"{stands(first)}: other ranks were in another collective.",
+        remedy=OTHER_WAY,
     )
 
 
@@ -88,7 +83,7 @@ def _dead(facts: JobFacts) -> Cause | None:
             ranks=chosen,
             says=f"{who(chosen)} was asked to stop and killed before its checkpoint was written.",
             remedy="DeepSpeed's launcher kills 30 s after its signal: send SIGTERM to the ranks instead, or allow more "
-            "time. " + _AGAIN,
+            "time. " + AGAIN,
         )
     if first.signal == "SIGKILL" and oom:
         return Cause(
@@ -116,7 +111,7 @@ def _dead(facts: JobFacts) -> Cause | None:
         detail=first.signal,
         says=f"{who(chosen)} {how} in {first.phase}: someone or something outside the job killed it.",
         remedy=f"Ask who kills processes on {first.host} (a scheduler's limit, a user, the kernel: see `dmesg`). "
-        + _AGAIN,
+        + AGAIN,
     )
 
 
@@ -144,255 +139,4 @@ def _raised(first: RankFacts, chosen: Sequence[RankFacts]) -> Cause:
     )
 
 
-def _stopped(facts: JobFacts) -> Cause | None:
-    stopped = [r for r in facts.ranks if r.state == "stopped"]
-    if not stopped:
-        return None
-    pids = " ".join(str(r.pid) for r in stopped)
-    return Cause(
-        name="stopped",
-        ranks=stopped,
-        says=f"{who(stopped)} is stopped (SIGSTOP, or a debugger holds it) in {stopped[0].phase}, and has not moved "
-        f"for {max(r.idle_s for r in stopped):.0f} s.",
-        remedy=f"On {stopped[0].host}, `kill -CONT {pids}` would have let it go on; ask who stops processes there.",
-    )
-
-
-def _left_early(facts: JobFacts) -> Cause | None:
-    left = [r for r in facts.ranks if r.state == "left"]
-    waiting = [r for r in facts.ranks if r.inside]
-    if not left or not waiting:
-        return None
-    return Cause(
-        name="left_early",
-        ranks=left,
-        says=f"{who(left)} has ended by itself (exit code {left[0].code}) while others still wait in a collective.",
-        remedy=_SAME_BATCHES,
-    )
-
-
-def _disk(facts: JobFacts) -> Cause | None:
-    """One rank waits for a file: the kernel says so, or its stack ends in one."""
-    free = [r for r in facts.ranks if r.state in ("running", "disk") and not r.inside]
-    at = [r for r in free if r.state == "disk" or _in_file(r)]
-    if not at or len(at) == len(_live(facts)) > 1:
-        return None
-    first = at[0]
-    how = (
-        "waits for a disk or a file server that does not answer" if first.state == "disk" else "reads or writes a file"
-    )
-    kernel = f" (kernel: {first.waits_in})" if first.waits_in else ""
-    return Cause(
-        name="input_output",
-        ranks=at,
-        says=f"{who(at)} {how}{kernel}{stands(first)}, for {first.idle_s:.0f} s.",
-        remedy=f"Look at the file server and the disks of {first.host}; data.path and train.run_dir want a fast one.",
-    )
-
-
-def _rank_0_only(facts: JobFacts) -> Cause | None:
-    """Rank 0 enters a collective of a save that the others never reach, or the others wait while it saves alone."""
-    live = _live(facts)
-    zero = next((r for r in live if r.rank == 0), None)
-    others = [r for r in live if r.rank != 0]
-    if zero is None or not others or zero.phase not in ("save", "export"):
-        return None
-    if any(r.phase in ("save", "export") for r in others) or not (zero.inside or all(r.inside for r in others)):
-        return None
-    return Cause(
-        name="rank_0_only_save",
-        ranks=[zero],
-        says=f"{who([zero])} is in {zero.phase}{stands(zero)} and the others are not: something only rank 0 does waits "
-        "for all ranks.",
-        remedy="Every rank must call a save (or anything else with a collective in it), not rank 0 alone.",
-    )
-
-
-def _uneven(facts: JobFacts) -> Cause | None:
-    """Some ranks are in another step, or ask for data, or evaluate, while the rest wait for them in a step."""
-    live = _live(facts)
-    waiting = [r for r in live if r.inside and r.phase in _STEP_PHASES]
-    odd = [r for r in live if r.phase in ("data", "evaluate", "end") and r not in waiting]
-    steps = Counter(r.step for r in live)
-    if len(steps) > 1 and len(live) > 1:
-        most = max(r.step for r in live)
-        behind = [r for r in live if r.step < most]
-        ahead = [r for r in live if r.step == most]
-        fewer = behind if len(behind) <= len(ahead) else ahead
-        if all(r.inside for r in live):
-            return Cause(
-                name="uneven_batches",
-                ranks=fewer,
-                says=f"{who(fewer)} is at step {fewer[0].step + 1}, the others at step "
-                f"{(ahead if fewer is behind else behind)[0].step + 1}, and all wait for each other.",
-                remedy=_SAME_BATCHES,
-            )
-    if not odd or not waiting or len(odd) + len(waiting) != len(live):
-        return None
-    ask = all(r.phase == "data" for r in odd)
-    return Cause(
-        name="slow_data" if ask else "uneven_batches",
-        ranks=odd,
-        says=f"{who(odd)} is in {odd[0].phase}{stands(odd[0])}, for {odd[0].idle_s:.0f} s, while the others wait for "
-        "it in a step.",
-        remedy=f"It waits for its next batch: look at the file server and the disks of {odd[0].host}, and whether each "
-        "rank has equally many batches."
-        if ask
-        else _SAME_BATCHES,
-    )
-
-
-def _expert(facts: JobFacts) -> Cause | None:
-    """ZeRO 3 gathers an expert's parameters when it is used; an expert without tokens on one rank is used by others."""
-    live = _live(facts)
-    if (
-        not facts.alike
-        or not facts.experts
-        or facts.zero_stage != 3
-        or len(live) < 2
-        or not all(r.inside for r in live)
-    ):
-        return None
-    if any(r.phase not in ("forward", "backward", "evaluate") for r in live):
-        return None
-    if len({(r.collectives, r.collective) for r in live}) < 2:
-        return None
-    odd = _minority(live, lambda r: (r.collectives, r.collective))
-    return Cause(
-        name="experts_not_leaves",
-        ranks=odd,
-        says=f"{who(odd)} waits in {call(odd[0])}, the others elsewhere, in {odd[0].phase} of a mixture of experts "
-        "under ZeRO 3: an expert got tokens on some ranks only, so only they gather its parameters.",
-        remedy="The block that holds the experts must be a ZeRO 3 leaf module (zero_optimization.leaf_module in the "
-        "DeepSpeed JSON): then all its parameters are gathered together.",
-    )
-
-
-def _mismatch(facts: JobFacts) -> Cause | None:
-    live = _live(facts)
-    if not facts.alike or len(live) < 2 or not all(r.inside for r in live):
-        return None
-    if len({(r.collective, r.collectives) for r in live}) < 2:
-        return None
-    odd = _minority(live, lambda r: (r.collective, r.collectives))
-    return Cause(
-        name="collective_mismatch",
-        ranks=odd,
-        detail=call(odd[0]),
-        says=f"All ranks wait, but not in the same collective: {who(odd)} in {call(odd[0])}{stands(odd[0])}.",
-        remedy="The ranks took different ways through the code: look for a condition that depends on the rank or on "
-        "its data around that line.",
-    )
-
-
-def _one_computes(facts: JobFacts) -> Cause | None:
-    """All but a few wait in a collective: those few are what they wait for."""
-    live = _live(facts)
-    free = [r for r in live if not r.inside]
-    if not free or len(free) == len(live) > 1:
-        return None
-    first = free[0]
-    if first.cpu_busy:
-        return Cause(
-            name="slow_host",
-            ranks=free,
-            says=f"{who(free)} still computes in {first.phase}{stands(first)}, for {first.idle_s:.0f} s.",
-            remedy=f"Either it is much slower (look for other processes, heat and memory on {first.host}) or it is in "
-            "a loop without an end.",
-        )
-    return Cause(
-        name="one_waits",
-        ranks=free,
-        says=f"{who(free)} is in {first.phase}{stands(first)} and has done nothing for {first.idle_s:.0f} s"
-        f"{f' (kernel: {first.waits_in})' if first.waits_in else ''}.",
-        remedy="That line waits for something outside the job: a lock, a device, a process, a server.",
-    )
-
-
-def _network(facts: JobFacts) -> Cause | None:
-    live = _live(facts)
-    if len(live) < 2 or not all(r.inside for r in live):
-        return None
-    return Cause(
-        name="communication",
-        ranks=[],
-        says=f"All ranks wait in the same collective ({call(live[0])}) for {facts.stalled_s:.0f} s, and all processes "
-        "are there: the network between them, or the device under it, does not move.",
-        remedy="`llmtrain doctor` measures each pair of hosts; NCCL_DEBUG=INFO tells which interface is used.",
-    )
-
-
-def _behind(facts: JobFacts) -> Cause | None:
-    """On a GPU a rank hands its collectives over and goes on, so none is inside one: who has handed over fewest?"""
-    live = _live(facts)
-    fewest = min((r.collectives for r in live), default=0)
-    behind = [r for r in live if r.collectives == fewest]
-    if not facts.alike or len(behind) == len(live):
-        return None
-    first = behind[0]
-    most = max(r.collectives for r in live)
-    return Cause(
-        name="behind",
-        ranks=behind,
-        says=f"{who(behind)} has begun {fewest} collectives, others up to {most}: in {first.phase}{stands(first)} it "
-        f"does not come to the next, since {first.idle_s:.0f} s.",
-        remedy="That line waits for the device, for a file or for something outside the job.",
-    )
-
-
-def _unknown(facts: JobFacts) -> Cause | None:
-    live = _live(facts)
-    return Cause(
-        name="unknown",
-        ranks=[],
-        says=f"No rank has made progress for {facts.stalled_s:.0f} s"
-        + (f"; {who(live)} is in {live[0].phase}{stands(live[0])}." if len(live) == 1 else "."),
-        remedy="The stacks of all ranks are in events.jsonl. A step that is meant to take so long wants a larger "
-        "fault.stall_timeout_s.",
-    )
-
-
-CAUSES: tuple[Callable[[JobFacts], Cause | None], ...] = (
-    _silent_host,
-    _dead,
-    _stopped,
-    _left_early,
-    _disk,
-    _rank_0_only,
-    _uneven,
-    _expert,
-    _mismatch,
-    _one_computes,
-    _network,
-    _behind,
-    _unknown,
-)
-
-
-def _live(facts: JobFacts) -> list[RankFacts]:
-    """Those of which is known what they do."""
-    return [r for r in facts.ranks if r.state not in ("dead", "left", "unknown")]
-
-
-def is_secondary(rank: RankFacts) -> bool:
-    """It died because another one had gone: an error of communication, or the launcher's SIGTERM."""
-    return rank.signal in ("SIGTERM", "SIGINT", "SIGHUP") or (bool(rank.error) and bool(_SECONDARY.search(rank.error)))
-
-
-def _minority(ranks: Sequence[RankFacts], key: Callable[[RankFacts], object]) -> list[RankFacts]:
-    """Those whose key fewest ranks share; of equally many, those that have done least."""
-    groups: dict[object, list[RankFacts]] = {}
-    for rank in ranks:
-        groups.setdefault(key(rank), []).append(rank)
-    return min(groups.values(), key=lambda group: (len(group), group[0].collectives))
-
-
-_FILE_CALLS = ("read", "write", "readinto", "fsync", "open", "pread", "copyfileobj", "_sync", "sync", "read_bytes")
-
-
-def _in_file(rank: RankFacts) -> bool:
-    """Its innermost line of Python is a call on files. C functions are no frames: the caller's name has to tell."""
-    return bool(rank.stack) and (
-        rank.stack[0].function in _FILE_CALLS
-        or rank.stack[0].file.endswith(("llmtrain/checkpoint/durable.py", "/shutil.py", "/pathlib.py"))
-    )
+CAUSES: tuple[Callable[[JobFacts], Cause | None], ...] = (_silent_host, _aborted, _dead, *STALLS)

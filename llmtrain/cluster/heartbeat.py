@@ -131,6 +131,10 @@ class Heartbeat:
         self._words[_PHASE] = _PHASE_AT[name]
         self.beat()
 
+    def in_phase(self) -> str:
+        """The phase that the rank is in."""
+        return PHASES[self._words[_PHASE]]
+
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
         """In this phase while the block runs, then in the one before again; unless the block raises."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from llmtrain.cluster.causes import is_secondary
+from llmtrain.cluster.cause import is_secondary
 from llmtrain.cluster.facts import HostFacts, RankFacts
 
 SILENT_S = 10.0
@@ -201,5 +201,5 @@ class Stragglers:
         self._slow.append(set(slow))
         steady = set.intersection(*self._slow) if len(self._slow) == self.WINDOWS else set()
         new = steady - self._named
-        self._named = (self._named | new) & set.union(*self._slow)
+        self._named = {rank for rank in self._named | new if any(rank in each for each in self._slow)}
         return {rank: slow[rank] for rank in sorted(new)}

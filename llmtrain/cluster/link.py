@@ -8,6 +8,7 @@ import json
 import secrets
 import select
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 _LONGEST = 4 << 20
@@ -151,6 +152,9 @@ def answers(address: str, port: int, timeout_s: float = 1.0) -> bool:
         return False
 
 
-def wait(lines: list[Line], seconds: float) -> None:
-    """Until one of them has something to read, or the time is over."""
-    select.select([line for line in lines if not line.closed], [], [], seconds)
+def wait(lines: list[Line], seconds: float, others: Sequence[int] = ()) -> None:
+    """Until one of them, or one of the file descriptors `others`, has something to read, or the time is over."""
+    poll = select.poll()
+    for handle in (*(line.fileno() for line in lines if not line.closed), *others):
+        poll.register(handle, select.POLLIN)
+    poll.poll(seconds * 1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -22,6 +23,14 @@ _BUSY_SHARE, _BUSY_BYTES = 0.1, 256 << 10
 _OWN_PACE = ("start", "model", "resume", "save", "evaluate", "export", "end")
 """Phases without a pace: they may take as long as the processor or the disk is busy with them."""
 _STACK_S = 1.0
+_CRASHES = {
+    "Fatal Python error: Segmentation fault": "SIGSEGV",
+    "Fatal Python error: Bus error": "SIGBUS",
+    "Fatal Python error: Aborted": "SIGABRT",
+    "Fatal Python error: Floating-point exception": "SIGFPE",
+    "Fatal Python error: Illegal instruction": "SIGILL",
+}
+"""What faulthandler writes first."""
 _D_STATE_S = 5.0
 
 
@@ -31,6 +40,8 @@ class _Seen:
 
     path: Path
     beat: Beat
+    pidfd: int | None = None
+    """Readable when the process ends: its parent leaves but a moment to read how."""
     exit_status: int | None = None
     sampled_s: float = 0.0
     cpu_s: float = 0.0
@@ -56,6 +67,10 @@ class HostRanks:
             own = {"beats": seen.beat.beats, "timed_steps": seen.beat.timed_steps, "own_s": seen.beat.own_s}
             reports.append({**facts.to_json(), **own, "active": self._active(seen, facts)})
         return reports
+
+    def endings(self) -> list[int]:
+        """File descriptors that become readable when a rank ends."""
+        return [seen.pidfd for seen in self._seen.values() if seen.pidfd is not None]
 
     def processes(self) -> list[Process]:
         return [Process(seen.beat.pid, seen.beat.started) for seen in self._seen.values()]
@@ -91,6 +106,9 @@ class HostRanks:
                 continue
             if not text and report["state"] == "dead":  # a crash wrote its stack by itself
                 text = self._stack_file(report["rank"]).read_bytes()
+                report["signal"] = report["signal"] or _CRASHES.get(
+                    text.partition(b"\n")[0].decode(errors="replace"), ""
+                )
             frames = parse_stacks(text.decode(errors="replace"))
             report["stack"] = [[f.file, f.line, f.function] for f in frames[:40]]
             report["waits_in"] = proc.waits_in(report["pid"])
@@ -103,7 +121,9 @@ class HostRanks:
         for path in sorted(self._folder.glob("rank-*.beat")):
             beat = read(path)
             if beat is not None and beat.rank not in self._seen:
-                self._seen[beat.rank] = _Seen(path, beat)
+                seen = self._seen[beat.rank] = _Seen(path, beat)
+                with contextlib.suppress(OSError):
+                    seen.pidfd = os.pidfd_open(beat.pid)
 
     def _facts(self, seen: _Seen, now: float) -> RankFacts:
         beat = seen.beat
@@ -112,7 +132,10 @@ class HostRanks:
         if found is not None and there and found.state in "ZX":
             seen.exit_status = found.exit_status
         ended = found is None or not there or found.state in "ZX"
-        error, error_at = self._error(beat.rank)
+        if ended and seen.pidfd is not None:
+            os.close(seen.pidfd)
+            seen.pidfd = None
+        error, error_at, phase = self._error(beat.rank)
         idle_s = max(0.0, now - beat.beat_s)
         state = "running"
         if ended or error:
@@ -129,7 +152,7 @@ class HostRanks:
             pid=beat.pid,
             state=state,
             step=beat.step,
-            phase=beat.phase,
+            phase=phase or beat.phase,
             collective=beat.collective,
             collectives=beat.collectives,
             inside=beat.inside,
@@ -167,19 +190,20 @@ class HostRanks:
             return True  # it has a time limit of its own, and names who is missing
         return facts.cpu_busy and (facts.phase in _OWN_PACE or seen.beat.timed_steps == 0)
 
-    def _error(self, rank: int) -> tuple[str, str]:
+    def _error(self, rank: int) -> tuple[str, str, str]:
+        """The exception of a rank, where, and in which phase."""
         try:
             raw = json.loads((self._folder / f"rank-{rank:05d}.error").read_text())
-            return str(raw["error"]), str(raw["at"])
+            return str(raw["error"]), str(raw["at"]), str(raw["phase"])
         except (OSError, ValueError, KeyError):
-            return "", ""
+            return "", "", ""
 
 
-def write_error(folder: Path, rank: int, error: str, at: str) -> None:
+def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> None:
     """The exception that ends a rank; before it leaves. Raises OSError."""
     path = folder / f"rank-{rank:05d}.error"
     new = path.with_suffix(".new-error")
-    new.write_text(json.dumps({"error": error, "at": at}))
+    new.write_text(json.dumps({"error": error, "at": at, "phase": phase}))
     os.rename(new, path)
 
 

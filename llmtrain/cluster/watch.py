@@ -25,7 +25,7 @@ from llmtrain.cluster.ending import MARK
 from llmtrain.cluster.facts import Frame
 from llmtrain.cluster.heartbeat import heart
 from llmtrain.cluster.observe import STACK_SIGNAL, write_error
-from llmtrain.cluster.wording import own_line, short
+from llmtrain.cluster.wording import own_line, place
 from llmtrain.errors import UserError
 
 AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
@@ -34,11 +34,13 @@ _AGENT_STARTS_S = 20.0
 
 _folder: Path | None = None
 _stack_file: TextIO | None = None
+_has_failed = False
 
 
 def begin(*, stall_timeout_s: float, run_dir: str) -> None:
     """Leave heartbeats from now on; local rank 0 starts the watch of this host. Call it before anything is slow."""
-    global _folder, _stack_file
+    global _folder, _stack_file, _has_failed
+    _has_failed = False
     os.environ.pop(MARK, None)
     if "LOCAL_SIZE" not in os.environ or _folder is not None:
         return
@@ -127,22 +129,25 @@ def told_how_it_ends() -> Iterator[None]:
 
 def failed(error: BaseException) -> None:
     """This rank ends by an exception that is a bug. Its last line is kept for the others."""
-    if _folder is None or isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
+    global _has_failed
+    if _folder is None or _has_failed or isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
         return
+    _has_failed = True  # the first place that sees it knows the phase
     lines = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(error.__traceback__))]
     frame = own_line(lines)
     said = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {said[0] if said else ''}".removesuffix(": ")[:500]
     try:
-        write_error(_folder, log.rank(), text, f"{short(frame.file)}:{frame.line} ({frame.function})" if frame else "")
+        write_error(_folder, log.rank(), text, place(frame) if frame else "", heart.in_phase())
     except OSError:
         return
 
 
 def _make_folder() -> Path:
-    """One for each launcher process of this host; its ranks come to the same one. Raises OSError."""
+    """One for each launcher process and port of this host; its ranks come to the same one. Raises OSError."""
     parent = proc.stat(os.getppid())
-    name = f"llmtrain-watch-{os.getuid()}-{os.getppid()}-{parent.started if parent else 0}"
+    started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
+    name = f"llmtrain-watch-{os.getuid()}-{os.getppid()}-{started}-{port}"
     base = Path("/dev/shm")
     if not os.access(base, os.W_OK | os.X_OK):
         import tempfile
@@ -168,7 +173,6 @@ def _start_agent(folder: Path, stall_s: float, run_dir: str) -> None:
         "stall_s": stall_s,
         "run_dir": run_dir,
         "host": socket.gethostname(),
-        "has_rank_0": log.rank() == 0,
     }
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))

@@ -43,9 +43,9 @@ def where(ranks: Iterable[RankFacts]) -> str:
     groups: dict[str, list[RankFacts]] = {}
     for rank in ranks:
         if rank.inside:
-            text = f"in {call(rank)}, {rank.phase} of step {rank.step + 1}{stands(rank)}"
+            text = f"in {call(rank)}, in {rank.phase} (step {rank.step + 1}){stands(rank)}"
         else:
-            text = f"in {rank.phase} of step {rank.step + 1}{stands(rank)}"
+            text = f"in {rank.phase} (step {rank.step + 1}){stands(rank)}"
         groups.setdefault(text, []).append(rank)
     shown = list(groups.items())[:4]
     lines = [

@@ -1,4 +1,4 @@
-"""Counts the collectives of torch.distributed in this rank's heartbeat; introduces the watches of the hosts to each other.
+"""Counts the collectives of torch.distributed in this rank's heartbeat; introduces the hosts' watches to each other.
 
 DeepSpeed's communication ends in torch.distributed's functions, so wrapping these counts both. A stack alone would not
 tell two ranks apart that wait in the same line at different rounds; the count does.
@@ -60,7 +60,7 @@ def count_collectives() -> None:
         if plain is not None:
             setattr(dist, name, _counted(name.removeprefix("_"), plain))
     work: Any = dist.Work
-    work.wait = _counted("the wait for a collective", work.wait)
+    work.wait = _counted("an asynchronous collective", work.wait)
 
 
 def _counted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,15 @@ LAUNCHED: list[Launch] = []
 class Launch:
     """`world_size` ranks that train; the output of all of them goes to one file."""
 
-    def __init__(self, recipe: Path, *overrides: str, world_size: int = 2) -> None:
+    def __init__(
+        self, recipe: Path, *overrides: str, world_size: int = 2, before: Callable[[int], None] | None = None
+    ) -> None:
+        """`before`: called in each rank with its number, before it trains; a function of a module."""
         self.log = recipe.parent / f"launch-{len(list(recipe.parent.glob('launch-*.log')))}.log"
         port = free_port()
         arguments = ["--config", str(recipe), *overrides]
         self.ranks: list[Any] = [
-            _CONTEXT.Process(target=_rank, args=(rank, world_size, port, arguments, str(self.log)))
+            _CONTEXT.Process(target=_rank, args=(rank, world_size, port, arguments, str(self.log), before))
             for rank in range(world_size)
         ]
         for rank in self.ranks:
@@ -92,7 +96,9 @@ def train(recipe: Path, *overrides: str, world_size: int = 2) -> str:
     return output
 
 
-def _rank(rank: int, world_size: int, port: int, arguments: list[str], log: str) -> None:
+def _rank(
+    rank: int, world_size: int, port: int, arguments: list[str], log: str, before: Callable[[int], None] | None
+) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -103,6 +109,8 @@ def _rank(rank: int, world_size: int, port: int, arguments: list[str], log: str)
     from llmtrain.cli import main
 
     torch.set_num_threads(1)
+    if before is not None:
+        before(rank)
     try:
         code = main(["train", *arguments])
     except BaseException:

@@ -205,7 +205,7 @@ def test_each_cause_names_who_differs(name):
 def test_the_others_are_told_by_where_they_wait():
     ranks = [waiting(rank) for rank in range(5)] + [waiting(5, state="stopped")]
     text = explain(job(*ranks)).text
-    expected = "The others: ranks 0-4 wait in all_reduce #210, backward of step 22 at llmtrain/engine/step.py:97"
+    expected = "The others: ranks 0-4 wait in all_reduce #210, in backward (step 22) at llmtrain/engine/step.py:97"
     assert expected in text and text.count("all_reduce") == 1
 
 

@@ -1,0 +1,246 @@
+"""The part of the table of causes for a job whose processes are all there, but that does not go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from llmtrain.cluster.cause import OTHER_WAY, Cause, live, minority
+from llmtrain.cluster.facts import JobFacts, RankFacts
+from llmtrain.cluster.wording import call, stands, who
+
+_SAME_BATCHES = "The ranks do not do equally many steps or micro-batches: each must see the same number of batches."
+_STEP_PHASES = ("data", "forward", "backward", "step")
+
+
+def _stopped(facts: JobFacts) -> Cause | None:
+    stopped = [r for r in facts.ranks if r.state == "stopped"]
+    if not stopped:
+        return None
+    pids = " ".join(str(r.pid) for r in stopped)
+    return Cause(
+        name="stopped",
+        ranks=stopped,
+        says=f"{who(stopped)} is stopped (SIGSTOP, or a debugger holds it) in {stopped[0].phase}, and has not moved "
+        f"for {max(r.idle_s for r in stopped):.0f} s.",
+        remedy=f"On {stopped[0].host}, `kill -CONT {pids}` would have let it go on; ask who stops processes there.",
+    )
+
+
+def _left_early(facts: JobFacts) -> Cause | None:
+    left = [r for r in facts.ranks if r.state == "left"]
+    waiting = [r for r in facts.ranks if r.inside]
+    if not left or not waiting:
+        return None
+    return Cause(
+        name="left_early",
+        ranks=left,
+        says=f"{who(left)} has ended by itself (exit code {left[0].code}) while others still wait in a collective.",
+        remedy=_SAME_BATCHES,
+    )
+
+
+def _disk(facts: JobFacts) -> Cause | None:
+    """One rank waits for a file: the kernel says so, or its stack ends in one."""
+    free = [r for r in facts.ranks if r.state in ("running", "disk") and not r.inside]
+    at = [r for r in free if r.state == "disk" or _in_file(r)]
+    if not at or len(at) == len(live(facts)) > 1:
+        return None
+    first = at[0]
+    how = (
+        "waits for a disk or a file server that does not answer" if first.state == "disk" else "reads or writes a file"
+    )
+    kernel = f" (kernel: {first.waits_in})" if first.waits_in else ""
+    return Cause(
+        name="input_output",
+        ranks=at,
+        says=f"{who(at)} {how}{kernel}{stands(first)}, for {first.idle_s:.0f} s.",
+        remedy=f"Look at the file server and the disks of {first.host}; data.path and train.run_dir want a fast one.",
+    )
+
+
+def rank_0_only(facts: JobFacts) -> Cause | None:
+    """Rank 0 enters a collective of a save that the others never reach, or the others wait while it saves alone."""
+    those = live(facts)
+    zero = next((r for r in those if r.rank == 0), None)
+    others = [r for r in those if r.rank != 0]
+    if zero is None or not others or zero.phase not in ("save", "export"):
+        return None
+    if any(r.phase in ("save", "export") for r in others) or not (zero.inside or all(r.inside for r in others)):
+        return None
+    return Cause(
+        name="rank_0_only_save",
+        ranks=[zero],
+        says=f"{who([zero])} is in {zero.phase}{stands(zero)} and the others are not: something only rank 0 does waits "
+        "for all ranks.",
+        remedy="Every rank must call a save (or anything else with a collective in it), not rank 0 alone.",
+    )
+
+
+def _uneven(facts: JobFacts) -> Cause | None:
+    """Some ranks are in another step, or ask for data, or evaluate, while the rest wait for them in a step."""
+    those = live(facts)
+    waiting = [r for r in those if r.inside and r.phase in _STEP_PHASES]
+    odd = [r for r in those if r.phase in ("data", "evaluate", "end") and r not in waiting]
+    steps = Counter(r.step for r in those)
+    if len(steps) > 1 and len(those) > 1:
+        most = max(r.step for r in those)
+        behind = [r for r in those if r.step < most]
+        ahead = [r for r in those if r.step == most]
+        fewer = behind if len(behind) < len(ahead) else ahead  # who has fewer batches comes first to the next step
+        if all(r.inside for r in those):
+            return Cause(
+                name="uneven_batches",
+                ranks=fewer,
+                says=f"{who(fewer)} is at step {fewer[0].step + 1}, the others at step "
+                f"{(ahead if fewer is behind else behind)[0].step + 1}, and all wait for each other.",
+                remedy=_SAME_BATCHES,
+            )
+    if not odd or not waiting or len(odd) + len(waiting) != len(those):
+        return None
+    ask = all(r.phase == "data" for r in odd)
+    return Cause(
+        name="slow_data" if ask else "uneven_batches",
+        ranks=odd,
+        says=f"{who(odd)} is in {odd[0].phase}{stands(odd[0])}, for {odd[0].idle_s:.0f} s, while the others wait for "
+        "it in a step.",
+        remedy=f"It waits for its next batch: look at the file server and the disks of {odd[0].host}, and whether each "
+        "rank has equally many batches."
+        if ask
+        else _SAME_BATCHES,
+    )
+
+
+def _expert(facts: JobFacts) -> Cause | None:
+    """ZeRO 3 gathers an expert's parameters when it is used; an expert without tokens on one rank is used by others."""
+    those = live(facts)
+    if (
+        not facts.alike
+        or not facts.experts
+        or facts.zero_stage != 3
+        or len(those) < 2
+        or not all(r.inside for r in those)
+    ):
+        return None
+    if any(r.phase not in ("forward", "backward", "evaluate") for r in those):
+        return None
+    if len({(r.collectives, r.collective) for r in those}) < 2:
+        return None
+    odd = minority(those, lambda r: (r.collectives, r.collective))
+    return Cause(
+        name="experts_not_leaves",
+        ranks=odd,
+        says=f"{who(odd)} waits in {call(odd[0])}, the others elsewhere, in {odd[0].phase} of a mixture of experts "
+        "under ZeRO 3: an expert got tokens on some ranks only, so only they gather its parameters.",
+        remedy="The block that holds the experts must be a ZeRO 3 leaf module (zero_optimization.leaf_module in the "
+        "DeepSpeed JSON): then all its parameters are gathered together.",
+    )
+
+
+def _mismatch(facts: JobFacts) -> Cause | None:
+    those = live(facts)
+    if not facts.alike or len(those) < 2 or not all(r.inside for r in those):
+        return None
+    if len({(r.collective, r.collectives) for r in those}) < 2:
+        return None
+    odd = minority(those, lambda r: (r.collective, r.collectives))
+    return Cause(
+        name="collective_mismatch",
+        ranks=odd,
+        detail=call(odd[0]),
+        says=f"All ranks wait, but not in the same collective: {who(odd)} in {call(odd[0])}{stands(odd[0])}.",
+        remedy=OTHER_WAY,
+    )
+
+
+def _one_computes(facts: JobFacts) -> Cause | None:
+    """All but a few wait in a collective: those few are what they wait for."""
+    those = live(facts)
+    free = [r for r in those if not r.inside]
+    if not free or len(free) == len(those) > 1:
+        return None
+    first = free[0]
+    if first.cpu_busy:
+        return Cause(
+            name="slow_host",
+            ranks=free,
+            says=f"{who(free)} still computes in {first.phase}{stands(first)}, for {first.idle_s:.0f} s.",
+            remedy=f"Either it is much slower (look for other processes, heat and memory on {first.host}) or it is in "
+            "a loop without an end.",
+        )
+    return Cause(
+        name="one_waits",
+        ranks=free,
+        says=f"{who(free)} is in {first.phase}{stands(first)} and has done nothing for {first.idle_s:.0f} s"
+        f"{f' (kernel: {first.waits_in})' if first.waits_in else ''}.",
+        remedy="That line waits for something outside the job: a lock, a device, a process, a server.",
+    )
+
+
+def _network(facts: JobFacts) -> Cause | None:
+    those = live(facts)
+    if len(those) < 2 or not all(r.inside for r in those):
+        return None
+    return Cause(
+        name="communication",
+        ranks=[],
+        says=f"All ranks wait in the same collective ({call(those[0])}) for {facts.stalled_s:.0f} s, and all processes "
+        "are there: the network between them, or the device under it, does not move.",
+        remedy="`llmtrain doctor` measures each pair of hosts; NCCL_DEBUG=INFO tells which interface is used.",
+    )
+
+
+def _behind(facts: JobFacts) -> Cause | None:
+    """On a GPU a rank hands its collectives over and goes on, so none is inside one: who has handed over fewest?"""
+    those = live(facts)
+    fewest = min((r.collectives for r in those), default=0)
+    behind = [r for r in those if r.collectives == fewest]
+    if not facts.alike or len(behind) == len(those):
+        return None
+    first = behind[0]
+    most = max(r.collectives for r in those)
+    return Cause(
+        name="behind",
+        ranks=behind,
+        says=f"{who(behind)} has begun {fewest} collectives, others up to {most}: in {first.phase}{stands(first)} it "
+        f"does not come to the next, since {first.idle_s:.0f} s.",
+        remedy="That line waits for the device, for a file or for something outside the job.",
+    )
+
+
+def _unknown(facts: JobFacts) -> Cause | None:
+    those = live(facts)
+    return Cause(
+        name="unknown",
+        ranks=[],
+        says=f"No rank has made progress for {facts.stalled_s:.0f} s"
+        + (f"; {who(those)} is in {those[0].phase}{stands(those[0])}." if len(those) == 1 else "."),
+        remedy="The stacks of all ranks are in events.jsonl. A step that is meant to take so long wants a larger "
+        "fault.stall_timeout_s.",
+    )
+
+
+_FILE_CALLS = ("read", "write", "readinto", "fsync", "open", "pread", "copyfileobj", "_sync", "sync", "read_bytes")
+
+
+def _in_file(rank: RankFacts) -> bool:
+    """Its innermost line of Python is a call on files. C functions are no frames: the caller's name has to tell."""
+    return bool(rank.stack) and (
+        rank.stack[0].function in _FILE_CALLS
+        or rank.stack[0].file.endswith(("llmtrain/checkpoint/durable.py", "/shutil.py", "/pathlib.py"))
+    )
+
+
+STALLS = (
+    _stopped,
+    _left_early,
+    _disk,
+    rank_0_only,
+    _uneven,
+    _expert,
+    _mismatch,
+    _one_computes,
+    _network,
+    _behind,
+    _unknown,
+)
+"""The first that knows is right, so what is certain stands before what is likely."""

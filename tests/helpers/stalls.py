@@ -1,0 +1,159 @@
+"""Faults that one rank of a run meets in its sixth step, for the watch to explain. The product knows nothing of them.
+
+Each is given to `forked.Launch(before=...)` and acts in the ranks; with LOCAL_SIZE set, as DeepSpeed's launcher does,
+the ranks are watched.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+STEP = 6
+FIFO = "LLMTRAIN_TEST_FIFO"
+
+
+def watched(rank: int) -> None:
+    """No fault."""
+    os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]
+
+
+def _at_step(owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """At its sixth call, `owner.name(self, ...)` becomes `instead(plain, self, ...)`."""
+    plain, calls = getattr(owner, name), 0
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return instead(plain, self, *args, **kwargs) if calls == STEP else plain(self, *args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+def raises(rank: int) -> None:
+    watched(rank)
+    if rank == 1:
+        from llmtrain.engine.step import Stepper
+
+        def step(*_: Any, **__: Any) -> None:
+            raise ValueError("token 600 of a vocabulary of 512")
+
+        _at_step(Stepper, "step", step)
+
+
+def crashes(rank: int) -> None:
+    watched(rank)
+    if rank == 1:
+        import ctypes
+
+        from llmtrain.engine.step import Stepper
+
+        _at_step(Stepper, "step", lambda *_, **__: ctypes.string_at(0))
+
+
+def file_server_is_silent(rank: int) -> None:
+    """The next batch lies behind a read that never ends."""
+    watched(rank)
+    if rank == 1:
+        from llmtrain.data.loader import TrainLoader
+
+        _at_step(TrainLoader, "__next__", lambda *_, **__: Path(os.environ[FIFO]).read_bytes())
+
+
+def one_micro_batch_less(rank: int) -> None:
+    watched(rank)
+    if rank == 1:
+        from dataclasses import replace
+
+        from llmtrain.engine.step import Stepper
+
+        def step(plain: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            return plain(self, replace(batch, micro_batches=batch.micro_batches[:-1]), *args, **kwargs)
+
+        _at_step(Stepper, "step", step)
+
+
+def loops_for_ever(rank: int) -> None:
+    watched(rank)
+    if rank == 1:
+        from llmtrain.engine.step import Stepper
+
+        def step(*_: Any, **__: Any) -> None:
+            from llmtrain.cluster.heartbeat import heart
+
+            heart.phase("forward")
+            while True:
+                pass
+
+        _at_step(Stepper, "step", step)
+
+
+def waits_for_a_lock(rank: int) -> None:
+    watched(rank)
+    if rank == 1:
+        import threading
+
+        from llmtrain.models.language import LanguageModel
+
+        lock = threading.Lock()
+        lock.acquire()
+        _at_step(LanguageModel, "forward", lambda *_, **__: lock.acquire())
+
+
+def rank_0_saves_alone(rank: int) -> None:
+    watched(rank)
+    if rank == 0:
+        from llmtrain.saving import Saving
+
+        _at_step(Saving, "is_due", lambda *_, **__: True)
+
+
+def another_collective(rank: int) -> None:
+    """One rank takes another way through the code."""
+    watched(rank)
+    if rank == 1:
+        import torch
+        import torch.distributed as dist
+
+        from llmtrain.engine.step import Stepper
+
+        def step(plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+            dist.broadcast(torch.zeros(4), src=0)
+            return plain(self, *args, **kwargs)
+
+        _at_step(Stepper, "step", step)
+
+
+def slower(rank: int) -> None:
+    """Rank 1 needs 60 ms more for each step, without any fault."""
+    watched(rank)
+    if rank == 1:
+        from llmtrain.engine.step import Stepper
+
+        plain = Stepper.forward_backward
+
+        def forward_backward(self: Any, *args: Any) -> Any:
+            time.sleep(0.03)  # two micro-batches a step
+            return plain(self, *args)
+
+        Stepper.forward_backward = forward_backward  # type: ignore[method-assign]
+
+
+def busy_export(rank: int) -> None:
+    """The end of the run takes rank 0 longer than fault.stall_timeout_s, at work all the time."""
+    watched(rank)
+    if rank == 0:
+        from llmtrain import loop
+
+        plain = loop.finish
+
+        def finish(*args: Any) -> None:
+            deadline = time.monotonic() + 8.0
+            while time.monotonic() < deadline:
+                pass
+            plain(*args)
+
+        loop.finish = finish
