@@ -42,6 +42,8 @@ def refusal(form: Form) -> str | None:
     """Words of the reason for which a cell is refused; None: it has to pass."""
     if form.expert > 1 and form.family not in EXPERTS:
         return "expert"
+    if form.tensor > 1 and form.family == "gqa_uneven":
+        return "3 key/value heads"
     return None
 
 
