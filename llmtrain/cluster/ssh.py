@@ -138,7 +138,7 @@ def remote_line(command: Sequence[str], mark: str, timeout_s: float) -> str:
     """
     limit_s = math.ceil(timeout_s) + 1
     words = " ".join(shlex.quote(word) for word in command)
-    script = f"echo {mark}; timeout -k 2 {limit_s} {words}; echo; echo {mark} $?"
+    script = f"echo {mark}; timeout -k 2 {limit_s} {words}; code=$?; echo; echo {mark} $code"
     return f"exec /bin/sh -c {shlex.quote(script)}"
 
 
