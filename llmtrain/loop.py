@@ -311,7 +311,7 @@ def train(resolved: ResolvedRun) -> int:
     folder = RunDirectory(str(run.train.run_dir))
     with contextlib.ExitStack() as stack:
         stack.callback(_leave)
-        wishes = stack.enter_context(Wishes())
+        wishes = stack.enter_context(Wishes(run.fault.preempt_file))
         with together(ranks):
             if ranks.rank == 0:
                 stack.enter_context(folder)

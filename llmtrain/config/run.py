@@ -163,6 +163,8 @@ class FaultConfig:
     """Seconds that the ranks wait for each other at the start."""
     stall_timeout_s: float = 300.0
     """Seconds without progress on any rank before the job is explained and ended. At most 3/4 of timeout_s counts."""
+    preempt_file: str | None = None
+    """When this file appears on any host, all ranks save and leave."""
 
 
 @dataclass(frozen=True, kw_only=True)

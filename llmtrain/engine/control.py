@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,12 +28,14 @@ from llmtrain.errors import UserError
 
 
 class Wishes:
-    """SIGTERM and SIGINT ask to stop, SIGUSR1 asks to save now. A vanished launcher asks to stop as well.
+    """SIGTERM and SIGINT ask to stop, SIGUSR1 asks to save now. A vanished launcher asks to stop as well, and so does
+    `preempt_file` when it appears on this host.
 
     Use as a context manager: the handlers that were there before are put back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preempt_file: str | None = None) -> None:
+        self._preempt_file = preempt_file
         self.stop_reason: str | None = None
         self.save_now = False
         self._before: dict[int, Any] = {}
@@ -41,7 +44,7 @@ class Wishes:
     def __enter__(self) -> Wishes:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._on_signal)
-        threading.Thread(target=self._watch_launcher, name="launcher-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="wishes", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,20 +61,27 @@ class Wishes:
         if number == signal.SIGUSR1:
             self.save_now = True
         else:
-            self.stop_reason = self.stop_reason or signal.Signals(number).name
-            heart.stopping()
+            self._stop(signal.Signals(number).name)
 
-    def _watch_launcher(self) -> None:
-        """Stop when the launcher or its own parent dies: `deepspeed` killed with SIGKILL leaves its ranks running."""
-        if "LOCAL_SIZE" not in os.environ:  # not started by DeepSpeed's launcher
-            return
-        me = psutil.Process()
-        ancestors = [process for process in me.parents()[:2] if process.pid != 1]
-        while not self._done.wait(1.0):
+    def _watch(self) -> None:
+        """Look once a second for what sends no signal."""
+        ancestors: list[psutil.Process] = []
+        if "LOCAL_SIZE" in os.environ:  # `deepspeed` killed with SIGKILL leaves its ranks running
+            ancestors = [process for process in psutil.Process().parents()[:2] if process.pid != 1]
+        # One rank of a host looks: on a shared file system all of them would ask the same server.
+        file = self._preempt_file if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        while (file or ancestors) and self.stop_reason is None:
             for process in ancestors:
                 if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                    self.stop_reason = self.stop_reason or f"launcher process {process.pid} is gone"
-                    return
+                    self._stop(f"launcher process {process.pid} is gone")
+            if file and os.path.exists(file):
+                self._stop(f"preempt file {file} is on {socket.gethostname()}")
+            if self._done.wait(1.0):
+                return
+
+    def _stop(self, reason: str) -> None:
+        self.stop_reason = self.stop_reason or reason
+        heart.stopping()
 
 
 @dataclass(frozen=True, kw_only=True)

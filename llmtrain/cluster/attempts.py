@@ -1,0 +1,314 @@
+"""The attempts of one `llmtrain launch`: start the job, watch it, find the hosts that are left, start it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from llmtrain.cluster import reach
+from llmtrain.cluster.environment import SECRETS_VARIABLE, deliver, remove
+from llmtrain.cluster.hostfile import Host
+from llmtrain.cluster.job import Job
+from llmtrain.cluster.plan import (
+    Options,
+    Plan,
+    address_of_first,
+    check_programs,
+    command,
+    environment,
+    make_plan,
+    threads,
+    write_files,
+)
+from llmtrain.cluster.ssh import Answer, on_hosts
+from llmtrain.cluster.supervise import FAULT_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, Attempt, Supervisor
+from llmtrain.config.load import load
+from llmtrain.config.run import ResolvedRun
+from llmtrain.errors import ConfigError
+from llmtrain.redact import redact
+
+_POLL_S = 0.2
+_ANSWER_S = 10.0
+_LEAVES_S = 60.0
+"""From the last word of a job, a fault or its end, until it is ended by force; closing W&B may take 20 s."""
+_MEETS_S = 120.0
+"""Beyond fault.start_timeout_s: imports on a cold file system."""
+_AGENTS_LEAVE_S = 12.0
+_WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0
+"""After a fault, for hosts that do not answer: when --min-hosts allows to go on without them, and when not."""
+
+
+class Launch:
+    """All attempts of one `llmtrain launch`."""
+
+    def __init__(self, options: Options, resolved: ResolvedRun, mark: str) -> None:
+        self._options, self._mark = options, mark
+        self._hosts = options.hosts
+        self._wait_for_place_s = resolved.run.fault.start_timeout_s + _MEETS_S
+        self._run_dir = Path(resolved.run.train.run_dir or "")
+        self._resume = resolved.run.resume
+        self._supervisor = Supervisor(options.max_restarts)
+        self._wishes: list[int] = []
+        """Signals that the user sent, in their order."""
+        self._words = options.words
+
+    def run(self) -> int:
+        """Until the job is complete, asked to leave, refused, or not to be restarted. Raises UserError."""
+        before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            while True:
+                try:
+                    attempt, code = self._attempt()
+                except ConfigError as error:
+                    if self._supervisor.restarts == 0:
+                        raise
+                    attempt, code = _not_started(self._newest(), str(error)), FAULT_CODE
+                outcome = attempt.outcome(code)
+                decision = self._supervisor.after(attempt, outcome)
+                if outcome.kind == "fault" and not (attempt.ranks and attempt.fault):
+                    _say(f"error: {outcome.text}")  # else the watch has printed it
+                if not decision.restart:
+                    return self._close(decision.code, decision.text if outcome.kind != "refused" else "")
+                problem = self._prepare_restart(attempt, outcome.signature, decision.wait_s)
+                if self._wishes:
+                    return self._close(_code_of(self._wishes[0]), "asked to stop before the restart")
+                if problem is not None:
+                    return self._close(FAULT_CODE, f"not restarted: {problem}")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._wishes.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def _close(self, code: int, text: str) -> int:
+        if text:
+            _say(f"launch: {text}")
+        if summary := self._supervisor.summary():
+            _say(f"launch: {summary}")
+            self._event("launch", code=code, restarts=self._supervisor.restarts, summary=summary)
+        return code
+
+    def _attempt(self) -> tuple[Attempt, int]:
+        """Start the job and watch it to its end; nothing of it is left on any host that answers."""
+        plan = make_plan(self._options, self._hosts, self._mark, self._words)
+        check_programs(plan)
+        cores, port = self._ask(plan)
+        if not os.environ.get("OMP_NUM_THREADS"):
+            count = str(threads(plan, cores))
+            plan = make_plan(self._options, self._hosts, self._mark, self._words, OMP_NUM_THREADS=count)
+        address = "127.0.0.1" if plan.alone else address_of_first(plan.hosts)
+        secret = None
+        if plan.travel.private and not plan.alone:
+            secret = deliver(plan.names, plan.travel.private)
+            plan = replace(plan, travel=replace(plan.travel, open={**plan.travel.open, SECRETS_VARIABLE: secret}))
+        attempt = Attempt(began_s=time.monotonic(), resumes_at=self._newest())
+        try:
+            with tempfile.TemporaryDirectory(prefix="llmtrain-launch-") as made:
+                folder = Path(made)
+                write_files(plan, folder)
+                argv = command(plan, folder, address, port)
+                with Job(argv, environment(plan, folder, os.environ)) as job:
+                    code = self._watch(plan, attempt, job)
+        finally:
+            # A complete job's watch leaves at once; after a fault it may still be telling W&B.
+            for line in reach.end_all(plan.names, self._mark, _AGENTS_LEAVE_S):
+                _say(f"warning: {line}")
+            if secret is not None:
+                remove(plan.names, secret)
+        return attempt, code
+
+    def _ask(self, plan: Plan) -> tuple[dict[str, int], int]:
+        """The cores of each host, and a free port of the first one. Raises ConfigError naming hosts that fail."""
+        if plan.alone:
+            done = subprocess.run((sys.executable, "-c", _FACTS), capture_output=True, text=True, check=True)
+            answers = {plan.names[0]: Answer(plan.names[0], 0, done.stdout, "", 0.0, None)}
+        else:
+            answers = on_hosts(plan.names, (sys.executable, "-c", _FACTS), timeout_s=30.0)
+        problems = []
+        facts = {}
+        for name, answer in answers.items():
+            try:
+                facts[name] = json.loads(answer.stdout)
+            except ValueError:
+                why = answer.stderr.strip().rpartition("\n")[2] or f"code {answer.code}"
+                said = f"{answer.trouble.text}: {answer.trouble.remedy}" if answer.trouble else None
+                problems.append(f"  {name}: {said or f'{sys.executable} does not run there ({why})'}")
+        if problems:
+            head = f"{len(problems)} of {len(plan.hosts)} hosts cannot be used"
+            raise ConfigError("\n".join([head, *problems]))
+        return {name: int(found["cores"]) for name, found in facts.items()}, int(facts[plan.names[0]]["port"])
+
+    def _watch(self, plan: Plan, attempt: Attempt, job: Job) -> int:
+        """Hear the job until its end; returns the exit code of what started it."""
+        heard = len(self._wishes)  # those before this attempt are none of its business
+        hurry: float | None = None
+        while (code := job.code()) is None:
+            for message in job.take(_POLL_S):
+                self._hear(plan, attempt, message)
+            now = time.monotonic()
+            if len(self._wishes) > heard:
+                heard, first = len(self._wishes), heard == 0
+                if first and attempt.ranks and attempt.fault is None:
+                    self._ask_to_leave(plan, attempt)
+                else:
+                    attempt.asked = attempt.asked or self._wishes[0]
+                    _say("launch: ending all processes")
+                    hurry = now
+            if attempt.last_word_s is not None and now - attempt.last_word_s > _LEAVES_S:
+                hurry = hurry or now
+            if not attempt.ranks and now - attempt.began_s > self._wait_for_place_s:
+                _say(f"error: the ranks have not met within {self._wait_for_place_s:.0f} s")
+                hurry = hurry or now
+            if hurry is not None:
+                reach.end_all(plan.names, self._mark)
+                job.kill()
+        for message in job.rest():
+            self._hear(plan, attempt, message)
+        return code
+
+    def _hear(self, plan: Plan, attempt: Attempt, message: dict[str, Any]) -> None:
+        attempt.hear(message, time.monotonic())
+        if message["kind"] == "place":
+            self._supervisor.met(time.monotonic())
+            for line in place_lines(plan, attempt.ranks):
+                _say(line)
+
+    def _ask_to_leave(self, plan: Plan, attempt: Attempt) -> None:
+        """Each rank gets the signal at once; they save and leave together at the next step."""
+        attempt.asked = self._wishes[0]
+        count = reach.signal_ranks(plan.names, self._mark, attempt.ranks, signal.SIGTERM)
+        again = "; Ctrl-C again ends it at once" if attempt.asked == signal.SIGINT else ""
+        _say(f"launch: {count} of {len(attempt.ranks)} ranks were asked to save and leave{again}")
+
+    def _prepare_restart(self, attempt: Attempt, signature: str, wait_s: float) -> str | None:
+        """Wait, find the hosts, choose those with which the run can go on; a sentence if there are none."""
+        _say(f"launch: restart {self._supervisor.restarts} of {self._options.max_restarts} in {wait_s:.0f} s")
+        self._sleep(wait_s)
+        found = self._answering()
+        if self._wishes:
+            return None
+        if len(found) < self._options.min_hosts:
+            least = self._options.min_hosts
+            missing = ", ".join(host.name for host in self._options.hosts if host not in found)
+            return f"{len(found)} hosts answer, and --min-hosts is {least} (no answer: {missing})"
+        step = max(attempt.newest, self._newest())
+        if step and self._resume != "auto":
+            self._words = (*self._options.words, "--resume", "auto", "--resume_weights_only", "false")
+        chosen, why = self._solvable(found)
+        if chosen is None:
+            return f"the run cannot go on with {len(found)} hosts: {why}"
+        dropped = [host.name for host in self._options.hosts if host not in chosen]
+        self._hosts = chosen
+        ranks = sum(host.slots for host in chosen)
+        without = f", without {', '.join(dropped)}" if dropped else ""
+        _say(f"launch: restarting from step {step} on {len(chosen)} hosts, {ranks} ranks{without}")
+        self._event(
+            "restart",
+            restart=self._supervisor.restarts,
+            step=step,
+            after=signature,
+            hosts=[host.name for host in chosen],
+            dropped=dropped,
+            wait_s=wait_s,
+        )
+        return None
+
+    def _answering(self) -> tuple[Host, ...]:
+        """The hosts that answer, in the hostfile's order; those that were dropped before may have come back."""
+        hosts = self._options.hosts
+        if make_plan(self._options, hosts, self._mark).alone:
+            return hosts
+        began = time.monotonic()
+        while True:
+            remote = [host.name for host in hosts if not reach.is_here(host.name)]
+            answers = on_hosts(remote, ("true",), timeout_s=_ANSWER_S) if remote else {}
+            found = tuple(h for h in hosts if h.name not in answers or answers[h.name].code == 0)
+            enough = len(found) >= self._options.min_hosts
+            waited_s = time.monotonic() - began
+            if len(found) == len(hosts) or self._wishes or waited_s > (_WAIT_SPARE_S if enough else _WAIT_NEEDED_S):
+                return found
+            self._sleep(2.0)
+
+    def _solvable(self, found: tuple[Host, ...]) -> tuple[tuple[Host, ...] | None, str]:
+        """As many of the hosts as the configuration has an answer for; else why there is none."""
+        why = ""
+        for count in range(len(found), self._options.min_hosts - 1, -1):
+            try:
+                load(list(self._words), sum(host.slots for host in found[:count]), "the hosts that are left")
+            except ConfigError as error:
+                why = why or str(error)
+            else:
+                return found[:count], ""
+        return None, why
+
+    def _sleep(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._wishes and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
+    def _newest(self) -> int:
+        """Step of the newest complete checkpoint that is seen from here; 0 if there is none."""
+        found = re.compile(r"step-(\d+)")
+        steps = [
+            int(matched[1])
+            for path in (self._run_dir / "checkpoints").glob("step-*/manifest.json")
+            if (matched := found.fullmatch(path.parent.name))
+        ]
+        return max(steps, default=0)
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        """One line in the run's events.jsonl, if its folder is here."""
+        line = json.dumps({"time_unix_s": time.time(), "kind": kind, **redact(fields)})
+        try:
+            with open(self._run_dir / "events.jsonl", "a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            _say(f"warning: events.jsonl of {self._run_dir} cannot be written here ({error.strerror})")
+
+
+_FACTS = (
+    "import json, os, random, socket\n"
+    "s = socket.socket()\n"
+    # Below the ports that the kernel gives to outgoing connections: nobody takes it between now and the start.
+    "for port in random.sample(range(20000, 30000), 100):\n"
+    "    try: s.bind(('', port)); break\n"
+    "    except OSError: pass\n"
+    "print(json.dumps({'port': s.getsockname()[1], 'cores': len(os.sched_getaffinity(0))}))"
+)
+
+
+def place_lines(plan: Plan, ranks: list[dict[str, Any]]) -> list[str]:
+    """The final map: one line for each rank, with the hostfile's name beside the host's own where they differ."""
+    names = [host.name for host in plan.hosts for _ in range(host.slots)]
+    lines = []
+    for each in ranks:
+        name = names[each["rank"]] if each["rank"] < len(names) else each["host"]
+        own = "" if each["host"] == name else f" ({each['host']})"
+        lines.append(f"rank {each['rank']} -> {name}{own} -> {each['device']}, local rank {each['local_rank']}")
+    return lines
+
+
+def _not_started(step: int, why: str) -> Attempt:
+    """A restart for which the hosts were not ready after all."""
+    attempt = Attempt(began_s=time.monotonic(), resumes_at=step)
+    attempt.fault = {"step": step, "signature": f"not started: {why}", "text": why}
+    return attempt
+
+
+def _code_of(number: int) -> int:
+    return INTERRUPTED_CODE if number == signal.SIGINT else PREEMPTED_CODE
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,80 @@
+"""The process that starts a job (DeepSpeed's launcher, or srun), in a session of its own; its output, line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmtrain.cluster import messages
+
+_REST_S = 12.0
+"""After the process has ended: the watch of a host may hold its output a little longer, and tell of a fault."""
+
+
+class Job:
+    """A started job. Ctrl-C on the terminal does not reach it: what is to happen is decided by the supervisor.
+
+    Use as a context manager: what is left of the process and its session is killed at the end.
+    """
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._process = subprocess.Popen(
+            argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self._reader = threading.Thread(target=self._read, name="job-output", daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        """Hand on what is for the user, keep what is for the supervisor."""
+        assert self._process.stdout is not None
+        for raw in self._process.stdout:
+            message = messages.parse(raw.decode("utf-8", "replace"))
+            if message is not None:
+                self._messages.put(message)
+                continue
+            with contextlib.suppress(OSError, ValueError):  # the terminal is gone: the job is not
+                sys.stdout.buffer.write(raw)
+                sys.stdout.buffer.flush()
+
+    def take(self, wait_s: float) -> list[dict[str, Any]]:
+        """The messages since the last call; waits for the first one at most `wait_s`."""
+        found: list[dict[str, Any]] = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._messages.get(timeout=wait_s))
+            while True:
+                found.append(self._messages.get_nowait())
+        return found
+
+    def code(self) -> int | None:
+        """Exit code, once it has ended; negative: the signal that ended it."""
+        return self._process.poll()
+
+    def rest(self) -> list[dict[str, Any]]:
+        """After the end of the process: the messages that were still on their way."""
+        self._reader.join(_REST_S)
+        return self.take(0.0)
+
+    def signal(self, number: int) -> None:
+        """To the process alone."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the process with everything in its session: DeepSpeed's launcher, pdsh, their connections."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,0 +1,181 @@
+"""What a launch will start: the command for DeepSpeed's launcher, the environment, the ranks of each host."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.cluster import messages
+from llmtrain.cluster.envfile import read_env_file
+from llmtrain.cluster.environment import Travel, deepspeed_env, for_pdsh, path_problem, travelling
+from llmtrain.cluster.hostfile import Host, include_of, render
+from llmtrain.cluster.reach import MARK, is_here
+from llmtrain.errors import ConfigError
+from llmtrain.redact import redact_argv
+
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+# A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
+_SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line before `--`."""
+
+    hosts: tuple[Host, ...]
+    words: tuple[str, ...]
+    launcher: str
+    max_restarts: int
+    min_hosts: int
+    env_file: str | None
+    dry_run: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One start of a job."""
+
+    hosts: tuple[Host, ...]
+    words: tuple[str, ...]
+    """Of launch/train.py: --config RUN.yaml and the overrides."""
+    travel: Travel
+
+    @property
+    def names(self) -> list[str]:
+        return [host.name for host in self.hosts]
+
+    @property
+    def world_size(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+    @property
+    def alone(self) -> bool:
+        """This machine is the only host: DeepSpeed starts the ranks without ssh."""
+        return len(self.hosts) == 1 and is_here(self.hosts[0].name)
+
+
+def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequence[str] = (), **extra: str) -> Plan:
+    """The plan for some of the hosts. `words` instead of the command line's; `extra`: variables that `environ` lacks.
+
+    Raises ConfigError.
+    """
+    given = read_env_file(options.env_file) if options.env_file else {}
+    ours = {messages.SUPERVISED: "1", MARK: mark}
+    travel = travelling(os.environ, {**extra, **given, **ours})
+    return Plan(hosts=tuple(hosts), words=tuple(words or options.words), travel=travel)
+
+
+def check(plan: Plan) -> None:
+    """Raises ConfigError for what DeepSpeed's launcher over pdsh would break on."""
+    if not SCRIPT.is_file():
+        raise ConfigError(f"{SCRIPT} is not there: run `llmtrain launch` from a clone of the repository")
+    if plan.alone:
+        return
+    problems = [path_problem(path) for path in (os.getcwd(), sys.executable, str(SCRIPT))]
+    problems += [
+        f"the argument {word!a} has a line break, and no shell can hand it on: put the value into the YAML"
+        for word in plan.words
+        if "\n" in word or "\r" in word
+    ]
+    if found := [problem for problem in dict.fromkeys(problems) if problem]:
+        raise ConfigError("\n".join(found))
+
+
+def check_programs(plan: Plan) -> None:
+    """Raises ConfigError when pdsh is missing where it is needed."""
+    if not plan.alone and shutil.which("pdsh") is None:
+        raise ConfigError("no program `pdsh` on PATH, with which DeepSpeed starts other hosts: apt-get install pdsh")
+
+
+def command(plan: Plan, folder: Path | str, address: str, port: int | str) -> list[str]:
+    """DeepSpeed's launcher; `folder` is to hold what `write_files` writes."""
+    only = include_of(plan.hosts)
+    return [
+        *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", f"{folder}/hosts", "--no_ssh_check"),
+        *(("--include", only) if only else ()),
+        # Without this a single host is taken for the machine at hand, whatever its name is.
+        *(() if plan.alone or len(plan.hosts) > 1 else ("--force_multi",)),
+        *("--master_addr", "127.0.0.1" if plan.alone else address, "--master_port", str(port)),
+        str(SCRIPT),
+        *(plan.words if plan.alone else map(for_pdsh, plan.words)),
+    ]
+
+
+def write_files(plan: Plan, folder: Path) -> None:
+    """The hostfile and the environment file that `command` and `environment` name."""
+    (folder / "hosts").write_text(render(plan.hosts))
+    (folder / "environment").write_text("" if plan.alone else deepspeed_env(plan.travel.open))
+
+
+def environment(plan: Plan, folder: Path | str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Of DeepSpeed's launcher. Without ssh the ranks inherit it; else it holds nothing that is private."""
+    if plan.alone:
+        return {**environ, **plan.travel.open, **plan.travel.private, "DS_ENV_FILE": f"{folder}/environment"}
+    kept = {name: value for name, value in environ.items() if name not in plan.travel.private}
+    options = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {_SSH_OPTIONS}".strip()
+    return {**kept, "DS_ENV_FILE": f"{folder}/environment", "PDSH_SSH_ARGS_APPEND": options}
+
+
+def address_of_first(hosts: Sequence[Host]) -> str:
+    """The address by which the other hosts reach the first one, as far as can be told from here.
+
+    Raises ConfigError when its name is not known.
+    """
+    first = _resolve(hosts[0].name)
+    if first.startswith("127.") and len(hosts) > 1:
+        # Debian's /etc/hosts gives a host's own name 127.0.1.1: what the others see is the address facing them.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((_resolve(hosts[1].name), 9))
+            except OSError:
+                return first
+            return str(probe.getsockname()[0])
+    return first
+
+
+def _resolve(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
+    except OSError as error:
+        raise ConfigError(
+            f"host {name}: its name has no address here ({error.strerror}): put it into /etc/hosts or DNS"
+        ) from None
+
+
+def threads(plan: Plan, cores: Mapping[str, int]) -> int:
+    """OMP threads of each rank, so that the ranks of a host do not fight for its cores."""
+    return max(1, min((cores[host.name] // host.slots for host in plan.hosts if host.name in cores), default=1))
+
+
+def describe(plan: Plan, *, restarts: int, min_hosts: int) -> str:
+    """What --dry-run prints. No value of a variable is shown: a name is enough to see whether it travels."""
+    hosts = "host" if len(plan.hosts) == 1 else "hosts"
+    ranks = "rank" if plan.world_size == 1 else "ranks"
+    lines = [f"{len(plan.hosts)} {hosts}, {plan.world_size} {ranks}"]
+    width = max(len(host.name) for host in plan.hosts)
+    digits = int(math.log10(max(1, plan.world_size - 1))) + 1
+    first = 0
+    for host in plan.hosts:
+        span = f"{first:{digits}}" + (f" to {first + host.slots - 1:{digits}}" if host.slots > 1 else "")
+        lines.append(f"  {host.name:<{width}}  ranks {span}  devices {_spans(host.devices)}")
+        first += host.slots
+    shown = shlex.join(redact_argv(command(plan, "FOLDER", "ADDRESS", "PORT")))
+    lines += [f"command: {shown}", f"folder:  {os.getcwd()}"]
+    how = "inherited" if plan.alone else "on DeepSpeed's command line"
+    lines.append(f"environment, {how}: {' '.join(sorted(plan.travel.open)) or '(nothing)'}")
+    private = "inherited" if plan.alone else "in a file of mode 0600"
+    lines.append(f"environment, {private}: {' '.join(sorted(plan.travel.private)) or '(nothing)'}")
+    lines.append(f"after a fault: at most {restarts} restarts, on at least {min_hosts} of {len(plan.hosts)} {hosts}")
+    return "\n".join(lines)
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    whole = list(numbers) == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 2
+    return f"{numbers[0]}-{numbers[-1]}" if whole else ",".join(map(str, numbers))

@@ -1,0 +1,101 @@
+"""Processes of a launch on its hosts: signal the ranks, end whatever is left. Never by name: by a mark of this launch.
+
+DeepSpeed's own way is `pkill -f`, which ends every DeepSpeed job of the user on those hosts (multinode_runner.py), and
+its launcher passes signals on to one rank after another, up to 30 s apart (launch.py).
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import psutil
+
+from llmtrain.cluster.ssh import Answer, on_hosts
+
+MARK = "LLMTRAIN_LAUNCH"
+"""Environment variable of every process of a launch, on every host: a word that no other launch has."""
+
+_REACH_S = 15.0
+
+# A rank is known by its id, its number and the mark together: an id that was given anew is never hit.
+_SIGNAL = r"""
+while read -r pid rank; do
+  e="/proc/$pid/environ"
+  grep -qzxF "LLMTRAIN_LAUNCH=$1" "$e" 2>/dev/null && grep -qzxF "RANK=$rank" "$e" && kill -"$2" "$pid" && echo "$rank"
+done
+true
+"""
+
+# The watch goes first: it would take the end of its ranks for a fault. Its folder has the launcher's id in its name.
+_END = r"""
+of_job() { grep -lzxF "LLMTRAIN_LAUNCH=$mark" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
+mark=$1 tries=$2
+while [ "$tries" -gt 0 ] && [ -n "$(of_job)" ]; do sleep 0.5; tries=$((tries - 1)); done
+ended=$(of_job)
+for p in $ended; do
+  grep -qzxF llmtrain.cluster.agent "/proc/$p/cmdline" 2>/dev/null && kill -9 "$p" 2>/dev/null
+done
+tries=10
+while p=$(of_job) && [ -n "$p" ] && [ "$tries" -gt 0 ]; do kill -9 $p 2>/dev/null; sleep 0.3; tries=$((tries - 1)); done
+for d in /dev/shm/llmtrain-watch-"$(id -u)"-*; do
+  p=${d#/dev/shm/llmtrain-watch-*-}
+  [ -d "$d" ] && [ ! -d "/proc/${p%-*}" ] && rm -rf "$d"
+done
+echo $ended
+[ -z "$(of_job)" ]
+"""
+
+
+def is_here(name: str) -> bool:
+    """Whether `name`, of a hostfile, is the machine that this runs on."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None, socket.AF_INET)}
+    except OSError:
+        return False
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    return bool(addresses) and all(a in own or a.startswith("127.") for a in addresses)
+
+
+def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]], number: int) -> int:
+    """Send a signal to every rank at once, `ranks` being those of the message `place`; how many got it."""
+    text = "".join(f"{int(each['pid'])} {int(each['rank'])}\n" for each in ranks)
+    here, answers = _everywhere(hosts, _SIGNAL, (mark, str(number)), text, _REACH_S)
+    said = [here, *(answer.stdout for answer in answers)]
+    return len({word for text in said for word in text.split()})
+
+
+def end_all(hosts: Sequence[str], mark: str, grace_s: float = 0.0) -> list[str]:
+    """End every process of the launch that is still there after `grace_s`, on `hosts` and here.
+
+    Returns a line for each host that could not be asked, or on which the kernel holds a process.
+    """
+    arguments = (mark, str(round(2 * grace_s)))
+    _, answers = _everywhere(hosts, _END, arguments, "", _REACH_S + grace_s)
+    lines = []
+    for answer in answers:
+        if answer.code is None and answer.trouble is not None:
+            lines.append(
+                f"{answer.host}: {answer.trouble.text}; what runs there ends itself when it finds itself alone"
+            )
+        elif answer.code != 0:
+            lines.append(f"{answer.host}: processes of this run cannot be ended: {answer.stdout.strip()}")
+    return lines
+
+
+def _everywhere(
+    hosts: Sequence[str], script: str, arguments: Sequence[str], text: str, timeout_s: float
+) -> tuple[str, list[Answer]]:
+    """Run a script here and on all other hosts; what it printed here, and the others' answers."""
+    command = ("/bin/sh", "-c", script, "sh", *arguments)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(text)
+        process.stdin.close()
+        others = [name for name in hosts if not is_here(name)]
+        answers = on_hosts(others, command, input=text, timeout_s=timeout_s) if others else {}
+        return process.stdout.read(), list(answers.values())
