@@ -36,7 +36,7 @@ class LabHost:
         self.etc_hosts = self._root / "hosts"
         self._shared = list(shared)
         self._owner = owner
-        self._order = order
+        self.order = order
         self._outer: subprocess.Popen[str] | None = None
         self._init = 0
         self._namespace = ""
@@ -82,7 +82,7 @@ class LabHost:
         if self._outer is None:
             return
         with contextlib.suppress(OSError):  # a switch that has died keeps nobody from dying
-            self._order("unplug", host=self.name)
+            self.order("unplug", host=self.name)
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             os.kill(child_of(self._outer.pid), signal.SIGKILL)
         if self._init == 0:
@@ -91,6 +91,11 @@ class LabHost:
         if self._outer.stdout is not None:
             self._outer.stdout.close()
         self._outer, self._init, self._namespace = None, 0, ""
+
+    @property
+    def pid(self) -> int:
+        """The id outside of the host's first process; 0 while it is off."""
+        return self._init
 
     # Commands
 
@@ -145,11 +150,11 @@ class LabHost:
 
     def cut(self) -> None:
         """Unplug the cable: frames are lost in silence; the host does not see it."""
-        self._order("cut", host=self.name, value=True)
+        self.order("cut", host=self.name, value=True)
 
     def heal(self) -> None:
         """Plug the cable in again. A shape stays."""
-        self._order("cut", host=self.name, value=False)
+        self.order("cut", host=self.name, value=False)
 
     def shape(
         self,
@@ -164,11 +169,11 @@ class LabHost:
         how: dict[str, Any] = {}
         if rate_mbit is not None or delay_ms or loss:
             how = {"rate_mbit": rate_mbit, "delay_ms": delay_ms, "loss": loss, "half_duplex": half_duplex}
-        self._order("shape", host=self.name, toward=None if toward is None else toward.name, **how)
+        self.order("shape", host=self.name, toward=None if toward is None else toward.name, **how)
 
     def bytes(self) -> tuple[int, int]:
         """(sent, received) since the lab started: what the switch took from the host and gave to it, with headers."""
-        sent, received = self._order("bytes")[self.name]
+        sent, received = self.order("bytes")[self.name]
         return sent, received
 
     # sshd

@@ -88,6 +88,12 @@ class Lab:
             raise ConnectionError("the switch does not run")
         return order(self._door, op, **arguments)
 
+    @property
+    def switch_pid(self) -> int:
+        """The process whose CPU time is the price of the traffic."""
+        assert self._switch is not None
+        return self._switch.pid
+
     def hostfile(self, slots: int = 1) -> Path:
         """A hostfile with all hosts, in a folder that they see."""
         path = self.folder / f"hostfile-{slots}"

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 # A queue holds this many seconds at the link's rate, or four of the largest frames where that is more.
 QUEUE_S = 0.2
 QUEUE_MIN_BYTES = 256 * 1024
+# The token bucket's depth at the link's rate: what a sender that had to wait for a core may catch up.
+BURST_S = 0.02
 HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps
 
 
 @dataclass
 class Wire:
-    """The medium: busy until a moment (s). Two directions share one where the link is half-duplex."""
+    """The medium, with tokens for all after a moment (s). Two directions share one where the link is half-duplex."""
 
     free_at: float = 0.0
 
@@ -34,11 +36,11 @@ class Pipe:
             return None
         if self.rate == math.inf:
             return now + self.delay_s
-        start = max(now, self.wire.free_at)
+        start = max(now - BURST_S, self.wire.free_at)
         if start - now > max(QUEUE_S, QUEUE_MIN_BYTES / self.rate):
             return None
         self.wire.free_at = start + size / self.rate
-        return self.wire.free_at + self.delay_s
+        return max(now, self.wire.free_at) + self.delay_s
 
 
 class Link:

@@ -231,7 +231,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # the terminal's; the owner ends the switch
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # starved of its core, it would be the slow link that nobody ordered
-        os.setpriority(os.PRIO_PROCESS, 0, -10)
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     os.chdir(folder)  # a socket's path has at most 107 bytes
     door.bind("control")
