@@ -1,0 +1,264 @@
+"""Facts of each host -> findings about that host. Pure functions: what doctor knows is in a Survey."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from llmtrain.cluster.hostfile import Host
+from llmtrain.cluster.trouble import Trouble
+from llmtrain.units import GIB, duration, size
+
+CHECKS = (
+    *("name", "ssh", "python", "versions", "code", "config", "slots", "env", "clock", "disk", "memory", "shm"),
+    *("limits", "shared", "run dir", "ops", "port", "interface", "fabric"),
+)
+"""The columns of the table, in their order."""
+Level = Literal["red", "yellow"]
+RANK_MEMORY_BYTES = GIB
+SHM_A_RANK_BYTES = 128 << 20
+"""What NCCL, DeepSpeed's own all-reduce (69 MB a rank) and the loader's workers take; docker gives 64 MiB in all."""
+SKEW_S = 5.0
+"""Times in logs and events of hosts that differ by more cannot be put in order."""
+STALE_S = 600.0
+"""No op of DeepSpeed takes longer to compile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One cell of the table that is not in order."""
+
+    host: str
+    check: str
+    """One of CHECKS."""
+    level: Level
+    """red: the run would fail, hang or be wrong. yellow: it works, but slower or not everywhere."""
+    what: str
+    fix: str
+    """A command, or what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """Everything that was asked and answered."""
+
+    hosts: tuple[Host, ...]
+    python: str
+    """The interpreter that DeepSpeed will start on each host: that of this process."""
+    folder: str
+    """The working folder, on each host."""
+    run_dir: str | None = None
+    port: int = 0
+    """Of the rendezvous, on the first host; 0: not asked."""
+    ops: tuple[str, ...] = ()
+    """DeepSpeed ops that the run compiles if they are not there."""
+    troubles: Mapping[str, Trouble] = field(default_factory=dict)
+    facts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """What probe.py says, by host; hosts that could not be asked are missing."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Hosts that ran the probe without its facts coming back, and what they said instead."""
+    skew_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Between which bounds each host's clock is ahead of this one's."""
+    nonce: Mapping[str, bool] = field(default_factory=dict)
+    """Whether a host, other than the writer, sees the file that the first host wrote into the run's folder."""
+
+
+def each_host(survey: Survey) -> list[Finding]:
+    """What is wrong with a host by itself, in the order of the hosts."""
+    found = []
+    for host in survey.hosts:
+        found += list(_reached(host, survey))
+        facts = survey.facts.get(host.name)
+        if facts is not None:
+            for check in _OF_ONE_HOST:
+                found += list(check(host, facts, survey))
+    return found
+
+
+def _reached(host: Host, survey: Survey) -> Iterator[Finding]:
+    trouble = survey.troubles.get(host.name)
+    if trouble is not None:
+        check = "name" if trouble.kind == "resolve" else "ssh"
+        yield Finding(host=host.name, check=check, level="red", what=trouble.text, fix=trouble.remedy)
+    said = survey.failures.get(host.name)
+    if said is not None:
+        fix = f"make the same environment there as here: python -m venv, or a container; wanted: {survey.python}"
+        yield Finding(host=host.name, check="python", level="red", what=said, fix=fix)
+
+
+def _unanswered(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    checks = {
+        "packages": "versions",
+        "devices": "slots",
+        "environment": "env",
+        "nonce": "shared",
+        "interfaces": "interface",
+        "names": "name",
+    }
+    for look, why in facts.get("errors", {}).items():
+        check = checks.get(look, look)
+        if check in CHECKS:
+            fix = f"look on the host: ssh {host.name} 'df; uptime'"
+            yield Finding(host=host.name, check=check, level="red", what=f"could not be found out: {why}", fix=fix)
+
+
+def _python(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    found = facts.get("python", {}).get("executable")
+    if found and found != survey.python:
+        what = f"no Python at {survey.python} (there is {found}), and DeepSpeed starts the ranks with it"
+        fix = f"on {host.name}: make the virtual environment at the same path, or mount it there"
+        yield Finding(host=host.name, check="python", level="red", what=what, fix=fix)
+
+
+def _folder(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    code = facts.get("code")
+    if code and not code["folder"]:
+        what = f"there is no folder {survey.folder}, in which the ranks start"
+        fix = f"on {host.name}: git clone to the same path, or mount it there"
+        yield Finding(host=host.name, check="code", level="red", what=what, fix=fix)
+
+
+def _slots(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    devices = facts.get("devices")
+    if not devices:
+        return
+    seen, highest = devices["count"], host.devices[-1] + 1
+    anywhere = any(f.get("devices", {}).get("count") for f in survey.facts.values())
+    visible = facts.get("environment", {}).get("CUDA_VISIBLE_DEVICES")
+    if anywhere and seen and visible is not None:
+        chosen = len([word for word in visible.split(",") if word.strip()])
+        if chosen < host.slots:
+            what = (
+                f"CUDA_VISIBLE_DEVICES={visible} in a start file shows {chosen} of {seen} devices; slots={host.slots}"
+            )
+            fix = f"remove it from ~/.bashrc or ~/.ssh/environment of {host.name}; choose devices with --include"
+            yield Finding(host=host.name, check="slots", level="red", what=what, fix=fix)
+            return
+    if anywhere and seen < highest:
+        what = f"slots={highest}, but {seen} device{'s' * (seen != 1)} seen"
+        if devices["nodes"] > seen:
+            what += f" ({devices['nodes']} in /dev: one may have failed)"
+        fix = f"write slots={seen} in the hostfile, or on {host.name}: nvidia-smi; dmesg | grep -i xid"
+        yield Finding(host=host.name, check="slots", level="red", what=what, fix=fix)
+    if not anywhere and host.slots > devices["cores"]:
+        what = f"{host.slots} ranks on {devices['cores']} cores, and no device: they wait for each other"
+        fix = f"write slots={devices['cores']} in the hostfile"
+        yield Finding(host=host.name, check="slots", level="yellow", what=what, fix=fix)
+
+
+def _clock(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    low, high = survey.skew_s.get(host.name, (0.0, 0.0))
+    # The bounds are as far apart as the answer took; only what is certain counts.
+    certain = low if low > 0 else high if high < 0 else 0.0
+    if abs(certain) > SKEW_S:
+        what = f"its clock is at least {duration(abs(certain))} {'ahead of' if certain > 0 else 'behind'} this host's"
+        fix = f"on {host.name}: timedatectl set-ntp true     (or chronyc makestep)"
+        yield Finding(host=host.name, check="clock", level="red", what=what, fix=fix)
+
+
+def _disk(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    for name, disk in facts.get("disk", {}).items():
+        folder = f"{disk['path']} ({name})"
+        level: Level | None = "red" if disk["free"] < GIB else "yellow" if disk["free"] < 5 * GIB else None
+        if level is not None:
+            fix = f"make room: ssh {host.name} du -xsh {shlex.quote(disk['path'])}"
+            what = f"{size(disk['free'])} free for {folder}"
+            yield Finding(host=host.name, check="disk", level=level, what=what, fix=fix)
+        elif disk["inodes"] is not None and disk["inodes"] < 10_000:
+            fix = f"remove small files there: ssh {host.name} df -i {shlex.quote(disk['path'])}"
+            what = f"{disk['inodes']} files left to make in {folder}"
+            yield Finding(host=host.name, check="disk", level="red", what=what, fix=fix)
+        if disk["error"]:
+            check = "disk" if name == "temporary files" else "run dir"
+            fix = f"on {host.name}: chown, chmod or mount {shlex.quote(disk['path'])}, or give another train.run_dir"
+            what = f"no file can be made in {folder}: {disk['error']}"
+            yield Finding(host=host.name, check=check, level="red", what=what, fix=fix)
+
+
+def _memory(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    memory = facts.get("memory")
+    if memory and memory["free"] < host.slots * RANK_MEMORY_BYTES:
+        what = f"{size(memory['free'])} of {size(memory['total'])} memory free for {host.slots} ranks"
+        fix = f"see who has it: ssh {host.name} 'ps -eo pid,user,rss,args --sort -rss | head'"
+        level: Level = "red" if memory["free"] < host.slots * RANK_MEMORY_BYTES / 2 else "yellow"
+        yield Finding(host=host.name, check="memory", level=level, what=what, fix=fix)
+
+
+def _shm(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    shm = facts.get("shm")
+    if not shm:
+        return
+    need = host.slots * SHM_A_RANK_BYTES
+    if shm["left"] > GIB or (shm["left"] and shm["free"] < need):
+        what = f"{size(shm['left'])} of /dev/shm are left from DeepSpeed runs that ended"
+        fix = f"when no run is there: ssh {host.name} 'rm /dev/shm/deepspeed_allreduce_buffer_*'"
+        yield Finding(host=host.name, check="shm", level="yellow", what=what, fix=fix)
+    if shm["free"] < need:
+        what = f"/dev/shm has {size(shm['free'])} free of {size(shm['total'])}; {host.slots} ranks take {size(need)}"
+        fix = f"on {host.name}: mount -o remount,size=50% /dev/shm     (docker run --shm-size 16g)"
+        yield Finding(host=host.name, check="shm", level="red", what=what, fix=fix)
+
+
+def _limits(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    limits = facts.get("limits")
+    if not limits:
+        return
+    ranks = sum(each.slots for each in survey.hosts)
+    files = max(1024, 4 * ranks)
+    wanted = [("nofile", "open files", files, "-n")]
+    if limits["infiniband"]:
+        wanted.append(("memlock", "bytes of locked memory", 1 << 40, "-l"))
+    if not limits["root"]:  # the kernel does not hold root to it
+        wanted.append(("nproc", "processes and threads", 512 * host.slots, "-u"))
+    for name, words, least, flag in wanted:
+        has = limits[name]
+        if has is not None and has < least:
+            need = "unlimited" if name == "memlock" else str(least)
+            what = f"the limit of {words} is {has} (ulimit {flag}); this job needs {need}"
+            fix = f"on {host.name}: '* - {name} {need}' into /etc/security/limits.conf, and no ulimit in ~/.bashrc"
+            yield Finding(host=host.name, check="limits", level="red", what=what, fix=fix)
+
+
+def _ops(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    ops = facts.get("ops")
+    if not ops:
+        return
+    for path, age_s in ops["locks"].items():
+        if age_s > STALE_S:
+            what = f"a dead build left the lock {path} {duration(age_s)} ago: every run waits for it without end"
+            fix = f"ssh {host.name} rm {shlex.quote(path)}     (or llmtrain doctor --build-ops)"
+            yield Finding(host=host.name, check="ops", level="red", what=what, fix=fix)
+    missing = [name for name in survey.ops if name not in ops["built"]]
+    if missing and not (ops["compiler"] and ops["ninja"]):
+        tool = "a C++ compiler" if not ops["compiler"] else "ninja"
+        what = f"{', '.join(missing)} must be compiled, and there is no {tool}"
+        fix = f"on {host.name}: apt-get install g++ ninja-build"
+        yield Finding(host=host.name, check="ops", level="red", what=what, fix=fix)
+    elif missing:
+        what = f"{', '.join(missing)} will be compiled when the run starts: about a minute"
+        fix = "llmtrain doctor --build-ops with the same arguments"
+        yield Finding(host=host.name, check="ops", level="yellow", what=what, fix=fix)
+
+
+def _port(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    port = facts.get("port", {})
+    if port.get("error"):
+        user = " ".join(port["users"].split()[5:6])
+        what = f"the rendezvous port {survey.port} is not free ({port['error']}){': ' + user if user else ''}"
+        fix = "take another: --master-port PORT (deepspeed --master_port PORT), or end what uses it"
+        yield Finding(host=host.name, check="port", level="red", what=what, fix=fix)
+
+
+def _nonce(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
+    error = facts.get("nonce", {}).get("error")
+    if error:
+        what = f"a file in {survey.run_dir} could not be written to try whether the hosts share it: {error}"
+        fix = f"on {host.name}: make it writable"
+        yield Finding(host=host.name, check="shared", level="red", what=what, fix=fix)
+
+
+_OF_ONE_HOST: Sequence[Callable[[Host, dict[str, Any], Survey], Iterator[Finding]]] = (
+    *(_unanswered, _python, _folder, _slots, _clock, _disk, _memory, _shm, _limits, _ops, _port, _nonce),
+)

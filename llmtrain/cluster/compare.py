@@ -1,0 +1,274 @@
+"""Facts of all hosts -> findings about those that differ. Pure functions, as in checks.py."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from llmtrain.cluster.checks import Finding, Level, Survey
+from llmtrain.cluster.hostfile import Host
+
+# These name a device of one host, or its own folders: that they differ is right.
+_OWN = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "TORCH_EXTENSIONS_DIR", "CUDA_VISIBLE_DEVICES", "HF_HOME")
+_OWN_ENDS = ("_SOCKET_IFNAME", "_CACHE", "_DIR")
+
+
+def all_hosts(survey: Survey) -> list[Finding]:
+    """What is wrong between the hosts."""
+    checks = (_versions, _code, _config, _environment, _shared, _names, _same_machine, _interfaces)
+    return [finding for check in checks for finding in check(survey)]
+
+
+def odd_ones(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The value that most have (on a tie the first host's), and the hosts that have another."""
+    if not values:
+        return None, []
+    counted = Counter(values.values())
+    most = max(counted.values())
+    common = next(value for value in values.values() if counted[value] == most)
+    return common, [host for host, value in values.items() if value != common]
+
+
+def _look(survey: Survey, name: str) -> dict[str, dict[str, Any]]:
+    """One look's facts by host, of the hosts that have them."""
+    return {
+        host.name: survey.facts[host.name][name] for host in survey.hosts if name in survey.facts.get(host.name, {})
+    }
+
+
+def _versions(survey: Survey) -> Iterator[Finding]:
+    python = {host: facts["version"] for host, facts in _look(survey, "python").items()}
+    common, odd = odd_ones(python)
+    for host in odd:
+        what = f"Python {python[host]}; the others have {common}"
+        yield Finding(host=host, check="versions", level="red", what=what, fix=f"on {host}: install Python {common}")
+    packages = _look(survey, "packages")
+    names = sorted({name for facts in packages.values() for name in facts})
+    for name in names:
+        common, odd = odd_ones({host: facts.get(name) for host, facts in packages.items()})
+        for host in odd:
+            has = packages[host].get(name)
+            what = f"{name} {has or 'is missing'}; the others have {common or 'none'}"
+            fix = f"on {host}: {survey.python} -m pip install {name}=={common}" if common else f"uninstall it on {host}"
+            if name in ("cuda", "nccl"):
+                fix = f"on {host}: install the same build of torch as on the others"
+            yield Finding(host=host, check="versions", level="red", what=what, fix=fix)
+        if name in ("torch", "deepspeed", "transformers") and common is None:
+            for host in packages.keys() - odd:
+                fix = f"on {host}: {survey.python} -m pip install {name}"
+                yield Finding(host=host, check="versions", level="red", what=f"{name} is missing", fix=fix)
+    drivers = {host: facts["driver"] for host, facts in _look(survey, "devices").items() if facts["count"]}
+    common, odd = odd_ones(drivers)
+    for host in odd:
+        what = f"NVIDIA driver {drivers[host]}; the others have {common}"
+        fix = f"on {host}: install driver {common} and reboot"
+        yield Finding(host=host, check="versions", level="red", what=what, fix=fix)
+    models = {h: tuple(sorted(set(f["names"]))) for h, f in _look(survey, "devices").items() if f["count"]}
+    common, odd = odd_ones(models)
+    for host in odd:
+        what = f"devices {', '.join(models[host])}; the others have {', '.join(common)}"
+        fix = "all wait for the slowest kind: leave it out with --exclude, or accept it"
+        yield Finding(host=host, check="slots", level="yellow", what=what, fix=fix)
+
+
+def _code(survey: Survey) -> Iterator[Finding]:
+    code = {host: facts for host, facts in _look(survey, "code").items() if facts["folder"]}
+    commits, odd = odd_ones({host: facts["commit"] for host, facts in code.items()})
+    for host in odd:
+        has = code[host]["commit"]
+        what = f"git commit {has[:12] if has else 'unknown'}; the others have {commits[:12] if commits else 'none'}"
+        fix = f"on {host}: cd {survey.folder} && git fetch && git checkout {commits or ''}"
+        yield Finding(host=host, check="code", level="red", what=what, fix=fix)
+    _, different = odd_ones({host: facts["sum"] for host, facts in code.items()})
+    for host in different:
+        if host in odd:
+            continue  # said already
+        what = "the files of llmtrain are not those of the others" + (
+            f" ({code[host]['changed']} changed since the commit)" if code[host]["changed"] else ""
+        )
+        fix = f"copy them: rsync -a {survey.folder}/ {host}:{survey.folder}/"
+        yield Finding(host=host, check="code", level="red", what=what, fix=fix)
+
+
+def _config(survey: Survey) -> Iterator[Finding]:
+    config = _look(survey, "config")
+    for path in sorted({path for facts in config.values() for path in facts}):
+        sums = {host: facts.get(path) for host, facts in config.items()}
+        common, odd = odd_ones(sums)
+        for host in survey.facts:
+            has = sums.get(host)
+            fix = f"copy it: scp {path} {host}:{path}"
+            if has is not None and has.startswith("cannot"):
+                yield Finding(host=host, check="config", level="red", what=f"{path} {has}", fix=fix)
+            elif host in odd and not str(common).startswith("cannot"):
+                what = f"{path} has another checksum than on the others"
+                yield Finding(host=host, check="config", level="red", what=what, fix=fix)
+
+
+def _environment(survey: Survey) -> Iterator[Finding]:
+    environment = _look(survey, "environment")
+    for name in sorted({name for facts in environment.values() for name in facts}):
+        if name in _OWN or name.endswith(_OWN_ENDS):
+            continue
+        values = {host: facts.get(name) for host, facts in environment.items()}
+        common, odd = odd_ones(values)
+        for host in odd:
+            has = values[host]
+            what = f"{name} {'is not set' if has is None else f'is {has!r}'} in ssh's shell; on the others it is "
+            what += "not set" if common is None else f"{common!r}"
+            fix = f"make ~/.bashrc and ~/.ssh/environment of {host} say the same, or send it with llmtrain launch"
+            yield Finding(host=host, check="env", level="yellow", what=what, fix=fix)
+
+
+def _shared(survey: Survey) -> Iterator[Finding]:
+    seen = [host for host, sees in survey.nonce.items() if sees]
+    missing = [host for host, sees in survey.nonce.items() if not sees]
+    first = survey.hosts[0].name
+    for host in missing:
+        if seen:
+            what = (
+                f"what {first} writes into {survey.run_dir} is not there, but {len(seen)} others see it: not mounted?"
+            )
+            fix = f"on {host}: mount the shared file system; findmnt -T {survey.run_dir}"
+            level: Level = "red"
+        else:
+            what = f"{survey.run_dir} is not shared with {first}: each host keeps its own part of a checkpoint"
+            fix = "put train.run_dir on a shared file system; else resume on the same hosts, or gather the files before"
+            level = "yellow"
+        yield Finding(host=host, check="shared", level=level, what=what, fix=fix)
+
+
+def held(facts: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Addresses by interface."""
+    return {name: about["addresses"] for name, about in facts.get("interfaces", {}).items()}
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _names(survey: Survey) -> Iterator[Finding]:
+    own = {
+        host.name: {a for each in held(survey.facts.get(host.name, {})).values() for a in each} for host in survey.hosts
+    }
+    for viewer, names in _look(survey, "names").items():
+        unknown = [name for name, address in names["addresses"].items() if address is None]
+        if unknown:
+            shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+            what = f"it does not know the name{'s' * (len(unknown) > 1)} {shown}"
+            fix = f"on {viewer}: add to /etc/hosts what `getent hosts {unknown[0]}` says on the others"
+            yield Finding(host=viewer, check="name", level="red", what=what, fix=fix)
+        for target, address in names["addresses"].items():
+            if address is None or not own.get(target) or (viewer == target and address in own[target]):
+                continue
+            if address in own[target] and not _is_loopback(address):
+                continue
+            right = sorted(a for a in own[target] if not _is_loopback(a))
+            what = f"it takes {target} to be {address}, but {target} has {', '.join(right) or 'no address'}"
+            fix = f"on {viewer}: correct the line of {target} in /etc/hosts, or the name server"
+            yield Finding(host=viewer, check="name", level="red", what=what, fix=fix)
+
+
+def _same_machine(survey: Survey) -> Iterator[Finding]:
+    seen: dict[tuple[str, ...], str] = {}
+    for host in survey.hosts:
+        addresses = [a for each in held(survey.facts.get(host.name, {})).values() for a in each if not _is_loopback(a)]
+        if not addresses:
+            continue
+        first = seen.setdefault(tuple(sorted(addresses)), host.name)
+        if first != host.name:
+            what = (
+                f"it is the same machine as {first} ({', '.join(addresses)}): their ranks would take the same devices"
+            )
+            fix = f"remove one of the two names from the hostfile, and give {first} all slots"
+            yield Finding(host=host.name, check="name", level="red", what=what, fix=fix)
+
+
+def right_interface(survey: Survey, host: str) -> str | None:
+    """The interface whose address the other hosts know `host` by; None where that cannot be told."""
+    votes = Counter(
+        names["addresses"].get(host)
+        for viewer, names in _look(survey, "names").items()
+        if viewer != host or len(survey.hosts) == 1
+    )
+    interfaces = held(survey.facts.get(host, {}))
+    for address, _ in votes.most_common():
+        for name, addresses in interfaces.items():
+            if address in addresses and (len(survey.hosts) == 1 or not _is_loopback(address)):
+                return name
+    return None
+
+
+def gloo_choice(facts: Mapping[str, Any]) -> str | None:
+    """The interface that gloo takes: GLOO_SOCKET_IFNAME, else that of the host name's address, else loopback."""
+    said = facts.get("environment", {}).get("GLOO_SOCKET_IFNAME")
+    if said:
+        return str(said)
+    own = facts.get("names", {}).get("own")
+    interfaces = held(facts)
+    for name, addresses in interfaces.items():
+        if own in addresses or (own and _is_loopback(own) and any(map(_is_loopback, addresses))):
+            return name
+    return next((name for name, addresses in interfaces.items() if any(map(_is_loopback, addresses))), None)
+
+
+def nccl_choice(facts: Mapping[str, Any]) -> str | None:
+    """The interface that NCCL takes for its sockets: what NCCL_SOCKET_IFNAME says (`=` exactly, `^` not, else the
+    beginning of a name), else ib*, else any but docker*, lo and virbr*, else these."""
+    here = [n for n, about in facts.get("interfaces", {}).items() if about["addresses"] and about.get("up")]
+    said = facts.get("environment", {}).get("NCCL_SOCKET_IFNAME", "")
+    words: list[str] = [word for word in said.lstrip("^=").split(",") if word]
+    if words:
+        matches: Callable[[str], bool]
+        if said.startswith("="):
+            matches = lambda name: name in words  # noqa: E731
+        else:
+            matches = lambda name: name.startswith(tuple(words))  # noqa: E731
+        return next((name for name in here if matches(name) != said.startswith("^")), None)
+    last = ("docker", "lo", "virbr")
+    order = [n for n in here if n.startswith("ib")] + [n for n in here if not n.startswith(last)]
+    order += [name for word in last for name in here if name.startswith(word)]
+    return order[0] if order else None
+
+
+def _interfaces(survey: Survey) -> Iterator[Finding]:
+    if len(survey.hosts) < 2:
+        return
+    for host in survey.hosts:
+        facts = survey.facts.get(host.name)
+        right = right_interface(survey, host.name)
+        if facts is None or not facts.get("interfaces") or right is None:
+            continue
+        yield from _chosen(host, facts, right)
+
+
+def _chosen(host: Host, facts: dict[str, Any], right: str) -> Iterator[Finding]:
+    environment, interfaces = facts.get("environment", {}), facts["interfaces"]
+    devices = facts.get("devices", {}).get("count", 0)
+    choices = [("gloo", "GLOO_SOCKET_IFNAME", gloo_choice(facts))]
+    if devices or environment.get("NCCL_SOCKET_IFNAME"):
+        choices.append(("NCCL", "NCCL_SOCKET_IFNAME", nccl_choice(facts)))
+    for backend, variable, choice in choices:
+        said = environment.get(variable)
+        fix = f"remove {variable} from the start files of {host.name}: llmtrain sets {right}; or set it to {right}"
+        if said and (choice is None or choice not in interfaces):
+            what = f"{variable} is {said!r}, but it has {', '.join(n for n, a in interfaces.items() if a['addresses'])}"
+            yield Finding(host=host.name, check="interface", level="red", what=what, fix=fix)
+        elif said and choice is not None and choice != right:
+            level: Level = "red" if any(map(_is_loopback, interfaces[choice]["addresses"])) else "yellow"
+            what = f"{variable} makes {backend} take {choice}; the other hosts reach it by {right}"
+            yield Finding(host=host.name, check="interface", level=level, what=what, fix=fix)
+        elif choice != right and backend == "gloo":
+            what = f"gloo alone would take {choice}: {facts['names']['hostname']} is {facts['names']['own']} there; "
+            what += f"llmtrain takes {right}, other programs do not"
+            fix = f"on {host.name}: give {host.name} the address of {right} in /etc/hosts, or set {variable}={right}"
+            yield Finding(host=host.name, check="interface", level="yellow", what=what, fix=fix)
+    speed = interfaces[right].get("speed")
+    for name, about in interfaces.items():
+        faster = speed and about.get("up") and about["addresses"] and (about.get("speed") or 0) > 2 * speed
+        if faster:
+            what = f"the ranks will talk by {right} ({speed} Mbit/s), and {name} has {about['speed']} Mbit/s"
+            fix = f"write names in the hostfile that lead to {name} if it joins all hosts"
+            yield Finding(host=host.name, check="interface", level="yellow", what=what, fix=fix)

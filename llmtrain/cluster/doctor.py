@@ -1,0 +1,108 @@
+"""`llmtrain doctor --hostfile hosts [--config RUN.yaml]`: is this cluster in order, and if not, what is to be done?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from llmtrain.cluster import checks, compare, survey
+from llmtrain.cluster.checks import CHECKS
+from llmtrain.cluster.hostfile import Host, read_hostfile, select
+from llmtrain.cluster.report import Report, print_report
+from llmtrain.config.load import load
+from llmtrain.config.run import ResolvedRun
+
+MASTER_PORT = 29500
+"""DeepSpeed's default for the rendezvous."""
+
+
+def quick(
+    hosts: Sequence[Host],
+    config: str | Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    port: int = MASTER_PORT,
+    ssh_port: int | None = None,
+    timeout_s: float = 25.0,
+) -> Report:
+    """Everything but measurements between the hosts: a few seconds.
+
+    Args:
+        hosts: of read_hostfile, or select.
+        config: the run's YAML; it is resolved here for the number of ranks, and compared on all hosts.
+        overrides: further words of the run's command line, such as --train.run_dir X.
+        port: of the rendezvous; 0: do not look at it.
+        ssh_port: of every sshd, where it is not 22.
+        timeout_s: for each host.
+
+    Raises:
+        ConfigError: the configuration is wrong for this number of ranks, or there is no ssh program.
+    """
+    started = time.monotonic()
+    run = _resolved(hosts, config, overrides)
+    files = [] if run is None else [str(config), run.run.deepspeed]
+    found = survey.look(
+        hosts,
+        files=files,
+        run_dir=None if run is None else run.run.train.run_dir,
+        port=port,
+        ops=needed_ops(run),
+        timeout_s=timeout_s,
+        ssh_port=ssh_port,
+    )
+    asked = set(CHECKS) - {"fabric"}
+    asked -= set() if run is not None else {"config"}
+    asked -= set() if found.nonce else {"shared"}
+    asked -= set() if port else {"port"}
+    findings = [*checks.each_host(found), *compare.all_hosts(found)]
+    order = {host.name: index for index, host in enumerate(hosts)}
+    findings.sort(key=lambda each: (each.level != "red", order.get(each.host, 0), CHECKS.index(each.check)))
+    return Report(
+        survey=found, findings=tuple(findings), checked=frozenset(asked), elapsed_s=time.monotonic() - started
+    )
+
+
+def _resolved(hosts: Sequence[Host], config: str | Path | None, overrides: Sequence[str]) -> ResolvedRun | None:
+    if config is None:
+        return None
+    world_size = sum(host.slots for host in hosts)
+    return load(["--config", str(config), *overrides], world_size, "the hostfile")
+
+
+def needed_ops(run: ResolvedRun | None) -> tuple[str, ...]:
+    """DeepSpeed's ops that the run compiles at its start: CPUAdam for a moved optimizer; all else is torch's."""
+    if run is None or not run.offload_optimizer or run.run.optim.name == "muon":
+        return ()
+    return ("cpu_adam",)
+
+
+def main(argv: list[str]) -> int:
+    """0: no red cell. 1: a red cell. Raises ConfigError for the hostfile, the configuration and the command line."""
+    args = _parser().parse_args(argv)
+    hosts = select(read_hostfile(args.hostfile), args.include, args.exclude)
+    report = quick(hosts, args.config, overrides=args.overrides, port=args.master_port, ssh_port=args.ssh_port)
+    if args.json:
+        print(json.dumps(report.as_json(), indent=1))
+    else:
+        print_report(report, Console(width=None if os.isatty(1) else 160, highlight=False))
+    return 0 if report.ok else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="llmtrain doctor", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--hostfile", required=True, help="a line `NAME slots=COUNT` for each host")
+    parser.add_argument("--include", help="hosts and devices to take, as deepspeed's")
+    parser.add_argument("--exclude", help="hosts and devices to leave out, as deepspeed's")
+    parser.add_argument("--config", metavar="RUN.yaml", help="the run that is to be started; checked on all hosts")
+    parser.add_argument("--master-port", type=int, default=MASTER_PORT, help="of the rendezvous (default 29500)")
+    parser.add_argument("--ssh-port", type=int, help="of every sshd, where ~/.ssh/config does not say it")
+    parser.add_argument("--quick", action="store_true", help="do not measure the network between the hosts")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("overrides", nargs="*", help="after --: further words of the run's command line")
+    return parser

@@ -1,0 +1,325 @@
+"""What a host is like, as one JSON object. Piped into a host's Python over ssh: nothing need be installed there.
+
+Standard library only, and Python 3.8 on. `PROGRAM` of survey.py appends the call of `main` with the questions.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import platform
+import re
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+MARK = "llmtrain-facts "
+LIMIT_S = 12.0
+"""For all questions together: what a dead file server keeps is left out, and its name told."""
+Facts = dict  # Python 3.8 knows no dict[str, ...] at run time
+
+
+def run(argv: list[str], timeout_s: float = 8.0) -> str | None:
+    """Standard output of a command; None when there is no such command or it fails."""
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=timeout_s
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+
+
+def read(path: str) -> str:
+    """A file's text; empty when it cannot be read."""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def look_python(ask: Facts) -> Facts:
+    return {"executable": sys.executable, "version": platform.python_version(), "machine": platform.machine()}
+
+
+def look_packages(ask: Facts) -> Facts:
+    """Versions without importing: torch alone takes seconds to import."""
+    from importlib import metadata
+    from importlib.util import find_spec
+
+    found: Facts = {}
+    for name in ask["packages"]:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    spec = find_spec("torch")
+    where = os.path.dirname(spec.origin) if spec and spec.origin else ""
+    cuda = re.search(r"^cuda\b.*= '([\d.]+)'", read(os.path.join(where, "version.py")), re.M) if where else None
+    found["cuda"] = cuda.group(1) if cuda else None
+    found["nccl"] = None
+    for each in metadata.distributions():
+        name = each.metadata["Name"] or ""
+        if name.startswith("nvidia-nccl"):
+            found["nccl"] = each.version
+    return found
+
+
+def look_devices(ask: Facts) -> Facts:
+    shown = run(["nvidia-smi", "--query-gpu=index,name,driver_version", "--format=csv,noheader"])
+    rows = [[word.strip() for word in line.split(",")] for line in (shown or "").splitlines() if line.count(",") >= 2]
+    nodes = [path for path in glob.glob("/dev/nvidia*") if re.fullmatch(r"/dev/nvidia\d+", path)]
+    return {
+        "count": len(rows) if shown is not None else len(nodes),
+        "nodes": len(nodes),
+        "names": [row[1] for row in rows],
+        "driver": rows[0][2] if rows else None,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def look_code(ask: Facts) -> Facts:
+    """The commit of the working folder, and a checksum of the package's own files: what really runs."""
+    folder, package = ask["folder"], ask["package"]
+    git = ["git", "-c", "safe.directory=*", "-C", folder]
+    commit, status = run([*git, "rev-parse", "HEAD"]), run([*git, "status", "--porcelain", "-uno"])
+    total = hashlib.sha256()
+    files = sorted(glob.glob(os.path.join(package, "**", "*.py"), recursive=True))
+    for path in files:
+        with open(path, "rb") as file:
+            total.update(os.path.relpath(path, package).encode() + b"\0" + hashlib.sha256(file.read()).digest())
+    return {
+        "folder": os.path.isdir(folder),
+        "commit": commit.strip() if commit else None,
+        "changed": len(status.splitlines()) if status is not None else None,
+        "files": len(files),
+        "sum": total.hexdigest(),
+    }
+
+
+def look_config(ask: Facts) -> Facts:
+    found = {}
+    for path in ask["files"]:
+        try:
+            with open(path, "rb") as file:
+                found[path] = hashlib.sha256(file.read()).hexdigest()
+        except OSError as error:
+            found[path] = f"cannot be read ({error.strerror})"
+    return found
+
+
+def look_environment(ask: Facts) -> Facts:
+    """What ssh's shell gives to a command. Values of secrets stay here: only whether they are the same travels."""
+    found = {}
+    for name, value in os.environ.items():
+        if name.startswith(tuple(ask["variables"])):
+            hidden = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL"))
+            mark = hashlib.sha256(value.encode(errors="replace")).hexdigest()[:8]
+            found[name] = f"secret {mark}" if hidden else value
+    return found
+
+
+def nearest(path: str) -> str:
+    """The folder itself, or the nearest one above it that exists."""
+    path = os.path.abspath(os.path.expanduser(path))
+    while not os.path.isdir(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
+
+
+def look_disk(ask: Facts) -> Facts:
+    found = {}
+    for name, path in ask["folders"].items():
+        there = nearest(path)
+        space = os.statvfs(there)
+        found[name] = {
+            "path": path,
+            "free": space.f_bavail * space.f_frsize,
+            "inodes": space.f_favail if space.f_files else None,
+            "error": try_to_write(there),
+        }
+    return found
+
+
+def try_to_write(folder: str) -> str | None:
+    """Why no file can be made in a folder; None when one could."""
+    name = os.path.join(folder, f".llmtrain-doctor-{os.getpid()}-{time.time_ns()}")
+    try:
+        with open(name, "xb") as file:
+            file.write(b"0" * 4096)
+    except OSError as error:
+        return error.strerror
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+    return None
+
+
+def look_memory(ask: Facts) -> Facts:
+    """Bytes of memory in all and free for programs; a container's limit counts where it is lower."""
+    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
+    total, free = int(fields["MemTotal"]) << 10, int(fields["MemAvailable"]) << 10
+    limit, used = read("/sys/fs/cgroup/memory.max").strip(), read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit() and int(limit) < total:
+        total, free = int(limit), min(free, int(limit) - int(used))
+    return {"total": total, "free": free}
+
+
+def look_shm(ask: Facts) -> Facts:
+    space = os.statvfs("/dev/shm")
+    left = [path for path in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*") if os.stat(path).st_uid == os.getuid()]
+    return {
+        "mounted": os.path.ismount("/dev/shm"),
+        "total": space.f_blocks * space.f_frsize,
+        "free": space.f_bavail * space.f_frsize,
+        "left": sum(os.stat(path).st_size for path in left),
+    }
+
+
+def look_limits(ask: Facts) -> Facts:
+    """Soft limits; None: no limit."""
+    found = {}
+    for name in ("NOFILE", "MEMLOCK", "NPROC"):
+        soft = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[0]
+        found[name.lower()] = None if soft == resource.RLIM_INFINITY else soft
+    found["root"] = os.geteuid() == 0
+    found["infiniband"] = bool(glob.glob("/sys/class/infiniband/*"))
+    return found
+
+
+def look_nonce(ask: Facts) -> Facts:
+    if ask.get("nonce_writer") != ask["host"]:
+        return {}
+    try:
+        with open(ask["nonce_path"], "w") as file:
+            file.write(ask["nonce"])
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return {"error": error.strerror}
+    return {"written": True}
+
+
+def look_ops(ask: Facts) -> Facts:
+    """DeepSpeed's compiled ops: which lie ready, and which are locked by a build that may be dead."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser(
+        os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch_extensions")
+    )
+    built, locks = set(), {}
+    for path in [*glob.glob(os.path.join(root, "*", "*.so")), *glob.glob(os.path.join(root, "*", "*", "*.so"))]:
+        built.add(os.path.basename(path)[:-3])
+    for path in [*glob.glob(os.path.join(root, "*", "lock")), *glob.glob(os.path.join(root, "*", "*", "lock"))]:
+        locks[path] = time.time() - os.stat(path).st_mtime
+    from importlib.util import find_spec
+    from shutil import which
+
+    spec = find_spec("deepspeed")
+    if spec and spec.origin:
+        shown = read(os.path.join(os.path.dirname(spec.origin), "git_version_info_installed.py"))
+        built.update(re.findall(r"'(\w+)': True", shown))
+    beside = os.path.join(os.path.dirname(sys.executable), "ninja")
+    return {
+        "folder": root,
+        "built": sorted(built),
+        "locks": locks,
+        "compiler": which(os.environ.get("CXX") or "c++"),
+        "ninja": which("ninja") or (beside if os.access(beside, os.X_OK) else None),
+    }
+
+
+def look_port(ask: Facts) -> Facts:
+    """Whether the rendezvous port is free: on the first host alone, where the store will listen."""
+    if ask["host"] != ask["first"] or not ask.get("port"):
+        return {}
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        try:
+            listener.bind(("", ask["port"]))
+        except OSError as error:
+            return {"error": error.strerror, "users": run(["ss", "-Hltnp", f"sport = :{ask['port']}"]) or ""}
+    return {"free": True}
+
+
+def look_interfaces(ask: Facts) -> Facts:
+    """IPv4 addresses by interface, whether it is up, its speed in Mbit/s as its driver says."""
+    found: Facts = {name: {"addresses": []} for _, name in socket.if_nameindex()}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        space = array.array("B", bytes(40 * 256))
+        filled = fcntl.ioctl(asking, 0x8912, struct.pack("iL", len(space), space.buffer_info()[0]))  # SIOCGIFCONF
+        used = struct.unpack("iL", filled)[0]
+        for at in range(0, used, 40):
+            name = space[at : at + 16].tobytes().split(b"\0")[0].decode().split(":")[0]
+            found.setdefault(name, {"addresses": []})["addresses"].append(socket.inet_ntoa(space[at + 20 : at + 24]))
+        for name, about in found.items():
+            flags = fcntl.ioctl(asking, 0x8913, struct.pack("16sH14x", name.encode()[:15], 0))  # SIOCGIFFLAGS
+            about["up"] = bool(struct.unpack("16sH14x", flags)[1] & 1)
+            speed = read(f"/sys/class/net/{name}/speed").strip()
+            about["speed"] = int(speed) if speed.isdigit() else None
+    return found
+
+
+def address(name: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+def look_names(ask: Facts) -> Facts:
+    """Which IPv4 address each host's name has here. Side by side: a name server may take seconds to say no."""
+    found, waiting = {}, list(ask["hosts"])
+
+    def work() -> None:
+        while waiting:
+            try:
+                name = waiting.pop()
+            except IndexError:
+                return
+            found[name] = address(name)
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(min(32, len(waiting)))]
+    for each in workers:
+        each.start()
+    until = time.monotonic() + LIMIT_S - 3
+    for each in workers:
+        each.join(max(0.0, until - time.monotonic()))
+    own = socket.gethostname()
+    return {"addresses": {name: found.get(name) for name in ask["hosts"]}, "hostname": own, "own": address(own)}
+
+
+def main(ask: Facts) -> None:
+    """Answer every question that can be answered in time, then print one line."""
+    began = time.time()
+    out: Facts = {}
+    errors: Facts = {}
+    looks = {name[5:]: look for name, look in globals().items() if name.startswith("look_")}
+
+    def one(name: str, look: Any) -> None:
+        try:
+            out[name] = look(ask)
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+
+    threads = {name: threading.Thread(target=one, args=(name, look), daemon=True) for name, look in looks.items()}
+    for each in threads.values():
+        each.start()
+    until = time.monotonic() + LIMIT_S
+    for name, each in threads.items():
+        each.join(max(0.0, until - time.monotonic()))
+        if each.is_alive():
+            errors.setdefault(name, f"no answer within {LIMIT_S:g} s: does a file server or a name server hang?")
+    whole = {**out, "errors": dict(errors), "began": began, "ended": time.time()}
+    sys.stdout.write("\n" + MARK + json.dumps(whole) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # a thread may hang in a dead file system

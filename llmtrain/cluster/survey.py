@@ -1,0 +1,149 @@
+"""Ask all hosts at once what they are like: probe.py through ssh, twice bounded, by time and by fan-out."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmtrain.cluster import probe
+from llmtrain.cluster.checks import Survey
+from llmtrain.cluster.environment import PREFIXES
+from llmtrain.cluster.hostfile import Host
+from llmtrain.cluster.ssh import FAN_OUT, Answer, on_hosts
+
+PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "triton", "safetensors", "tokenizers")
+VARIABLES = (*PREFIXES, "LD_LIBRARY_PATH", "LD_PRELOAD")
+PACKAGE = Path(__file__).resolve().parent.parent
+NO_PYTHON = 127
+
+# The interpreter of the launch, or any other that can say what else is wrong there.
+_START = (
+    'if [ -x "$1" ]; then exec "$1" -; fi; for each in python3 python; do command -v $each >/dev/null && exec $each -; '
+    f"done; exit {NO_PYTHON}"
+)
+
+
+def in_parallel(hosts: Sequence[str], work: Callable[[str], Any], fan_out: int = FAN_OUT) -> dict[str, Any]:
+    """What `work` returns for each host, at most `fan_out` of them at a time."""
+    with ThreadPoolExecutor(max(1, min(fan_out, len(hosts))), "survey") as pool:
+        try:
+            return dict(zip(hosts, pool.map(work, hosts), strict=True))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def program(module: Path, questions: Mapping[str, Any]) -> str:
+    """The text of a program for `python -`: a file that needs nothing but the standard library, and its call."""
+    # A json.py or random.py in the home folder, where ssh starts it, is nobody's business.
+    head = 'import sys\nif sys.path[:1] == [""]:\n    del sys.path[0]\n'
+    text = module.read_text().replace("from __future__ import annotations\n", head, 1)
+    return f"from __future__ import annotations\n{text}\nmain(json.loads({json.dumps(questions)!r}))\n"
+
+
+def ask_python(host: str, text: str, *, timeout_s: float, port: int | None = None) -> Answer:
+    """Run a program with the interpreter of this process on one host."""
+    command = ("/bin/sh", "-c", _START, "sh", sys.executable)
+    return on_hosts([host], command, input=text, timeout_s=timeout_s, port=port)[host]
+
+
+def look(
+    hosts: Sequence[Host],
+    *,
+    files: Sequence[str] = (),
+    run_dir: str | None = None,
+    port: int = 0,
+    ops: Sequence[str] = (),
+    timeout_s: float = 25.0,
+    ssh_port: int | None = None,
+) -> Survey:
+    """Ask the hosts everything that one host can be asked.
+
+    Args:
+        files: whose checksums must agree: the run's YAML and its DeepSpeed JSON.
+        run_dir: the folder of the run; it is not made.
+        port: of the rendezvous; 0: do not ask.
+        ops: DeepSpeed ops that the run needs.
+        timeout_s: for each host.
+        ssh_port: of every sshd, where it is not 22.
+    """
+    folder = os.getcwd()
+    names = [host.name for host in hosts]
+    where = probe.nearest(run_dir or folder)
+    nonce = secrets.token_hex(16)
+    nonce_path = os.path.join(where, f".llmtrain-nonce-{nonce[:8]}")
+    folders = {"temporary files": os.environ.get("TMPDIR", "/tmp"), "the run": run_dir or folder}
+    questions = {
+        "packages": PACKAGES,
+        "folder": folder,
+        "package": str(PACKAGE),
+        "files": [os.path.abspath(file) for file in files],
+        "variables": VARIABLES,
+        "folders": {name: os.path.abspath(path) for name, path in folders.items()},
+        "hosts": names,
+        "first": names[0],
+        "port": port,
+        "nonce": nonce,
+        "nonce_path": nonce_path,
+        "nonce_writer": names[0] if len(names) > 1 else None,
+    }
+    survey = Survey(hosts=tuple(hosts), python=sys.executable, folder=folder, run_dir=where, port=port, ops=tuple(ops))
+    survey = _facts(survey, questions, timeout_s, ssh_port)
+    if survey.facts.get(names[0], {}).get("nonce", {}).get("written"):
+        survey = _read_back(survey, nonce, nonce_path, timeout_s, ssh_port)
+    return survey
+
+
+def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_port: int | None) -> Survey:
+    names = [host.name for host in survey.hosts]
+
+    def one(name: str) -> tuple[Answer, float, float]:
+        text = program(Path(probe.__file__), {**questions, "host": name})
+        began = time.time()
+        answer = ask_python(name, text, timeout_s=timeout_s, port=ssh_port)
+        return answer, began, time.time()
+
+    troubles, facts, failures, skew_s = {}, {}, {}, {}
+    for name, (answer, began, ended) in in_parallel(names, one).items():
+        if answer.trouble is not None:
+            troubles[name] = answer.trouble
+        if answer.code is None:
+            continue
+        found = read_facts(answer.stdout)
+        if found is not None:
+            facts[name] = found
+            # It answered between our two looks at our clock.
+            skew_s[name] = (found["ended"] - ended, found["began"] - began)
+        elif answer.code == NO_PYTHON:
+            failures[name] = f"no Python at {survey.python}, and no python3 on PATH"
+        else:
+            last = [line for line in answer.stderr.splitlines() if line.strip()][-1:]
+            failures[name] = f"{survey.python} ended with code {answer.code}: {''.join(last)[:200]}"
+    return replace(survey, troubles=troubles, facts=facts, failures=failures, skew_s=skew_s)
+
+
+def read_facts(text: str) -> dict[str, Any] | None:
+    """The line of the probe in what a host printed."""
+    for line in reversed(text.splitlines()):
+        if line.startswith(probe.MARK):
+            found = json.loads(line[len(probe.MARK) :])
+            assert isinstance(found, dict)
+            return found
+    return None
+
+
+def _read_back(survey: Survey, nonce: str, path: str, timeout_s: float, ssh_port: int | None) -> Survey:
+    """Whether the other hosts see the first one's file; then the file goes."""
+    first, *others = [host.name for host in survey.hosts if host.name in survey.facts]
+    answers = on_hosts(others, ("cat", path), timeout_s=timeout_s, port=ssh_port)
+    on_hosts([first], ("rm", "-f", path), timeout_s=timeout_s, port=ssh_port)
+    sees = {name: answer.stdout.strip() == nonce for name, answer in answers.items() if answer.code is not None}
+    return replace(survey, nonce=sees)
