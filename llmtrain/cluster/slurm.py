@@ -1,0 +1,169 @@
+"""Slurm: the hosts from what it tells a job, and srun instead of ssh. As a program: what srun starts for each rank.
+
+Nothing of a host is asked here: Slurm has started this on all of them, or it has not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llmtrain.cluster.hostfile import Host, name_problem
+from llmtrain.errors import ConfigError
+
+MAX_HOSTS = 100_000
+_ANSWERS_S = 30.0
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_TASKS = re.compile(r"([1-9]\d{0,3})(?:\(x([1-9]\d{0,5})\))?")
+_PIECE = re.compile(r"([^\[\],]*)(?:\[([^\[\]]*)\])?")
+
+
+def expand(nodelist: str) -> list[str]:
+    """The names in a list as Slurm writes it: `node[001-004,007],gpu-a`, `rack[1-2]n[01-16]`. Raises ConfigError."""
+    names: list[str] = []
+    at = 0
+    while at <= len(nodelist):
+        word = [""]
+        while True:  # the pieces of one word, each some text and perhaps a bracket
+            piece = _PIECE.match(nodelist, at)
+            assert piece is not None  # it matches nothing at all, too
+            at = piece.end()
+            ends = _numbers(piece[2], nodelist) if piece[2] is not None else [""]
+            if len(word) * len(ends) + len(names) > MAX_HOSTS:
+                raise _wrong(nodelist, f"names more than {MAX_HOSTS} hosts")
+            word = [head + piece[1] + end for head in word for end in ends]
+            if piece[2] is None:
+                break
+        if at < len(nodelist) and nodelist[at] != ",":
+            raise _wrong(nodelist, f"has {nodelist[at]!a} where it cannot stand")
+        for name in word:
+            if (problem := name_problem(name)) is not None:
+                raise _wrong(nodelist, problem)
+        names += word
+        at += 1
+    if len(set(names)) != len(names):
+        raise _wrong(nodelist, "names a host twice")
+    return names
+
+
+def _numbers(text: str, nodelist: str) -> list[str]:
+    """`001-003,7` -> 001 002 003 7."""
+    found: list[str] = []
+    for part in text.split(","):
+        matched = _RANGE.fullmatch(part)
+        if matched is None or len(part) > 20:
+            raise _wrong(nodelist, f"has {part!a} between brackets, where numbers and ranges stand")
+        first, last = int(matched[1]), int(matched[2] or matched[1])
+        if not 0 <= last - first < MAX_HOSTS:
+            raise _wrong(nodelist, f"has the range {part!a}")
+        found += [f"{number:0{len(matched[1])}}" for number in range(first, last + 1)]
+    return found
+
+
+def _wrong(nodelist: str, why: str) -> ConfigError:
+    shown = nodelist if len(nodelist) <= 200 else f"{nodelist[:200]}..."
+    return ConfigError(f"SLURM_JOB_NODELIST={shown!a} {why}: it is Slurm's own; do not set it by hand")
+
+
+def tasks_per_node(text: str, nodes: int) -> list[int]:
+    """`8(x4),4` -> 8 8 8 8 4. Raises ConfigError unless it tells of `nodes` nodes."""
+    counts: list[int] = []
+    for part in text.split(","):
+        matched = _TASKS.fullmatch(part)
+        if matched is None:
+            raise ConfigError(f"SLURM_TASKS_PER_NODE={text!a} has {part!a} where COUNT or COUNT(xNODES) stands")
+        counts += [int(matched[1])] * int(matched[2] or 1)
+    if len(counts) != nodes:
+        rule = f"tells of {len(counts)} nodes, and SLURM_JOB_NODELIST of {nodes}"
+        raise ConfigError(f"SLURM_TASKS_PER_NODE={text!a} {rule}: give sbatch --nodes and --ntasks-per-node")
+    return counts
+
+
+def hosts_of(environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """The hosts of this allocation, one slot for each task. Raises ConfigError."""
+    missing = [name for name in ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE") if not environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"--launcher slurm: {missing[0]} is not set: start it within an allocation (sbatch launch/slurm.sbatch), "
+            "with --ntasks-per-node"
+        )
+    names = expand(environ["SLURM_JOB_NODELIST"])
+    counts = tasks_per_node(environ["SLURM_TASKS_PER_NODE"], len(names))
+    return tuple(
+        Host(name=name, slots=count, devices=tuple(range(count)), line=number)
+        for number, (name, count) in enumerate(zip(names, counts, strict=True), start=1)
+    )
+
+
+def command(hosts: Sequence[Host], words: Sequence[str]) -> list[str]:
+    """srun, for a process per rank. It hands words and environment on as they are: no shell, no ssh.
+
+    The ranks' hosts come from SLURM_HOSTFILE (`hostfile`): rank 0 on the first one, whatever order Slurm has.
+    """
+    return [
+        *("srun", f"--nodes={len(hosts)}", f"--ntasks={sum(host.slots for host in hosts)}"),
+        *("--distribution=arbitrary", "--export=ALL"),
+        *("--kill-on-bad-exit=0", "--wait=0"),  # the watch ends the job: at once, and with its reason
+        *(sys.executable, "-u", "-m", "llmtrain.cluster.slurm", *words),
+    ]
+
+
+def hostfile(hosts: Sequence[Host]) -> str:
+    """For SLURM_HOSTFILE: a line for each rank."""
+    return "".join(f"{host.name}\n" * host.slots for host in hosts)
+
+
+def check_programs() -> None:
+    """Raises ConfigError without srun."""
+    if shutil.which("srun") is None:
+        raise ConfigError("--launcher slurm: no program `srun` on PATH: start it within a Slurm allocation")
+
+
+def answering(hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """The hosts on which Slurm can still start something."""
+
+    def answers(host: Host) -> bool:
+        words = ("srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "true")
+        environ = {name: value for name, value in os.environ.items() if name != "SLURM_HOSTFILE"}
+        try:
+            done = subprocess.run(words, env=environ, timeout=_ANSWERS_S, stdin=subprocess.DEVNULL, capture_output=True)
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
+
+    with ThreadPoolExecutor(16, "srun") as pool:
+        return tuple(host for host, answer in zip(hosts, pool.map(answers, hosts), strict=True) if answer)
+
+
+def become_rank(environ: MutableMapping[str, str]) -> None:
+    """From Slurm's variables of a task to those of a rank, as DeepSpeed's launcher sets them. Raises ConfigError."""
+    try:
+        nodes = int(environ["SLURM_STEP_NUM_NODES"])
+        local = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"], nodes)
+        environ["RANK"] = str(int(environ["SLURM_PROCID"]))
+        environ["LOCAL_RANK"] = str(int(environ["SLURM_LOCALID"]))
+        environ["LOCAL_SIZE"] = str(local[int(environ["SLURM_NODEID"])])
+        environ["WORLD_SIZE"] = str(int(environ["SLURM_STEP_NUM_TASKS"]))
+        environ["CROSS_RANK"], environ["CROSS_SIZE"] = environ["SLURM_NODEID"], str(nodes)
+    except KeyError as error:
+        raise ConfigError(
+            f"{error.args[0]} is not set: `llmtrain launch --launcher slurm` starts this by srun"
+        ) from None
+
+
+def main(words: list[str]) -> int:
+    """Entry point of a task: it becomes the rank, so that Slurm's signals reach it."""
+    become_rank(os.environ)
+    script = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+    os.execv(sys.executable, [sys.executable, "-u", str(script), *words])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
