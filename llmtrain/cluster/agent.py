@@ -92,13 +92,18 @@ class Agent:
             if verdict is not None and self._decides(now):
                 self._act(verdict)
                 return
-            if finished and not (self.is_root and any(host.waited_for for host in self.judge.hosts)):
+            if finished and not self._still_needed(reports):
                 return
             self._name_stragglers(now)
 
     def _finished(self) -> bool:
         launcher_gone = self.launcher is None or not self.launcher.alive()
         return self.ranks.gone() and (launcher_gone or self.ranks.complete())
+
+    def _still_needed(self, reports: list[dict[str, Any]]) -> bool:
+        """A death is to be explained first; and the root stays until all hosts' ranks have left."""
+        dead = any(report["state"] == "dead" for report in reports)
+        return dead or (self.is_root and any(host.waited_for for host in self.judge.hosts))
 
     def _hear(self, reports: list[dict[str, Any]], finished: bool, now: float) -> None:
         message = {"ranks": reports, "oom_kills": oom_kills() - self.oom_before, "finished": finished}
@@ -366,6 +371,8 @@ def main() -> int:
     """Entry point of the process."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it leaves with its ranks, and not before
+    with contextlib.suppress(OSError):  # allowed to root only: on a busy host its silence would look like the host's
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
     settings = json.loads(sys.argv[1])
     _sweep(Path(settings["folder"]))
     agent = Agent(settings)

@@ -33,7 +33,7 @@ def read_back(folder: Path) -> dict:
     """Run id, configuration and history rows of one offline folder."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found: dict = {"config": {}, "rows": [], "metrics": {}, "exit": None}
+    found: dict = {"config": {}, "rows": [], "metrics": {}, "summary": {}, "exit": None}
     (path,) = folder.glob("*.wandb")
     for payload in records(path):
         record = Record.FromString(payload)
@@ -45,6 +45,9 @@ def read_back(folder: Path) -> dict:
         elif kind == "history":
             names = [(item.key or ".".join(item.nested_key), item.value_json) for item in record.history.item]
             found["rows"].append({name: json.loads(value) for name, value in names})
+        elif kind == "summary":
+            names = [(item.key or ".".join(item.nested_key), item.value_json) for item in record.summary.update]
+            found["summary"] |= {name: json.loads(value) for name, value in names}
         elif kind == "metric":
             found["metrics"][record.metric.name or record.metric.glob_name] = record.metric.step_metric
         elif kind == "exit":

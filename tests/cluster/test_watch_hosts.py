@@ -1,0 +1,157 @@
+"""The watch over several hosts: DeepSpeed's launcher over pdsh and ssh, started by hand, and a fault on one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.helpers.launching import REPO, environment, losses, rows, write_recipe
+from tools.lab.lab import Lab, LabHost
+
+SAID_S, GONE_S = 15.0, 10.0
+"""The promise: explained after so long, everything gone so much later."""
+BUSY = 2.0
+"""The machine that runs this runs three hosts at once, and perhaps more: the tests allow a multiple."""
+
+
+def ranks(host: LabHost) -> list[psutil.Process]:
+    """The training processes of a host."""
+    found = []
+    for process in host.processes():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if str(REPO / "launch/train.py") in words[:3]:
+                found.append(process)
+    return found
+
+
+class Job:
+    """A run on all hosts of a lab, started on the first as a user does."""
+
+    def __init__(self, lab: Lab, folder: Path, data: str, *overrides: str) -> None:
+        self.lab, self.folder, self.run = lab, folder, folder / "run"
+        recipe = write_recipe(folder, data)
+        (folder / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\nLLMTRAIN_SUPERVISED=1\n")
+        self.log = open(folder / "output", "w+")  # noqa: SIM115  # as long as the job
+        first = lab.hosts[0]
+        self.process = first.popen(
+            [
+                *("deepspeed", "--hostfile", str(lab.hostfile(1)), "--master_addr", first.address),
+                *("--master_port", "29500", str(REPO / "launch/train.py"), "--config", str(recipe)),
+                *("--train.max_steps", "100000", "--train.global_batch", "6", "--train.micro_batch", "1"),
+                *("--schedule.name", "constant", *overrides),
+            ],
+            env=environment(),
+            cwd=folder,
+            stdout=self.log,
+            stderr=self.log,
+        )
+
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
+        deadline = time.monotonic() + timeout_s
+        while max(losses(self.run), default=-1) < step:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output()[-3000:]
+            time.sleep(0.1)
+
+    def left(self) -> list[str]:
+        """What of the job still runs anywhere."""
+        found = []
+        for host in self.lab.hosts:
+            for process in host.processes():
+                with contextlib.suppress(psutil.Error):
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        found.append(f"{host.name}: {' '.join(process.cmdline())[:100]}")
+        return found
+
+    def fault(self, act: Callable[[], object]) -> tuple[dict[str, Any], float, float]:
+        """Cause one; the event, the seconds until it was explained, and those until everything was gone after that."""
+        act()
+        began_s, said_s = time.monotonic(), None
+        while time.monotonic() - began_s < 120:
+            if said_s is None and "error: fault after step" in self.output():
+                said_s = time.monotonic() - began_s
+            if said_s is not None and not self.left():
+                break
+            time.sleep(0.1)
+        gone_s = time.monotonic() - began_s - (said_s or 0.0)
+        assert said_s is not None and not self.left(), (said_s, self.left(), self.output()[-3000:])
+        event = [e for e in rows(self.run, "events.jsonl") if e["kind"] == "fault"][-1]
+        print(f"{event['cause']}: explained after {said_s:.1f} s, all gone {gone_s:.1f} s later: {event['text']}")
+        return event, said_s, gone_s
+
+
+@pytest.fixture
+def job(lab3: Lab, small_data: str, tmp_path: Path) -> Job:
+    job = Job(lab3, tmp_path, small_data)
+    job.wait_for_step(6)
+    return job
+
+
+def power_off_processes(host: LabHost) -> None:
+    """SIGKILL for all of the job on a host: ranks, launcher, watch."""
+    for process in host.processes():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def test_a_link_that_is_cut_names_the_host_and_leaves_nothing_on_either_side(job):
+    event, said_s, gone_s = job.fault(job.lab.hosts[2].cut)
+    assert (event["cause"], event["host"], event["ranks"]) == ("host_lost", "node-3", [2]), event["text"]
+    assert "node-3 (rank 2) is lost" in event["text"]
+    assert said_s < SAID_S * BUSY and gone_s < GONE_S * BUSY
+    assert job.process.wait(10) != 0
+
+
+@pytest.mark.slow
+def test_a_killed_rank(job):
+    event, said_s, gone_s = job.fault(lambda: ranks(job.lab.hosts[2])[0].kill())
+    assert (event["cause"], event["host"], event["ranks"]) == ("killed", "node-3", [2]), event["text"]
+    assert said_s < SAID_S * BUSY and gone_s < GONE_S * BUSY and job.process.wait(10) != 0
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_host_are_killed(job):
+    event, said_s, gone_s = job.fault(lambda: power_off_processes(job.lab.hosts[1]))
+    assert (event["cause"], event["host"], event["ranks"]) == ("host_lost", "node-2", [1]), event["text"]
+    assert said_s < SAID_S * BUSY and gone_s < GONE_S * BUSY and job.process.wait(10) != 0
+
+
+@pytest.mark.slow
+def test_the_link_of_the_first_host_is_cut(job):
+    """The root of the watch is there, where the launcher runs: it sees all the others go silent."""
+    event, said_s, gone_s = job.fault(job.lab.hosts[0].cut)
+    assert (event["cause"], event["host"]) in (("cut_off", "node-1"), ("host_lost", "node-1")), event["text"]
+    assert said_s < SAID_S * BUSY and gone_s < GONE_S * BUSY
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_on_another_host(lab3, small_data, tmp_path):
+    job = Job(lab3, tmp_path, small_data, "--fault.stall_timeout_s", "10")
+    job.wait_for_step(6)
+    event, _, gone_s = job.fault(lambda: os.kill(ranks(job.lab.hosts[1])[0].pid, signal.SIGSTOP))
+    assert (event["cause"], event["host"], event["ranks"]) == ("stopped", "node-2", [1]), event["text"]
+    assert "ranks 0, 2 wait in" in event["text"] or event["text"].count("waits in") == 2
+    assert gone_s < GONE_S * BUSY
+
+
+@pytest.mark.slow
+def test_a_slow_link_is_no_fault(lab3, small_data, tmp_path):
+    """50 ms and 5 Mbit/s to one host: slow, and nothing else."""
+    lab3.hosts[1].shape(rate_mbit=5, delay_ms=25)
+    job = Job(lab3, tmp_path, small_data)
+    job.wait_for_step(20, timeout_s=400)
+    os.kill(ranks(lab3.hosts[2])[0].pid, signal.SIGTERM)
+    assert job.process.wait(120) == 0
+    kinds = [e["kind"] for e in rows(job.run, "events.jsonl")]
+    assert "fault" not in kinds and "straggler" not in kinds and kinds[-1] == "stop"

@@ -1,0 +1,183 @@
+"""The watch of a running job: what it says of a fault, what it ends, and what it must not take for a fault.
+
+The ranks are forked, which takes 2 s instead of 10; one test goes through DeepSpeed's launcher. Several hosts:
+tests/cluster/test_watch_hosts.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from llmtrain.cluster import messages
+from tests.helpers import stalls
+from tests.helpers.forked import Launch
+from tests.helpers.launching import (
+    environment,
+    finish,
+    gone,
+    launch,
+    ranks_of,
+    rows,
+    tree,
+    wait_for_step,
+    write_recipe,
+)
+from tests.helpers.wandb_files import read_back
+
+ENDED_S = 20.0  # twice the promise: machines that test are busy
+
+
+def agents_of(run: Path) -> list[psutil.Process]:
+    """The watches of the jobs in a run folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "llmtrain.cluster.agent" in words and str(run) in words[-1]:
+                found.append(process)
+    return found
+
+
+def explained(small_data: str, folder: Path, fault: Any, *overrides: str, wandb: str = "disabled") -> dict[str, Any]:
+    """A run with a seeded fault: its event. Everything of it is gone afterwards."""
+    recipe, run = write_recipe(folder, small_data), folder / "run"
+    steps = ("--train.max_steps", "100000", "--schedule.name", "constant", "--tracking.wandb", wandb)
+    job = Launch(recipe, *steps, "--fault.stall_timeout_s", "4", *overrides, before=fault)
+    assert None not in job.wait(120), job.output()[-3000:]
+    assert gone(agents_of(run), ENDED_S)
+    event = rows(run, "events.jsonl")[-1]
+    assert event["kind"] == "fault", job.output()[-3000:]
+    assert job.output().count("error: fault after step") == 1 and f"error: {event['text']}" in job.output()
+    assert len(event["all_ranks"]) == 2
+    return event
+
+
+def test_a_killed_rank_is_explained_and_nothing_is_left(small_data, tmp_path):
+    """Through DeepSpeed's launcher."""
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    process = launch(recipe, "--train.max_steps", "100000", env=environment(LLMTRAIN_SUPERVISED="1"))
+    wait_for_step(process, run, 6, timeout_s=180)
+    watch = agents_of(run)
+    everyone = tree(process)
+    assert len(watch) == 1 and watch[0].pid not in {p.pid for p in everyone}
+    ranks_of(process)[1].send_signal(signal.SIGKILL)
+    began_s = time.monotonic()
+    code, output = finish(process, 60)
+    assert gone([*everyone, *watch], ENDED_S) and time.monotonic() - began_s < 2 * ENDED_S
+    assert code in (247, 1)  # -9 as DeepSpeed says it; 1 if its launcher had to be asked to go
+    event = rows(run, "events.jsonl")[-1]
+    assert (event["kind"], event["cause"], event["ranks"]) == ("fault", "killed", [1])
+    assert event["host"] == os.uname().nodename and "was ended by SIGKILL" in event["text"]
+    said = [m for line in output.splitlines() if (m := messages.parse(line)) is not None]
+    assert [m["kind"] for m in said if m["kind"] != "checkpoint"] == ["place", "fault"]
+    assert [r["rank"] for r in said[0]["ranks"]] == [0, 1]
+    assert {"kind": "checkpoint", "step": 5} in said
+    assert said[-1]["signature"] == event["signature"] == f"step {event['step'] + 1}: killed: SIGKILL"
+
+
+def test_a_stopped_rank_is_named_and_where_the_others_wait(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    job = Launch(
+        recipe, "--train.max_steps", "100000", "--fault.stall_timeout_s", "4", before=stalls.watched, world_size=2
+    )
+    deadline = time.monotonic() + 120
+    while len(rows(run)) < 6 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(job.ranks[1].pid, signal.SIGSTOP)
+    assert None not in job.wait(60) and gone(agents_of(run), ENDED_S)
+    event = rows(run, "events.jsonl")[-1]
+    assert (event["kind"], event["cause"], event["ranks"]) == ("fault", "stopped", [1])
+    assert f"`kill -CONT {job.ranks[1].pid}`" in event["text"]
+    rank_0 = event["all_ranks"][0]
+    assert rank_0["inside"] and rank_0["collective"] and any("loop.py" in frame[0] for frame in rank_0["stack"])
+    assert "The others: rank 0 waits in" in event["text"] and "llmtrain/" in event["text"]
+
+
+def test_an_exception_is_told_with_its_line_and_its_phase(small_data, tmp_path):
+    event = explained(small_data, tmp_path, stalls.raises, wandb="offline")
+    assert (event["cause"], event["ranks"], event["step"]) == ("exception", [1], 5)
+    assert "raised ValueError: token 600 of a vocabulary of 512 at helpers/stalls.py:" in event["text"]
+    assert event["signature"] == "step 6: exception: ValueError: token 600 of a vocabulary of 512"
+    sessions = [read_back(folder) for folder in sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))]
+    told = [s for s in sessions if "fault" in s["summary"]]
+    assert len(told) == 1 and told[0]["summary"]["fault"] == event["text"]
+    assert {s["id"] for s in sessions} == {told[0]["id"]}
+
+
+def test_a_file_server_that_does_not_answer(small_data, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setenv(stalls.FIFO, str(tmp_path / "fifo"))
+    event = explained(small_data, tmp_path, stalls.file_server_is_silent)
+    assert (event["cause"], event["ranks"]) == ("input_output", [1]), event["text"]
+    assert "rank 0 waits in" in event["text"] and "fast one" in event["text"]
+
+
+def test_work_that_takes_long_is_no_fault(small_data, tmp_path):
+    """A stall time-out of 4 s, an end of the run on rank 0 alone that computes for 8 s."""
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    job = Launch(recipe, "--train.max_steps", "12", "--fault.stall_timeout_s", "4", before=stalls.busy_export)
+    assert job.wait(120) == [0, 0], job.output()[-3000:]
+    assert gone(agents_of(run), ENDED_S)
+    assert [e["kind"] for e in rows(run, "events.jsonl")][-3:] == ["save", "stop", "baselines"]
+    assert "fault" not in job.output() and "straggler" not in job.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "cause", "ranks", "words"),
+    [
+        (stalls.crashes, "crashed", [1], "crashed with SIGSEGV"),
+        (stalls.one_micro_batch_less, "uneven_batches", [1], "rank 1 on"),
+        (stalls.loops_for_ever, "slow_host", [1], "still computes in forward"),
+        (stalls.waits_for_a_lock, "one_waits", [1], "has done nothing"),
+        (stalls.rank_0_saves_alone, "rank_0_only_save", [0], "rank 0 on"),
+        (stalls.another_collective, "collective_mismatch", [1], "in broadcast #"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_seeded_faults_are_told_apart(small_data, tmp_path, fault, cause, ranks, words):
+    event = explained(small_data, tmp_path, fault)
+    assert (event["cause"], event["ranks"]) == (cause, ranks), event["text"]
+    assert words in event["text"]
+
+
+@pytest.mark.slow
+def test_a_straggler_is_named_while_the_run_goes_on(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    job = Launch(recipe, "--train.max_steps", "100000", before=stalls.slower)
+    deadline = time.monotonic() + 240
+    named: list[dict[str, Any]] = []
+    while not named and time.monotonic() < deadline and job.alive():
+        time.sleep(1)
+        named = [e for e in rows(run, "events.jsonl") if e["kind"] == "straggler"]
+    assert [e["rank"] for e in named] == [1]
+    assert named[0]["own_s_per_step"] > named[0]["others_s_per_step"] + 0.04
+    assert "straggler: rank 1 on" in job.output() and job.alive()
+    for rank in job.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert job.wait(60) == [0, 0] and gone(agents_of(run), ENDED_S)
+    assert not [e for e in rows(run, "events.jsonl") if e["kind"] == "fault"]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_still_lets_the_ranks_save(small_data, tmp_path):
+    """docs/training.md: the ranks stop in the same way; the watch leaves them the time."""
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    process = launch(recipe, "--train.max_steps", "100000")
+    wait_for_step(process, run, 6, timeout_s=180)
+    ranks, watch = ranks_of(process), agents_of(run)
+    for each in tree(process):
+        if each not in ranks:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+    assert gone([*ranks, *watch], 60)
+    kinds = [e["kind"] for e in rows(run, "events.jsonl")]
+    assert kinds[-2:] == ["save", "stop"] and "fault" not in kinds
