@@ -191,12 +191,15 @@ def load_secrets() -> list[str]:
             f"{SECRETS_VARIABLE}={shown}: cannot be read on host {os.uname().nodename} ({error.strerror}). "
             "`llmtrain launch` writes it and removes it at its end: start the run with it again, or unset the variable"
         ) from None
-    with open(handle, "rb") as file:
+    try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             rule = f"must be a plain file of this user with mode 0600, not {stat.filemode(status.st_mode)}"
             raise ConfigError(f"{SECRETS_VARIABLE}={shown}: {rule} of user {status.st_uid}: remove it and launch again")
-        pairs = [item.partition(b"=") for item in file.read().split(b"\0") if item]
+        with open(handle, "rb", closefd=False) as file:
+            pairs = [item.partition(b"=") for item in file.read().split(b"\0") if item]
+    finally:
+        os.close(handle)
     for name, _, value in pairs:
         os.environb[name] = value
     return [os.fsdecode(name) for name, _, _ in pairs]

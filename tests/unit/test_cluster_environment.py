@@ -1,0 +1,400 @@
+"""Environment variables on their way to other hosts: which travel, what arrives, what nobody else may see."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmtrain import cli
+from llmtrain.cluster import environment
+from llmtrain.cluster.envfile import EnvFileError, deepspeed_env_problems, read_env_file
+from llmtrain.cluster.environment import deepspeed_env, deliver, for_pdsh, launcher_environ, load_secrets, travelling
+from llmtrain.errors import ConfigError, UserError
+
+SEED = 20261121
+SECRET = "canary-9f3a7c11"
+# ssh for pdsh and for us: a shell in a home of its own for each host, and a record of every command line.
+FAKE = r"""#!/bin/bash
+printf '%s\n' "$*" >> "$FAKE_FOLDER/asked"
+while [[ $1 == -* && $1 != -- ]]; do case $1 in -o|-p|-l) shift 2;; *) shift;; esac; done
+[ "$1" = -- ] && shift
+host=$1; shift
+[ "$host" = dead ] && { echo "ssh: connect to host dead port 22: Connection refused" >&2; exit 255; }
+exec env -i PATH="$PATH" FAKE_FOLDER="$FAKE_FOLDER" HOME="$FAKE_FOLDER/home-$host" bash -c "$*"
+"""
+PAYLOADS = (
+    *("$(touch canary)", "`touch canary`", "; touch canary;", "&& touch canary", "|touch canary", "$HOME", "${PATH}"),
+    *("a b", "  a  ", "\t", "", "'", '"', "\\", '\\"', "a'b\"c`d$e", "%h%n%u%%", "100%", "~", "~/x", "*", "?", "[a]"),
+    *("{a,b}", "!", "!!", "#", "a#b", " # c", "-n", "--", "=", "a=b", "é", "日本", "\u2028", "\xa0", "\x7f", "\x01"),
+    *("x" * 3000, "=mlx5_0", "<canary", ">canary", "&", "a\\", '"$(touch canary)"', "';touch canary;'", "\x1b[0m"),
+    *("\x0b", "\x0c", "\x1c", "\x85"),
+)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder: `asked` holds ssh's command lines, home-NAME is the home on host NAME."""
+    folder = tmp_path / "hosts"
+    folder.mkdir()
+    (folder / "ssh").write_text(FAKE)
+    (folder / "ssh").chmod(0o755)
+    for name in ("a", "b"):
+        (folder / f"home-{name}").mkdir()
+    monkeypatch.setenv("FAKE_FOLDER", str(folder))
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def env_file(folder: Path, raw: bytes | str) -> Path:
+    path = folder / "env"
+    path.write_bytes(raw.encode() if isinstance(raw, str) else raw)
+    return path
+
+
+def test_reads_every_form(tmp_path):
+    text = """# keys
+export WANDB_PROJECT=llm   # a comment
+  NCCL_IB_HCA==mlx5_0,mlx5_1
+HF_HOME='/data/my cache'
+
+A="say \\"hi\\" for \\$5 \\\\ \\n"
+EMPTY=
+B=''
+"""
+    assert read_env_file(env_file(tmp_path, text)) == {
+        "WANDB_PROJECT": "llm",
+        "NCCL_IB_HCA": "=mlx5_0,mlx5_1",
+        "HF_HOME": "/data/my cache",
+        "A": 'say "hi" for $5 \\ \\n',
+        "EMPTY": "",
+        "B": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("FOO", "no NAME=VALUE"),
+        ("1A=b", "'1A' cannot be a name"),
+        ("A =b", "'A ' cannot be a name"),
+        ("$(touch canary)=b", "cannot be a name"),
+        ("A=b c", "A: ' ' needs quotes: write A='...'"),
+        ("A=$(touch canary)", "A: '$' needs quotes"),
+        ("A=`touch canary`", "A: '`' needs quotes"),
+        ('A="$(touch canary)"', "a shell would expand $ and `, and nothing does here"),
+        ('A="x`touch canary`"', "a shell would expand $ and `"),
+        ("A='x", "the quote ' is not closed"),
+        ('A="x\\"', 'the quote " is not closed'),
+        ("A='x'y", "text after the closing quote"),
+        ("A=~/x", "'~' needs quotes"),
+        ("A=b;touch canary", "';' needs quotes"),
+        ("A=é", "needs quotes"),
+        ("RANK=1", "RANK is set by the launcher"),
+        ("CUDA_VISIBLE_DEVICES=0", "set by the launcher, from the hostfile"),
+        ("HOME=/x", "set by each host"),
+        ("A=\0", "control character '\\x00' in column 3"),
+        ("A=1", None),
+    ],
+)
+def test_each_fault_of_an_env_file_is_named_with_its_line(tmp_path, line, told):
+    path = env_file(tmp_path, f"# one\nOK=1\n{line}\nLAST=2\n")
+    if told is None:
+        assert read_env_file(path)["A"] == "1"
+        return
+    with pytest.raises(EnvFileError) as refused:
+        read_env_file(path)
+    (problem,) = refused.value.problems
+    assert problem.startswith("line 3: ") and told in problem and str(path) in str(refused.value)
+
+
+def test_all_problems_at_once_and_never_a_value(tmp_path):
+    path = env_file(
+        tmp_path,
+        f"TOKEN={SECRET} {SECRET}\nA=1\nA=2\nKEY='{SECRET}\n{SECRET}\nhf_{'a' * 30}=x y\n".encode() + b"\xff=1",
+    )
+    with pytest.raises(EnvFileError) as refused:
+        read_env_file(path)
+    assert [p.split(":")[0] for p in refused.value.problems] == [f"line {n}" for n in (1, 3, 4, 5, 6, 7)]
+    assert "A is set in line 2 already" in str(refused.value)
+    assert SECRET not in str(refused.value)
+    with pytest.raises(EnvFileError, match="No such file"):
+        read_env_file(tmp_path / "nowhere")
+
+
+def random_env_file(rng: random.Random) -> str:
+    lines = []
+    for number in range(rng.randrange(1, 7)):
+        quote = rng.choice(["'", '"', ""])
+        text = "".join(rng.choices("abZ09 _-./:=@%+,^#$`\\é&|;<>*?~!\"'", k=rng.randrange(12)))
+        if quote == "'":
+            value = f"'{text.replace(quote, '')}'"
+        elif quote == '"':
+            value = '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'
+        else:
+            value = re.sub(r"[^A-Za-z0-9_@%+:,./^=-]", "", text)
+        export = rng.choice(["", "export ", "export  "])
+        lines.append(f"{rng.choice(['', ' '])}{export}V{number}={value}{rng.choice(['', ' ', ' # c $x'])}")
+        lines += rng.choice([[], [], [""], ["# a 'comment"]])
+    return "\n".join(lines) + "\n"
+
+
+def sourced(path: Path) -> dict[str, str]:
+    """What a POSIX shell makes of a file."""
+    run = ["sh", "-c", f'set -a; . "$1"; exec {shutil.which("env")} -0', "sh", str(path)]
+    shown = subprocess.run(run, env={}, capture_output=True, check=True).stdout.decode()
+    return {n: v for n, _, v in (item.partition("=") for item in shown.split("\0")) if n.startswith("V")}
+
+
+def test_a_shell_reads_the_same(tmp_path):
+    rng = random.Random(SEED)
+    for _ in range(60):
+        path = env_file(tmp_path, random_env_file(rng))
+        assert read_env_file(path) == sourced(path), path.read_text()
+
+
+def test_a_thousand_mutated_env_files(tmp_path, monkeypatch):
+    print(f"seed {SEED}")
+    monkeypatch.chdir(tmp_path)
+    rng = random.Random(SEED)
+    accepted = []
+    for number in range(1000):
+        raw = bytearray(random_env_file(rng).encode())
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(raw) + 1)
+            odd = rng.choice([rng.choice(PAYLOADS).encode()[:60], bytes([rng.randrange(256)]), b"\n", b"=", b"export "])
+            raw[at : at + rng.randrange(3)] = odd
+        path = env_file(tmp_path, bytes(raw))
+        try:
+            variables = read_env_file(path)
+        except UserError as error:
+            assert isinstance(error, EnvFileError) and error.problems, number
+            assert all(re.match(r"line \d+: ", problem) for problem in error.problems)
+            continue
+        accepted.append((bytes(raw), variables))
+        assert all(re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) for name in variables)
+    # The strict part of a shell's language: what is accepted runs nothing there either, and means the same.
+    for raw, variables in accepted[::4]:
+        path = env_file(tmp_path, raw)
+        assert {n: v for n, v in variables.items() if n.startswith("V")} == sourced(path), raw
+    assert {p.name for p in tmp_path.iterdir()} == {"env"}, "something ran"
+    assert 100 < len(accepted) < 900
+
+
+def test_deepspeeds_own_file_is_looked_at_before_it_breaks_a_launch(tmp_path, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    assert deepspeed_env_problems({}, here) == []
+    (home / ".deepspeed_env").write_text("A=1\nB=a b\n")
+    assert deepspeed_env_problems({}, here) == []
+    (home / ".deepspeed_env").write_text(
+        "A=1\n\n# c\n# A=1\nexport B=2\nWANDB_API_KEY=" + SECRET + "\nC=$(touch canary)\nD\n"
+    )
+    (here / ".deepspeed_env").write_text("PROXY=http://me:pass@proxy:80\n")
+    found = deepspeed_env_problems({}, here)
+    expected = (
+        *((2, "a blank line ends DeepSpeed's launcher with a ValueError"), (3, "a comment ends DeepSpeed's launcher")),
+        *((4, "the host's shell then ignores the command"), (5, "'export B' is no name")),
+        *((6, "WANDB_API_KEY is a secret, and `ps` shows it on every host"), (7, "expands $"), (8, "text without =")),
+    )
+    for (line, told), problem in zip(expected, found, strict=False):
+        assert problem.startswith(f"{home}/.deepspeed_env line {line}: ") and told in problem
+    assert (
+        found[7:] == [f"{here}/.deepspeed_env line 1: " + found[-1].partition(": ")[2]]
+        and "PROXY is a secret" in found[-1]
+    )
+    assert SECRET not in str(found) and "pass@" not in str(found)
+    (here / "mine").write_text("\n")
+    assert len(deepspeed_env_problems({"DS_ENV_FILE": "mine"}, here)) == 1
+
+
+def test_the_allow_list_decides_and_secrets_go_privately():
+    environ = {
+        "WANDB_PROJECT": "p",
+        "HF_HOME": "/d",
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "4",
+        "https_proxy": "http://p:1",
+        "WANDB_API_KEY": SECRET,
+        "HF_TOKEN": SECRET,
+        "HTTP_PROXY": "http://me:pw@p:1",
+        "WANDB_NOTES": "two\nlines",
+        "HOME": "/root",
+        "SSH_AUTH_SOCK": "/x",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "CUDA_VISIBLE_DEVICES": "0",
+        "PATH": "/b",
+        "WANDB_SERVICE": "1",
+        "LLMTRAIN_SECRETS": "/old",
+    }
+    travel = travelling(environ, {"MY_SETTING": "1", "MY_PASSWORD": SECRET, "NCCL_DEBUG": "WARN"})
+    assert travel.open == {
+        "WANDB_PROJECT": "p",
+        "HF_HOME": "/d",
+        "NCCL_DEBUG": "WARN",
+        "OMP_NUM_THREADS": "4",
+        "https_proxy": "http://p:1",
+        "MY_SETTING": "1",
+    }
+    assert set(travel.private) == {"WANDB_API_KEY", "HF_TOKEN", "HTTP_PROXY", "WANDB_NOTES", "MY_PASSWORD"}
+    left = launcher_environ(environ, travel)
+    assert "WANDB_API_KEY" not in left and left["AWS_SECRET_ACCESS_KEY"] == SECRET and left["PATH"] == "/b"
+
+
+def test_what_cannot_travel_is_refused_by_name():
+    with pytest.raises(ConfigError) as refused:
+        travelling({"PYTHONSTARTUP": "a\nb", "WANDB_A-B": "1", "PYTHON_API_KEY": SECRET})
+    text = str(refused.value)
+    assert "PYTHONSTARTUP: its value has more than one line" in text and "'WANDB_A-B': no shell can set" in text
+    assert "PYTHON_API_KEY: it holds a secret" in text and SECRET not in text
+
+
+def launched(folder: Path, variables: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """What a rank's process gets through DeepSpeed's own PDSHRunner, the real pdsh and a host's shell."""
+    from deepspeed.launcher import runner
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+
+    show = folder / "show.sh"
+    show.write_text(
+        f'#!/bin/bash\n{shutil.which("env")} -0 > "$FAKE_FOLDER/env"\nprintf "%s\\0" "$@" > "$FAKE_FOLDER/argv"\n'
+    )
+    show.chmod(0o755)
+    (folder / "variables").write_text(deepspeed_env(variables))
+    given = [for_pdsh(word) for word in words]
+    args = argparse.Namespace(
+        user_args=given, user_script="--", launcher_args="", master_addr="a", master_port=1, ssh_port=None,
+        venv_script=None,
+        no_python=False, module=False, no_local_rank=False, save_pid=False, enable_each_rank_log=None,
+    )  # fmt: skip
+    pdsh = PDSHRunner(args, "e30=")
+    with open(folder / "variables") as file:
+        for line in file.readlines():  # as runner.main does
+            pdsh.add_export(*line.split("=", maxsplit=1))
+    command, _, environ = pdsh.get_cmd(dict(os.environ), {"a": [0]})
+    at = command.index(sys.executable)
+    assert command[at + 1 : at + 4] == ["-u", "-m", "deepspeed.launcher.launch"] and runner.PDSHRunner is PDSHRunner
+    command[at : command.index("--") + 1] = [str(show)]
+    subprocess.run(command, env=environ, check=True, timeout=20)
+    pairs = (
+        item.partition("=") for item in (folder / "env").read_bytes().decode("utf-8", "surrogateescape").split("\0")
+    )
+    got = (folder / "argv").read_bytes().decode("utf-8", "surrogateescape").split("\0")[:-1]
+    return {name: value for name, _, value in pairs}, got
+
+
+@pytest.mark.skipif(not shutil.which("pdsh"), reason="pdsh is not installed: apt-get install pdsh")
+def test_every_byte_arrives_through_deepspeed_and_pdsh(hosts):
+    every = [bytes([b]).decode("utf-8", "surrogateescape") for b in range(1, 256)]
+    mixed = [a + b for a in PAYLOADS[:12] for b in PAYLOADS[12:30]]
+    values = {
+        f"WANDB_V{i}": value for i, value in enumerate((*every, *("x" + c + "y" for c in every), *PAYLOADS, *mixed))
+    }
+    travel = travelling(values)
+    assert len(travel.open) > 500 and all(re.search("[\r\n\udc80-\udcff]", v) for v in travel.private.values())
+    for number in range(0, len(travel.open), 300):  # the kernel's limit for one command line
+        some = dict(list(travel.open.items())[number : number + 300])
+        words = [v for v in [*PAYLOADS, *every, *mixed] if len(v) < 100][number // 2 : number // 2 + 300]
+        got, argv = launched(hosts, some, words)
+        assert {name: got.get(name) for name in some} == some
+        assert argv == words
+    path = deliver(["a", "b"], travel.private)
+    for host in ("a", "b"):
+        loaded = load_in(hosts / f"home-{host}", path)
+        assert {n: loaded.get(n) for n in travel.private} == travel.private
+    assert not list(hosts.parent.rglob("canary")), "something ran"
+
+
+def load_in(home: Path, path: str) -> dict[str, str]:
+    """The environment after `load_secrets` in a process that has this home."""
+    code = (
+        "import os; from llmtrain.cluster.environment import load_secrets; load_secrets(); "
+        "os.write(1, b'\\0'.join(name + b'=' + value for name, value in os.environb.items()))"
+    )
+    environ = {"HOME": str(home), "LLMTRAIN_SECRETS": path, "PATH": os.environ["PATH"]}
+    shown = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True).stdout
+    items = (i.partition("=") for i in shown.decode("utf-8", "surrogateescape").split("\0"))
+    return {name: value for name, _, value in items}
+
+
+def test_secrets_arrive_in_a_file_that_only_the_user_can_read(hosts):
+    path = deliver(["a", "b"], {"WANDB_API_KEY": SECRET, "HF_TOKEN": "two\nlines"})
+    for host in ("a", "b"):
+        folder = hosts / f"home-{host}/.llmtrain/secrets"
+        (file,) = folder.iterdir()
+        assert path == f"~/.llmtrain/secrets/{file.name}"
+        assert [stat.S_IMODE(p.stat().st_mode) for p in (folder.parent, folder, file)] == [0o700, 0o700, 0o600]
+        loaded = load_in(hosts / f"home-{host}", path)
+        assert (loaded["WANDB_API_KEY"], loaded["HF_TOKEN"]) == (SECRET, "two\nlines")
+    assert SECRET not in (hosts / "asked").read_text(), "a secret in a command line"
+    assert environment.remove(["a", "b", "dead"], path) == ["dead"]
+    assert not list((hosts / "home-a/.llmtrain/secrets").iterdir())
+
+
+def test_hosts_that_share_a_home_do_not_spoil_each_others_file(hosts):
+    for name in ("c", "d", "e", "f"):
+        (hosts / f"home-{name}").symlink_to(hosts / "home-a")
+    path = deliver(["a", "c", "d", "e", "f"], {"HF_TOKEN": "x" * 100_000})
+    assert load_in(hosts / "home-a", path)["HF_TOKEN"] == "x" * 100_000
+    assert len(list((hosts / "home-a/.llmtrain/secrets").iterdir())) == 1
+
+
+def test_what_a_killed_launch_left_is_removed_by_the_next(hosts):
+    old = hosts / "home-a" / deliver(["a"], {"HF_TOKEN": SECRET}).removeprefix("~/")
+    os.utime(old, (time.time() - 3 * 86400,) * 2)
+    new = hosts / "home-a" / deliver(["a"], {"HF_TOKEN": SECRET}).removeprefix("~/")
+    assert new.exists() and not old.exists()
+
+
+def test_a_host_that_does_not_take_secrets_is_named_and_none_keeps_them(hosts):
+    (hosts / "home-b/.llmtrain").write_text("in the way")
+    with pytest.raises(ConfigError) as refused:
+        deliver(["a", "b", "dead"], {"WANDB_API_KEY": SECRET})
+    text = str(refused.value)
+    assert (
+        "2 of 3 hosts" in text
+        and "dead: dead is up, but no sshd" in text
+        and "b: mkdir: cannot create directory" in text
+    )
+    assert SECRET not in text
+    assert not list((hosts / "home-a/.llmtrain/secrets").iterdir())
+
+
+def test_a_secrets_file_that_others_could_touch_is_refused(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "s"
+    file.write_bytes(b"LLMTRAIN_CANARY=1\0")
+    monkeypatch.delenv("LLMTRAIN_CANARY", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    for path, mode, told in (
+        (file, 0o644, "mode 0600, not -rw-r--r--"),
+        (tmp_path / "link", 0o600, "Too many levels of symbolic links"),
+        (tmp_path / "gone", 0o600, "No such file"),
+        (tmp_path, 0o600, "plain file"),
+    ):
+        file.chmod(mode)
+        if path.name == "link":
+            path.symlink_to(file)
+        monkeypatch.setenv("LLMTRAIN_SECRETS", str(path))
+        assert cli.main(["train", "--config", "nowhere.yaml"]) == 2
+        errors = capsys.readouterr().err
+        assert told in errors and "LLMTRAIN_SECRETS=" in errors and "launch" in errors
+        assert "LLMTRAIN_CANARY" not in os.environ
+    monkeypatch.delenv("LLMTRAIN_SECRETS")
+    assert load_secrets() == []
+
+
+def test_a_folder_that_deepspeed_would_break_is_named():
+    assert environment.path_problem("/data/run-1/llm.train") is None
+    for path in ("/my runs", "/a$(touch canary)", "/a;b", "/%n"):
+        assert "rename the folder" in (environment.path_problem(path) or "")
