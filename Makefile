@@ -44,6 +44,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 test: lint
+	tools/lab/install.sh
 	$(BIN)/python -m pytest
 
 test-slow: $(VENV)/.dev
