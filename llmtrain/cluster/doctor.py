@@ -7,12 +7,13 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from llmtrain.cluster import checks, compare, survey
-from llmtrain.cluster.checks import CHECKS
+from llmtrain.cluster import build_ops, checks, compare, fabric, survey
+from llmtrain.cluster.checks import CHECKS, Finding
 from llmtrain.cluster.hostfile import Host, read_hostfile, select
 from llmtrain.cluster.report import Report, print_report
 from llmtrain.config.load import load
@@ -60,12 +61,8 @@ def quick(
     asked -= set() if run is not None else {"config"}
     asked -= set() if found.nonce else {"shared"}
     asked -= set() if port else {"port"}
-    findings = [*checks.each_host(found), *compare.all_hosts(found)]
-    order = {host.name: index for index, host in enumerate(hosts)}
-    findings.sort(key=lambda each: (each.level != "red", order.get(each.host, 0), CHECKS.index(each.check)))
-    return Report(
-        survey=found, findings=tuple(findings), checked=frozenset(asked), elapsed_s=time.monotonic() - started
-    )
+    findings = _sorted([*checks.each_host(found), *compare.all_hosts(found)], hosts)
+    return Report(survey=found, findings=findings, checked=frozenset(asked), elapsed_s=time.monotonic() - started)
 
 
 def _resolved(hosts: Sequence[Host], config: str | Path | None, overrides: Sequence[str]) -> ResolvedRun | None:
@@ -82,11 +79,48 @@ def needed_ops(run: ResolvedRun | None) -> tuple[str, ...]:
     return ("cpu_adam",)
 
 
+def with_fabric(report: Report, ssh_port: int | None = None) -> Report:
+    """The report with what was measured between the hosts that answered. Pairs beside it, in seconds and bit/s."""
+    measured, findings = fabric.examine(report.survey, ssh_port)
+    return replace(
+        report,
+        findings=_sorted([*report.findings, *findings], report.survey.hosts),
+        checked=report.checked | {"fabric"},
+        fabric=asdict(measured),
+        notes=(*report.notes, *fabric.summary(measured)),
+    )
+
+
+def _with_ops(report: Report, args: argparse.Namespace) -> Report:
+    """Build what is missing, then look again."""
+    lines, failed = build_ops.build(report.survey, args.ssh_port)
+    if not lines and not failed:
+        return replace(report, notes=(*report.notes, "ops: all that this run needs are built"))
+    again = quick(
+        report.survey.hosts, args.config, overrides=args.overrides, port=args.master_port, ssh_port=args.ssh_port
+    )
+    findings = _sorted([*again.findings, *failed], report.survey.hosts)
+    return replace(again, findings=findings, notes=tuple(lines))
+
+
+def _sorted(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding, ...]:
+    """Red ones first, then in the order of the hosts."""
+    order = {host.name: index for index, host in enumerate(hosts)}
+    key = lambda each: (each.level != "red", order.get(each.host, 0), CHECKS.index(each.check))  # noqa: E731
+    return tuple(sorted(findings, key=key))
+
+
 def main(argv: list[str]) -> int:
     """0: no red cell. 1: a red cell. Raises ConfigError for the hostfile, the configuration and the command line."""
     args = _parser().parse_args(argv)
     hosts = select(read_hostfile(args.hostfile), args.include, args.exclude)
+    started = time.monotonic()
     report = quick(hosts, args.config, overrides=args.overrides, port=args.master_port, ssh_port=args.ssh_port)
+    if args.build_ops:
+        report = _with_ops(report, args)
+    if not args.quick and len(report.survey.facts) > 1:
+        report = with_fabric(report, args.ssh_port)
+    report = replace(report, elapsed_s=time.monotonic() - started)
     if args.json:
         print(json.dumps(report.as_json(), indent=1))
     else:
@@ -103,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--master-port", type=int, default=MASTER_PORT, help="of the rendezvous (default 29500)")
     parser.add_argument("--ssh-port", type=int, help="of every sshd, where ~/.ssh/config does not say it")
     parser.add_argument("--quick", action="store_true", help="do not measure the network between the hosts")
+    parser.add_argument("--build-ops", action="store_true", help="compile the DeepSpeed ops that the run needs, now")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("overrides", nargs="*", help="after --: further words of the run's command line")
     return parser

@@ -1,0 +1,71 @@
+"""Compile the DeepSpeed ops of a run on all hosts before it starts, so that no run waits for a compiler."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+from llmtrain.cluster.checks import STALE_S, Finding, Survey
+from llmtrain.cluster.ssh import on_hosts
+
+LIMIT_S = 600.0
+
+# Removes what a dead build left, then builds. A build that is going on has a young lock: DeepSpeed waits for it.
+_PROGRAM = """
+import json, os, sys, time
+ask = json.loads(sys.argv[1])
+for path in ask["locks"]:
+    if os.path.exists(path) and time.time() - os.stat(path).st_mtime > ask["stale_s"]:
+        os.unlink(path)
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
+for name in ask["ops"]:
+    ALL_OPS[name].load(verbose=False)
+"""
+
+
+def build(survey: Survey, ssh_port: int | None = None) -> tuple[list[str], list[Finding]]:
+    """Build what the run needs and is not there, on all hosts at once. One line for each host on which it went well."""
+    wanted: dict[str, tuple[list[str], Mapping[str, float]]] = {}
+    for host, facts in survey.facts.items():
+        ops = facts.get("ops")
+        if ops is not None:
+            missing = [name for name in survey.ops if name not in ops["built"]]
+            if missing or any(age > STALE_S for age in ops["locks"].values()):
+                wanted[host] = (missing, ops["locks"])
+    lines: list[str] = []
+    findings: list[Finding] = []
+    # Hosts that want the same share one call of on_hosts, which bounds how many are asked at a time.
+    alike: dict[str, list[str]] = {}
+    for host, (missing, locks) in wanted.items():
+        text = json.dumps({"ops": missing, "locks": sorted(locks), "stale_s": STALE_S})
+        alike.setdefault(text, []).append(host)
+    for text, hosts in alike.items():
+        built, failed = _build_on(hosts, text, json.loads(text)["ops"], ssh_port)
+        lines += built
+        findings += failed
+    return lines, findings
+
+
+def _build_on(
+    hosts: Sequence[str], text: str, ops: Sequence[str], ssh_port: int | None
+) -> tuple[list[str], list[Finding]]:
+    command = (sys.executable, "-c", _PROGRAM, text)
+    lines, findings = [], []
+    for host, answer in on_hosts(hosts, command, timeout_s=LIMIT_S, port=ssh_port).items():
+        if answer.code == 0:
+            what = f"built {', '.join(ops)} in {answer.elapsed_s:.0f} s" if ops else "removed a lock of a dead build"
+            lines.append(f"{host}: {what}")
+            continue
+        said = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
+        why = answer.trouble.text if answer.trouble and answer.code is None else "; ".join(said[-2:])[:300]
+        findings.append(
+            Finding(
+                host=host,
+                check="ops",
+                level="red",
+                what=f"{', '.join(ops)} could not be built: {why}",
+                fix=f"see the compiler's words: ssh {host} {sys.executable} -m deepspeed.env_report",
+            )
+        )
+    return lines, findings

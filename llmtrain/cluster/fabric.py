@@ -1,0 +1,359 @@
+"""The network between the hosts, measured: which pair, which host, which link is not like the others."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from llmtrain.cluster import wire
+from llmtrain.cluster.checks import Finding, Survey
+from llmtrain.cluster.compare import held, right_interface
+from llmtrain.cluster.hostfile import Host
+from llmtrain.cluster.ssh import FAN_OUT, Answer, on_hosts
+from llmtrain.cluster.survey import ask_python, in_parallel, program
+
+ALL_PAIRS_TO = FAN_OUT
+"""Hosts of which every pair is measured. More are measured in groups of so many, each host in SAMPLE pairs."""
+SAMPLE = 6
+SLOW = 0.5
+"""A rate below this part of what is usual is slow."""
+LATE = 4.0
+"""A round trip of more than so many usual ones, and a millisecond, is late."""
+HALF = 0.65
+"""Both directions at once carry this part of the two alone, or less: half duplex has 0.5, full duplex 1."""
+WINDOW_S, LONG_WINDOW_S = 0.24, 0.6
+_PAIR_S = 1.5
+_START_S = 12.0
+_ALL_REDUCE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What one pair of hosts was measured to do."""
+
+    first: str
+    second: str
+    trip_s: float = 0.0
+    """Shortest round trip."""
+    up: float = 0.0
+    """bit/s from the first to the second, alone."""
+    down: float = 0.0
+    both_up: float = 0.0
+    """bit/s while both directions are used."""
+    both_down: float = 0.0
+    error: str | None = None
+
+    @property
+    def rate(self) -> float:
+        """bit/s of the slower direction alone."""
+        return min(self.up, self.down)
+
+    @property
+    def duplex(self) -> float:
+        """Rate of both directions at once, as a part of the two alone."""
+        return (self.both_up + self.both_down) / max(1.0, self.up + self.down)
+
+    def other(self, host: str) -> str:
+        return self.second if host == self.first else self.first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """The measurements of one examination."""
+
+    pairs: tuple[Pair, ...]
+    all_reduce: Mapping[str, Any] = field(default_factory=dict)
+    """backend, ranks, and steps: bytes and seconds; or error."""
+
+
+def groups(hosts: Sequence[str], seed: int = 0) -> list[list[str]]:
+    """All hosts; or, of more than ALL_PAIRS_TO, random groups of at most so many."""
+    if len(hosts) <= ALL_PAIRS_TO:
+        return [list(hosts)]
+    names = list(hosts)
+    random.Random(seed).shuffle(names)
+    count = -(-len(names) // ALL_PAIRS_TO)
+    return [names[each::count] for each in range(count)]
+
+
+def rounds(hosts: Sequence[str], most: int | None = None) -> list[list[tuple[str, str]]]:
+    """Every pair once (a round robin), in rounds in which no host stands twice; the first `most` rounds of that."""
+    names: list[str | None] = list(hosts)
+    if len(names) % 2:
+        names.append(None)
+    found = []
+    for _ in range(min(most or len(names), len(names) - 1)):
+        half = len(names) // 2
+        opposite = zip(names[:half], reversed(names[half:]), strict=True)
+        found.append([(a, b) for a, b in opposite if a is not None and b is not None])
+        names = [names[0], names[-1], *names[1:-1]]
+    return found
+
+
+def measure_pairs(
+    survey: Survey, plan: Sequence[Sequence[tuple[str, str]]], window_s: float, ssh_port: int | None = None
+) -> list[Pair]:
+    """Go through the rounds on all their hosts at once: about a second a round, and bounded if a host does not play."""
+    names = list(dict.fromkeys(name for each in plan for pair in each for name in pair))
+    base = random.randint(20000, 32000)
+    limit_s = _START_S + len(plan) * (_PAIR_S + 8 * window_s)
+    questions = {
+        "token": secrets.token_hex(16),
+        "ports": [base, base + 1, base + 2],
+        "addresses": {name: _address(survey, name) for name in names},
+        "window_s": window_s,
+        "patience_s": _START_S,
+        "pair_limit_s": 3 * _PAIR_S + 16 * window_s + _START_S,
+        "limit_s": limit_s,
+    }
+
+    def one(name: str) -> Answer:
+        own = [pair for each in plan for pair in each if name in pair]
+        text = program(Path(wire.__file__), {**questions, "host": name, "pairs": own})
+        return ask_python(name, text, timeout_s=limit_s + 10.0, port=ssh_port)
+
+    # Every host must be there at once: they wait for each other.
+    answers = in_parallel(names, one, fan_out=len(names))
+    found = []
+    for first, second in (pair for each in plan for pair in each):
+        answer = answers[first]
+        measured = _read(answer.stdout)
+        why = answer.trouble.text if answer.trouble and answer.code is None else "the measurement did not end in time"
+        about = measured.get(second) or {"error": measured.get("", {}).get("error", why)}
+        found.append(Pair(first=first, second=second, **about))
+    return found
+
+
+def _address(survey: Survey, name: str) -> str:
+    """By which the other hosts know this one."""
+    right = right_interface(survey, name)
+    addresses = held(survey.facts.get(name, {})).get(right or "", [])
+    return addresses[0] if addresses else name
+
+
+def _read(text: str) -> dict[str, Any]:
+    for line in reversed(text.splitlines()):
+        if line.startswith(wire.MARK):
+            found = json.loads(line[len(wire.MARK) :])
+            assert isinstance(found, dict)
+            return found
+    return {}
+
+
+def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
+    """Each pair's better measurement: what was slow once only was busy, not slow."""
+    repeated = {(pair.first, pair.second): pair for pair in again}
+    found = []
+    for pair in first:
+        other = repeated.get((pair.first, pair.second), pair)
+        if pair.error or other.error:
+            found.append(other if pair.error else pair)
+            continue
+        duplex = max((pair, other), key=lambda each: each.duplex)
+        rate = max((pair, other), key=lambda each: each.rate)
+        scale = rate.rate / max(1.0, duplex.rate)
+        found.append(
+            Pair(
+                first=pair.first,
+                second=pair.second,
+                trip_s=min(pair.trip_s, other.trip_s),
+                up=rate.up,
+                down=rate.down,
+                both_up=duplex.both_up * scale,
+                both_down=duplex.both_down * scale,
+            )
+        )
+    return found
+
+
+def examine(survey: Survey, ssh_port: int | None = None) -> tuple[Fabric, list[Finding]]:
+    """Measure all pairs, those that look odd a second time, then an all-reduce with the real backend."""
+    names = [host.name for host in survey.hosts if host.name in survey.facts]
+    if len(names) < 2:
+        return Fabric(pairs=()), []
+    pairs = []
+    for group in groups(names):
+        plan = rounds(group, None if len(names) <= ALL_PAIRS_TO else SAMPLE)
+        pairs += measure_pairs(survey, plan, WINDOW_S, ssh_port)
+    odd = {finding.host for finding in judge(pairs)}
+    if odd:
+        suspects = [pair for pair in pairs if pair.first in odd or pair.second in odd][: 4 * FAN_OUT]
+        plan = _packed([(pair.first, pair.second) for pair in suspects])
+        pairs = better(pairs, measure_pairs(survey, plan, LONG_WINDOW_S, ssh_port))
+    findings = judge(pairs)
+    sample = [names[0], *random.Random(0).sample(names[1:], min(len(names), ALL_PAIRS_TO) - 1)]
+    all_reduce = measure_all_reduce(survey, sample, ssh_port)
+    return Fabric(pairs=tuple(pairs), all_reduce=all_reduce), [*findings, *judge_all_reduce(all_reduce)]
+
+
+def _packed(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """Pairs in rounds in which no host stands twice, each in the first where it fits."""
+    packed: list[list[tuple[str, str]]] = []
+    for pair in pairs:
+        fits = (each for each in packed if not any(set(pair) & set(other) for other in each))
+        place = next(fits, None)
+        if place is None:
+            packed.append([pair])
+        else:
+            place.append(pair)
+    return packed
+
+
+def judge(pairs: Sequence[Pair]) -> list[Finding]:
+    """A slow host has no good pair; a slow pair is slower than both of its hosts are elsewhere."""
+    return [*_broken(pairs), *_odd([pair for pair in pairs if pair.error is None])]
+
+
+def _broken(pairs: Sequence[Pair]) -> Iterator[Finding]:
+    for pair in pairs:
+        if pair.error is not None:
+            what = f"no measurement between {pair.first} and {pair.second}: {pair.error}"
+            fix = f"a firewall between them? on {pair.first}: ping -c 3 {pair.second}; all TCP ports must be open"
+            yield Finding(host=pair.first, check="fabric", level="red", what=what, fix=fix)
+
+
+def _odd(pairs: Sequence[Pair]) -> Iterator[Finding]:
+    by_host: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        by_host.setdefault(pair.first, []).append(pair)
+        by_host.setdefault(pair.second, []).append(pair)
+    if len(by_host) < 3:
+        return  # nothing to hold a single pair against
+    best = {host: max(pair.rate for pair in own) for host, own in by_host.items()}
+    trip = {host: min(pair.trip_s for pair in own) for host, own in by_host.items()}
+    duplex = {host: max(pair.duplex for pair in own) for host, own in by_host.items()}
+    usual, usual_trip, usual_duplex = (median(each.values()) for each in (best, trip, duplex))
+    slow = {host for host in by_host if best[host] < SLOW * usual}
+    late = {host for host in by_host if trip[host] > LATE * usual_trip + 1e-3}
+    halves = {h for h in by_host if duplex[h] < HALF and (usual_duplex > 0.8 or best[h] < SLOW * usual)}
+    for host in (host for host in by_host if host in slow | late | halves):
+        pair = max(by_host[host], key=lambda each: each.rate)
+        words = []
+        if host in halves:
+            words.append(f"a half-duplex link: {_both(pair)}")
+        if host in slow:
+            words.append(f"a slow host: at best {bits(best[host])} to any other, where {bits(usual)} is usual")
+        if host in late:
+            words.append(
+                f"a slow host: round trips of {1e3 * trip[host]:.1f} ms, where {1e3 * usual_trip:.2f} are usual"
+            )
+        fix = f"on {host}: ethtool INTERFACE (speed, duplex, errors); its cable, its port on the switch, other traffic"
+        yield Finding(host=host, check="fabric", level="red", what="; ".join(words), fix=fix)
+    for pair in pairs:
+        if {pair.first, pair.second} & (slow | late | halves):
+            continue
+        words = _odd_pair(pair, best, trip, duplex)
+        if words:
+            what = f"a slow pair, {pair.first} and {pair.second}: {'; '.join(words)}"
+            fix = f"look at the way between the two: on {pair.first}: traceroute {pair.second}; cables between switches"
+            yield Finding(host=pair.first, check="fabric", level="red", what=what, fix=fix)
+
+
+def _odd_pair(
+    pair: Pair, best: Mapping[str, float], trip: Mapping[str, float], duplex: Mapping[str, float]
+) -> list[str]:
+    ends = (pair.first, pair.second)
+    words = []
+    rate, late = min(best[end] for end in ends), max(trip[end] for end in ends)
+    if pair.rate < SLOW * rate:
+        words.append(f"{bits(pair.up)} one way and {bits(pair.down)} back, where both have {bits(rate)} to others")
+        if pair.duplex < HALF:
+            words.append(f"half duplex: {_both(pair)}")
+    elif pair.duplex < HALF and min(duplex[end] for end in ends) > 0.8:
+        words.append(f"half duplex: {_both(pair)}")
+    if pair.trip_s > LATE * late + 1e-3:
+        words.append(f"round trips of {1e3 * pair.trip_s:.1f} ms, where both have {1e3 * late:.2f} to others")
+    return words
+
+
+def _both(pair: Pair) -> str:
+    return (
+        f"{bits(pair.up)} and {bits(pair.down)} alone, {bits(pair.both_up)} and {bits(pair.both_down)} at once "
+        f"({pair.first} to {pair.second} and back)"
+    )
+
+
+def bits(rate: float) -> str:
+    """bit/s as people write them: 94 Mbit/s."""
+    for limit, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if rate >= limit:
+            return f"{rate / limit:.3g} {unit}"
+    return f"{rate:.3g} bit/s"
+
+
+_IN_FOLDER = 'cd "$1" && shift && PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$@"'
+
+
+def measure_all_reduce(survey: Survey, names: Sequence[str], ssh_port: int | None = None) -> dict[str, Any]:
+    """One rank on each host, with the backend that a run would take; sizes that grow while they are quick."""
+    devices = [survey.facts[name].get("devices", {}).get("count", 0) for name in names]
+    cuda = [survey.facts[name].get("packages", {}).get("cuda") for name in names]
+    backend = "nccl" if all(devices) and all(cuda) else "gloo"
+    first: dict[str, Host] = {host.name: host for host in survey.hosts}
+    port = survey.port if survey.facts[names[0]].get("port", {}).get("free") else random.randint(32001, 32700)
+
+    def one(name: str) -> Answer:
+        questions = {
+            "backend": backend,
+            "rank": names.index(name),
+            "ranks": list(names),
+            "address": _address(survey, names[0]),
+            "port": port,
+            "device": first[name].devices[0],
+            "limit_s": _ALL_REDUCE_S / 2,
+        }
+        worker = [sys.executable, "-m", "llmtrain.engine.fabric", json.dumps(questions)]
+        command = ["/bin/sh", "-c", _IN_FOLDER, "sh", survey.folder, *worker]
+        return on_hosts([name], command, timeout_s=_ALL_REDUCE_S, port=ssh_port)[name]
+
+    answers = in_parallel(names, one, fan_out=len(names))
+    errors = {}
+    steps: list[dict[str, float]] = []
+    for name, answer in answers.items():
+        said = [json.loads(line[len("llmtrain-all-reduce ") :]) for line in answer.stdout.splitlines()
+                if line.startswith("llmtrain-all-reduce ")]  # fmt: skip
+        if answer.code != 0 or not said or said[-1].get("error"):
+            last = [line for line in answer.stderr.splitlines() if line.strip()][-1:]
+            trouble = answer.trouble.text if answer.trouble and answer.code is None else None
+            errors[name] = (said[-1].get("error") if said else None) or trouble or "".join(last) or "it said nothing"
+        elif said[-1].get("steps"):
+            steps = said[-1]["steps"]
+    return {"backend": backend, "ranks": len(names), "steps": steps, "errors": errors}
+
+
+def judge_all_reduce(all_reduce: Mapping[str, Any]) -> list[Finding]:
+    """Red for the hosts on which it failed."""
+    found = []
+    for host, why in all_reduce["errors"].items():
+        what = f"an all-reduce of {all_reduce['ranks']} ranks with {all_reduce['backend']} failed: {why[:300]}"
+        fix = f"mend what else is red; then on {host}: is every TCP port open to the other hosts?"
+        found.append(Finding(host=host, check="fabric", level="red", what=what, fix=fix))
+    return found
+
+
+def summary(fabric: Fabric) -> list[str]:
+    """The figures, in lines for people."""
+    good = [pair for pair in fabric.pairs if pair.error is None]
+    lines = []
+    if good:
+        rates, trips = sorted(pair.rate for pair in good), sorted(pair.trip_s for pair in good)
+        lines.append(
+            f"{len(good)} pairs over TCP: {bits(rates[0])} to {bits(rates[-1])} (median {bits(median(rates))}), "
+            f"round trip {1e3 * trips[0]:.2f} to {1e3 * trips[-1]:.2f} ms"
+        )
+    steps = fabric.all_reduce.get("steps")
+    if steps:
+        shown = ", ".join(f"{_bytes(step['bytes'])} {1e3 * step['seconds']:.3g} ms" for step in steps)
+        lines.append(f"all-reduce of {fabric.all_reduce['ranks']} ranks ({fabric.all_reduce['backend']}): {shown}")
+    return lines
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**20:g} MiB" if count >= 2**20 else f"{count / 2**10:g} KiB"

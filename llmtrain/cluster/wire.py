@@ -1,0 +1,256 @@
+"""Latency and rate between hosts over plain TCP. Piped into each host's Python over ssh, as probe.py is.
+
+Standard library only, and Python 3.8 on. Every host goes through its pairs in the order of the plan, so that no host is
+in two measurements at a time; the first of a pair measures, the second answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from typing import Any
+
+MARK = "llmtrain-wire "
+CHUNK = 1 << 18
+CONNECT_S = 3.0
+Facts = dict  # Python 3.8 knows no dict[str, ...] at run time
+
+
+class Host:
+    """This host's part of the measurement."""
+
+    def __init__(self, ask: Facts) -> None:
+        self.ask = ask
+        self.me = ask["host"]
+        self.until = time.monotonic() + ask["limit_s"]
+        self.turn = threading.Condition()
+        self.turn_of = ""  # the peer whose measurement may go on
+        self.done: set = set()
+        self.listener = self.listen()
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def left_s(self) -> float:
+        return max(0.05, self.until - time.monotonic())
+
+    def listen(self) -> socket.socket:
+        """On the first of the agreed ports that is free."""
+        last = OSError("no port")
+        for port in self.ask["ports"]:
+            listener = socket.socket()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("", port))
+                listener.listen(64)
+                return listener
+            except OSError as error:
+                listener.close()
+                last = error
+        raise last
+
+    def serve(self) -> None:
+        while True:
+            link, _ = self.listener.accept()
+            threading.Thread(target=self.answer, args=(link,), daemon=True).start()
+
+    def answer(self, link: socket.socket) -> None:
+        """One connection of a peer. Its first line says what it is for; a stranger's is closed."""
+        with contextlib.suppress(OSError, ValueError, KeyError), link:
+            link.settimeout(5.0)
+            head = json.loads(read_line(link))
+            if head["token"] != self.ask["token"]:
+                return
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if head["kind"] == "pair":
+                self.hold(link, head["from"])
+            elif head["kind"] == "ping":
+                while link.recv(1):
+                    link.sendall(b"x")
+            elif head["kind"] == "up":
+                link.sendall(b"go\n")
+                rate = receive(link, head["window_s"])
+                link.sendall(json.dumps(rate).encode() + b"\n")
+                while link.recv(CHUNK):  # until the peer has read that and closes
+                    pass
+            elif head["kind"] == "down":
+                send(link, head["window_s"])
+
+    def hold(self, link: socket.socket, peer: str) -> None:
+        """The peer measures while this connection is open, once it is its turn."""
+        link.settimeout(1.0)
+        with self.turn:
+            self.turn.wait_for(lambda: self.turn_of == peer, self.left_s())
+        link.sendall(b"go\n")
+        with contextlib.suppress(OSError):
+            link.settimeout(self.ask["pair_limit_s"])
+            link.recv(1)
+        with self.turn:
+            self.done.add(peer)
+            self.turn.notify_all()
+
+    def wait_for(self, peer: str) -> None:
+        with self.turn:
+            self.turn_of = peer
+            self.turn.notify_all()
+            self.turn.wait_for(lambda: peer in self.done, min(self.left_s(), self.ask["pair_limit_s"]))
+            self.turn_of = ""
+
+    def connect(self, peer: str, patience_s: float, kind: str, **words: Any) -> socket.socket:
+        """A connection to the peer's program. Raises OSError when there is none within the time."""
+        until = time.monotonic() + patience_s
+        head = {"token": self.ask["token"], "kind": kind, "from": self.me, **words}
+        while True:
+            for port in self.ask["ports"]:
+                try:
+                    link = socket.create_connection((self.ask["addresses"][peer], port), CONNECT_S)
+                except ConnectionRefusedError as error:
+                    last: OSError = error
+                    continue
+                except OSError as error:
+                    if time.monotonic() >= until:
+                        raise
+                    last = error
+                    break
+                link.settimeout(5.0)
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                link.sendall(json.dumps(head).encode() + b"\n")
+                return link
+            if time.monotonic() >= until:
+                raise last
+            time.sleep(0.1)
+
+    def measure(self, peer: str) -> Facts:
+        """One pair: round trip in seconds, rates in bit/s: up (to the peer) and down alone, then both at once."""
+        with self.connect(peer, self.ask["patience_s"], "pair") as held:
+            held.settimeout(self.ask["pair_limit_s"])
+            if read_line(held) != "go":
+                raise OSError("the other host did not come to this pair in time")
+            found: Facts = {"trip_s": self.ping(peer)}
+            window_s = min(1.5, max(self.ask["window_s"], 12 * found["trip_s"]))
+            found["up"] = self.up(peer, window_s)
+            found["down"] = self.down(peer, window_s)
+            both: Facts = {}
+
+            def upwards() -> None:
+                with contextlib.suppress(OSError, ValueError):
+                    both["up"] = self.up(peer, window_s)
+
+            other = threading.Thread(target=upwards, daemon=True)
+            other.start()
+            both["down"] = self.down(peer, window_s)
+            other.join(5.0 + window_s)
+            return {**found, "both_up": both.get("up", 0.0), "both_down": both["down"]}
+
+    def ping(self, peer: str) -> float:
+        """The shortest round trip: the rest is how busy the processors are."""
+        trips: list = []
+        with self.connect(peer, 1.0, "ping") as link:
+            until = time.monotonic() + 0.5
+            while len(trips) < 5 or (len(trips) < 50 and time.monotonic() < until):
+                began = time.perf_counter()
+                link.sendall(b"x")
+                if not link.recv(1):
+                    raise OSError("the connection broke")
+                trips.append(time.perf_counter() - began)
+        return min(trips)
+
+    def up(self, peer: str, window_s: float) -> float:
+        with self.connect(peer, 1.0, "up", window_s=window_s) as link:
+            if read_line(link) != "go":
+                raise OSError("the connection broke")
+            return float(json.loads(send(link, window_s) or read_line(link)))
+
+    def down(self, peer: str, window_s: float) -> float:
+        with self.connect(peer, 1.0, "down", window_s=window_s) as link:
+            return receive(link, window_s)
+
+
+def read_line(link: socket.socket) -> str:
+    """Up to a line end, which is not returned; whatever there was at the connection's end."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = link.recv(1)
+        if not byte or len(line) > 4096:
+            break
+        line += byte
+    return line.decode().strip()
+
+
+def send(link: socket.socket, window_s: float) -> str:
+    """Send until the peer has measured enough: it says something, or closes. What it said."""
+    chunk = memoryview(bytes(CHUNK))
+    link.setblocking(False)
+    until = time.monotonic() + 3 * window_s + 3.0
+    try:
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                link.send(chunk)
+            try:
+                said = link.recv(4096)
+            except BlockingIOError:
+                select.select([link], [link], [], 0.2)
+                continue
+            return said.decode().strip()
+    except OSError:
+        return ""
+    finally:
+        link.settimeout(5.0)
+        drop(link)
+    return ""
+
+
+def receive(link: socket.socket, window_s: float) -> float:
+    """Bits a second that arrive in the last two thirds of a window which the first byte opens."""
+    buffer = bytearray(CHUNK)
+    link.settimeout(window_s + 3.0)
+    if not link.recv_into(buffer):
+        raise OSError("the connection broke")
+    opened = time.perf_counter()
+    started, last, count = 0.0, 0.0, 0
+    while True:
+        got = link.recv_into(buffer)
+        now = time.perf_counter()
+        if not got:
+            break
+        if started:
+            count, last = count + got, now
+        elif now - opened > window_s / 3:
+            started = last = now
+        if now - opened > window_s:
+            break
+    drop(link)
+    return 8 * count / max(1e-6, last - started) if started else 0.0
+
+
+def drop(link: socket.socket) -> None:
+    """What still waits to be sent is thrown away at the close, and does not disturb the next measurement."""
+    with contextlib.suppress(OSError):
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def main(ask: Facts) -> None:
+    """Go through the pairs, then print one line: what was measured here, by peer."""
+    out: Facts = {}
+    try:
+        host = Host(ask)
+        for first, second in ask["pairs"]:
+            if time.monotonic() > host.until:
+                break
+            if first == ask["host"]:
+                try:
+                    out[second] = host.measure(second)
+                except (OSError, ValueError) as error:
+                    out[second] = {"error": str(error)}
+            elif second == ask["host"]:
+                host.wait_for(first)
+    except OSError as error:
+        out[""] = {"error": f"no port of {ask['ports']} is free: {error}"}
+    sys.stdout.write("\n" + MARK + json.dumps(out) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
