@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(ask: dict[str, Any]) -> list[dict[str, float]]:
-    """Seconds of the quickest all-reduce for each size. Raises RuntimeError when ranks are missing or sums are wrong."""
+    """Seconds of the quickest all-reduce for each size. Raises RuntimeError: ranks are missing, or sums are wrong."""
     rank, world_size = ask["rank"], len(ask["ranks"])
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
