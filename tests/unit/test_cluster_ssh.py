@@ -13,11 +13,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from llmtrain.cluster.ssh import MAX_BYTES, on_hosts
+from llmtrain.cluster.ssh import MAX_BYTES, Answer, Trouble, on_hosts
 from llmtrain.errors import ConfigError
 
 FAKE = r"""#!/bin/bash
@@ -74,8 +75,15 @@ def fake_ssh(tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return folder
 
 
-def one(host: str, *command: str, **how):
-    return on_hosts([host], command or ("true",), timeout_s=how.pop("timeout_s", 10), **how)[host]
+def one(host: str, *command: str, timeout_s: float = 10, **how: Any) -> Answer:
+    return on_hosts([host], command or ("true",), timeout_s=timeout_s, **how)[host]
+
+
+def trouble(host: str, **how: Any) -> Trouble:
+    """What is wrong with a host with which something must be."""
+    answer = one(host, **how)
+    assert answer.trouble is not None
+    return answer.trouble
 
 
 @pytest.mark.parametrize(
@@ -105,18 +113,18 @@ def test_each_trouble_has_its_kind_and_its_remedy(host, kind, text, remedy):
 
 def test_a_locked_key_and_no_key_are_told_from_a_refused_one(keys, monkeypatch):
     monkeypatch.setenv("KEY", str(keys / "closed"))
-    trouble = one("locked").trouble
-    assert trouble.kind == "prompt" and "asks for its passphrase" in trouble.text
-    assert f"ssh-add {keys / 'closed'}" in trouble.remedy
+    locked = trouble("locked")
+    assert locked.kind == "prompt" and "asks for its passphrase" in locked.text
+    assert f"ssh-add {keys / 'closed'}" in locked.remedy
     monkeypatch.setenv("KEY", str(keys / "nowhere"))
-    trouble = one("locked").trouble
-    assert trouble.kind == "key" and "no key here" in trouble.text and "ssh-keygen -t ed25519" in trouble.remedy
+    missing = trouble("locked")
+    assert missing.kind == "key" and "no key here" in missing.text and "ssh-keygen -t ed25519" in missing.remedy
 
 
 def test_another_port_stands_in_the_command_and_in_the_remedy(fake_ssh):
-    assert "ssh-keyscan -p 2222 stranger" in one("stranger", port=2222).trouble.remedy
-    assert "ssh-keygen -R '[changed]:2222'" in one("changed", port=2222).trouble.remedy
-    assert "ssh-copy-id -p 2222 keyless" in one("keyless", port=2222).trouble.remedy
+    assert "ssh-keyscan -p 2222 stranger" in trouble("stranger", port=2222).remedy
+    assert "ssh-keygen -R '[changed]:2222'" in trouble("changed", port=2222).remedy
+    assert "ssh-copy-id -p 2222 keyless" in trouble("keyless", port=2222).remedy
     assert all(" -p 2222 -- " in line for line in (fake_ssh / "asked").read_text().splitlines() if "stranger" in line)
 
 
@@ -146,14 +154,14 @@ def test_exit_codes_and_streams_are_kept_apart():
 def test_noise_is_taken_off_and_named():
     answer = one("banner", "echo", "mine")
     assert (answer.code, answer.stdout) == (0, "mine\n")
-    assert answer.trouble.kind == "noise" and "no newline" in answer.trouble.text
+    assert answer.trouble is not None and answer.trouble.kind == "noise" and "no newline" in answer.trouble.text
     assert "case $- in" in answer.trouble.remedy
 
 
 def test_output_is_bounded():
     answer = one("a", "sh", "-c", f"yes | head -c {3 * MAX_BYTES}; exit 7")
     assert answer.code == 7 and len(answer.stdout) <= MAX_BYTES
-    assert answer.trouble.kind == "noise" and "more than is kept" in answer.trouble.text
+    assert answer.trouble is not None and answer.trouble.kind == "noise" and "more than is kept" in answer.trouble.text
 
 
 @pytest.mark.parametrize("host", ["asleep", "flood", "a"])
@@ -161,7 +169,12 @@ def test_time_is_bounded_and_nothing_is_left_behind(host):
     started = time.monotonic()
     answer = one(host, "sh", "-c", "sleep 77", timeout_s=0.5)
     assert time.monotonic() - started < 2.0
-    assert answer.trouble.kind == "timeout" and answer.code is None and "0.5 s" in answer.trouble.text
+    assert (
+        answer.trouble is not None
+        and answer.trouble.kind == "timeout"
+        and answer.code is None
+        and "0.5 s" in answer.trouble.text
+    )
     assert not psutil.Process().children(recursive=True)
 
 
