@@ -221,6 +221,17 @@ def test_a_terminal_gets_a_shell_on_node_1_and_its_end_takes_all_down(tmp_path: 
     assert not any(tmp_path.iterdir())
 
 
+def test_a_machine_that_cannot_have_a_lab_says_why() -> None:
+    """Root in a container without privileges, for one."""
+    if why_not() is not None:
+        pytest.skip("this is one")
+    code = "from tools.lab.lab import why_not; print(why_not())"
+    bare = ["setpriv", "--bounding-set", "-sys_admin", sys.executable, "-c", code]
+    refused = subprocess.run(bare, cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert refused.stdout.startswith("a lab needs namespaces"), refused
+    assert "Operation not permitted" in refused.stdout
+
+
 # The real launcher
 
 

@@ -92,9 +92,11 @@ def own_folders(spec: dict[str, Any]) -> None:
     # Opened before anything hides them: what is shared may lie below /tmp, or below the home folder.
     shared = [(path, os.open(path, os.O_PATH)) for path in sorted(spec["share"], key=len)]
     own = {name: os.open(root / name, os.O_PATH) for name in ("tmp", "home", "hosts")}
+    cgroup = os.open("/sys/fs/cgroup", os.O_PATH)
     in_home = [(entry, os.open(entry, os.O_PATH)) for entry in home.iterdir() if is_shared(entry)]
     mount("proc", "/proc", "proc")
     mount("sysfs", "/sys", "sysfs")
+    bind(f"/proc/self/fd/{cgroup}", "/sys/fs/cgroup")
     mount("tmpfs", "/run", "tmpfs", data="mode=755")
     os.mkdir("/run/sshd", 0o755)
     mount("tmpfs", "/dev/shm", "tmpfs", data="mode=1777")
