@@ -43,7 +43,7 @@ def refusal(form: Form) -> str | None:
     if form.expert > 1 and form.family not in EXPERTS:
         return "expert"
     if form.tensor > 1 and form.family == "gqa_uneven":
-        return "3 key/value heads"
+        return "num_key_value_heads is 3"
     return None
 
 
