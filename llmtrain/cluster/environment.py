@@ -23,11 +23,12 @@ from llmtrain.redact import is_secret, redact_text
 SECRETS_VARIABLE = "LLMTRAIN_SECRETS"
 """Names the file that `load_secrets` reads; set by the launcher."""
 
-# What decides how a rank computes, logs and talks. DeepSpeed's own: MLFLOW, PYTHON, MV2, UCX, and NCCL on CUDA.
+# What decides how a rank computes, logs and talks. MLFLOW, PYTHON, MV2, UCX and NCCL (on CUDA) are the prefixes that
+# DeepSpeed hands on by itself, unescaped: here they are all taken, and the file of `deepspeed_env` comes after those.
 PREFIXES = (
-    *("WANDB_", "HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "TOKENIZERS_", "MLFLOW_"),
-    *("NCCL_", "GLOO_", "UCX_", "FI_", "MV2_", "TORCH_", "PYTORCH_", "TP_", "CUDA_", "TRITON_", "CUBLAS_"),
-    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "DS_", "DEEPSPEED_", "LLMTRAIN_", "PYTHON"),
+    *("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WANDB_", "HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_"),
+    *("TOKENIZERS_", "GLOO_", "FI_", "TORCH_", "PYTORCH_", "TP_", "CUDA_", "TRITON_", "CUBLAS_"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "DS_", "DEEPSPEED_", "LLMTRAIN_"),
 )
 _PROXIES = tuple(f"{what}_proxy" for what in ("http", "https", "no", "all"))
 _NAMES = frozenset((*_PROXIES, *(name.upper() for name in _PROXIES)))
@@ -100,11 +101,6 @@ def deepspeed_env(variables: Mapping[str, str]) -> str:
             escaped = f'""{escaped}""'
         lines.append(f"{name}={escaped}\n")
     return "".join(lines)
-
-
-def launcher_environ(environ: Mapping[str, str], travel: Travel) -> dict[str, str]:
-    """The environment for the `deepspeed` process: without what is private, which it might put into command lines."""
-    return {name: value for name, value in environ.items() if name not in travel.private}
 
 
 def for_pdsh(word: str) -> str:
