@@ -19,7 +19,7 @@ MARK = "LLMTRAIN_WATCH"
 _GENTLE = ("wandb-core",)
 """These remove their sockets when they are asked to go."""
 _GENTLE_S = 2.0
-_LAUNCHER_LEAVES_S, _LAUNCHER_OBEYS_S = 5.0, 2.0
+_LAUNCHER_LEAVES_S = 40.0
 _LAUNCHER = "deepspeed.launcher.launch"
 
 
@@ -82,13 +82,12 @@ def _family(known: set[Process], mark: str) -> set[Process]:
 def _end_launcher(launcher: Process | None, world: str | None) -> None:
     if launcher is None or world is None:
         return
-    # It leaves with the code of its first dead rank, asked to go with 1. Killed, it would make `deepspeed` end with 0:
-    # that one looks for codes above 0 (launcher/runner.py main).
-    for seconds, number in ((_LAUNCHER_LEAVES_S, signal.SIGTERM), (_LAUNCHER_OBEYS_S, signal.SIGKILL)):
-        deadline = time.monotonic() + seconds
-        while launcher.alive() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        launcher.send(number)
+    # It sees them dead within a second and leaves with their code. A signal would make `deepspeed` end with 0, which
+    # looks for codes above 0 (launcher/runner.py main); also SIGTERM, while the interpreter of a busy host shuts down.
+    deadline = time.monotonic() + _LAUNCHER_LEAVES_S
+    while launcher.alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    launcher.send(signal.SIGKILL)
 
 
 def hang_up(world: str, wait_s: float = 5.0) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmtrain.redact import redact
 from llmtrain.tracking.local import JsonLines
-from llmtrain.tracking.wandb_sink import choose_mode
+from llmtrain.tracking.wandb_sink import choose_mode, remove_temporary_folders
 
 
 def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:
@@ -33,6 +33,7 @@ def tell_wandb(run_dir: Path, run_id: str, tracking: dict[str, Any], event: dict
     os.environ.update(WANDB_DISABLE_CODE="true", WANDB_ERROR_REPORTING="false", WANDB_SILENT="true")
     import wandb
 
+    remove_temporary_folders()
     run = wandb.init(
         id=run_id,
         resume="allow",

@@ -132,7 +132,7 @@ class WandbSink:
             # Here and not in the thread: two threads that import large packages at once can deadlock on
             # module locks, which Python resolves by handing out half-initialised modules.
             self._wandb = importlib.import_module("wandb")
-            _remove_temporary_folders()
+            remove_temporary_folders()
         except Exception as error:
             self._give_up("cannot be imported", error)
             return
@@ -274,7 +274,7 @@ class WandbSink:
                 continue
 
 
-def _remove_temporary_folders() -> None:
+def remove_temporary_folders() -> None:
     """Delete the two folders that W&B makes in /tmp on import for media and artifacts: we log neither, and a
     killed run would leave them behind. They have no public name; where they are elsewhere, they stay."""
     for module, path in (

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 STEP = 6
-FIFO = "LLMTRAIN_TEST_FIFO"
 
 
 def watched(rank: int) -> None:
@@ -54,13 +53,13 @@ def crashes(rank: int) -> None:
         _at_step(Stepper, "step", lambda *_, **__: ctypes.string_at(0))
 
 
-def file_server_is_silent(rank: int) -> None:
+def file_server_is_silent(rank: int, fifo: Path) -> None:
     """The next batch lies behind a read that never ends."""
     watched(rank)
     if rank == 1:
         from llmtrain.data.loader import TrainLoader
 
-        _at_step(TrainLoader, "__next__", lambda *_, **__: Path(os.environ[FIFO]).read_bytes())
+        _at_step(TrainLoader, "__next__", lambda *_, **__: fifo.read_bytes())
 
 
 def one_micro_batch_less(rank: int) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def test_a_killed_rank_is_explained_and_nothing_is_left(small_data, tmp_path):
     began_s = time.monotonic()
     code, output = finish(process, 60)
     assert gone([*everyone, *watch], ENDED_S) and time.monotonic() - began_s < 2 * ENDED_S
-    assert code in (247, 1)  # -9 as DeepSpeed says it; 1 if its launcher had to be asked to go
+    # -9 as DeepSpeed says it; 1 if its launcher had to be asked to go
+    assert code in (247, 1), output[-3000:]
     event = rows(run, "events.jsonl")[-1]
     assert (event["kind"], event["cause"], event["ranks"]) == ("fault", "killed", [1])
     assert event["host"] == os.uname().nodename and "was ended by SIGKILL" in event["text"]
@@ -112,10 +114,9 @@ def test_an_exception_is_told_with_its_line_and_its_phase(small_data, tmp_path):
     assert {s["id"] for s in sessions} == {told[0]["id"]}
 
 
-def test_a_file_server_that_does_not_answer(small_data, tmp_path, monkeypatch):
+def test_a_file_server_that_does_not_answer(small_data, tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    monkeypatch.setenv(stalls.FIFO, str(tmp_path / "fifo"))
-    event = explained(small_data, tmp_path, stalls.file_server_is_silent)
+    event = explained(small_data, tmp_path, partial(stalls.file_server_is_silent, fifo=tmp_path / "fifo"))
     assert (event["cause"], event["ranks"]) == ("input_output", [1]), event["text"]
     assert "rank 0 waits in" in event["text"] and "fast one" in event["text"]
 
