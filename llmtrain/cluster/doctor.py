@@ -14,6 +14,7 @@ from rich.console import Console
 
 from llmtrain.cluster import build_ops, checks, compare, fabric, survey
 from llmtrain.cluster.checks import CHECKS, Finding
+from llmtrain.cluster.envfile import deepspeed_env_problems
 from llmtrain.cluster.hostfile import Host, read_hostfile, select
 from llmtrain.cluster.report import Report, print_report
 from llmtrain.config.load import load
@@ -103,6 +104,12 @@ def _with_ops(report: Report, args: argparse.Namespace) -> Report:
     return replace(again, findings=findings, notes=tuple(lines))
 
 
+def _deepspeeds_own_file(hosts: Sequence[Host]) -> list[Finding]:
+    """`.deepspeed_env` here: a launch by hand reads it for all hosts. `llmtrain launch` does not, and calls quick."""
+    parts = (problem.rpartition(": ") for problem in deepspeed_env_problems())
+    return [Finding(host=hosts[0].name, check="env", level="red", what=what, fix=fix) for what, _, fix in parts]
+
+
 def _sorted(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding, ...]:
     """Red ones first, then in the order of the hosts."""
     order = {host.name: index for index, host in enumerate(hosts)}
@@ -118,6 +125,7 @@ def main(argv: list[str]) -> int:
     report = quick(hosts, args.config, overrides=args.overrides, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:
         report = _with_ops(report, args)
+    report = replace(report, findings=_sorted([*report.findings, *_deepspeeds_own_file(hosts)], hosts))
     if not args.quick and len(report.survey.facts) > 1:
         report = with_fabric(report, args.ssh_port)
     report = replace(report, elapsed_s=time.monotonic() - started)
