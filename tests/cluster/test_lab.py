@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.helpers.launching import REPO, environment, gone, rows, write_recipe
-from tools.lab.lab import Lab, why_not
+from tools.lab.lab import Lab, LabHost, why_not
 from tools.lab.processes import living_in, namespace_of
 
 HOLD = [sys.executable, "-m", "tools.lab", "up", "--hosts", "2", "--folder"]
@@ -195,11 +195,10 @@ def test_nothing_is_left_however_the_holder_ends(
 def test_nothing_is_left_of_a_lab_that_breaks_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    from tools.lab import lab as module
-
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    monkeypatch.setattr(module.LabHost, "start_sshd", lambda self: self.run(["false"]).check_returncode())
-    with pytest.raises(subprocess.CalledProcessError):
+    finish = LabHost.finish_boot
+    monkeypatch.setattr(LabHost, "finish_boot", lambda host: finish(host) if host.name == "node-1" else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         Lab(2, tmp_path)
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
     leave_no_trace(tmp_path, [], left)

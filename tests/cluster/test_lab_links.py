@@ -56,14 +56,18 @@ def test_delay_is_added_each_way(lab3: Lab) -> None:
     serve(second, third)
     first.shape(delay_ms=25)
 
-    def round_trip(source: LabHost, target: LabHost) -> float:
-        return end(begin(source, "rtt", target.name, PORT))["median_ms"]
+    def round_trip_ms(source: LabHost, target: LabHost, below: float) -> float:
+        """The first of up to five medians that is low enough, else the last: a busy machine can only raise it."""
+        for _ in range(5):
+            median = end(begin(source, "rtt", target.name, PORT))["median_ms"]
+            if median < below:
+                break
+        return median
 
-    slow = min(round_trip(first, second) for _ in range(3))
-    assert 50 <= slow < 60
-    assert min(round_trip(second, third) for _ in range(3)) < 10  # the others' cables are as they were
+    assert 50 <= round_trip_ms(first, second, 55) < 55
+    assert round_trip_ms(second, third, 5) < 5  # the others' cables are as they were
     first.shape()
-    assert min(round_trip(first, second) for _ in range(3)) < 10
+    assert round_trip_ms(first, second, 5) < 5
 
 
 def test_rate_and_what_the_switch_takes_for_it(lab3: Lab) -> None:

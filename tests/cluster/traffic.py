@@ -1,7 +1,7 @@
 """Traffic between hosts of the lab: `python -S traffic.py MODE ...`, standard library only; prints one JSON object.
 
 serve PORT             answers what comes first: E echoes bytes, S takes all and says how many bytes came
-rtt HOST PORT          {"median_ms": ...} of 20 round trips of one byte
+rtt HOST PORT          {"median_ms": ...} of 10 round trips of one byte
 send HOST PORT SECONDS {"mbit": what the other side got a second, "bytes": ..., "seconds": ...}
 udp HOST PORT COUNT    COUNT numbered datagrams, {"sent": COUNT}
 count PORT SECONDS     {"received": datagrams until none comes for SECONDS}
@@ -46,7 +46,7 @@ def rtt(host: str, port: str) -> dict[str, float]:
     with socket.create_connection((host, int(port)), timeout=20) as server:
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server.sendall(b"E")
-        for _ in range(21):
+        for _ in range(11):
             began = time.perf_counter()
             server.sendall(b"x")
             server.recv(1)

@@ -59,6 +59,7 @@ class LabHost:
             "share": self._shared,
             "control": str(self._root.parent),
             "owner": self._owner,
+            "sshd": self._sshd_command(22, None),
         }
         self._outer = python("tools.lab.init", json.dumps(spec), stdout=subprocess.PIPE, pass_fds=[self._owner])
 
@@ -69,7 +70,7 @@ class LabHost:
             raise RuntimeError(f"{self.name} did not start: see its message above")
         self._init = child_of(self._outer.pid)
         self._namespace = namespace_of(self._init)
-        self.start_sshd()
+        self._wait_for_sshd()
 
     def boot(self) -> None:
         """Power on, with the files and the cable as they were. Raises RuntimeError if it does not come up."""
@@ -180,6 +181,13 @@ class LabHost:
 
     def start_sshd(self, port: int = 22, banner: str | None = None, **settings: str) -> None:
         """An sshd with settings of sshd_config(5), PasswordAuthentication="yes". Raises RuntimeError if it refuses."""
+        done = self.run(self._sshd_command(port, banner, **settings), cwd="/")
+        if done.returncode != 0:
+            raise RuntimeError(f"{self.name}: sshd: {done.stderr}{self._sshd_log()}")
+        self._wait_for_sshd()
+
+    def _sshd_command(self, port: int, banner: str | None, **settings: str) -> list[str]:
+        """What starts an sshd in the background, with its configuration written."""
         lines = {
             "Port": str(port),
             "HostKey": str(self._root / "ssh_host_ed25519_key"),
@@ -198,14 +206,17 @@ class LabHost:
             lines["Banner"] = str(self._root / "banner")
         config = self._root / "sshd_config"
         config.write_text("".join(f"{key} {value}\n" for key, value in lines.items()))
-        done = self.run([SSHD, "-f", config, "-E", self._root / "sshd.log"], cwd="/")
-        if done.returncode != 0:
-            raise RuntimeError(f"{self.name}: sshd: {done.stderr}{(self._root / 'sshd.log').read_text()}")
+        return [SSHD, "-f", str(config), "-E", str(self._root / "sshd.log")]
+
+    def _wait_for_sshd(self) -> None:
         deadline = time.monotonic() + START_S
         while self._listener() == 0:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{self.name}: sshd does not listen: {(self._root / 'sshd.log').read_text()}")
+                raise RuntimeError(f"{self.name}: sshd does not listen: {self._sshd_log()}")
             time.sleep(0.01)
+
+    def _sshd_log(self) -> str:
+        return (self._root / "sshd.log").read_text()
 
     def stop_sshd(self, sessions: bool = False) -> None:
         """No more logins: `refused` from now on. Those that are in stay, unless sessions=True ends them too."""

@@ -1,8 +1,8 @@
 """python -m tools.lab.init SPEC: the first process of a host. SPEC is JSON:
 
 name, address (with prefix length), mac, root (the host's own folder), home, share (paths that every host sees),
-control (the folder of the switch's socket), owner (a pidfd: when that process has ended, so has the host).
-It makes the namespaces, sets the host up, plugs it into the switch, prints its process id and a line end, and reaps.
+control (the folder of the switch's socket), owner (a pidfd: when that process has ended, so has the host), sshd (the
+command that starts one). It makes the namespaces, plugs the host in, sets it up, prints "ready", and reaps.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ link set eth0 up
 """
     Path("/proc/sys/net/ipv6/conf/eth0/disable_ipv6").write_text("1")  # else its chatter is in the byte counters
     subprocess.run(["ip", "-batch", "-"], input=orders, text=True, check=True, timeout=30)
+    subprocess.run(spec["sshd"], check=True, timeout=30)
 
 
 def make_device() -> int:
