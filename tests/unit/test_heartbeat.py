@@ -1,0 +1,176 @@
+"""The page of memory of a rank, and what the kernel says of a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from llmtrain.cluster import ending, observe, proc
+from llmtrain.cluster.heartbeat import PHASES, Heartbeat, named, read
+from llmtrain.cluster.link import Server, answers, call, wait
+
+
+@pytest.fixture
+def heart(tmp_path):
+    heart = Heartbeat()
+    heart.connect(tmp_path / "rank-00003.beat", rank=3, local_rank=1)
+    return heart
+
+
+def test_a_reader_sees_what_the_rank_does(heart, tmp_path):
+    path = tmp_path / "rank-00003.beat"
+    heart.at_step(41)
+    heart.begin_step()
+    heart.phase("backward")
+    heart.enter(named("all_reduce"))
+    heart.enter(named("barrier"))  # called by the first one: counts once, under its name
+    beat = read(path)
+    assert (beat.rank, beat.local_rank, beat.pid, beat.step, beat.phase) == (3, 1, os.getpid(), 41, "backward")
+    assert (beat.inside, beat.collective, beat.collectives, beat.left) == (True, "all_reduce", 1, None)
+    heart.leave()
+    assert read(path).inside
+    heart.leave()
+    after = read(path)
+    assert not after.inside and after.beats > beat.beats and after.collective == "all_reduce"
+    with heart.during("save"):
+        assert read(path).phase == "save"
+    assert read(path).phase == "backward"
+    heart.stopping()
+    heart.left(3)
+    assert (read(path).stopping, read(path).left, read(path).phase) == (True, 3, "end")
+
+
+def test_own_time_is_the_step_without_the_collectives(heart, tmp_path):
+    heart.begin_step()
+    time.sleep(0.05)
+    heart.enter(named("all_reduce"))
+    time.sleep(0.2)
+    heart.leave()
+    heart.end_step(1)
+    with heart.during("evaluate"):
+        time.sleep(0.1)
+    beat = read(tmp_path / "rank-00003.beat")
+    assert beat.timed_steps == 1 and beat.step == 1 and 0.05 <= beat.own_s < 0.15
+
+
+def test_pages_that_are_none_are_not_read(tmp_path):
+    assert read(tmp_path / "no") is None
+    for content in (b"", b"x" * 100, b"\0" * 4096, os.urandom(4096)):
+        (tmp_path / "page").write_bytes(content)
+        assert read(tmp_path / "page") is None
+
+
+def test_a_heart_that_nobody_watches_beats_all_the_same():
+    heart = Heartbeat()
+    for phase in PHASES:
+        heart.phase(phase)
+    heart.enter(named("x" * 100))
+    heart.leave()
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen(["sleep", "300"], env={**os.environ, ending.MARK: "/marked"})
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_only_the_very_process_is_ended(sleeper):
+    me = ending.identify(sleeper.pid)
+    ending.Process(me.pid, me.started + 1).send(signal.SIGKILL)  # the id was given to another one
+    assert me.alive()
+    assert ending.end_host([ending.Process(me.pid, me.started + 1)], None, "/another") == []
+    assert me.alive()
+
+
+def test_an_orphan_is_found_by_its_mark(sleeper):
+    assert ending.end_host([], None, "/marked") == []
+    assert not ending.identify(sleeper.pid) or not ending.identify(sleeper.pid).alive()
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path):
+    code = "import subprocess, time; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True); time.sleep(300)"
+    rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = ending.identify(int(rank.stdout.readline()))
+    assert ending.end_host([ending.identify(rank.pid)], None, "/nothing") == []
+    assert not child.alive() and rank.wait(10) == -signal.SIGKILL
+
+
+def test_a_rank_is_told_running_stopped_and_dead(tmp_path):
+    code = (
+        "import sys, time; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path\n"
+        "from llmtrain.cluster.heartbeat import heart\n"
+        "heart.connect(Path(sys.argv[1]) / 'rank-00000.beat', rank=0, local_rank=0)\n"
+        "heart.phase('backward')\nprint('there', flush=True)\ntime.sleep(300)"
+    )
+    root = str(observe.__file__).split("/llmtrain/")[0]
+    rank = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), root], stdout=subprocess.PIPE, text=True)
+    ranks = observe.HostRanks(tmp_path, "node-1", 1)
+    try:
+        assert rank.stdout.readline() == "there\n"
+
+        def state():
+            (report,) = ranks.observe(time.monotonic())
+            return report["state"], report["signal"], report["phase"]
+
+        assert state() == ("running", "", "backward") and len(ranks.endings()) == 1
+        rank.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while state()[0] != "stopped" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert state()[0] == "stopped"
+        rank.send_signal(signal.SIGKILL)
+        while proc.stat(rank.pid).state != "Z":
+            time.sleep(0.01)
+        assert state() == ("dead", "SIGKILL", "backward") and ranks.gone() and not ranks.endings()
+        rank.wait()
+        assert state() == ("dead", "SIGKILL", "backward")  # also after its parent has asked
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def test_who_does_not_know_the_token_is_hung_up_on():
+    server = Server()
+    try:
+        stranger = call("127.0.0.1", server.port, {"token": "x", "host": "node-2"}, 5)
+        friend = call("127.0.0.1", server.port, {"token": server.token, "host": "node-2", "port": 7}, 5)
+        deadline = time.monotonic() + 10
+        while not (server.lines and stranger.closed) and time.monotonic() < deadline:
+            server.accept(time.monotonic())
+            wait([stranger], 0.05)
+            stranger.receive()
+        assert list(server.lines) == ["node-2"] and stranger.closed
+        friend.send({"ranks": [], "text": "ä" * 100_000})
+        received = []
+        while not received and time.monotonic() < deadline:
+            friend.flush()
+            received = server.lines["node-2"].receive()
+        assert received == [{"ranks": [], "text": "ä" * 100_000}]
+        assert answers("127.0.0.1", server.port)
+    finally:
+        server.close()
+    assert not answers("127.0.0.1", server.port)
+
+
+def test_a_line_that_is_no_json_ends_the_connection():
+    server = Server()
+    try:
+        line = call("127.0.0.1", server.port, {"token": server.token, "host": "node-2"}, 5)
+        deadline = time.monotonic() + 10
+        while not server.lines and time.monotonic() < deadline:
+            server.accept(time.monotonic())
+        line._out += b"{broken\n"
+        line.flush()
+        while not server.lines["node-2"].closed and time.monotonic() < deadline:
+            assert server.lines["node-2"].receive() == []
+        assert server.lines["node-2"].closed
+    finally:
+        server.close()
