@@ -231,6 +231,34 @@ def test_a_machine_that_cannot_have_a_lab_says_why() -> None:
     assert "Operation not permitted" in refused.stdout
 
 
+def test_install_asks_apt_for_what_is_missing_and_starts_no_sshd(tmp_path: Path) -> None:
+    """In a mount namespace whose /usr/sbin is empty, with an apt-get that writes down what it is asked."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    tools, told = tmp_path / "bin", tmp_path / "told"
+    tools.mkdir()
+    for name in ("id", "rm", "chmod", "sh"):
+        (tools / name).symlink_to(f"/bin/{name}")
+    fake = f'#!/bin/sh\necho "$* $(/usr/sbin/policy-rc.d; echo $?)" >> {told}\n[ -e {tmp_path}/works ]\n'
+    (tools / "apt-get").write_text(fake)
+    (tools / "apt-get").chmod(0o755)
+    hide = f"mount -t tmpfs none /usr/sbin; PATH={tools} tools/lab/install.sh; echo $?; ls /usr/sbin"
+
+    def install() -> tuple[str, list[str]]:
+        told.write_text("")
+        done = subprocess.run(["unshare", "-m", "sh", "-c", hide], cwd=REPO, capture_output=True, text=True, timeout=60)
+        return done.stdout + done.stderr, told.read_text().splitlines()
+
+    wanted = "install -y --no-install-recommends pdsh iproute2 openssh-server 101"
+    output, asked = install()
+    assert output.endswith("apt-get could not install them; tests/cluster will skip\n0\n")
+    assert asked == [wanted, "update 101"]
+    (tmp_path / "works").touch()
+    output, asked = install()
+    assert output.endswith("apt-get install\n0\n")
+    assert asked == [wanted]
+
+
 # The real launcher
 
 
