@@ -103,7 +103,7 @@ def _ask(
     stderr = talk.text(talk.err)
     trouble: Trouble | None = None
     if talk.overrun:
-        trouble = timed_out(host, timeout_s, reached=talk.began)
+        trouble = timed_out(host, timeout_s, talk.noise(), reached=talk.began)
     elif remote_code is None:
         trouble = from_ssh(host, code, stderr, talk.noise(), began=talk.began, port=port)
     elif talk.noise() or talk.dropped:

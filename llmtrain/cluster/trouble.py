@@ -49,6 +49,8 @@ def from_ssh(host: str, code: int | None, stderr: str, noise: str, *, began: boo
     if began:
         why = f"the connection to {host} broke while the command ran ({last or f'ssh ended with code {code}'})"
         return Trouble("died", why, f"look for a reboot or a cut link: ssh {host} uptime")
+    if code is None or code < 0:
+        return Trouble("died", f"ssh to {host} was ended here ({last or f'signal {-(code or 0)}'})", "ask again")
     if code != SSH_FAILED:
         # Another code than 255 is the login shell's: it ended before it came to our command.
         said = _last_line(noise) or last
@@ -71,7 +73,7 @@ _TEXTS: dict[Kind, str] = {
     "refused": "{host} is up, but no sshd listens there ({said})",
     "unreachable": "{host} does not answer ({said})",
     "timeout": "{host} takes connections, but its sshd does not speak ({said})",
-    "died": "{host} closed the connection ({said})",
+    "died": "ssh to {host} broke off ({said})",
 }
 _REMEDIES: dict[Kind, str] = {
     "resolve": "correct the name in the hostfile, or give it an address: echo 'ADDRESS {host}' >> /etc/hosts",
@@ -138,12 +140,15 @@ def _quick(argv: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(argv, 1, "", "")
 
 
-def timed_out(host: str, timeout_s: float, *, reached: bool) -> Trouble:
+def timed_out(host: str, timeout_s: float, noise: str, *, reached: bool) -> Trouble:
     """The limit passed: while the command ran (`reached`), or before it began."""
     if reached:
         why = f"{host} ran the command and was not done after {timeout_s:g} s"
         return Trouble("timeout", why, f"see what it is busy with: ssh {host} uptime")
     why = f"{host} was not ready to run a command after {timeout_s:g} s"
+    if noise:
+        # It got as far as the login shell, which asks something or waits for it.
+        return Trouble("noise", f"{why}; its start files print: {_last_line(noise)}", _QUIET_SHELL.format(host=host))
     return Trouble("timeout", why, f"see where it waits: ssh -v {host} true")
 
 

@@ -44,6 +44,8 @@ case $host in
   nologin) echo "This account is currently not available."; exit 1;;
   banner) echo "Welcome to the cluster"; printf 'no newline';;
   flood) yes; exit;;
+  asking) echo "Which environment? "; sleep 30;;
+  killed) kill -9 $$;;
   asleep) sleep 30;;
   slow*) sleep 0.3;;
 esac
@@ -99,6 +101,7 @@ def trouble(host: str, **how: Any) -> Trouble:
         ("keyless", "key", "refuses our key", "ssh-copy-id keyless"),
         ("typing", "prompt", "takes passwords only", "PubkeyAuthentication yes"),
         ("closing", "died", "Connection reset by peer", "journalctl -u ssh"),
+        ("killed", "died", "was ended here (signal 9)", "ask again"),
         ("cut", "died", "broke while the command ran (client_loop", "ssh cut uptime"),
         ("nologin", "noise", "ended with code 1 before our command: This account", "start files"),
     ],
@@ -164,14 +167,16 @@ def test_output_is_bounded():
     assert answer.trouble is not None and answer.trouble.kind == "noise" and "more than is kept" in answer.trouble.text
 
 
-@pytest.mark.parametrize("host", ["asleep", "flood", "a"])
-def test_time_is_bounded_and_nothing_is_left_behind(host):
+@pytest.mark.parametrize(
+    ("host", "kind"), [("asleep", "timeout"), ("flood", "noise"), ("asking", "noise"), ("a", "timeout")]
+)
+def test_time_is_bounded_and_nothing_is_left_behind(host, kind):
     started = time.monotonic()
     answer = one(host, "sh", "-c", "sleep 77", timeout_s=0.5)
     assert time.monotonic() - started < 2.0
     assert (
         answer.trouble is not None
-        and answer.trouble.kind == "timeout"
+        and answer.trouble.kind == kind
         and answer.code is None
         and "0.5 s" in answer.trouble.text
     )
