@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -15,7 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmtrain.cluster import reach
+from rich.console import Console
+
+from llmtrain.cluster import reach, slurm
+from llmtrain.cluster.doctor import quick
 from llmtrain.cluster.environment import SECRETS_VARIABLE, deliver, remove
 from llmtrain.cluster.hostfile import Host
 from llmtrain.cluster.job import Job
@@ -27,10 +31,12 @@ from llmtrain.cluster.plan import (
     command,
     environment,
     make_plan,
+    slurm_environment,
     threads,
     write_files,
 )
-from llmtrain.cluster.ssh import Answer, on_hosts
+from llmtrain.cluster.report import print_report
+from llmtrain.cluster.ssh import on_hosts
 from llmtrain.cluster.supervise import FAULT_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, Attempt, Supervisor
 from llmtrain.config.load import load
 from llmtrain.config.run import ResolvedRun
@@ -44,6 +50,7 @@ _LEAVES_S = 60.0
 _MEETS_S = 120.0
 """Beyond fault.start_timeout_s: imports on a cold file system."""
 _AGENTS_LEAVE_S = 12.0
+_SRUN_LEAVES_S = 10.0
 _WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0
 """After a fault, for hosts that do not answer: when --min-hosts allows to go on without them, and when not."""
 
@@ -54,6 +61,7 @@ class Launch:
     def __init__(self, options: Options, resolved: ResolvedRun, mark: str) -> None:
         self._options, self._mark = options, mark
         self._hosts = options.hosts
+        self._slurm = options.launcher == "slurm"
         self._wait_for_place_s = resolved.run.fault.start_timeout_s + _MEETS_S
         self._run_dir = Path(resolved.run.train.run_dir or "")
         self._resume = resolved.run.resume
@@ -102,12 +110,25 @@ class Launch:
     def _attempt(self) -> tuple[Attempt, int]:
         """Start the job and watch it to its end; nothing of it is left on any host that answers."""
         plan = make_plan(self._options, self._hosts, self._mark, self._words)
+        return self._by_slurm(plan) if self._slurm else self._by_deepspeed(plan)
+
+    def _by_slurm(self, plan: Plan) -> tuple[Attempt, int]:
+        slurm.check_programs()
+        here = reach.is_here(plan.names[0])
+        port = _facts_here()["port"] if here else random.randrange(20000, 30000)
+        attempt = Attempt(began_s=time.monotonic(), resumes_at=self._newest())
+        with tempfile.TemporaryDirectory(prefix="llmtrain-launch-") as made:
+            env = slurm_environment(plan, Path(made), os.environ, address_of_first(plan.hosts), port)
+            with Job(slurm.command(plan.hosts, plan.words), env) as job:
+                return attempt, self._watch(plan, attempt, job)
+
+    def _by_deepspeed(self, plan: Plan) -> tuple[Attempt, int]:
         check_programs(plan)
         cores, port = self._ask(plan)
         if not os.environ.get("OMP_NUM_THREADS"):
             count = str(threads(plan, cores))
             plan = make_plan(self._options, self._hosts, self._mark, self._words, OMP_NUM_THREADS=count)
-        address = "127.0.0.1" if plan.alone else address_of_first(plan.hosts)
+        address = "127.0.0.1" if plan.alone else self._examine(plan, port) or address_of_first(plan.hosts)
         secret = None
         if plan.travel.private and not plan.alone:
             secret = deliver(plan.names, plan.travel.private)
@@ -131,10 +152,9 @@ class Launch:
     def _ask(self, plan: Plan) -> tuple[dict[str, int], int]:
         """The cores of each host, and a free port of the first one. Raises ConfigError naming hosts that fail."""
         if plan.alone:
-            done = subprocess.run((sys.executable, "-c", _FACTS), capture_output=True, text=True, check=True)
-            answers = {plan.names[0]: Answer(plan.names[0], 0, done.stdout, "", 0.0, None)}
-        else:
-            answers = on_hosts(plan.names, (sys.executable, "-c", _FACTS), timeout_s=30.0)
+            found = _facts_here()
+            return {plan.names[0]: found["cores"]}, found["port"]
+        answers = on_hosts(plan.names, (sys.executable, "-c", _FACTS), timeout_s=30.0)
         problems = []
         facts = {}
         for name, answer in answers.items():
@@ -149,33 +169,74 @@ class Launch:
             raise ConfigError("\n".join([head, *problems]))
         return {name: int(found["cores"]) for name, found in facts.items()}, int(facts[plan.names[0]]["port"])
 
+    def _examine(self, plan: Plan, port: int) -> str | None:
+        """doctor's quick part, before the first start; the first host's address as the others know it.
+
+        Raises ConfigError when doctor would.
+        """
+        if self._supervisor.restarts:  # it was in order, and what has gone since then `_answering` finds
+            return None
+        config, overrides = (plan.words[1], plan.words[2:]) if plan.words[0] == "--config" else (None, ())
+        report = quick(plan.hosts, config, overrides=overrides, port=port)
+        if report.findings:
+            print_report(report, Console(stderr=True, width=None if sys.stderr.isatty() else 160, highlight=False))
+        if not report.ok:
+            raise ConfigError("nothing was started: mend what is marked FAIL; `llmtrain doctor` looks again")
+        return report.address
+
     def _watch(self, plan: Plan, attempt: Attempt, job: Job) -> int:
         """Hear the job until its end; returns the exit code of what started it."""
-        heard = len(self._wishes)  # those before this attempt are none of its business
-        hurry: float | None = None
+        heard = 0
+        by_force = False
         while (code := job.code()) is None:
             for message in job.take(_POLL_S):
                 self._hear(plan, attempt, message)
             now = time.monotonic()
-            if len(self._wishes) > heard:
-                heard, first = len(self._wishes), heard == 0
-                if first and attempt.ranks and attempt.fault is None:
-                    self._ask_to_leave(plan, attempt)
-                else:
-                    attempt.asked = attempt.asked or self._wishes[0]
-                    _say("launch: ending all processes")
-                    hurry = now
-            if attempt.last_word_s is not None and now - attempt.last_word_s > _LEAVES_S:
-                hurry = hurry or now
+            while heard < len(self._wishes):
+                heard += 1
+                by_force = self._on_wish(plan, attempt, job, heard) or by_force
             if not attempt.ranks and now - attempt.began_s > self._wait_for_place_s:
                 _say(f"error: the ranks have not met within {self._wait_for_place_s:.0f} s")
-                hurry = hurry or now
-            if hurry is not None:
-                reach.end_all(plan.names, self._mark)
-                job.kill()
+                by_force = True
+            if by_force or (attempt.last_word_s is not None and now - attempt.last_word_s > _LEAVES_S):
+                self._end_by_force(plan, job)
         for message in job.rest():
             self._hear(plan, attempt, message)
         return code
+
+    def _on_wish(self, plan: Plan, attempt: Attempt, job: Job, count: int) -> bool:
+        """The user's first wish is for a save; a Ctrl-C after it for the end. Whether the job is to be ended by force.
+
+        Slurm may send SIGTERM more than once: that hurries nobody.
+        """
+        attempt.asked = self._wishes[0]
+        if count > 1 and self._wishes[count - 1] != signal.SIGINT:
+            return False
+        if count > 1 or not attempt.ranks or attempt.fault is not None:
+            _say("launch: ending all processes")
+            return True
+        ranks = len(attempt.ranks)
+        if self._slurm:
+            job.signal(signal.SIGTERM)  # srun hands it to all tasks
+            reached = ranks
+        else:
+            reached = reach.signal_ranks(plan.names, self._mark, attempt.ranks, signal.SIGTERM)
+        again = "; Ctrl-C again ends it at once" if attempt.asked == signal.SIGINT else ""
+        _say(f"launch: {reached} of {ranks} ranks were asked to save and leave{again}")
+        return False
+
+    def _end_by_force(self, plan: Plan, job: Job) -> None:
+        if self._slurm:
+            # Two of them within a second make srun end its tasks; SIGKILL would leave that to Slurm's own timeouts.
+            job.signal(signal.SIGINT)
+            time.sleep(0.2)
+            job.signal(signal.SIGINT)
+            until = time.monotonic() + _SRUN_LEAVES_S
+            while job.code() is None and time.monotonic() < until:
+                time.sleep(_POLL_S)
+        else:
+            reach.end_all(plan.names, self._mark)
+        job.kill()
 
     def _hear(self, plan: Plan, attempt: Attempt, message: dict[str, Any]) -> None:
         attempt.hear(message, time.monotonic())
@@ -183,13 +244,6 @@ class Launch:
             self._supervisor.met(time.monotonic())
             for line in place_lines(plan, attempt.ranks):
                 _say(line)
-
-    def _ask_to_leave(self, plan: Plan, attempt: Attempt) -> None:
-        """Each rank gets the signal at once; they save and leave together at the next step."""
-        attempt.asked = self._wishes[0]
-        count = reach.signal_ranks(plan.names, self._mark, attempt.ranks, signal.SIGTERM)
-        again = "; Ctrl-C again ends it at once" if attempt.asked == signal.SIGINT else ""
-        _say(f"launch: {count} of {len(attempt.ranks)} ranks were asked to save and leave{again}")
 
     def _prepare_restart(self, attempt: Attempt, signature: str, wait_s: float) -> str | None:
         """Wait, find the hosts, choose those with which the run can go on; a sentence if there are none."""
@@ -227,13 +281,9 @@ class Launch:
     def _answering(self) -> tuple[Host, ...]:
         """The hosts that answer, in the hostfile's order; those that were dropped before may have come back."""
         hosts = self._options.hosts
-        if make_plan(self._options, hosts, self._mark).alone:
-            return hosts
         began = time.monotonic()
         while True:
-            remote = [host.name for host in hosts if not reach.is_here(host.name)]
-            answers = on_hosts(remote, ("true",), timeout_s=_ANSWER_S) if remote else {}
-            found = tuple(h for h in hosts if h.name not in answers or answers[h.name].code == 0)
+            found = slurm.answering(hosts) if self._slurm else _answering_ssh(hosts)
             enough = len(found) >= self._options.min_hosts
             waited_s = time.monotonic() - began
             if len(found) == len(hosts) or self._wishes or waited_s > (_WAIT_SPARE_S if enough else _WAIT_NEEDED_S):
@@ -286,6 +336,17 @@ _FACTS = (
     "    except OSError: pass\n"
     "print(json.dumps({'port': s.getsockname()[1], 'cores': len(os.sched_getaffinity(0))}))"
 )
+
+
+def _answering_ssh(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+    others = [host.name for host in hosts if not reach.is_here(host.name)]
+    answers = on_hosts(others, ("true",), timeout_s=_ANSWER_S) if others else {}
+    return tuple(host for host in hosts if host.name not in answers or answers[host.name].code == 0)
+
+
+def _facts_here() -> dict[str, int]:
+    done = subprocess.run((sys.executable, "-c", _FACTS), capture_output=True, text=True, check=True)
+    return {str(name): int(value) for name, value in json.loads(done.stdout).items()}
 
 
 def place_lines(plan: Plan, ranks: list[dict[str, Any]]) -> list[str]:

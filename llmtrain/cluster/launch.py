@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 
+from llmtrain.cluster import slurm
 from llmtrain.cluster.attempts import Launch
 from llmtrain.cluster.hostfile import Host, read_hostfile, select
 from llmtrain.cluster.plan import Options, check, describe, make_plan
@@ -23,7 +25,7 @@ def main(argv: list[str]) -> int:
     if options.launcher == "pdsh":
         check(plan)
     if options.dry_run:
-        print(describe(plan, restarts=options.max_restarts, min_hosts=options.min_hosts))
+        print(describe(plan, options))
         return 0
     return Launch(options, resolved, mark).run()
 
@@ -73,6 +75,10 @@ def _options(argv: list[str]) -> Options:
 
 
 def _hosts(given: argparse.Namespace) -> tuple[Host, ...]:
+    if given.launcher == "slurm":
+        if given.hostfile is not None:
+            raise ConfigError("--launcher slurm takes the hosts from Slurm: leave --hostfile out")
+        return select(slurm.hosts_of(os.environ), given.include, given.exclude)
     if given.hostfile is None:
         raise ConfigError("--hostfile is missing: give a file with a line `NAME slots=COUNT` for each host")
     return select(read_hostfile(given.hostfile), given.include, given.exclude)

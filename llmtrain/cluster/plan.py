@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.cluster import messages
+from llmtrain.cluster import messages, slurm
 from llmtrain.cluster.envfile import read_env_file
 from llmtrain.cluster.environment import Travel, deepspeed_env, for_pdsh, path_problem, travelling
 from llmtrain.cluster.hostfile import Host, include_of, render
@@ -114,6 +114,14 @@ def write_files(plan: Plan, folder: Path) -> None:
     (folder / "environment").write_text("" if plan.alone else deepspeed_env(plan.travel.open))
 
 
+def slurm_environment(plan: Plan, folder: Path, environ: Mapping[str, str], address: str, port: int) -> dict[str, str]:
+    """Of srun, which hands all of it to the ranks. Writes SLURM_HOSTFILE into `folder`."""
+    path = folder / "ranks"
+    path.write_text(slurm.hostfile(plan.hosts))
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "SLURM_HOSTFILE": str(path)}
+    return {**environ, **plan.travel.open, **plan.travel.private, **meeting}
+
+
 def environment(plan: Plan, folder: Path | str, environ: Mapping[str, str]) -> dict[str, str]:
     """Of DeepSpeed's launcher. Without ssh the ranks inherit it; else it holds nothing that is private."""
     if plan.alone:
@@ -154,7 +162,7 @@ def threads(plan: Plan, cores: Mapping[str, int]) -> int:
     return max(1, min((cores[host.name] // host.slots for host in plan.hosts if host.name in cores), default=1))
 
 
-def describe(plan: Plan, *, restarts: int, min_hosts: int) -> str:
+def describe(plan: Plan, options: Options) -> str:
     """What --dry-run prints. No value of a variable is shown: a name is enough to see whether it travels."""
     hosts = "host" if len(plan.hosts) == 1 else "hosts"
     ranks = "rank" if plan.world_size == 1 else "ranks"
@@ -166,13 +174,17 @@ def describe(plan: Plan, *, restarts: int, min_hosts: int) -> str:
         span = f"{first:{digits}}" + (f" to {first + host.slots - 1:{digits}}" if host.slots > 1 else "")
         lines.append(f"  {host.name:<{width}}  ranks {span}  devices {_spans(host.devices)}")
         first += host.slots
-    shown = shlex.join(redact_argv(command(plan, "FOLDER", "ADDRESS", "PORT")))
+    by_slurm = options.launcher == "slurm"
+    argv = slurm.command(plan.hosts, plan.words) if by_slurm else command(plan, "FOLDER", "ADDRESS", "PORT")
+    shown = shlex.join(redact_argv(argv))
     lines += [f"command: {shown}", f"folder:  {os.getcwd()}"]
-    how = "inherited" if plan.alone else "on DeepSpeed's command line"
+    inherited = plan.alone or by_slurm
+    how = "inherited" if inherited else "on DeepSpeed's command line"
     lines.append(f"environment, {how}: {' '.join(sorted(plan.travel.open)) or '(nothing)'}")
-    private = "inherited" if plan.alone else "in a file of mode 0600"
+    private = "inherited" if inherited else "in a file of mode 0600"
     lines.append(f"environment, {private}: {' '.join(sorted(plan.travel.private)) or '(nothing)'}")
-    lines.append(f"after a fault: at most {restarts} restarts, on at least {min_hosts} of {len(plan.hosts)} {hosts}")
+    least = f"on at least {options.min_hosts} of {len(plan.hosts)} {hosts}"
+    lines.append(f"after a fault: at most {options.max_restarts} restarts, {least}")
     return "\n".join(lines)
 
 

@@ -1,0 +1,149 @@
+"""A job in the lab loses a rank, a host, a link: `llmtrain launch` starts it again, and nobody is needed."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.launched import FAULT_S, Launched, write_recipe
+from tools.lab.lab import Lab, LabHost
+
+EVERY = 5  # steps between checkpoints
+DETECTED_S, GONE_S = 15.0, 10.0  # what issue 5 promises
+
+
+def kill_rank(run: Launched, host: LabHost) -> None:
+    random.choice(run.ranks_on(host)).kill()
+
+
+def kill_all_ranks(run: Launched, host: LabHost) -> None:
+    for rank in run.ranks_on(host):
+        rank.kill()
+
+
+def cut(run: Launched, host: LabHost) -> None:
+    host.cut()
+
+
+def one_fault(run: Launched, kind: str, host: LabHost, nth: int) -> dict[str, float]:
+    """Inject a fault into a run that goes on, and hold what follows against the promises. The times in seconds."""
+    begin = len(run.lines)
+    at_step, injected = run.step(), time.monotonic()
+    {"rank": kill_rank, "host": kill_all_ranks, "link": cut}[kind](run, host)
+    told = run.wait_for(r"error: fault after step", begin, FAULT_S)
+    assert host.name in run.lines[told][1], run.lines[told][1]
+    while any(run.ranks_on(each) for each in run.lab.hosts):
+        assert time.monotonic() - run.lines[told][0] < FAULT_S
+        time.sleep(0.1)
+    gone_s = time.monotonic() - run.lines[told][0]
+    gone = run.wait_for(rf"launch: restart {nth} of", told, FAULT_S)
+    again = run.wait_for(r"launch: restarting from step", gone, FAULT_S)
+    resumed = int(re.search(r"from step (\d+)", run.lines[again][1])[1])  # type: ignore[index]
+    fault = run.rows("events.jsonl", "fault")[-1]
+    assert fault["step"] - resumed <= EVERY, (fault["step"], resumed)
+    assert fault["step"] >= at_step
+    if kind == "link":
+        assert f"without {host.name}" in run.lines[again][1]
+    met = run.wait_for(r"^rank 0 -> node-1", again)
+    run.wait_for_step(fault["step"] + 1)
+    return {
+        "detected": run.lines[told][0] - injected,
+        "gone": gone_s,
+        "restarted": run.lines[met][0] - run.lines[gone][0],
+        "redone": fault["step"] - resumed,
+    }
+
+
+def test_a_rank_a_host_and_a_link_are_lost_and_the_run_goes_on(lab3: Lab, small_data: str, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, small_data)
+    with Launched(lab3, recipe, "--max-restarts", "3", "--min-hosts", "2") as run:
+        first = run.wait_for(r"^rank 2 -> node-3")
+        assert re.search(r"^rank 1 -> node-2 -> cpu, local rank 0$", run.lines[first - 1][1])
+        for nth, (kind, host) in enumerate((("rank", 1), ("host", 2), ("link", 2)), start=1):
+            run.wait_for_step(run.newest_checkpoint() + EVERY + 1)
+            seconds = one_fault(run, kind, lab3.hosts[host], nth)
+            print(kind, {name: round(value, 1) for name, value in seconds.items()})
+            assert seconds["detected"] <= DETECTED_S + 30, seconds  # the machine of the tests has other work
+        run.interrupt()
+        assert run.finish() == 130
+        assert "3 restarts" in run.text
+        steps = [row["step"] for row in run.rows("metrics.jsonl") if "train/loss" in row]
+        assert steps == sorted(set(steps)) and steps[0] == 1, "a step is missing or stands twice"
+        assert run.newest_checkpoint() == steps[-1]
+        assert len(run.rows("events.jsonl", "restart")) == 3
+        lab3.hosts[2].heal()
+        run.assert_nothing_left()
+
+
+def test_ctrl_c_saves_on_all_hosts(lab3: Lab, small_data: str, tmp_path: Path) -> None:
+    with Launched(lab3, write_recipe(tmp_path, small_data), "--env-file", str(secret(tmp_path))) as run:
+        run.wait_for_step(3)
+        shown = " ".join(word for host in lab3.hosts for p in host.processes() for word in cmdline(p))
+        assert "correct-horse" not in shown and "LLMTRAIN_SECRETS" in shown
+        environ = run.ranks_on(lab3.hosts[1])[0].environ()
+        assert environ["NCCL_DEBUG"] == 'a "b" $(c)' and "WANDB_API_KEY" not in environ
+        run.interrupt()
+        assert run.finish() == 130
+        assert "3 of 3 ranks were asked" in run.text
+        assert run.newest_checkpoint() == run.step() >= 3
+        run.assert_nothing_left()
+        for host in lab3.hosts:
+            assert list((host.home / ".llmtrain" / "secrets").iterdir()) == []
+
+
+def secret(folder: Path) -> Path:
+    path = folder / "env"
+    path.write_text("# for the run\n\nWANDB_API_KEY='correct-horse'\nNCCL_DEBUG='a \"b\" $(c)'\n")
+    return path
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_a_preempt_file_on_one_host_makes_the_whole_job_leave(lab3: Lab, small_data: str, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, small_data)
+    with Launched(lab3, recipe, "--preempt-file", "/tmp/spot notice") as run:
+        run.wait_for_step(3)
+        lab3.hosts[2].run(["touch", "/tmp/spot notice"])
+        assert run.finish() == 75
+        assert run.newest_checkpoint() == run.step() >= 3 and "restart" not in run.text
+        run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_fifty_trials(running_lab: Lab, small_data: str, tmp_path: Path) -> None:
+    """Set LLMTRAIN_TRIALS and LLMTRAIN_SEED for another number of trials, another seed."""
+    trials, seed = int(os.environ.get("LLMTRAIN_TRIALS", "50")), int(os.environ.get("LLMTRAIN_SEED", "5"))
+    rng = random.Random(seed)
+    done = 0
+    while done < trials:
+        running_lab.reset()
+        folder = tmp_path / f"run-{done}"
+        folder.mkdir()
+        batch = min(5, trials - done)
+        options = ("--max-restarts", str(batch), "--min-hosts", "2")
+        with Launched(running_lab, write_recipe(folder, small_data), *options) as run:
+            run.wait_for(r"^rank 2 -> node-3")
+            for nth in range(1, batch + 1):
+                run.wait_for_step(run.newest_checkpoint() + rng.randint(1, 3 * EVERY))
+                kind, host = rng.choice(("rank", "host", "link")), running_lab.hosts[rng.randint(1, 2)]
+                seconds = one_fault(run, kind, host, nth)
+                host.heal()
+                print(
+                    f"trial {done + nth} {kind} {host.name}", {k: round(v, 1) for k, v in seconds.items()}, flush=True
+                )
+            run.process.send_signal(signal.SIGTERM)
+            assert run.finish() == 75
+            run.assert_nothing_left()
+        done += batch
