@@ -19,19 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.cluster import link, messages
-from llmtrain.cluster.ending import Process, end_host, hang_up, identify, world_of
+from llmtrain.cluster.ending import Process, end_host, hang_up, identify, job_of
 from llmtrain.cluster.explain import explain
 from llmtrain.cluster.facts import Explanation, HostFacts, JobFacts, RankFacts
 from llmtrain.cluster.judge import Judge, Stragglers, Verdict
 from llmtrain.cluster.observe import HostRanks
 from llmtrain.cluster.proc import oom_kills
-from llmtrain.cluster.watch import AGENT, JOB, RUN
+from llmtrain.cluster.watch import AGENT, JOB, RUN, read_json
 
 _TICK_S = 0.5
 _REPORT_S = 1.0
 _ROOT_LOST_S = 12.0
 """Later than the root gives up a host (judge.SILENT_S): what the root says comes first."""
 _UNREACHED_S = 30.0
+_LOST_S, _BUSY_S = 4.0, 30.0
+"""That `deepspeed` may wait for the end of a host that is lost, and of one that is slow to end."""
 _PEERS = 8
 """Other hosts that each is told of."""
 _ANSWERS_S = 3.0
@@ -51,7 +53,7 @@ class Agent:
         self.run_dir = str(settings["run_dir"])
         self.stall_s = float(settings["stall_s"])
         self.launcher: Process | None = identify(int(settings["launcher"]))
-        self.world = world_of(int(settings["launcher"]))
+        self.started_by = job_of(int(settings["launcher"]))
         self.ranks = HostRanks(self.folder, self.host, int(settings["local_size"]))
         self.judge = Judge(self.stall_s, time.monotonic())
         self.stragglers = Stragglers()
@@ -81,12 +83,13 @@ class Agent:
             self._hear(reports, finished, now)
             if self.job is None:
                 self._meet(now)
+            order = None
             if self.is_root:
-                order = self._listen(now)
+                self._listen(now)
             else:
                 order = self._report(reports, finished, now)
-            if order == "end":
-                self._end_here()
+            if order is not None:
+                self._end_here(lost=bool(order.get("lost")))
                 return
             verdict = self.judge.decide(now)
             if verdict is not None and self._decides(now):
@@ -119,13 +122,13 @@ class Agent:
 
     def _meet(self, now: float) -> None:
         """Learn from this host's rank who is in the job."""
-        self.job = _read(self.folder / JOB)
+        self.job = read_json(self.folder / JOB)
         if self.job is None or self.is_root:
             return
         self.judge = Judge(self.stall_s, now, silent_s=_ROOT_LOST_S)
         self.met_s = now
 
-    def _listen(self, now: float) -> str | None:
+    def _listen(self, now: float) -> None:
         """The root hears the others."""
         self.server.accept(now)
         for host, line in list(self.server.lines.items()):
@@ -145,10 +148,9 @@ class Agent:
             peers = list(self.server.peers.values())[:_PEERS]
             for line in self.server.lines.values():
                 line.send({"do": "go on", "peers": peers})
-        return None
 
-    def _report(self, reports: list[dict[str, Any]], finished: bool, now: float) -> str | None:
-        """The others report to the root and do what it says."""
+    def _report(self, reports: list[dict[str, Any]], finished: bool, now: float) -> dict[str, Any] | None:
+        """The others report to the root; returns its order to end."""
         if self.job is None:
             return None
         root = self.job["root"]
@@ -170,7 +172,7 @@ class Agent:
             elif message.get("do") == "go on":
                 self.peers = message["peers"]
             elif message.get("do") == "end":
-                order = "end"
+                order = message
         if self.line.closed:
             self.judge.close(root["host"], now)
         return order
@@ -206,14 +208,14 @@ class Agent:
         """Explain and end the job."""
         if verdict.trigger == "leave":
             _say(f"{verdict.text}; the other ranks are ended")
-            self._end_everywhere()
+            self._end_everywhere(lost=False)
             return
         facts = self._facts(verdict)
         explanation = explain(facts)
         _say(f"error: {explanation.text}")
         messages.emit("fault", **explanation.to_json())
         note = self._start_note(explanation, facts)
-        self._end_everywhere()
+        self._end_everywhere(lost=any(host.silent_s > 0 or host.closed for host in facts.hosts))
         if note is not None:
             _finish(note, _ENDED_S)
 
@@ -240,7 +242,7 @@ class Agent:
                 with contextlib.suppress(TypeError, KeyError, ValueError):
                     facts = RankFacts.from_json({**report, "host": host})
                     ranks[facts.rank] = facts
-        run = _read(self.folder / RUN) or {}
+        run = read_json(self.folder / RUN) or {}
         return JobFacts(
             trigger=verdict.trigger,
             ranks=tuple(ranks[number] for number in sorted(ranks)),
@@ -267,7 +269,7 @@ class Agent:
             if explanation.cause == "cut_off" or self.host != others[0]:
                 return None  # one of those that are left writes, where the folder is shared
         event = {**explanation.to_json(), "all_ranks": [rank.to_json() for rank in facts.ranks]}
-        return self._note("fault", event, _read(self.folder / RUN) or {})
+        return self._note("fault", event, read_json(self.folder / RUN) or {})
 
     def _note(self, kind: str, event: dict[str, Any], run: dict[str, Any]) -> subprocess.Popen[bytes] | None:
         if not os.path.isdir(self.run_dir):
@@ -288,12 +290,15 @@ class Agent:
             return None
         return process
 
-    def _end_everywhere(self) -> None:
-        """All hosts at once; returns when this one is done and the others have had their time."""
+    def _end_everywhere(self, lost: bool) -> None:
+        """All hosts at once; returns when this one is done and the others have had their time.
+
+        `lost`: a host does not answer.
+        """
         for line in self.server.lines.values():
-            line.send({"do": "end"})
+            line.send({"do": "end", "lost": lost})
             line.flush()
-        self._end_here()
+        self._end_here(lost)
         deadline = time.monotonic() + _ENDED_S / 2
         lines = self.server.lines
         while any(not line.closed for line in lines.values()) and time.monotonic() < deadline:
@@ -301,14 +306,14 @@ class Agent:
             for line in lines.values():
                 line.receive()
 
-    def _end_here(self) -> None:
+    def _end_here(self, lost: bool) -> None:
         stay = end_host(self.ranks.processes(), self.launcher, str(self.folder))
         if stay:
             _say(f"error: on {self.host} these processes cannot be ended, the kernel holds them: {stay}")
         if self.line is not None:
             self.line.close()
-        if self.world is not None:
-            hang_up(self.world)
+        if self.started_by is not None:
+            hang_up(self.started_by, _LOST_S if lost else _BUSY_S)
 
     def _name_stragglers(self, now: float) -> None:
         if self.job is not None and not self.is_root:
@@ -349,14 +354,6 @@ def _finish(note: subprocess.Popen[bytes], within_s: float) -> None:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

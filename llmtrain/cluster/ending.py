@@ -56,7 +56,7 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str, within_s
     deadline = time.monotonic() + within_s
     began = time.monotonic()
     known: set[Process] = set(ranks)
-    world = _world_of(launcher)
+    ours = launcher is not None and job_of(launcher.pid) is not None
     while True:
         known |= _family(known, mark)
         alive = [process for process in known if process.alive()]
@@ -67,7 +67,8 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str, within_s
             waits = gentle and time.monotonic() - began < _GENTLE_S
             process.send(signal.SIGTERM if waits else signal.SIGKILL)
         time.sleep(0.1)
-    _end_launcher(launcher, world)
+    if launcher is not None and ours:
+        _end_launcher(launcher)
     return sorted(process.pid for process in known if process.alive())
 
 
@@ -79,9 +80,7 @@ def _family(known: set[Process], mark: str) -> set[Process]:
     return {process for process in found if process is not None}
 
 
-def _end_launcher(launcher: Process | None, world: str | None) -> None:
-    if launcher is None or world is None:
-        return
+def _end_launcher(launcher: Process) -> None:
     # It sees them dead within a second and leaves with their code. A signal would make `deepspeed` end with 0, which
     # looks for codes above 0 (launcher/runner.py main); also SIGTERM, while the interpreter of a busy host shuts down.
     deadline = time.monotonic() + _LAUNCHER_LEAVES_S
@@ -90,14 +89,14 @@ def _end_launcher(launcher: Process | None, world: str | None) -> None:
     launcher.send(signal.SIGKILL)
 
 
-def hang_up(world: str, wait_s: float = 5.0) -> None:
+def hang_up(job: tuple[str, ...], wait_s: float) -> None:
     """End the ssh connections with which `deepspeed` started the job's launchers on other hosts, if they stay.
 
     One to a host that does not answer would stay for as long as TCP tries: pdsh, and `deepspeed` with it, would wait.
-    Ended so, pdsh leaves with the exit code of the other hosts.
+    Ended so, pdsh leaves with the exit code of the other hosts. `job`: see `job_of`.
     """
     deadline = time.monotonic() + wait_s
-    while connections := _connections(world):
+    while connections := _connections(job):
         if time.monotonic() > deadline:
             for process in connections:
                 process.send(signal.SIGTERM)
@@ -105,25 +104,21 @@ def hang_up(world: str, wait_s: float = 5.0) -> None:
         time.sleep(0.2)
 
 
-def _connections(world: str) -> list[Process]:
+def _connections(job: tuple[str, ...]) -> list[Process]:
     found = []
     for pid in proc.pids():
         said = proc.words(pid)
-        if said and os.path.basename(said[0]) == "ssh" and any(world in word for word in said):
+        if said and os.path.basename(said[0]) == "ssh" and all(f"{word} " in " ".join([*said, ""]) for word in job):
             found.append(identify(pid))
     return [process for process in found if process is not None]
 
 
-def _world_of(launcher: Process | None) -> str | None:
-    """The argument by which every process that starts this job can be known; None when DeepSpeed did not start it."""
-    if launcher is None or not launcher.alive():
-        return None
-    return world_of(launcher.pid)
+def job_of(launcher: int) -> tuple[str, ...] | None:
+    """The arguments that every process that starts this job has: its hosts, and the port that is its alone.
 
-
-def world_of(pid: int) -> str | None:
-    """See `_world_of`."""
-    said = proc.words(pid)
+    None when it is not DeepSpeed's launcher.
+    """
+    said = proc.words(launcher)
     if not any(_LAUNCHER in word or word.endswith("deepspeed/launcher/launch.py") for word in said):
         return None
-    return next((word for word in said if word.startswith("--world_info=")), None)
+    return tuple(word for word in said if word.startswith(("--world_info=", "--master_addr=", "--master_port=")))

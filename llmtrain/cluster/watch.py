@@ -66,7 +66,7 @@ def about() -> dict[str, Any]:
     if _folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         deadline = time.monotonic() + _AGENT_STARTS_S
         while agent is None and time.monotonic() < deadline:
-            agent = _read(_folder / AGENT)
+            agent = read_json(_folder / AGENT)
             if agent is None:
                 time.sleep(0.05)
     return {
@@ -193,7 +193,8 @@ def _start_agent(folder: Path, stall_s: float, run_dir: str) -> None:
     os.waitpid(child, 0)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None where there is no such file, or no object in it."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

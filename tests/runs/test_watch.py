@@ -25,6 +25,7 @@ from tests.helpers.launching import (
     finish,
     gone,
     launch,
+    losses,
     ranks_of,
     rows,
     tree,
@@ -66,6 +67,8 @@ def test_a_killed_rank_is_explained_and_nothing_is_left(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     process = launch(recipe, "--train.max_steps", "100000", env=environment(LLMTRAIN_SUPERVISED="1"))
     wait_for_step(process, run, 6, timeout_s=180)
+    while not [e for e in rows(run, "events.jsonl") if e["kind"] == "save"]:
+        wait_for_step(process, run, max(losses(run)) + 1)
     watch = agents_of(run)
     everyone = tree(process)
     assert len(watch) == 1 and watch[0].pid not in {p.pid for p in everyone}
@@ -81,7 +84,8 @@ def test_a_killed_rank_is_explained_and_nothing_is_left(small_data, tmp_path):
     said = [m for line in output.splitlines() if (m := messages.parse(line)) is not None]
     assert [m["kind"] for m in said if m["kind"] != "checkpoint"] == ["place", "fault"]
     assert [r["rank"] for r in said[0]["ranks"]] == [0, 1]
-    assert {"kind": "checkpoint", "step": 5} in said
+    saved = [e["step"] for e in rows(run, "events.jsonl") if e["kind"] == "save"]
+    assert saved and [m["step"] for m in said if m["kind"] == "checkpoint"] == saved
     assert said[-1]["signature"] == event["signature"] == f"step {event['step'] + 1}: killed: SIGKILL"
 
 
