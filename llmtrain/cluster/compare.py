@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -146,7 +145,7 @@ def held(facts: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+    return address.startswith("127.")
 
 
 def _names(survey: Survey) -> Iterator[Finding]:
@@ -186,19 +185,21 @@ def _same_machine(survey: Survey) -> Iterator[Finding]:
             yield Finding(host=host.name, check="name", level="red", what=what, fix=fix)
 
 
-def right_interface(survey: Survey, host: str) -> str | None:
-    """The interface whose address the other hosts know `host` by; None where that cannot be told."""
-    votes = Counter(
-        names["addresses"].get(host)
-        for viewer, names in _look(survey, "names").items()
-        if viewer != host or len(survey.hosts) == 1
-    )
-    interfaces = held(survey.facts.get(host, {}))
-    for address, _ in votes.most_common():
-        for name, addresses in interfaces.items():
-            if address in addresses and (len(survey.hosts) == 1 or not _is_loopback(address)):
-                return name
-    return None
+def right_interfaces(survey: Survey) -> dict[str, str]:
+    """For each host the interface whose address the other hosts know it by; without those where that cannot be told."""
+    alone = len(survey.hosts) == 1
+    votes: dict[str, Counter[str]] = {host.name: Counter() for host in survey.hosts}
+    for viewer, names in _look(survey, "names").items():
+        for target, address in names["addresses"].items():
+            if address is not None and (alone or target != viewer):
+                votes[target][address] += 1
+    found = {}
+    for host, counted in votes.items():
+        interface_of = {a: name for name, each in held(survey.facts.get(host, {})).items() for a in each}
+        right = [a for a, _ in counted.most_common() if a in interface_of and (alone or not _is_loopback(a))]
+        if right:
+            found[host] = interface_of[right[0]]
+    return found
 
 
 def gloo_choice(facts: Mapping[str, Any]) -> str | None:
@@ -236,12 +237,10 @@ def nccl_choice(facts: Mapping[str, Any]) -> str | None:
 def _interfaces(survey: Survey) -> Iterator[Finding]:
     if len(survey.hosts) < 2:
         return
+    rights = right_interfaces(survey)
     for host in survey.hosts:
-        facts = survey.facts.get(host.name)
-        right = right_interface(survey, host.name)
-        if facts is None or not facts.get("interfaces") or right is None:
-            continue
-        yield from _chosen(host, facts, right)
+        if host.name in rights:
+            yield from _chosen(host, survey.facts[host.name], rights[host.name])
 
 
 def _chosen(host: Host, facts: dict[str, Any], right: str) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from llmtrain.cluster import wire
 from llmtrain.cluster.checks import Finding, Survey
-from llmtrain.cluster.compare import held, right_interface
+from llmtrain.cluster.compare import held, right_interfaces
 from llmtrain.cluster.hostfile import Host
 from llmtrain.cluster.ssh import FAN_OUT, Answer, on_hosts
 from llmtrain.cluster.survey import ask_python, in_parallel, program
@@ -107,7 +107,7 @@ def measure_pairs(
     questions = {
         "token": secrets.token_hex(16),
         "ports": [base, base + 1, base + 2],
-        "addresses": {name: _address(survey, name) for name in names},
+        "addresses": _addresses(survey, names),
         "window_s": window_s,
         "patience_s": _START_S,
         "pair_limit_s": 3 * _PAIR_S + 16 * window_s + _START_S,
@@ -131,11 +131,11 @@ def measure_pairs(
     return found
 
 
-def _address(survey: Survey, name: str) -> str:
-    """By which the other hosts know this one."""
-    right = right_interface(survey, name)
-    addresses = held(survey.facts.get(name, {})).get(right or "", [])
-    return addresses[0] if addresses else name
+def _addresses(survey: Survey, names: Sequence[str]) -> dict[str, str]:
+    """By which the other hosts know each of these."""
+    rights = right_interfaces(survey)
+    found = {name: held(survey.facts[name]).get(rights.get(name, ""), []) for name in names}
+    return {name: addresses[0] if addresses else name for name, addresses in found.items()}
 
 
 def _read(text: str) -> dict[str, Any]:
@@ -296,6 +296,7 @@ def measure_all_reduce(survey: Survey, names: Sequence[str], ssh_port: int | Non
     devices = [survey.facts[name].get("devices", {}).get("count", 0) for name in names]
     cuda = [survey.facts[name].get("packages", {}).get("cuda") for name in names]
     backend = "nccl" if all(devices) and all(cuda) else "gloo"
+    address = _addresses(survey, names[:1])[names[0]]
     first: dict[str, Host] = {host.name: host for host in survey.hosts}
     port = survey.port if survey.facts[names[0]].get("port", {}).get("free") else random.randint(32001, 32700)
 
@@ -304,7 +305,7 @@ def measure_all_reduce(survey: Survey, names: Sequence[str], ssh_port: int | Non
             "backend": backend,
             "rank": names.index(name),
             "ranks": list(names),
-            "address": _address(survey, names[0]),
+            "address": address,
             "port": port,
             "device": first[name].devices[0],
             "limit_s": _ALL_REDUCE_S / 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from rich.console import Console
@@ -12,11 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from llmtrain.cluster.checks import CHECKS, Finding, Survey
-from llmtrain.cluster.compare import right_interface
+from llmtrain.cluster.compare import right_interfaces
 from llmtrain.units import duration
 
 _MANY = 32
 """From this number of hosts on, hosts whose cells are all equal share a line."""
+_WIDE = 150
+"""Columns of a terminal on which the whole table fits."""
 _MARKS = {"red": ("FAIL", "bold red"), "yellow": ("warn", "yellow"), "ok": ("ok", "green"), "": ("-", "dim")}
 
 
@@ -38,11 +41,10 @@ class Report:
         """No red cell."""
         return not any(finding.level == "red" for finding in self.findings)
 
-    @property
+    @cached_property
     def interfaces(self) -> dict[str, str]:
         """For each host the interface by which the others reach it, where that could be told."""
-        found = {host.name: right_interface(self.survey, host.name) for host in self.survey.hosts}
-        return {host: name for host, name in found.items() if name is not None}
+        return right_interfaces(self.survey)
 
     @property
     def address(self) -> str | None:
@@ -54,11 +56,16 @@ class Report:
                 return str(known)
         return None
 
+    @cached_property
+    def _levels(self) -> dict[tuple[str, str], str]:
+        """The worst of each cell."""
+        ordered = sorted(self.findings, key=lambda finding: finding.level == "red")
+        return {(finding.host, finding.check): finding.level for finding in ordered}
+
     def cell(self, host: str, check: str) -> str:
         """red, yellow, ok, or nothing where it is not known."""
-        levels = {finding.level for finding in self.findings if finding.host == host and finding.check == check}
-        if levels:
-            return "red" if "red" in levels else "yellow"
+        if (host, check) in self._levels:
+            return self._levels[host, check]
         if check not in self.checked:
             return ""
         if check in ("name", "ssh", "python"):
@@ -90,30 +97,45 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The table, a fix for each cell that is not in order, and one line that says how it stands."""
+    """The table, a fix for each cell that is not in order, and one line that says how it stands.
+
+    On a narrow terminal the table has only the columns in which something is not in order.
+    """
+    hosts = report.survey.hosts
     checks = [check for check in CHECKS if check in report.checked or any(f.check == check for f in report.findings)]
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for host in report.survey.hosts:
-        cells = tuple(report.cell(host.name, check) for check in checks)
-        key = cells if len(report.survey.hosts) >= _MANY else (*cells, host.name)
-        rows.setdefault(key, []).append(host.name)
-    table = Table(box=None, padding=(0, 1), header_style="bold")
-    table.add_column("host", no_wrap=True, overflow="fold", min_width=8)
-    for check in checks:
-        table.add_column(check.replace(" ", "\n"), justify="center", no_wrap=len(check) < 10)
-    for cells, hosts in rows.items():
-        marks = [Text(*_MARKS[cell]) for cell in cells[: len(checks)]]
-        table.add_row(compressed(hosts), *marks)
-    console.print(table)
+    fine = [check for check in checks if not any(report.cell(host.name, check) in ("red", "yellow") for host in hosts)]
+    if console.width < _WIDE:
+        checks = [check for check in checks if check not in fine]
+    console.print(_table(report, checks))
+    if console.width < _WIDE and fine:
+        console.print(Text(f"no fault found in: {', '.join(fine)}", "green"), soft_wrap=True)
     for line in explained(report.findings):
         console.print(line, soft_wrap=True)
     for note in report.notes:
         console.print(Text(note), soft_wrap=True)
     red = sum(finding.level == "red" for finding in report.findings)
     yellow = len(report.findings) - red
-    count = f"{len(report.survey.hosts)} host{'s' * (len(report.survey.hosts) != 1)}"
+    count = f"{len(hosts)} host{'s' * (len(hosts) != 1)}"
     verdict = f"{red} to mend, {yellow} to know" if report.findings else "all in order"
     console.print(Text(f"{count}, {duration(report.elapsed_s)}: {verdict}", "bold red" if red else "bold green"))
+
+
+def _table(report: Report, checks: Sequence[str]) -> Table:
+    """One line for each host; of many hosts, one for all that are equal."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for host in report.survey.hosts:
+        cells = tuple(report.cell(host.name, check) for check in checks)
+        key = cells if len(report.survey.hosts) >= _MANY else (*cells, host.name)
+        rows.setdefault(key, []).append(host.name)
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table.add_column("host", overflow="fold", min_width=8)
+    for check in checks:
+        header = check.replace(" ", "\n")
+        table.add_column(header, justify="center", min_width=max(4, *map(len, header.split("\n"))))
+    for cells, names in rows.items():
+        marks = [Text(*_MARKS[cell]) for cell in cells[: len(checks)]]
+        table.add_row(compressed(names), *marks)
+    return table
 
 
 def explained(findings: Iterable[Finding]) -> list[Text]:

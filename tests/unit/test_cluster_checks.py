@@ -1,0 +1,362 @@
+"""doctor without a cluster: facts and measurements -> findings, the schedule of pairs, a table of 1,024 hosts."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from llmtrain.cluster import checks, compare, probe, survey
+from llmtrain.cluster.checks import CHECKS, Finding, Survey
+from llmtrain.cluster.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds
+from llmtrain.cluster.hostfile import Host, read_hostfile
+from llmtrain.cluster.report import Report, compressed, explained, print_report
+from llmtrain.cluster.trouble import Trouble
+
+NAMES = ["node-1", "node-2", "node-3"]
+
+
+def host_facts(number: int) -> dict[str, Any]:
+    addresses = {f"node-{n}": f"10.0.0.{n}" for n in (1, 2, 3)}
+    return {
+        "python": {"executable": "/venv/bin/python", "version": "3.11.7", "machine": "x86_64"},
+        "packages": {
+            "torch": "2.13.0",
+            "deepspeed": "0.19.8",
+            "transformers": "5.23.0",
+            "cuda": "13.0",
+            "nccl": "2.28",
+        },
+        "devices": {"count": 8, "nodes": 8, "names": ["NVIDIA H200"] * 8, "driver": "570.86.10", "cores": 96},
+        "code": {"folder": True, "commit": "a" * 40, "changed": 0, "files": 100, "sum": "b" * 64},
+        "config": {"/run.yaml": "c" * 64},
+        "environment": {"NCCL_DEBUG": "WARN"},
+        "disk": {"the run": {"path": "/run", "free": 1 << 40, "inodes": 10**6, "error": None}},
+        "memory": {"total": 1 << 40, "free": 1 << 39},
+        "shm": {"mounted": True, "total": 1 << 39, "free": 1 << 39, "left": 0},
+        "limits": {"nofile": 65536, "memlock": None, "nproc": None, "root": False, "infiniband": True},
+        "nonce": {},
+        "ops": {"folder": "/x", "built": ["cpu_adam"], "locks": {}, "compiler": "c++", "ninja": "ninja"},
+        "port": {"free": True} if number == 1 else {},
+        "interfaces": {
+            "lo": {"addresses": ["127.0.0.1"], "up": True, "speed": None},
+            "eth0": {"addresses": [f"10.0.0.{number}"], "up": True, "speed": 10000},
+            "docker0": {"addresses": ["172.17.0.1"] if number == 2 else [], "up": True, "speed": None},
+        },
+        "names": {"addresses": addresses, "hostname": f"node-{number}", "own": f"10.0.0.{number}"},
+        "errors": {},
+    }
+
+
+def healthy(**changes: Any) -> Survey:
+    hosts = tuple(Host(name=name, slots=8, devices=tuple(range(8)), line=i) for i, name in enumerate(NAMES, 1))
+    about: dict[str, Any] = {
+        "hosts": hosts,
+        "python": "/venv/bin/python",
+        "folder": "/work",
+        "run_dir": "/run",
+        "port": 29500,
+        "ops": ("cpu_adam",),
+        "facts": {name: host_facts(number) for number, name in enumerate(NAMES, 1)},
+        "skew_s": dict.fromkeys(NAMES, (-0.3, 0.4)),
+        "nonce": {"node-2": True, "node-3": True},
+    }
+    return Survey(**{**about, **changes})
+
+
+def findings(given: Survey) -> list[Finding]:
+    return [*checks.each_host(given), *compare.all_hosts(given)]
+
+
+def test_hosts_that_are_alike_raise_no_alarm() -> None:
+    assert findings(healthy()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "check", "level", "says"),
+    [
+        ("python.executable", "/usr/bin/python3", "python", "red", "no Python at /venv/bin/python"),
+        ("python.version", "3.10.2", "versions", "red", "Python 3.10.2; the others have 3.11.7"),
+        ("packages.nccl", "2.21", "versions", "red", "nccl 2.21; the others have 2.28"),
+        ("packages.deepspeed", None, "versions", "red", "deepspeed is missing; the others have 0.19.8"),
+        ("devices.driver", "550.1", "versions", "red", "driver 550.1"),
+        ("devices.count", 7, "slots", "red", r"slots=8, but 7 devices seen \(8 in /dev"),
+        ("devices.names", ["NVIDIA A100"] * 8, "slots", "yellow", "devices NVIDIA A100; the others have NVIDIA H200"),
+        ("environment.CUDA_VISIBLE_DEVICES", "0,1", "slots", "red", "shows 2 of 8 devices; slots=8"),
+        ("code.folder", False, "code", "red", "there is no folder /work"),
+        ("code.commit", "d" * 40, "code", "red", "git commit dddddddddddd; the others have aaaaaaaaaaaa"),
+        ("code.sum", "e" * 64, "code", "red", "the files of llmtrain are not those of the others"),
+        ("config./run.yaml", "cannot be read (No such file or directory)", "config", "red", "cannot be read"),
+        ("config./run.yaml", "f" * 64, "config", "red", "another checksum"),
+        ("environment.NCCL_ALGO", "Ring", "env", "yellow", "NCCL_ALGO is 'Ring' in ssh's shell; .* not set"),
+        ("environment.NCCL_DEBUG", "INFO", "env", "yellow", "on the others it is 'WARN'"),
+        ("disk.the run.free", 1 << 20, "disk", "red", "1 MiB free for /run"),
+        ("disk.the run.free", 3 << 30, "disk", "yellow", "3 GiB free"),
+        ("disk.the run.inodes", 12, "disk", "red", "12 files left"),
+        (
+            "disk.the run.error",
+            "Permission denied",
+            "run dir",
+            "red",
+            "no file can be made in /run .*Permission denied",
+        ),
+        ("memory.free", 1 << 30, "memory", "red", "1 GiB of 1 TiB memory free for 8 ranks"),
+        ("shm.free", 64 << 20, "shm", "red", "64 MiB free of 512 GiB; 8 ranks take 1 GiB"),
+        ("shm.left", 12 << 30, "shm", "yellow", "12 GiB of /dev/shm are left"),
+        ("limits.nofile", 256, "limits", "red", "open files is 256 .*needs 1024"),
+        ("limits.memlock", 65536, "limits", "red", "locked memory is 65536 .*needs unlimited"),
+        ("limits.nproc", 1024, "limits", "red", "processes and threads is 1024"),
+        ("ops.built", [], "ops", "yellow", "cpu_adam will be compiled"),
+        ("ops.locks", {"/x/cpu_adam/lock": 7200.0}, "ops", "red", "a dead build left the lock /x/cpu_adam/lock 2h00m"),
+        ("names.addresses.node-3", None, "name", "red", "does not know the name node-3"),
+        ("names.addresses.node-3", "10.0.0.99", "name", "red", "node-3 to be 10.0.0.99, but node-3 has 10.0.0.3"),
+        ("names.own", "127.0.1.1", "interface", "yellow", "gloo alone would take lo"),
+        ("environment.GLOO_SOCKET_IFNAME", "lo", "interface", "red", "makes gloo take lo; .* by eth0"),
+        ("environment.GLOO_SOCKET_IFNAME", "docker0", "interface", "yellow", "makes gloo take docker0"),
+        ("environment.NCCL_SOCKET_IFNAME", "ib", "interface", "red", "NCCL_SOCKET_IFNAME is 'ib', but it has lo, eth0"),
+        ("errors.memory", "no answer within 12 s", "memory", "red", "could not be found out: no answer"),
+    ],
+)
+def test_one_host_that_differs_is_named(path: str, value: Any, check: str, level: str, says: str) -> None:
+    given = healthy()
+    place = given.facts["node-2"]
+    *folders, last = path.split(".", 2) if path.startswith(("disk", "names.addresses")) else path.split(".", 1)
+    for folder in folders:
+        place = place[folder]
+    place[last] = value
+    (found,) = findings(given)
+    assert (found.host, found.check, found.level) == ("node-2", check, level)
+    assert re.search(says, found.what), found.what
+    assert found.fix and "node-1" not in found.fix
+
+
+def test_what_is_not_facts() -> None:
+    refused = healthy(troubles={"node-3": Trouble("refused", "node-3 is up, but", "systemctl start ssh")})
+    assert [(f.host, f.check, f.fix) for f in findings(refused)] == [("node-3", "ssh", "systemctl start ssh")]
+    skewed = healthy(skew_s={"node-1": (-0.2, 0.3), "node-2": (-95.0, -94.2), "node-3": (-20.0, 21.0)})
+    (late,) = findings(skewed)  # of node-3 nothing is certain: it took long to answer
+    assert (late.host, late.check) == ("node-2", "clock") and "at least 1m34s behind" in late.what
+    (missing,) = findings(healthy(nonce={"node-2": True, "node-3": False}))
+    assert (missing.host, missing.check, missing.level) == ("node-3", "shared", "red")
+    apart = findings(healthy(nonce={"node-2": False, "node-3": False}))
+    assert {(f.host, f.level) for f in apart} == {("node-2", "yellow"), ("node-3", "yellow")}
+    assert "resume on the same hosts, or gather" in apart[0].fix
+    taken = healthy()
+    taken.facts["node-1"]["port"] = {"error": "Address already in use", "users": ""}
+    assert [(f.host, f.check) for f in findings(taken)] == [("node-1", "port")]
+
+
+def test_two_names_of_one_machine() -> None:
+    given = healthy()
+    given.facts["node-3"].update(copy.deepcopy(given.facts["node-2"]))
+    for facts in given.facts.values():
+        facts["names"]["addresses"]["node-3"] = "10.0.0.2"
+    assert [(f.host, f.check) for f in findings(given)] == [("node-3", "name")]
+
+
+@pytest.mark.parametrize(
+    ("said", "here", "takes"),
+    [
+        (None, ["lo", "docker0", "eth0"], "eth0"),
+        (None, ["lo", "eth0", "ib0"], "ib0"),
+        (None, ["lo", "docker0"], "docker0"),
+        ("eth", ["lo", "eth1", "eth0"], "eth1"),
+        ("=eth0", ["lo", "eth01", "eth0"], "eth0"),
+        ("^docker,lo", ["lo", "docker0", "bond0"], "bond0"),
+        ("ib", ["lo", "eth0"], None),
+    ],
+)
+def test_nccl_takes_interfaces_in_its_order(said: str | None, here: list[str], takes: str | None) -> None:
+    environment = {} if said is None else {"NCCL_SOCKET_IFNAME": said}
+    interfaces = {name: {"addresses": ["10.0.0.1"], "up": True, "speed": None} for name in here}
+    assert compare.nccl_choice({"environment": environment, "interfaces": interfaces}) == takes
+
+
+def measured(hosts: int, seed: int = 0) -> list[Pair]:
+    """A fabric of 10 Gbit/s whose measurements scatter by 20 %."""
+    draw = random.Random(seed)
+    found = []
+    for first in range(hosts):
+        for second in range(first + 1, hosts):
+            rate = [10e9 * draw.uniform(0.8, 1.2) for _ in range(2)]
+            names = {"first": f"node-{first}", "second": f"node-{second}"}
+            both = [each * draw.uniform(0.85, 1.0) for each in rate]
+            found.append(
+                Pair(
+                    **names,
+                    trip_s=2e-4 * draw.uniform(0.8, 1.5),
+                    up=rate[0],
+                    down=rate[1],
+                    both_up=both[0],
+                    both_down=both[1],
+                )
+            )
+    return found
+
+
+def changed(pairs: list[Pair], hosts: set[str], most: int = 2, **factors: float) -> list[Pair]:
+    """Pairs of which both ends, or one if `most` is 1, are among the hosts, with their values multiplied."""
+    return [
+        Pair(**{**vars(p), **{name: getattr(p, name) * factor for name, factor in factors.items()}})
+        if len({p.first, p.second} & hosts) >= most
+        else p
+        for p in pairs
+    ]
+
+
+SLOWER = dict.fromkeys(("up", "down", "both_up", "both_down"), 0.1)
+HALVED = dict.fromkeys(("both_up", "both_down"), 0.5)
+
+
+@pytest.mark.parametrize("hosts", [3, 4, 16])
+def test_the_network_is_judged_against_the_others(hosts: int) -> None:
+    for seed in range(20):
+        pairs = measured(hosts, seed)
+        assert judge(pairs) == []
+        (slow,) = judge(changed(pairs, {"node-1"}, most=1, **SLOWER))
+        assert slow.host == "node-1" and "a slow host: at best" in slow.what
+        (pair,) = judge(changed(pairs, {"node-0", "node-2"}, **SLOWER))
+        assert "a slow pair, node-0 and node-2: " in pair.what
+        (one_way,) = judge(changed(pairs, {"node-0", "node-2"}, down=0.1, both_down=0.1))
+        assert "a slow pair, node-0 and node-2: " in one_way.what
+        (half,) = judge(changed(pairs, {"node-2"}, most=1, **HALVED))
+        assert half.host == "node-2" and "half-duplex link" in half.what and "slow host" not in half.what
+        (late,) = judge(changed(pairs, {"node-1"}, most=1, trip_s=40.0))
+        assert late.host == "node-1" and "round trips of" in late.what
+        (far,) = judge(changed(pairs, {"node-0", "node-1"}, trip_s=40.0))
+        assert "a slow pair, node-0 and node-1: round trips" in far.what
+
+
+def test_a_pair_that_cannot_be_measured_is_red() -> None:
+    (broken,) = judge([Pair(first="a", second="b", error="timed out"), *measured(3)])
+    assert (broken.host, broken.level) == ("a", "red") and "between a and b: timed out" in broken.what
+
+
+def test_a_busy_moment_is_forgiven() -> None:
+    busy = changed(measured(3), {"node-1"}, most=1, **SLOWER)
+    assert judge(busy) and judge(better(busy, measured(3, seed=1))) == []
+    still = better(busy, changed(measured(3, seed=1), {"node-1"}, most=1, **SLOWER))
+    assert [f.host for f in judge(still)] == ["node-1"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8, 64])
+def test_every_pair_once_and_no_host_twice_in_a_round(count: int) -> None:
+    hosts = [f"n{i}" for i in range(count)]
+    plan = rounds(hosts)
+    for each in plan:
+        names = [name for pair in each for name in pair]
+        assert len(names) == len(set(names))
+    pairs = [frozenset(pair) for each in plan for pair in each]
+    assert len(pairs) == len(set(pairs)) == count * (count - 1) // 2
+    assert len(plan) <= count
+
+
+def test_more_than_64_hosts_are_sampled() -> None:
+    hosts = [f"n{i}" for i in range(1000)]
+    found = groups(hosts)
+    assert sorted(name for group in found for name in group) == sorted(hosts)
+    assert max(map(len, found)) <= ALL_PAIRS_TO
+    met = [pair for group in found for each in rounds(group, SAMPLE) for pair in each]
+    taking_part = {name: sum(name in pair for pair in met) for name in hosts}
+    assert min(taking_part.values()) >= SAMPLE - 1 and max(taking_part.values()) <= SAMPLE
+
+
+def test_a_thousand_hosts_stay_readable(tmp_path: Path) -> None:
+    """The file is read, the hosts compared and the table printed; equal hosts share a line."""
+    path = tmp_path / "hosts"
+    path.write_text("".join(f"node-{n:04d} slots=8\n" for n in range(1, 1025)))
+    started = time.monotonic()
+    hosts = read_hostfile(path)
+    facts = {}
+    addresses = {host.name: f"10.1.{n >> 8}.{n & 255}" for n, host in enumerate(hosts)}
+    for host in hosts:
+        one = host_facts(1)
+        one["interfaces"]["eth0"]["addresses"] = [addresses[host.name]]
+        one["names"].update(addresses=addresses, hostname=host.name, own=addresses[host.name])
+        facts[host.name] = one
+    for name in ("node-0007", "node-0500", "node-0501"):
+        facts[name]["shm"]["free"] = 1 << 20
+    given = healthy(hosts=hosts, facts=facts, skew_s={}, nonce={})
+    made = Report(survey=given, findings=tuple(findings(given)), checked=frozenset(CHECKS) - {"fabric"}, elapsed_s=9.0)
+    console = Console(width=160, record=True, file=io.StringIO())
+    print_report(made, console)
+    elapsed_s = time.monotonic() - started
+    text = console.export_text()
+    assert len(text.splitlines()) < 14, text
+    assert "red    shm: node-[0007,0500-0501]: /dev/shm has 1 MiB free" in text
+    assert re.search(r"^ node-\[0002-0006,", text, re.M) and "1020" in text, text
+    assert text.count("fix:") == 1 and "on HOST: mount -o remount" in text
+    assert "1024 hosts, 9.0s: 3 to mend" in text
+    assert elapsed_s < 20, elapsed_s  # a million addresses are compared: 2 s on a machine that has nothing else to do
+
+
+def test_a_narrow_terminal_shows_what_is_not_in_order() -> None:
+    given = healthy()
+    given.facts["node-2"]["shm"]["free"] = 1 << 20
+    made = Report(survey=given, findings=tuple(findings(given)), checked=frozenset(CHECKS), elapsed_s=1.0)
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_report(made, console)
+    text = console.export_text()
+    assert re.search(r"^ node-2 +FAIL *$", text, re.M) and re.search(r"^ node-1 +ok *$", text, re.M), text
+    assert "no fault found in: name, ssh, python" in text
+
+
+def test_names_are_compressed() -> None:
+    assert compressed(["a-01", "a-02", "a-03", "a-07", "b"]) == "a-[01-03,07], b (5)"
+    assert compressed(["10.0.0.1", "10.0.0.2"]) == "10.0.0.[1-2]"
+    assert compressed(["gpu"]) == "gpu"
+
+
+def test_the_same_of_several_hosts_is_said_once() -> None:
+    one = {"check": "shm", "level": "red", "what": "too small on {}", "fix": "ssh {} mount"}
+    lines = explained([Finding(**{k: v.format(h) for k, v in one.items()}, host=h) for h in ("n1", "n2")])
+    assert [line.plain for line in lines] == ["red    shm: n[1-2]: too small on HOST", "       fix: ssh HOST mount"]
+
+
+def test_the_probe_answers_from_a_bare_python(tmp_path: Path) -> None:
+    """Through standard input, as on a host: no package of ours is imported; a secret's value stays there."""
+    questions = {
+        "packages": ["rich", "no-such-package"], "folder": str(tmp_path), "package": str(tmp_path), "files": ["/nope"],
+        "variables": ["WANDB_"], "folders": {"the run": str(tmp_path / "not/yet")},
+        "hosts": ["localhost", "no.invalid"], "first": "localhost", "host": "localhost", "port": 0,
+        "nonce": "x", "nonce_path": "/nope", "nonce_writer": None,
+    }  # fmt: skip
+    (tmp_path / "json.py").write_text("raise SystemExit('a file of the folder was imported')")
+    env = {"PATH": "/usr/bin:/bin", "WANDB_API_KEY": "hunter2hunter2", "WANDB_MODE": "x"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-"], input=survey.program(Path(probe.__file__), questions), cwd=tmp_path, env=env,
+        text=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    found = survey.read_facts(done.stdout)
+    assert found is not None, done.stderr
+    assert found["errors"] == {}
+    assert found["environment"]["WANDB_MODE"] == "x" and found["environment"]["WANDB_API_KEY"].startswith("secret ")
+    assert "hunter2" not in done.stdout
+    assert found["config"] == {"/nope": "cannot be read (No such file or directory)"}
+    assert found["names"]["addresses"]["localhost"] == "127.0.0.1" and found["names"]["addresses"]["no.invalid"] is None
+    assert "127.0.0.1" in found["interfaces"]["lo"]["addresses"]
+    assert found["disk"]["the run"]["error"] is None and list(tmp_path.iterdir()) == [tmp_path / "json.py"]
+    assert json.dumps(found)
+
+
+def test_json_has_every_cell() -> None:
+    given = healthy(nonce={"node-2": True, "node-3": False})
+    found = tuple(findings(given))
+    made = Report(survey=given, findings=found, checked=frozenset(CHECKS) - {"fabric"}, elapsed_s=1.0)
+    told = json.loads(json.dumps(made.as_json()))
+    assert not told["ok"] and told["findings"][0]["fix"]
+    cells = {host["name"]: host["cells"] for host in told["hosts"]}
+    assert cells["node-3"]["shared"] == "red" and cells["node-2"]["shared"] == "ok"
+    assert cells["node-1"]["fabric"] == "unknown" and set(cells["node-1"]) == set(CHECKS)
+    assert [host["interface"] for host in told["hosts"]] == ["eth0"] * 3
+    assert made.address == "10.0.0.1"
