@@ -72,7 +72,9 @@ class Launch:
 
     def run(self) -> int:
         """Until the job is complete, asked to leave, refused, or not to be restarted. Raises UserError."""
-        before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        # nohup, and a shell that starts it in the background, have some of them ignored: so they stay.
+        heard = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in heard}
         try:
             while True:
                 try:

@@ -15,6 +15,8 @@ import pytest
 from tests.cluster.launched import FAULT_S, Launched, write_recipe
 from tools.lab.lab import Lab, LabHost
 
+pytestmark = pytest.mark.timeout(1500)  # a start takes 12 s on an idle machine, and minutes on one that is not
+
 EVERY = 5  # steps between checkpoints
 DETECTED_S, GONE_S = 15.0, 10.0  # what issue 5 promises
 
@@ -122,6 +124,7 @@ def test_a_preempt_file_on_one_host_makes_the_whole_job_leave(lab3: Lab, small_d
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 def test_fifty_trials(running_lab: Lab, small_data: str, tmp_path: Path) -> None:
     """Set LLMTRAIN_TRIALS and LLMTRAIN_SEED for another number of trials, another seed."""
     trials, seed = int(os.environ.get("LLMTRAIN_TRIALS", "50")), int(os.environ.get("LLMTRAIN_SEED", "5"))

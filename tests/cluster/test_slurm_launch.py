@@ -17,6 +17,7 @@ from tests.cluster.launched import Launched, write_recipe
 from tests.helpers.launching import REPO, environment
 from tools.lab.lab import Lab
 
+pytestmark = pytest.mark.timeout(1500)
 SRUN = Path(__file__).with_name("fake_srun.py")
 
 
