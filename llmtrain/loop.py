@@ -22,6 +22,7 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster import messages, watch
 from llmtrain.cluster.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
+from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.engine.build import Ranks, build_engine, check_device, device_name, join_process_group
 from llmtrain.engine.collectives import count_collectives, describe, introduce
@@ -147,6 +148,7 @@ class Training:
         """Train until the run is over (True) or someone asks to stop (False)."""
         run, ranks = self.run, self.ranks
         agree = Agree(ranks)
+        consistency = Consistency(self.resolved, self.engine, ranks, tracker, self.data.fingerprint)
         speed = self._throughput()
         loader = TrainLoader(
             self.data,
@@ -188,7 +190,10 @@ class Training:
                 if (run.train.eval_every and self.position.step % run.train.eval_every == 0) and not last:
                     with speed.pause():
                         self.evaluate(tracker)
-                if not last and saving.is_due(self.position.step, agreed):
+                due = not last and saving.is_due(self.position.step, agreed)
+                if consistency.is_due(self.position.step, saving=due or last):
+                    consistency.check(asdict(self.position), batch)
+                if due:
                     with speed.checkpoint_stall(), heart.during("save"):
                         saving.save(self.position.step, self.trainer_state)
         return not stopped

@@ -161,6 +161,9 @@ class FaultConfig:
     """Seconds that a collective may wait for a rank, in every process group."""
     start_timeout_s: float = 300.0
     """Seconds that the ranks wait for each other at the start."""
+    check_every: int = 200
+    """Optimizer steps between comparisons of what must be the same on several ranks; each checkpoint is preceded by
+    one. 0 = never."""
     stall_timeout_s: float = 300.0
     """Seconds without progress on any rank before the job is explained and ended. At most 3/4 of timeout_s counts."""
     preempt_file: str | None = None

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("checkpoint",),
     ("sites",),
-    ("begin", "generate", "parity", "saving"),
+    ("begin", "consistency", "generate", "parity", "saving"),
     ("finish",),
     ("loop",),
     ("train",),

@@ -1,0 +1,100 @@
+"""When a run compares what its ranks hold, what must be the same beside the parameters, how a difference ends it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from llmtrain.config.run import ResolvedRun
+from llmtrain.data.loader import StepBatch
+from llmtrain.engine.build import Ranks
+from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.replicas import Difference, Replicas, describe, tensor_hash
+from llmtrain.errors import TrainingStopped
+from llmtrain.tracking.tracker import Tracker
+
+
+class Consistency:
+    """Compares the ranks every `fault.check_every` steps and before each checkpoint. All ranks call it together."""
+
+    def __init__(self, resolved: ResolvedRun, engine: Any, ranks: Ranks, tracker: Tracker, data: str) -> None:
+        """`data`: the fingerprint of what this rank reads."""
+        self._every = resolved.run.fault.check_every
+        self._engine, self._ranks, self._tracker = engine, ranks, tracker
+        self._degrees = resolved.degrees
+        self._replicas = Replicas(engine, ranks)
+        settings = json.dumps({"run": asdict(resolved.run), "json": resolved.deepspeed}, sort_keys=True)
+        self._constant = {"data fingerprint": data, "configuration": hashlib.sha256(settings.encode()).hexdigest()[:16]}
+        self._agreed_step: int | None = None
+
+    def is_due(self, step: int, *, saving: bool) -> bool:
+        """Whether the ranks compare after this step; `saving`: a checkpoint of it follows."""
+        return self._ranks.world_size > 1 and self._every > 0 and (saving or step % self._every == 0)
+
+    def check(self, position: Mapping[str, int], batch: StepBatch) -> None:
+        """Compare the ranks after a step.
+
+        Args:
+            position: the run's counters after it.
+            batch: what this rank trained on.
+
+        Raises:
+            TrainingStopped: they differ. On all ranks, with the same words.
+        """
+        found = self._replicas.differences(self._facts(position, batch), self._facts_of_row(batch))
+        step = position["step"]
+        if not found:
+            self._agreed_step = step
+            return
+        self._end(step, found)
+
+    def _facts(self, position: Mapping[str, int], batch: StepBatch) -> dict[str, Any]:
+        """What is the same on all ranks."""
+        share = self._ranks.rank // self._degrees.tensor  # as the loop seeds a step
+        seeds = [torch.initial_seed()]
+        if self._ranks.device.type == "cuda":
+            seeds.append(torch.cuda.initial_seed())
+        return {
+            **{f"{name.replace('_', ' ')} of the run": value for name, value in position.items()},
+            "first sample of the step": batch.first_index,
+            "random seed of the step": [(seed - share) % 2**64 for seed in seeds],
+            "steps of the optimizer": optimizer_step(self._engine),
+            "loss scale": loss_scale_state(self._engine),
+            **self._constant,
+        }
+
+    def _facts_of_row(self, batch: StepBatch) -> dict[str, Any]:
+        """What is the same on the ranks that work on the same sequences."""
+        row = self._degrees.place(self._ranks.rank).data
+        micros = batch.micro_batches
+        tokens = torch.stack([tensor_hash(each) for micro in micros for each in (micro.inputs, micro.labels)])
+        return {
+            f"samples of data-parallel group {row}": [index for micro in micros for index in micro.sample_indices],
+            f"tokens of data-parallel group {row}": int(tensor_hash(tokens)),
+        }
+
+    def _end(self, step: int, found: list[Difference]) -> None:
+        ranks = sorted({rank for each in found for rank in each.odd})
+        hosts = sorted({self._ranks.seats[rank].host for rank in ranks} if self._ranks.seats else [])
+        before = "" if self._agreed_step is None else f" At step {self._agreed_step} they agreed."
+        text = (
+            f"after step {step}: {describe(found, self._ranks.seats)}.{before} What has changed it is no part of the "
+            "training: memory, a link or a kernel of that host, or code that runs on one rank only. Checkpoints are "
+            "made of ranks that agreed: the same command continues from the newest, on other hosts if one is suspect."
+        )
+        self._tracker.event(
+            "fault",
+            step=step,
+            what="ranks differ",
+            ranks=ranks,
+            hosts=hosts,
+            names=[each.name for each in found[:20]],
+            agreed_step=self._agreed_step,
+            text=text,
+        )
+        raise TrainingStopped(text)

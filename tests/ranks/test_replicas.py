@@ -1,0 +1,169 @@
+"""What several ranks should hold alike: a changed bit is named with its tensor and its rank, and nothing else is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.topology import Degrees
+from tests.helpers.families import FAMILIES
+from tests.helpers.training import LLAMA, Case, batches, make_engine, resolved_run, train_steps
+
+TIED = {**LLAMA, "tie_word_embeddings": True}
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
+SMALL_STAY_GATHERED = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}}
+"""As in a model of usual size: ZeRO 3 keeps norms gathered and partitions matrices."""
+
+
+def flip(engine: Any, name: str) -> None:
+    """Change the lowest bit of one element of what the forward pass reads."""
+    from llmtrain.engine.fragments import forward_copies
+
+    (values,) = (copy.values for copy in forward_copies(engine) if copy.name == name and not copy.partition)
+    words = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
+    words[values.numel() // 3] ^= 1
+
+
+def watched(case: Case, name: str, guilty: int, checks: int = 6) -> tuple[list[Any], list[Any], list[Any]]:
+    """(differences of clean steps, of the last one after a flip on `guilty`, once it is undone)."""
+    from llmtrain.engine.replicas import Replicas
+
+    engine, stepper, ranks = make_engine(case)
+    replicas = Replicas(engine, ranks)
+    clean = []
+    for step in range(checks):
+        train_steps(case, stepper, ranks, step, step + 1)
+        clean += replicas.differences({"step": step})
+    if ranks.rank == guilty:
+        flip(engine, name)
+    found = replicas.differences({"step": checks})
+    if ranks.rank == guilty:
+        flip(engine, name)
+    healed = replicas.differences({"step": checks})
+    engine.destroy()
+    return clean, found, healed
+
+
+def check(pools: Any, world: int, case: Case, name: str, guilty: int, groups: tuple[tuple[int, ...], ...]) -> None:
+    for clean, found, healed in pools(world).run(watched, case, name, guilty):
+        assert clean == [] and healed == []
+        assert [(each.name, each.groups) for each in found] == [(name, groups)]
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ({"stage": 0}, UP),
+        ({"stage": 0, "precision": "bf16"}, UP),
+        ({"stage": 1, "precision": "bf16"}, UP),
+        ({"stage": 2, "precision": "bf16", "accumulation": 2}, UP),
+        ({"stage": 3, "precision": "bf16", "extra": SMALL_STAY_GATHERED}, NORM),
+        ({"stage": 1, "optimizer": "muon"}, UP),
+        ({"tensor": 2, "stage": 1}, NORM),
+        ({"tensor": 2, "stage": 3, "extra": SMALL_STAY_GATHERED}, NORM),
+        ({"sequence": 2, "stage": 1}, UP),
+        ({"pipeline": 2, "stage": 1, "model": TIED, "accumulation": 2}, "model.embed_tokens.weight"),
+        ({"expert": 2, "stage": 1, "model": FAMILIES["mixtral"]}, NORM),
+    ],
+    ids=lambda value: (
+        "-".join(str(v) for k, v in value.items() if k not in ("model", "extra")) if isinstance(value, dict) else ""
+    ),
+)
+def test_a_flipped_bit_is_named_and_clean_steps_are_not(pools, small_data, form, name):
+    check(pools, 2, Case(data=small_data, **form), name, 1, ((0,), (1,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "name", "guilty", "groups"),
+    [
+        ({"stage": 0}, UP, 2, ((0, 1, 3), (2,))),
+        ({"pipeline": 2, "stage": 1, "accumulation": 2}, "model.layers.3.mlp.up_proj.weight", 3, ((2,), (3,))),
+        ({"pipeline": 2, "stage": 1, "model": TIED}, "model.embed_tokens.weight", 3, ((0, 1, 2), (3,))),
+        ({"tensor": 2, "stage": 2}, NORM, 0, ((1, 2, 3), (0,))),
+        ({"tensor": 2, "stage": 2}, UP, 3, ((1,), (3,))),
+        ({"tensor": 2, "pipeline": 2, "stage": 1}, "model.layers.3.input_layernorm.weight", 2, ((2,), (3,))),
+        ({"sequence": 2, "stage": 3, "extra": SMALL_STAY_GATHERED}, NORM, 1, ((0, 2, 3), (1,))),
+        ({"expert": 2, "stage": 2, "model": FAMILIES["mixtral"]}, NORM, 1, ((0, 2, 3), (1,))),
+    ],
+    ids=str,
+)
+def test_with_four_ranks_the_majority_tells_who_is_wrong(pools, small_data, form, name, guilty, groups):
+    check(pools, 4, Case(data=small_data, steps=40, **form), name, guilty, groups)
+
+
+def moved_expert(case: Case) -> list[Any]:
+    """An expert of rank 1 changes, of which nobody else has a copy, and one of NaNs is the same on all ranks."""
+    from llmtrain.engine.fragments import forward_copies
+    from llmtrain.engine.replicas import Replicas
+
+    engine, _, ranks = make_engine(case)
+    replicas = Replicas(engine, ranks)
+    for copy in forward_copies(engine):
+        if copy.name == NORM:
+            copy.values.fill_(float("nan"))
+        if ranks.rank == 1 and "experts" in copy.name:
+            copy.values.add_(1)
+    found = replicas.differences({"of all": 1}, {f"of rank {ranks.rank} alone": ranks.rank})
+    engine.destroy()
+    return found
+
+
+def test_what_one_rank_alone_holds_is_nobodys_difference_and_nans_are_equal(pools, small_data):
+    case = Case(data=small_data, expert=2, stage=1, model=FAMILIES["mixtral"])
+    assert pools(2).run(moved_expert, case) == [[], []]
+
+
+def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
+    """What `Consistency` says of a step: (in a healthy one, in one with a fault on rank `guilty`)."""
+    from llmtrain.consistency import Consistency
+    from llmtrain.engine.step import seed_step
+    from llmtrain.errors import TrainingStopped
+    from llmtrain.tracking.tracker import Tracker
+
+    engine, _, ranks = make_engine(case)
+    resolved = resolved_run(case, ranks.world_size)
+    degrees: Degrees = resolved.degrees
+    told = []
+    for faulty in (False, True):
+        wrong = faulty and ranks.rank == guilty
+        place = degrees.place(ranks.rank).data
+        source = batches(case, (place, degrees.data), case.accumulation, 4 + (wrong and fault == "index"))
+        batch = next(source)
+        source.close()  # type: ignore[attr-defined]
+        if wrong and fault == "tokens":
+            batch.micro_batches[0].inputs[0, 3] += 1
+        seed_step(0 + (wrong and fault == "seed"), 4, ranks.rank // degrees.tensor)
+        position = {"step": 5 + (wrong and fault == "step"), "tokens": 500}
+        tracker = Tracker(".", tracking=resolved.run.tracking, run_id="", config={}, total_steps=None, enabled=False)
+        data = "another" if wrong and fault == "data" else "folder"
+        try:
+            Consistency(resolved, engine, ranks, tracker, data).check(position, batch)
+            told.append("")
+        except TrainingStopped as error:
+            told.append(str(error))
+    engine.destroy()
+    return told[0], told[1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "form", "says"),
+    [
+        ("index", {}, "first sample of the step is not the same on all ranks: 48 on rank 0 ({host}), 60 on rank 1"),
+        ("seed", {}, "random seed of the step is not the same"),
+        ("seed", {"tensor": 2}, "random seed of the step is not the same"),
+        ("step", {}, "step of the run is not the same on all ranks: 5 on rank 0 ({host}), 6 on rank 1 ({host})"),
+        ("data", {}, 'data fingerprint is not the same on all ranks: "folder" on rank 0 ({host}), "another" on rank 1'),
+        ("tokens", {"tensor": 2}, "tokens of data-parallel group 0 is not the same"),
+        ("tokens", {"sequence": 2}, "tokens of data-parallel group 0 is not the same"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 7 else "",
+)
+def test_a_rank_with_other_data_seed_or_count_is_named(pools, small_data, fault, form, says):
+    import socket
+
+    for healthy, told in pools(2).run(ended, Case(data=small_data, **form), fault, 1):
+        assert healthy == ""
+        assert says.format(host=socket.gethostname()) in told, told

@@ -1,0 +1,47 @@
+"""A run of which one rank goes wrong in silence: it stops, and says which tensor on which rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.helpers import forked
+from tests.helpers.launching import rows, write_recipe
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def lose_a_bit(rank: int) -> None:
+    """Rank 1's memory changes after its 7th step."""
+    from llmtrain.engine.fragments import forward_copies
+    from llmtrain.engine.step import Stepper
+
+    plain, steps = Stepper.step, [0]
+
+    def step(self: Stepper, *args: Any, **kwargs: Any) -> Any:
+        result = plain(self, *args, **kwargs)
+        steps[0] += 1
+        if rank == 1 and steps[0] == 7:
+            (values,) = (copy.values for copy in forward_copies(self.engine) if copy.name == NAME)
+            values[5] *= -1
+        return result
+
+    Stepper.step = step  # type: ignore[method-assign]
+
+
+def test_a_lost_bit_on_one_rank_stops_the_run_and_is_named(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    zero0 = tmp_path / "zero0.json"  # each rank holds its own weights from step to step
+    zero0.write_text('{"zero_optimization": {"stage": 0}}')
+    launch = forked.Launch(recipe, "--deepspeed", str(zero0), "--fault.check_every", "10", before=lose_a_bit)
+    codes = launch.wait(240)
+    output = launch.output()
+    assert codes == [3, 3], (codes, output)
+    assert "after step 10:" in output and NAME in output and "Traceback" not in output
+    assert "At step 5 they agreed" in output  # each checkpoint is preceded by a comparison
+    assert output.count("error:") == 1
+    faults = [event for event in rows(run, "events.jsonl") if event["kind"] == "fault"]
+    assert [(each["what"], each["step"], each["names"], each["ranks"]) for each in faults] == [
+        ("ranks differ", 10, [NAME], [0, 1])
+    ]
+    saved = [event["step"] for event in rows(run, "events.jsonl") if event["kind"] == "save"]
+    assert saved == [5]  # none of ranks that differ
