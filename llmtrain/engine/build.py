@@ -76,6 +76,8 @@ def join_process_group(
         device = torch.device(accelerator.current_device_name())
     backend = accelerator.communication_backend_name()
     meeting = meet(device=device_name(device), backend=backend, settings=settings or {}, limit_s=start_timeout_s)
+    # NCCL makes a group's connections at its first use, and asks the store for them: a slow rank counts as elsewhere.
+    meeting.store.set_timeout(timedelta(seconds=max(timeout_s, start_timeout_s)))
     control = _connect_all(meeting, backend, device, start_timeout_s)
     apply_group_timeout(timeout_s)
     deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
