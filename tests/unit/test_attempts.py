@@ -1,0 +1,174 @@
+"""`llmtrain launch` from start to end, with a script in the place of DeepSpeed's launcher: no torch, one host."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from llmtrain.cluster import attempts, launch, supervise
+from llmtrain.cluster.attempts import Launch
+from llmtrain.cluster.hostfile import Host
+from llmtrain.cluster.plan import Options
+from llmtrain.config.load import load
+from tests.unit.test_launch_plan import recipe as recipe  # the fixture
+
+JOB = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+def tell(kind, **fields):
+    print("llmtrain:: " + json.dumps({"kind": kind, **fields}), flush=True)
+
+def place():
+    tell("place", ranks=[{"rank": 0, "host": "here", "local_rank": 0, "device": "cpu", "pid": os.getpid()}])
+
+def fault(step, cause="killed"):
+    tell("fault", step=step, signature=f"step {step + 1}: {cause}", text="told", cause=cause)
+    sys.exit(1)
+
+os.environ["RANK"] = "0"
+if "again" not in sys.argv:  # RANK has to stand in what the kernel shows of the process
+    os.execv(sys.executable, [sys.executable, __file__, "again", *sys.argv[1:]])
+starts = Path("starts")
+count = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (count + 1))
+print("a line for the user", flush=True)
+"""
+
+
+@pytest.fixture
+def run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """run(script, ...) -> exit code of a launch whose job is `script`."""
+    monkeypatch.setattr(supervise, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(attempts, "_AGENTS_LEAVE_S", 0.0)
+    (tmp_path / "runs/run").mkdir(parents=True)
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+
+    def go(script: str, *options: str) -> int:
+        path = tmp_path / "job.py"
+        path.write_text(JOB + script)
+        monkeypatch.setattr(attempts, "command", lambda *_: [sys.executable, str(path)])
+        return launch.main(["--hostfile", "hosts", *options, "--", str(recipe)])
+
+    return go
+
+
+def starts() -> int:
+    return len(Path("starts").read_text())
+
+
+def events(kind: str) -> list[dict[str, Any]]:
+    lines = Path("runs/run/events.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def test_a_complete_run(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("place(); tell('end', status='complete', code=0)") == 0
+    out, err = capfd.readouterr()
+    assert "a line for the user" in out and "llmtrain::" not in out
+    assert "rank 0 -> localhost (here) -> cpu, local rank 0" in err and starts() == 1
+
+
+def test_a_fault_is_followed_by_a_restart(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    script = "place()\nif count < 1: tell('checkpoint', step=10); fault(13)\ntell('end', status='complete', code=0)"
+    assert run(script) == 0
+    assert starts() == 2
+    (restart,) = events("restart")
+    assert (restart["step"], restart["after"], restart["hosts"]) == (10, "step 14: killed", ["localhost"])
+    assert "launch: 1 restart, 3 steps done again" in capfd.readouterr().err
+
+
+def test_the_same_fault_twice_ends_it(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("place(); fault(13)") == 1
+    assert starts() == 2 and "step 14: killed" in capfd.readouterr().err
+
+
+def test_max_restarts(run: Any) -> None:
+    assert run("place(); fault(count)", "--max-restarts", "2") == 1
+    assert starts() == 3
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_what_the_run_refuses_is_not_tried_again(run: Any, code: int) -> None:
+    assert run(f"tell('end', status='refused', code={code}, reason='no'); sys.exit({code})") == code
+    assert starts() == 1
+
+
+def test_a_job_that_ends_without_a_word_is_a_fault(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("sys.exit(7)") == 1
+    assert starts() == 2 and "code 7 before the ranks had met" in capfd.readouterr().err
+
+
+def test_a_preempted_run_is_not_started_again(run: Any) -> None:
+    assert run("place(); tell('end', status='stopped', code=0, reason='preempt file x')") == 75
+    assert starts() == 1
+
+
+def test_nothing_that_the_job_started_is_left(run: Any) -> None:
+    orphan = "p = subprocess.Popen(['sleep', '600'], start_new_session=True); Path('pid').write_text(str(p.pid))\n"
+    assert run(orphan + "place(); tell('end', status='complete', code=0)") == 0
+    try:
+        state = psutil.Process(int(Path("pid").read_text())).status()
+    except psutil.NoSuchProcess:
+        state = "gone"
+    assert state in ("gone", psutil.STATUS_ZOMBIE)  # a container's first process may not collect the dead
+
+
+def press_when_started(*pauses: float) -> threading.Thread:
+    """Ctrl-C, so long after the job has met, and again."""
+
+    def press() -> None:
+        while not Path("met").exists():
+            time.sleep(0.05)
+        for pause in pauses:
+            time.sleep(pause)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    return thread
+
+
+STOPS = """
+def stop(*_):
+    tell("end", status="stopped", code=0, reason="SIGTERM")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+place()
+Path("met").write_text("")
+while True: time.sleep(0.1)
+"""
+
+
+def test_ctrl_c_lets_the_ranks_save(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    press_when_started(0.5)
+    assert run(STOPS) == 130
+    err = capfd.readouterr().err
+    assert "1 of 1 ranks were asked to save and leave" in err and "asked to stop, and saved" in err and starts() == 1
+
+
+def test_a_second_ctrl_c_ends_it(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    press_when_started(0.5, 1.5)
+    assert run(STOPS.replace("signal.SIGTERM, stop", "signal.SIGTERM, signal.SIG_IGN")) == 130
+    assert "ended before it could save" in capfd.readouterr().err
+
+
+def test_hosts_are_left_out_until_the_configuration_has_an_answer(recipe: Path) -> None:
+    hosts = tuple(Host(name=name, slots=1, devices=(0,), line=1) for name in "abcde")
+    words = ("--config", str(recipe), "--train.global_batch", "16")
+    options = Options(
+        hosts=hosts, words=words, launcher="pdsh", max_restarts=1, min_hosts=3, env_file=None, dry_run=False
+    )
+    made = Launch(options, load(list(words), 4), "mark")
+    assert made._solvable(hosts)[0] == hosts[:4]  # 16 sequences, micro-batch 2: 1, 2, 4 or 8 ranks
+    chosen, why = made._solvable(hosts[:3])
+    assert chosen is None and "world size 3" in why
