@@ -180,7 +180,7 @@ def _disk(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding
 def _memory(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:
     memory = facts.get("memory")
     if memory and memory["free"] < host.slots * RANK_MEMORY_BYTES:
-        what = f"{size(memory['free'])} of {size(memory['total'])} memory free for {host.slots} ranks"
+        what = f"{size(memory['free'])} of {size(memory['total'])} memory free for slots={host.slots}"
         fix = f"see who has it: ssh {host.name} 'ps -eo pid,user,rss,args --sort -rss | head'"
         level: Level = "red" if memory["free"] < host.slots * RANK_MEMORY_BYTES / 2 else "yellow"
         yield Finding(host=host.name, check="memory", level=level, what=what, fix=fix)
@@ -196,7 +196,7 @@ def _shm(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]
         fix = f"when no run is there: ssh {host.name} 'rm /dev/shm/deepspeed_allreduce_buffer_*'"
         yield Finding(host=host.name, check="shm", level="yellow", what=what, fix=fix)
     if shm["free"] < need:
-        what = f"/dev/shm has {size(shm['free'])} free of {size(shm['total'])}; {host.slots} ranks take {size(need)}"
+        what = f"/dev/shm has {size(shm['free'])} free of {size(shm['total'])}; slots={host.slots} needs {size(need)}"
         fix = f"on {host.name}: mount -o remount,size=50% /dev/shm     (docker run --shm-size 16g)"
         yield Finding(host=host.name, check="shm", level="red", what=what, fix=fix)
 

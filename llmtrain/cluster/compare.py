@@ -160,12 +160,14 @@ def _names(survey: Survey) -> Iterator[Finding]:
             fix = f"on {viewer}: add to /etc/hosts what `getent hosts {unknown[0]}` says on the others"
             yield Finding(host=viewer, check="name", level="red", what=what, fix=fix)
         for target, address in names["addresses"].items():
-            if address is None or not own.get(target) or (viewer == target and address in own[target]):
+            if address is None or not own.get(target):
                 continue
-            if address in own[target] and not _is_loopback(address):
+            # That a host has its own name on loopback, as Debian writes it, is a matter of the interfaces.
+            right = viewer == target if _is_loopback(address) else address in own[target]
+            if right:
                 continue
-            right = sorted(a for a in own[target] if not _is_loopback(a))
-            what = f"it takes {target} to be {address}, but {target} has {', '.join(right) or 'no address'}"
+            has = sorted(a for a in own[target] if not _is_loopback(a))
+            what = f"it takes {target} to be {address}, but {target} has {', '.join(has) or 'no address'}"
             fix = f"on {viewer}: correct the line of {target} in /etc/hosts, or the name server"
             yield Finding(host=viewer, check="name", level="red", what=what, fix=fix)
 

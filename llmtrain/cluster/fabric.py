@@ -28,6 +28,8 @@ LATE = 4.0
 """A round trip of more than so many usual ones, and a millisecond, is late."""
 HALF = 0.65
 """Both directions at once carry this part of the two alone, or less: half duplex has 0.5, full duplex 1."""
+IDLE = 0.2
+"""With less processor time to spare, a rate that is not far below the others says nothing of the network."""
 WINDOW_S, LONG_WINDOW_S = 0.24, 0.6
 _PAIR_S = 1.5
 _START_S = 12.0
@@ -48,6 +50,9 @@ class Pair:
     both_up: float = 0.0
     """bit/s while both directions are used."""
     both_down: float = 0.0
+    idle: float = 1.0
+    """Part of the first host's processor time that was free meanwhile: without any, `both` tells of them, not of the
+    network."""
     error: str | None = None
 
     @property
@@ -168,6 +173,7 @@ def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
                 down=rate.down,
                 both_up=duplex.both_up * scale,
                 both_down=duplex.both_down * scale,
+                idle=duplex.idle,
             )
         )
     return found
@@ -232,7 +238,8 @@ def _odd(pairs: Sequence[Pair]) -> Iterator[Finding]:
     usual, usual_trip, usual_duplex = (median(each.values()) for each in (best, trip, duplex))
     slow = {host for host in by_host if best[host] < SLOW * usual}
     late = {host for host in by_host if trip[host] > LATE * usual_trip + 1e-3}
-    halves = {h for h in by_host if duplex[h] < HALF and (usual_duplex > 0.8 or best[h] < SLOW * usual)}
+    free = {host: max(pair.idle for pair in own) >= IDLE for host, own in by_host.items()}
+    halves = {h for h in by_host if duplex[h] < HALF and (best[h] < SLOW * usual or (usual_duplex > 0.8 and free[h]))}
     for host in (host for host in by_host if host in slow | late | halves):
         pair = max(by_host[host], key=lambda each: each.rate)
         words = []
@@ -266,7 +273,7 @@ def _odd_pair(
         words.append(f"{bits(pair.up)} one way and {bits(pair.down)} back, where both have {bits(rate)} to others")
         if pair.duplex < HALF:
             words.append(f"half duplex: {_both(pair)}")
-    elif pair.duplex < HALF and min(duplex[end] for end in ends) > 0.8:
+    elif pair.duplex < HALF and pair.idle >= IDLE and min(duplex[end] for end in ends) > 0.8:
         words.append(f"half duplex: {_both(pair)}")
     if pair.trip_s > LATE * late + 1e-3:
         words.append(f"round trips of {1e3 * pair.trip_s:.1f} ms, where both have {1e3 * late:.2f} to others")

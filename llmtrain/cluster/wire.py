@@ -79,6 +79,7 @@ class Host:
                 while link.recv(CHUNK):  # until the peer has read that and closes
                     pass
             elif head["kind"] == "down":
+                link.recv(1)  # the peer's word to begin
                 send(link, head["window_s"])
 
     def hold(self, link: socket.socket, peer: str) -> None:
@@ -133,19 +134,37 @@ class Host:
                 raise OSError("the other host did not come to this pair in time")
             found: Facts = {"trip_s": self.ping(peer)}
             window_s = min(1.5, max(self.ask["window_s"], 12 * found["trip_s"]))
-            found["up"] = self.up(peer, window_s)
-            found["down"] = self.down(peer, window_s)
-            both: Facts = {}
+            with self.rising(peer, window_s) as up:
+                found["up"] = sent(up, window_s)
+            with self.connect(peer, 1.0, "down", window_s=window_s) as down:
+                found["down"] = fetched(down, window_s)
+            return {**found, **self.both(peer, window_s)}
+
+    def both(self, peer: str, window_s: float) -> Facts:
+        """Both directions at once: the connections stand before the first byte of either is sent."""
+        found: Facts = {"both_up": 0.0}
+        with self.rising(peer, window_s) as up, self.connect(peer, 1.0, "down", window_s=window_s) as down:
 
             def upwards() -> None:
                 with contextlib.suppress(OSError, ValueError):
-                    both["up"] = self.up(peer, window_s)
+                    found["both_up"] = sent(up, window_s)
 
             other = threading.Thread(target=upwards, daemon=True)
+            before = processor_times()
             other.start()
-            both["down"] = self.down(peer, window_s)
+            found["both_down"] = fetched(down, window_s)
             other.join(5.0 + window_s)
-            return {**found, "both_up": both.get("up", 0.0), "both_down": both["down"]}
+            after = processor_times()
+        found["idle"] = (after[0] - before[0]) / max(1, after[1] - before[1])
+        return found
+
+    def rising(self, peer: str, window_s: float) -> socket.socket:
+        """A connection on which the peer waits for what we send. Raises OSError."""
+        link = self.connect(peer, 1.0, "up", window_s=window_s)
+        if read_line(link) != "go":
+            link.close()
+            raise OSError("the connection broke")
+        return link
 
     def ping(self, peer: str) -> float:
         """The shortest round trip: the rest is how busy the processors are."""
@@ -160,15 +179,23 @@ class Host:
                 trips.append(time.perf_counter() - began)
         return min(trips)
 
-    def up(self, peer: str, window_s: float) -> float:
-        with self.connect(peer, 1.0, "up", window_s=window_s) as link:
-            if read_line(link) != "go":
-                raise OSError("the connection broke")
-            return float(json.loads(send(link, window_s) or read_line(link)))
 
-    def down(self, peer: str, window_s: float) -> float:
-        with self.connect(peer, 1.0, "down", window_s=window_s) as link:
-            return receive(link, window_s)
+def sent(link: socket.socket, window_s: float) -> float:
+    """Bits a second that the peer says it received."""
+    return float(json.loads(send(link, window_s) or read_line(link)))
+
+
+def fetched(link: socket.socket, window_s: float) -> float:
+    """Bits a second that came after our word to begin."""
+    link.sendall(b"x")
+    return receive(link, window_s)
+
+
+def processor_times() -> list:
+    """Clock ticks in which this machine's processors had nothing to do, and all ticks."""
+    with open("/proc/stat") as file:
+        ticks = [int(word) for word in file.readline().split()[1:]]
+    return [ticks[3] + ticks[4], sum(ticks[:8])]
 
 
 def read_line(link: socket.socket) -> str:

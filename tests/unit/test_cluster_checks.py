@@ -110,8 +110,8 @@ def test_hosts_that_are_alike_raise_no_alarm() -> None:
             "red",
             "no file can be made in /run .*Permission denied",
         ),
-        ("memory.free", 1 << 30, "memory", "red", "1 GiB of 1 TiB memory free for 8 ranks"),
-        ("shm.free", 64 << 20, "shm", "red", "64 MiB free of 512 GiB; 8 ranks take 1 GiB"),
+        ("memory.free", 1 << 30, "memory", "red", "1 GiB of 1 TiB memory free for slots=8"),
+        ("shm.free", 64 << 20, "shm", "red", "64 MiB free of 512 GiB; slots=8 needs 1 GiB"),
         ("shm.left", 12 << 30, "shm", "yellow", "12 GiB of /dev/shm are left"),
         ("limits.nofile", 256, "limits", "red", "open files is 256 .*needs 1024"),
         ("limits.memlock", 65536, "limits", "red", "locked memory is 65536 .*needs unlimited"),
@@ -230,6 +230,7 @@ def test_the_network_is_judged_against_the_others(hosts: int) -> None:
         (one_way,) = judge(changed(pairs, {"node-0", "node-2"}, down=0.1, both_down=0.1))
         assert "a slow pair, node-0 and node-2: " in one_way.what
         (half,) = judge(changed(pairs, {"node-2"}, most=1, **HALVED))
+        assert judge(changed(pairs, {"node-2"}, most=1, **HALVED, idle=0.05)) == []  # the processors' fault
         assert half.host == "node-2" and "half-duplex link" in half.what and "slow host" not in half.what
         (late,) = judge(changed(pairs, {"node-1"}, most=1, trip_s=40.0))
         assert late.host == "node-1" and "round trips of" in late.what
