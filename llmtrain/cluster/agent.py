@@ -22,10 +22,10 @@ from llmtrain.cluster import link, messages
 from llmtrain.cluster.ending import Process, end_host, hang_up, identify, job_of
 from llmtrain.cluster.explain import explain
 from llmtrain.cluster.facts import Explanation, HostFacts, JobFacts, RankFacts
+from llmtrain.cluster.folder import AGENT, JOB, RUN, lock, read_json, sweep
 from llmtrain.cluster.judge import Judge, Stragglers, Verdict
 from llmtrain.cluster.observe import HostRanks
 from llmtrain.cluster.proc import oom_kills
-from llmtrain.cluster.watch import AGENT, JOB, RUN, read_json
 
 _TICK_S = 0.5
 _REPORT_S = 1.0
@@ -59,6 +59,7 @@ class Agent:
         self.stragglers = Stragglers()
         self.own: dict[int, tuple[int, float]] = {}
         self.server = link.Server()
+        self.lock = lock(self.folder)
         self.job: dict[str, Any] | None = None
         self.line: link.Line | None = None
         self.peers: list[list[Any]] = []
@@ -371,22 +372,13 @@ def main() -> int:
     with contextlib.suppress(OSError):  # allowed to root only: on a busy host its silence would look like the host's
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     settings = json.loads(sys.argv[1])
-    _sweep(Path(settings["folder"]))
+    sweep(Path(settings["folder"]))
     agent = Agent(settings)
     try:
         agent.run()
     finally:
         agent.close()
     return 0
-
-
-def _sweep(own: Path) -> None:
-    """Remove the folders of watches that were killed: their launcher is gone."""
-    prefix = f"llmtrain-watch-{os.getuid()}-"
-    for folder in own.parent.glob(f"{prefix}*"):
-        pid, started, *_ = [*folder.name.removeprefix(prefix).split("-"), ""]
-        if folder != own and pid.isdigit() and started.isdigit() and not Process(int(pid), int(started)).alive():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmtrain import log
-from llmtrain.cluster import messages, proc
+from llmtrain.cluster import messages
 from llmtrain.cluster.ending import MARK
 from llmtrain.cluster.facts import Frame
+from llmtrain.cluster.folder import AGENT, JOB, RUN, make_folder, read_json
 from llmtrain.cluster.heartbeat import heart
 from llmtrain.cluster.observe import STACK_SIGNAL, write_error
 from llmtrain.cluster.wording import own_line, place
 from llmtrain.errors import UserError
 
-AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
-"""Files of the folder: how to reach this host's watch; who is in the job; what the job runs."""
 _AGENT_STARTS_S = 20.0
 
 _folder: Path | None = None
@@ -46,7 +45,7 @@ def begin(*, stall_timeout_s: float, run_dir: str) -> None:
         return
     rank, local_rank = log.rank(), int(os.environ.get("LOCAL_RANK", "0"))
     try:
-        folder = _make_folder()
+        folder = make_folder()
         _stack_file = open(folder / f"rank-{rank:05d}.stack", "a")  # noqa: SIM115  # faulthandler writes to it for ever
         faulthandler.enable(_stack_file)
         faulthandler.register(STACK_SIGNAL, _stack_file)
@@ -143,24 +142,6 @@ def failed(error: BaseException) -> None:
         return
 
 
-def _make_folder() -> Path:
-    """One for each launcher process and port of this host; its ranks come to the same one. Raises OSError."""
-    parent = proc.stat(os.getppid())
-    started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
-    name = f"llmtrain-watch-{os.getuid()}-{os.getppid()}-{started}-{port}"
-    base = Path("/dev/shm")
-    if not os.access(base, os.W_OK | os.X_OK):
-        import tempfile
-
-        base = Path(tempfile.gettempdir())
-    folder = base / name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or folder.is_symlink() or found.st_mode & 0o077:
-        raise PermissionError(13, "another user's folder is in the way of the watch", str(folder))
-    return folder
-
-
 def _start_agent(folder: Path, stall_s: float, run_dir: str) -> None:
     """A process that is no child of ours: whoever ends this rank and all below it leaves the watch alone.
 
@@ -191,15 +172,6 @@ def _start_agent(folder: Path, stall_s: float, run_dir: str) -> None:
         finally:
             os._exit(127)
     os.waitpid(child, 0)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file, or no object in it."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -40,8 +40,8 @@ def rank(recipe: str, results: str) -> None:
     import torch.distributed as dist
 
     from llmtrain.cli import main
+    from llmtrain.cluster.folder import AGENT
     from llmtrain.cluster.heartbeat import Heartbeat, heart
-    from llmtrain.cluster.watch import AGENT
     from llmtrain.engine import collectives
 
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -112,9 +112,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        text, data, results = Path(folder) / "text.txt", Path(folder) / "data", Path(folder) / "times.json"
+        text, data, results = Path(folder) / "text", Path(folder) / "data", Path(folder) / "times.json"
         words = [" ".join(f"word{(i * j) % 997}" for j in range(200)) for i in range(1, 200)]
-        text.write_text("\n".join(words))
+        text.mkdir()
+        for number, line in enumerate(words):
+            (text / f"{number}.txt").write_text(line)
         tool = [sys.executable, "-m", "llmtrain"]
         prepare = ["prepare", "--source", str(text), "--out", str(data), "--vocab-size", "512"]
         subprocess.run([*tool, *prepare], check=True, cwd=REPO, stdout=subprocess.DEVNULL)
