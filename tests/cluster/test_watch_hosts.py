@@ -18,8 +18,11 @@ from tools.lab.lab import Lab, LabHost
 
 SAID_S, GONE_S = 15.0, 10.0
 """The promise: explained after so long, everything gone so much later."""
-BUSY = 2.0
-"""The machine that runs this runs three hosts at once, and perhaps more: the tests allow a multiple."""
+
+
+def busy() -> float:
+    """By how much the promise may be missed: this machine is three hosts at once, and may have other work."""
+    return max(2.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def ranks(host: LabHost) -> list[psutil.Process]:
@@ -109,7 +112,7 @@ def test_a_link_that_is_cut_names_the_host_and_leaves_nothing_on_either_side(job
     event, said_s, gone_s = job.fault(job.lab.hosts[2].cut)
     assert (event["cause"], event["host"], event["ranks"]) == ("host_lost", "node-3", [2]), event["text"]
     assert "node-3 (rank 2) is lost" in event["text"]
-    assert said_s < SAID_S * BUSY and gone_s < GONE_S * BUSY
+    assert said_s < SAID_S * busy() and gone_s < GONE_S * busy()
     assert job.process.wait(10) != 0
 
 
@@ -117,14 +120,14 @@ def test_a_link_that_is_cut_names_the_host_and_leaves_nothing_on_either_side(job
 def test_a_killed_rank(job):
     event, said_s, gone_s = job.fault(lambda: ranks(job.lab.hosts[2])[0].kill())
     assert (event["cause"], event["host"], event["ranks"]) == ("killed", "node-3", [2]), event["text"]
-    assert said_s < SAID_S * BUSY and gone_s < GONE_S * BUSY and job.process.wait(10) != 0
+    assert said_s < SAID_S * busy() and gone_s < GONE_S * busy() and job.process.wait(10) != 0
 
 
 @pytest.mark.slow
 def test_all_processes_of_a_host_are_killed(job):
     event, said_s, gone_s = job.fault(lambda: power_off_processes(job.lab.hosts[1]))
     assert (event["cause"], event["host"], event["ranks"]) == ("host_lost", "node-2", [1]), event["text"]
-    assert said_s < SAID_S * BUSY and gone_s < GONE_S * BUSY and job.process.wait(10) != 0
+    assert said_s < SAID_S * busy() and gone_s < GONE_S * busy() and job.process.wait(10) != 0
 
 
 @pytest.mark.slow
@@ -132,7 +135,7 @@ def test_the_link_of_the_first_host_is_cut(job):
     """The root of the watch is there, where the launcher runs: it sees all the others go silent."""
     event, said_s, gone_s = job.fault(job.lab.hosts[0].cut)
     assert (event["cause"], event["host"]) in (("cut_off", "node-1"), ("host_lost", "node-1")), event["text"]
-    assert said_s < SAID_S * BUSY and gone_s < GONE_S * BUSY
+    assert said_s < SAID_S * busy() and gone_s < GONE_S * busy()
 
 
 @pytest.mark.slow
@@ -142,7 +145,7 @@ def test_a_stopped_rank_on_another_host(lab3, small_data, tmp_path):
     event, _, gone_s = job.fault(lambda: os.kill(ranks(job.lab.hosts[1])[0].pid, signal.SIGSTOP))
     assert (event["cause"], event["host"], event["ranks"]) == ("stopped", "node-2", [1]), event["text"]
     assert "ranks 0, 2 wait in" in event["text"] or event["text"].count("waits in") == 2
-    assert gone_s < GONE_S * BUSY
+    assert gone_s < GONE_S * busy()
 
 
 @pytest.mark.slow
