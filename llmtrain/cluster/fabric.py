@@ -161,9 +161,9 @@ def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
         if pair.error or other.error:
             found.append(other if pair.error else pair)
             continue
-        duplex = max((pair, other), key=lambda each: each.duplex)
         rate = max((pair, other), key=lambda each: each.rate)
-        scale = rate.rate / max(1.0, duplex.rate)
+        # Of the two shares that both directions had at once, the mean: either may have been a busy moment.
+        scale = (pair.duplex + other.duplex) / 2 / max(1e-9, rate.duplex)
         found.append(
             Pair(
                 first=pair.first,
@@ -171,9 +171,9 @@ def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
                 trip_s=min(pair.trip_s, other.trip_s),
                 up=rate.up,
                 down=rate.down,
-                both_up=duplex.both_up * scale,
-                both_down=duplex.both_down * scale,
-                idle=duplex.idle,
+                both_up=rate.both_up * scale,
+                both_down=rate.both_down * scale,
+                idle=rate.idle,
             )
         )
     return found
@@ -235,11 +235,12 @@ def _odd(pairs: Sequence[Pair]) -> Iterator[Finding]:
     best = {host: max(pair.rate for pair in own) for host, own in by_host.items()}
     trip = {host: min(pair.trip_s for pair in own) for host, own in by_host.items()}
     duplex = {host: max(pair.duplex for pair in own) for host, own in by_host.items()}
+    middle = {host: median(pair.duplex for pair in own) for host, own in by_host.items()}
     usual, usual_trip, usual_duplex = (median(each.values()) for each in (best, trip, duplex))
     slow = {host for host in by_host if best[host] < SLOW * usual}
     late = {host for host in by_host if trip[host] > LATE * usual_trip + 1e-3}
     free = {host: max(pair.idle for pair in own) >= IDLE for host, own in by_host.items()}
-    halves = {h for h in by_host if duplex[h] < HALF and (best[h] < SLOW * usual or (usual_duplex > 0.8 and free[h]))}
+    halves = {h for h in by_host if middle[h] < HALF and (best[h] < SLOW * usual or (usual_duplex > 0.8 and free[h]))}
     for host in (host for host in by_host if host in slow | late | halves):
         pair = max(by_host[host], key=lambda each: each.rate)
         words = []

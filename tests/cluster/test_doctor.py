@@ -1,0 +1,163 @@
+"""llmtrain doctor on three hosts: each fault is named, alone and where it is; a healthy lab raises no alarm."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.faults import FAULTS, Place, bashrc, shell
+from tests.helpers.launching import REPO, write_recipe
+from tools.lab.lab import Lab
+from tools.lab.processes import default_environment
+
+# One of each way to find out: the name service, ssh, the probe, a comparison, the shared folder, the network.
+QUICK = ("another host key", "no Python at the path", "another configuration", "a folder not mounted", "a slow host")
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of two commits with this llmtrain, which nobody edits while hosts are compared."""
+    folder = tmp_path_factory.mktemp("clone")
+    shutil.copytree(REPO / "llmtrain", folder / "llmtrain", ignore=shutil.ignore_patterns("__pycache__"))
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "1"], ["commit", "-qm", "2", "--allow-empty"]):
+        subprocess.run([*git, *words], check=True)
+    return folder
+
+
+@pytest.fixture
+def place(lab3: Lab, tmp_path: Path, small_data: str, clone: Path) -> Place:
+    recipe = write_recipe(tmp_path, small_data)
+    recipe.write_text(recipe.read_text().replace("global_batch: 8", "global_batch: 12"))  # for 3 or 6 ranks
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    return Place(lab=lab3, folder=tmp_path, recipe=recipe, run_dir=run_dir, clone=clone)
+
+
+def doctor(place: Place, *words: str, slots: int = 1) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llmtrain", "doctor", "--hostfile", place.lab.hostfile(slots), *words]
+    return place.hosts[0].run(command, cwd=place.clone, timeout_s=150)
+
+
+def examined(place: Place, *words: str, slots: int = 1) -> tuple[dict[str, Any], int]:
+    done = doctor(place, "--json", "--config", str(place.recipe), *words, slots=slots)
+    assert done.returncode in (0, 1), done.stderr
+    return json.loads(done.stdout), done.returncode
+
+
+def check(place: Place, name: str) -> None:
+    fault = FAULTS[name]
+    fault.make(place)
+    report, code = examined(place, *fault.words, slots=fault.slots)
+    findings = report["findings"]
+    named = [
+        each for each in findings
+        if (each["host"], each["check"]) == (fault.host, fault.check) and re.search(fault.says, each["what"])
+    ]  # fmt: skip
+    assert named, findings
+    assert {each["level"] for each in named} == {fault.level}
+    assert all(each["fix"] for each in findings)
+    beside = [each for each in findings if each["check"] not in (fault.check, *fault.also)]
+    assert not beside, beside
+    elsewhere = [each for each in findings if each["host"] != fault.host and each["check"] != "name"]
+    assert not elsewhere, elsewhere
+    assert code == (1 if fault.level == "red" else 0)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_fault_is_named(place: Place, name: str) -> None:
+    check(place, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in QUICK])
+def test_every_fault_is_named(place: Place, name: str) -> None:
+    check(place, name)
+
+
+def test_a_healthy_lab(place: Place) -> None:
+    """Everything in order, a table with one line a host, figures of the network; nothing is left on the hosts."""
+    before = sorted(os.listdir(place.run_dir))
+    done = doctor(place, "--config", str(place.recipe))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAIL" not in done.stdout and "warn" not in done.stdout, done.stdout
+    assert re.search(r"^ node-2( +(ok|-))+ *$", done.stdout, re.M), done.stdout
+    assert re.search(r"3 pairs over TCP: \S+ [GM]bit/s to", done.stdout)
+    assert re.search(r"all-reduce of 3 ranks \(gloo\): 4 KiB [\d.e+]+ ms", done.stdout)
+    assert "all in order" in done.stdout
+    assert sorted(os.listdir(place.run_dir)) == before
+    for host in place.hosts:
+        assert [each.cmdline() for each in host.processes()] == []
+
+
+@pytest.mark.slow
+def test_a_healthy_lab_raises_no_alarm(place: Place) -> None:
+    alarms, took_s = [], []
+    for _ in range(20):
+        started = time.monotonic()
+        report, code = examined(place)
+        took_s.append(time.monotonic() - started)
+        alarms += report["findings"]
+        assert code == 0, report["findings"]
+    assert not alarms
+    print(f"20 runs on 3 hosts: median {sorted(took_s)[10]:.1f} s, longest {max(took_s):.1f} s")
+
+
+@pytest.mark.slow
+def test_ops_are_built_ahead(place: Place) -> None:
+    """A run with offload wants CPUAdam: yellow, then built on all hosts, then in order; a dead build's lock goes."""
+    for host in place.hosts:
+        (host.home / ".bashrc").write_text("export TORCH_EXTENSIONS_DIR=/tmp/extensions\n")
+    lock = place.hosts[1].tmp / "extensions/cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (time.time() - 3600, time.time() - 3600))
+    offload = ("--quick", "--", "--deepspeed", str(REPO / "ds_configs/zero3_offload.json"))
+    report, code = examined(place, *offload)
+    assert code == 1 and {(f["host"], f["level"]) for f in report["findings"] if f["check"] == "ops"} == {
+        ("node-1", "yellow"), ("node-2", "yellow"), ("node-3", "yellow"), ("node-2", "red"),
+    }  # fmt: skip
+    report, code = examined(place, "--build-ops", *offload)
+    assert code == 0 and not [f for f in report["findings"] if f["check"] == "ops"], report["findings"]
+    for host in place.hosts:
+        assert list((host.tmp / "extensions").rglob("cpu_adam.so")), host.name
+
+
+def test_the_page_shows_what_is_printed(place: Place) -> None:
+    """docs/doctor.md: its command, on a lab with the two faults of its example."""
+    page = (REPO / "docs/doctor.md").read_text()
+    (command,) = re.findall(r"^```bash\n(.*?)\n```", page, re.M | re.S)
+    (shown,) = re.findall(r"^```text\n(.*?)\n```", page, re.M | re.S)
+    shell(place.hosts[1], "mount -o remount,size=64m /dev/shm")
+    bashrc(place.hosts[2], "export NCCL_IB_DISABLE=1")
+    hostfile = place.lab.hostfile()
+    command = command.replace(" hosts ", f" {hostfile} ").replace("launch/recipes/llama_1b.yaml", str(place.recipe))
+    env = {**default_environment(), "PYTHONPATH": str(place.clone)}
+    done = place.hosts[0].run(["sh", "-ec", command], cwd=place.clone, env=env, timeout_s=150)
+    assert done.returncode == 1, done.stdout + done.stderr
+    printed = [figureless(line) for line in done.stdout.splitlines()]
+    missing = [line for line in shown.splitlines() if figureless(line) not in printed]
+    assert not missing, (missing, done.stdout)
+
+
+def figureless(line: str) -> str:
+    return re.sub(r"\d[\d.e+-]*( [kMG]bit| [kMG]iB|m?s\b)?", "#", " ".join(line.split()))
+
+
+def test_a_hostfile_with_mistakes_is_answered_before_any_host_is_asked(place: Place) -> None:
+    path = place.folder / "hosts"
+    path.write_text("node-1 slots=1\nnode-1 slots=2\nnode-2 slots=0\nnode-3\n-oProxyCommand=x slots=1\n# end\n\n")
+    command = [sys.executable, "-m", "llmtrain", "doctor", "--hostfile", path]
+    done = place.hosts[0].run(command, cwd=REPO)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    for line in (2, 3, 4, 5):
+        assert f"line {line}: " in done.stderr
