@@ -53,7 +53,7 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "fault.max_skipped": (_AT_LEAST_1, "10 is the default"),
     "fault.timeout_s": (_POSITIVE, "600 is the default"),
     "fault.start_timeout_s": (_POSITIVE, "300 is the default"),
-    "fault.check_every": (_NOT_NEGATIVE, "200 is the default, 0 = never"),
+    "fault.check_every": (_NOT_NEGATIVE, "250 is the default, 0 = never"),
     "fault.stall_timeout_s": (_POSITIVE, "300 is the default"),
 }
 

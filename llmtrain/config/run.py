@@ -161,7 +161,7 @@ class FaultConfig:
     """Seconds that a collective may wait for a rank, in every process group."""
     start_timeout_s: float = 300.0
     """Seconds that the ranks wait for each other at the start."""
-    check_every: int = 200
+    check_every: int = 250
     """Optimizer steps between comparisons of what must be the same on several ranks; each checkpoint is preceded by
     one. 0 = never."""
     stall_timeout_s: float = 300.0
