@@ -19,8 +19,8 @@ from tests.helpers.launching import REPO, write_recipe
 from tools.lab.lab import Lab
 from tools.lab.processes import default_environment
 
-# One of each way to find out: the name service, ssh, the probe, a comparison, the shared folder, the network.
-QUICK = ("another host key", "no Python at the path", "another configuration", "a folder not mounted", "a slow host")
+# Ways to find out: ssh, the probe, a comparison, the shared folder. The network: the healthy lab, and the slow tests.
+QUICK = ("another host key", "no Python at the path", "another configuration", "a folder not mounted")
 
 
 @pytest.fixture(scope="module")
