@@ -313,6 +313,7 @@ class Agent:
             _say(f"error: on {self.host} these processes cannot be ended, the kernel holds them: {stay}")
         if self.line is not None:
             self.line.close()
+        _let_go_of_output()
         if self.started_by is not None:
             hang_up(self.started_by, _LOST_S if lost else _BUSY_S)
 
@@ -350,6 +351,14 @@ def _finish(note: subprocess.Popen[bytes], within_s: float) -> None:
     with contextlib.suppress(OSError):
         os.killpg(note.pid, signal.SIGKILL)
     note.wait()
+
+
+def _let_go_of_output() -> None:
+    """Our output may be that of an ssh connection, which stays as long as somebody can write to it."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)
 
 
 def _say(text: str) -> None:
