@@ -25,6 +25,6 @@ def main(argv: list[str]) -> int:
 
 
 def stall_timeout_s(resolved: ResolvedRun) -> float:
-    """The watch acts before the collectives' own time limit: once that is over, the ranks are dead and cannot be asked."""
+    """The watch acts before the collectives' own time limit: after it the ranks are dead and cannot be asked."""
     fault = resolved.run.fault
     return min(fault.stall_timeout_s, 0.75 * fault.timeout_s)

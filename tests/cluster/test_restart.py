@@ -18,7 +18,7 @@ from tools.lab.lab import Lab, LabHost
 pytestmark = pytest.mark.timeout(1500)  # a start takes 12 s on an idle machine, and minutes on one that is not
 
 EVERY = 5  # steps between checkpoints
-DETECTED_S, GONE_S = 15.0, 10.0  # what issue 5 promises
+DETECTED_S, GONE_S = 15.0, 10.0  # what docs/cluster.md promises
 
 
 def kill_rank(run: Launched, host: LabHost) -> None:
@@ -63,23 +63,30 @@ def one_fault(run: Launched, kind: str, host: LabHost, nth: int) -> dict[str, fl
     }
 
 
-def test_a_rank_a_host_and_a_link_are_lost_and_the_run_goes_on(lab3: Lab, small_data: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "faults",
+    [(("rank", 1),), pytest.param((("rank", 1), ("host", 2), ("link", 2)), marks=pytest.mark.slow)],
+    ids=["a-rank", "a-rank-a-host-and-a-link"],
+)
+def test_what_is_lost_is_explained_and_the_run_goes_on(
+    lab3: Lab, small_data: str, tmp_path: Path, faults: tuple[tuple[str, int], ...]
+) -> None:
     recipe = write_recipe(tmp_path, small_data)
     with Launched(lab3, recipe, "--max-restarts", "3", "--min-hosts", "2") as run:
         first = run.wait_for(r"^rank 2 -> node-3")
         assert re.search(r"^rank 1 -> node-2 -> cpu, local rank 0$", run.lines[first - 1][1])
-        for nth, (kind, host) in enumerate((("rank", 1), ("host", 2), ("link", 2)), start=1):
+        for nth, (kind, host) in enumerate(faults, start=1):
             run.wait_for_step(run.newest_checkpoint() + EVERY + 1)
             seconds = one_fault(run, kind, lab3.hosts[host], nth)
             print(kind, {name: round(value, 1) for name, value in seconds.items()})
             assert seconds["detected"] <= DETECTED_S + 30, seconds  # the machine of the tests has other work
         run.interrupt()
         assert run.finish() == 130
-        assert "3 restarts" in run.text
+        assert re.search(rf"\b{len(faults)} restart", run.text)
         steps = [row["step"] for row in run.rows("metrics.jsonl") if "train/loss" in row]
         assert steps == sorted(set(steps)) and steps[0] == 1, "a step is missing or stands twice"
         assert run.newest_checkpoint() == steps[-1]
-        assert len(run.rows("events.jsonl", "restart")) == 3
+        assert len(run.rows("events.jsonl", "restart")) == len(faults)
         lab3.hosts[2].heal()
         run.assert_nothing_left()
 
