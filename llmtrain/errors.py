@@ -12,6 +12,8 @@ class UserError(ValueError):
     exit_code = 2
     everywhere = False
     """All ranks of the run raise the same error, so rank 0 alone prints it."""
+    passing = False
+    """Of the hosts' making, not the user's: the same command may do better on another start."""
 
 
 class ConfigError(UserError):

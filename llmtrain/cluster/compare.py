@@ -131,12 +131,10 @@ def _shared(survey: Survey) -> Iterator[Finding]:
                 f"what {first} writes into {survey.run_dir} is not there, but {len(seen)} others see it: not mounted?"
             )
             fix = f"on {host}: mount the shared file system; findmnt -T {survey.run_dir}"
-            level: Level = "red"
         else:
-            what = f"{survey.run_dir} is not shared with {first}: each host keeps its own part of a checkpoint"
-            fix = "put train.run_dir on a shared file system; else resume on the same hosts, or gather the files before"
-            level = "yellow"
-        yield Finding(host=host, check="shared", level=level, what=what, fix=fix)
+            what = f"what {first} writes into {survey.run_dir} is not there: the ranks could not save a checkpoint"
+            fix = "put train.run_dir on a file system that all hosts share"
+        yield Finding(host=host, check="shared", level="red", what=what, fix=fix)
 
 
 def held(facts: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -6,7 +6,8 @@ Nothing is printed unless LLMTRAIN_SUPERVISED is 1, so a user who starts a job b
     place       ranks: list of {rank, host, local_rank, device, pid}; once, when the ranks have met
     checkpoint  step: of a checkpoint that is complete
     fault       what, host, ranks, step, cause, signature, text: see `llmtrain.cluster.explain.Explanation`
-    end         status: complete | stopped | refused, code: of the process, reason: of a stop, or None
+    end         status: complete | stopped | refused | failed (the hosts' fault, not the user's), code: of the process,
+                reason: or None
 """
 
 from __future__ import annotations

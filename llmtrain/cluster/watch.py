@@ -116,7 +116,8 @@ def told_how_it_ends() -> Iterator[None]:
     except UserError as error:
         left(error.exit_code)
         if log.rank() == 0 or (not error.everywhere and os.environ.get("LOCAL_RANK") == "0"):
-            messages.emit("end", status="refused", code=error.exit_code, reason=str(error))
+            status = "failed" if error.passing else "refused"
+            messages.emit("end", status=status, code=error.exit_code, reason=str(error))
         raise
     except KeyboardInterrupt:
         left(130)

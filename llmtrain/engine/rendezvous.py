@@ -39,6 +39,14 @@ _SHOWN = 5
 class RendezvousError(UserError):
     """The ranks of this launch have not come together."""
 
+    passing = True
+
+
+class RanksDiffer(RendezvousError):
+    """They have, but do not run the same."""
+
+    passing = False
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
@@ -196,7 +204,7 @@ def _gather(store: dist.TCPStore, about: dict[str, Any], world_size: int, limit_
     expected = _launched_hosts()
     came: dict[int, dict[str, Any]] = {0: about}
     deadline, tell = time.monotonic() + limit_s, time.monotonic() + _TELL_S
-    twice = ""
+    twice, kind = "", RendezvousError
     while len(came) < world_size and time.monotonic() < deadline and not twice:
         for rank in (r for r in range(world_size) if r not in came):
             if store.check([_key("about", rank)]):
@@ -215,15 +223,15 @@ def _gather(store: dist.TCPStore, about: dict[str, Any], world_size: int, limit_
             "ask `llmtrain doctor --hostfile HOSTS`."
         )
     else:
-        problem = _differences([came[rank] for rank in range(world_size)])
+        problem, kind = _differences([came[rank] for rank in range(world_size)]), RanksDiffer
     seats = [came[rank]["seat"] for rank in sorted(came)]
-    store.set(_key("verdict"), json.dumps({"problem": problem, "seats": seats}))
+    store.set(_key("verdict"), json.dumps({"problem": problem, "differ": kind is RanksDiffer, "seats": seats}))
     if problem:
         # This process serves the store: the others have to read the verdict before it ends.
         patience = time.monotonic() + 5.0
         while store.add(_key("read"), 0) < len(came) - 1 and time.monotonic() < patience:
             time.sleep(0.02)
-        raise RendezvousError(problem)
+        raise kind(problem)
     _tell_interfaces(list(came.values()))
     return seats
 
@@ -249,7 +257,7 @@ def _follow(store: dist.TCPStore, about: dict[str, Any], limit_s: float) -> list
     verdict = json.loads(store.get(_key("verdict")))
     store.add(_key("read"), 1)
     if verdict["problem"]:
-        raise RendezvousError(verdict["problem"])
+        raise (RanksDiffer if verdict["differ"] else RendezvousError)(verdict["problem"])
     seats: list[dict[str, Any]] = verdict["seats"]
     return seats
 

@@ -149,8 +149,8 @@ def test_what_is_not_facts() -> None:
     (missing,) = findings(healthy(nonce={"node-2": True, "node-3": False}))
     assert (missing.host, missing.check, missing.level) == ("node-3", "shared", "red")
     apart = findings(healthy(nonce={"node-2": False, "node-3": False}))
-    assert {(f.host, f.level) for f in apart} == {("node-2", "yellow"), ("node-3", "yellow")}
-    assert "resume on the same hosts, or gather" in apart[0].fix
+    assert {(f.host, f.level) for f in apart} == {("node-2", "red"), ("node-3", "red")}
+    assert "that all hosts share" in apart[0].fix
     taken = healthy()
     taken.facts["node-1"]["port"] = {"error": "Address already in use", "users": ""}
     assert [(f.host, f.check) for f in findings(taken)] == [("node-1", "port")]
