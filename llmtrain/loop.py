@@ -349,23 +349,7 @@ def train(resolved: ResolvedRun) -> int:
             except TrainingStopped:
                 saving.settle()
                 raise
-            with heart.during("save"):
-                saving.last(training.position.step, training.trainer_state)
-            validation_loss = training.evaluate(tracker) if complete else math.nan
-            status = "finished" if complete else "stopped"
-            if ranks.rank == 0:
-                reason = wishes.stop_reason or "another rank was asked to stop"
-                tracker.event(
-                    "stop", step=training.position.step, complete=complete, reason=None if complete else reason
-                )
-                if complete:
-                    heart.phase("export")
-                    finish(resolved, folder, training.data, tracker, validation_loss)
-                else:
-                    log.info(f"stopped ({reason}) at step {training.position.step}; the same command continues")
-                messages.emit(
-                    "end", status="complete" if complete else "stopped", code=0, reason=None if complete else reason
-                )
+            status = _conclude(training, tracker, saving, complete)
         except TrainingStopped as error:
             tracker.event("stop", step=training.position.step, complete=False, reason=str(error))
             raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
@@ -375,6 +359,24 @@ def train(resolved: ResolvedRun) -> int:
         finally:
             tracker.close(status)
     return 0
+
+
+def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bool) -> Status:
+    """What follows the last step: the last save, the validation loss, what rank 0 says and exports."""
+    position = training.position
+    with heart.during("save"):
+        saving.last(position.step, training.trainer_state)
+    validation_loss = training.evaluate(tracker) if complete else math.nan
+    if training.ranks.rank == 0:
+        reason = None if complete else training.wishes.stop_reason or "another rank was asked to stop"
+        tracker.event("stop", step=position.step, complete=complete, reason=reason)
+        if complete:
+            heart.phase("export")
+            finish(training.resolved, training.folder, training.data, tracker, validation_loss)
+        else:
+            log.info(f"stopped ({reason}) at step {position.step}; the same command continues")
+        messages.emit("end", status="complete" if complete else "stopped", code=0, reason=reason)
+    return "finished" if complete else "stopped"
 
 
 def _leave() -> None:
