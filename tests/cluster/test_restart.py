@@ -83,7 +83,7 @@ def test_what_is_lost_is_explained_and_the_run_goes_on(
         run.interrupt()
         assert run.finish() == 130
         assert re.search(rf"\b{len(faults)} restart", run.text)
-        steps = [row["step"] for row in run.rows("metrics.jsonl") if "train/loss" in row]
+        steps = [row["step"] for row in run.rows("metrics.jsonl") if "loss" in row]
         assert steps == sorted(set(steps)) and steps[0] == 1, "a step is missing or stands twice"
         assert run.newest_checkpoint() == steps[-1]
         assert len(run.rows("events.jsonl", "restart")) == len(faults)
