@@ -97,7 +97,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "gpt_neox_serial": {**FAMILIES["gpt_neox"], "use_parallel_residual": False},
-    "opt_projected": {**FAMILIES["opt"], "word_embed_proj_dim": 24, "do_layer_norm_before": False},
+    "opt_projected": {**FAMILIES["opt"], "word_embed_proj_dim": 40, "do_layer_norm_before": False},
     "phi3_longrope": {
         **FAMILIES["phi3"],
         "original_max_position_embeddings": 32,
