@@ -178,7 +178,7 @@ def _half_duplex(place: Place) -> None:
 
 
 def _late_host(place: Place) -> None:
-    place.hosts[2].shape(delay_ms=20)
+    place.hosts[2].shape(rate_mbit=400, delay_ms=20)
 
 
 def mounted(index: int, script: str) -> Callable[[Place], None]:

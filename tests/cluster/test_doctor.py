@@ -40,6 +40,8 @@ def place(lab3: Lab, tmp_path: Path, small_data: str, clone: Path) -> Place:
     recipe.write_text(recipe.read_text().replace("global_batch: 8", "global_batch: 12"))  # for 3 or 6 ranks
     run_dir = tmp_path / "run"
     run_dir.mkdir()
+    for host in lab3.hosts:  # without a rate, pairs are as fast as the processors are free: no two alike
+        host.shape(rate_mbit=400)
     return Place(lab=lab3, folder=tmp_path, recipe=recipe, run_dir=run_dir, clone=clone)
 
 
