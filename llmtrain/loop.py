@@ -311,7 +311,7 @@ def train(resolved: ResolvedRun) -> int:
         start_timeout_s=run.fault.start_timeout_s,
         settings={**asdict(run), "json": resolved.deepspeed},
     )
-    introduce(ranks, device_name(ranks.device))
+    introduce(ranks)
     heart.phase("model")
     folder = RunDirectory(str(run.train.run_dir))
     with contextlib.ExitStack() as stack:

@@ -59,8 +59,8 @@ def begin(*, stall_timeout_s: float, run_dir: str) -> None:
     os.environ[MARK] = str(folder)  # all that this rank starts can be known by it
 
 
-def about() -> dict[str, Any]:
-    """What this rank tells the others of itself, and on local rank 0 how to reach the watch of its host."""
+def agent_address() -> dict[str, Any] | None:
+    """On local rank 0: how to reach the watch of its host. None elsewhere, and when it has not started."""
     agent = None
     if _folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         deadline = time.monotonic() + _AGENT_STARTS_S
@@ -68,17 +68,15 @@ def about() -> dict[str, Any]:
             agent = read_json(_folder / AGENT)
             if agent is None:
                 time.sleep(0.05)
-    return {
-        "rank": log.rank(),
-        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "agent": agent,
-    }
+    return agent
 
 
 def met(everyone: list[dict[str, Any]]) -> None:
-    """`everyone`: what `about` gave on each rank, with `device`. The watches of the hosts now find each other."""
+    """The watches of the hosts now find each other.
+
+    Args:
+        everyone: of each rank its rank, host, local_rank, device, pid, and as `agent` what `agent_address` gave there.
+    """
     if log.rank() == 0:
         keys = ("rank", "host", "local_rank", "device", "pid")
         messages.emit("place", ranks=[{key: each.get(key) for key in keys} for each in everyone])

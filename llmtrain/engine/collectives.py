@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -82,11 +83,11 @@ def _counted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def introduce(ranks: Ranks, device: str) -> None:
-    """Tell every rank's watch of all the others. `device`: the name of this rank's. Every rank must call it."""
-    everyone: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everyone, {**watch.about(), "device": device}, group=ranks.control)
-    watch.met(everyone)
+def introduce(ranks: Ranks) -> None:
+    """Tell every rank's watch of all the others. Every rank must call it."""
+    agents: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(agents, watch.agent_address(), group=ranks.control)
+    watch.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])
 
 
 def describe(resolved: ResolvedRun, run_id: str, experts: bool) -> None:

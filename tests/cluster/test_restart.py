@@ -55,8 +55,10 @@ def one_fault(run: Launched, kind: str, host: LabHost, nth: int) -> dict[str, fl
         assert f"without {host.name}" in run.lines[again][1]
     met = run.wait_for(r"^rank 0 -> node-1", again)
     run.wait_for_step(fault["step"] + 1)
+    detected_s = run.lines[told][0] - injected
+    assert detected_s <= DETECTED_S and gone_s <= GONE_S, (kind, detected_s, gone_s)
     return {
-        "detected": run.lines[told][0] - injected,
+        "detected": detected_s,
         "gone": gone_s,
         "restarted": run.lines[met][0] - run.lines[gone][0],
         "redone": fault["step"] - resumed,
@@ -79,7 +81,6 @@ def test_what_is_lost_is_explained_and_the_run_goes_on(
             run.wait_for_step(run.newest_checkpoint() + EVERY + 1)
             seconds = one_fault(run, kind, lab3.hosts[host], nth)
             print(kind, {name: round(value, 1) for name, value in seconds.items()})
-            assert seconds["detected"] <= DETECTED_S + 30, seconds  # the machine of the tests has other work
         run.interrupt()
         assert run.finish() == 130
         assert re.search(rf"\b{len(faults)} restart", run.text)

@@ -173,13 +173,13 @@ def test_output_is_bounded():
 def test_time_is_bounded_and_nothing_is_left_behind(host, kind):
     before = psutil.Process().children(recursive=True)  # of other tests
     started = time.monotonic()
-    answer = one(host, "sh", "-c", "sleep 77", timeout_s=2)
-    assert time.monotonic() - started < 8  # and not 77: other work may hold it up
+    answer = one(host, "sh", "-c", "sleep 77", timeout_s=0.5)
+    assert time.monotonic() - started < 2.0
     assert (
         answer.trouble is not None
         and answer.trouble.kind == kind
         and answer.code is None
-        and "2 s" in answer.trouble.text
+        and "0.5 s" in answer.trouble.text
     )
     assert set(psutil.Process().children(recursive=True)) <= set(before)
 

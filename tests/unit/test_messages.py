@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.cluster import messages
+from llmtrain.cluster import messages, watch
+from llmtrain.engine.rendezvous import RanksDiffer, RendezvousError
+from llmtrain.errors import ConfigError, UserError
 
 
 def test_a_message_survives_the_launchers_prefix(capfd, monkeypatch):
@@ -28,3 +30,16 @@ def test_a_user_without_a_supervisor_sees_nothing(capfd, monkeypatch):
 )
 def test_other_lines_are_no_messages(line):
     assert messages.parse(line) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ConfigError, "refused"), (RanksDiffer, "refused"), (RendezvousError, "failed")]
+)
+def test_only_what_the_hosts_did_may_be_tried_again(
+    error: type[UserError], status: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(messages.SUPERVISED, "1")
+    with pytest.raises(error), watch.told_how_it_ends():
+        raise error("ranks 4 to 7 had not come")
+    told = messages.parse(capfd.readouterr().out)
+    assert told is not None and (told["status"], told["code"]) == (status, 2)
