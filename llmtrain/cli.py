@@ -15,8 +15,11 @@ from llmtrain.errors import UserError
 COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("llmtrain.config.commands", "check a run's configuration, or show it resolved"),
     "prepare": ("llmtrain.data.prepare", "make a data folder from text, code, jsonl, parquet"),
-    "launch": ("llmtrain.cluster.launch", "train on the hosts of a hostfile: start, watch, start again after a fault"),
-    "doctor": ("llmtrain.cluster.doctor", "examine the hosts of a hostfile, and say how to mend what is wrong"),
+    "launch": (
+        "llmtrain.cluster.launch.command",
+        "train on the hosts of a hostfile: start, watch, start again after a fault",
+    ),
+    "doctor": ("llmtrain.cluster.doctor.command", "examine the hosts of a hostfile, and say how to mend what is wrong"),
     "train": ("llmtrain.train", "train (started by `deepspeed ... launch/train.py` on many ranks)"),
     "parity": ("llmtrain.parity.command", "hold a small copy of a run against plain PyTorch in one process"),
     "generate": ("llmtrain.generate", "print a continuation of a prompt"),

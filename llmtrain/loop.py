@@ -19,8 +19,9 @@ from llmtrain import log
 from llmtrain.begin import announce, max_memory_gib, write_run_files
 from llmtrain.checkpoint.load import resume
 from llmtrain.checkpoint.rundir import RunDirectory
-from llmtrain.cluster import messages, watch
-from llmtrain.cluster.heartbeat import heart
+from llmtrain.cluster import messages
+from llmtrain.cluster.watch import watched
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
 from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
@@ -354,7 +355,7 @@ def train(resolved: ResolvedRun) -> int:
             tracker.event("stop", step=training.position.step, complete=False, reason=str(error))
             raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
         except Exception as error:
-            watch.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
+            watched.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
             raise
         finally:
             tracker.close(status)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from llmtrain.cluster import watch
-from llmtrain.cluster.environment import load_secrets
+from llmtrain.cluster.hosts.environment import load_secrets
+from llmtrain.cluster.watch import watched
 from llmtrain.config.load import load
 from llmtrain.config.run import ResolvedRun
 
@@ -14,10 +14,10 @@ def main(argv: list[str]) -> int:
     """Train as the command line says. Returns the exit code; raises UserError."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
-    with watch.told_how_it_ends():
+    with watched.told_how_it_ends():
         load_secrets()
         resolved = load(argv, world_size, source)
-        watch.begin(stall_timeout_s=stall_timeout_s(resolved), run_dir=str(resolved.run.train.run_dir))
+        watched.begin(stall_timeout_s=stall_timeout_s(resolved), run_dir=str(resolved.run.train.run_dir))
         # Only now torch and DeepSpeed: a mistake in the configuration is answered in a fraction of a second.
         from llmtrain.loop import train
 

@@ -5,7 +5,7 @@ Nothing is printed unless LLMTRAIN_SUPERVISED is 1, so a user who starts a job b
     kind        fields
     place       ranks: list of {rank, host, local_rank, device, pid}; once, when the ranks have met
     checkpoint  step: of a checkpoint that is complete
-    fault       what, host, ranks, step, cause, signature, text: see `llmtrain.cluster.explain.Explanation`
+    fault       what, host, ranks, step, cause, signature, text: see `Explanation` in `watch.explain.facts`
     end         status: complete | stopped | refused | failed (the hosts' fault, not the user's), code: of the process,
                 reason: or None
 """

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.cluster import watch
-from llmtrain.cluster.heartbeat import heart, named
+from llmtrain.cluster.watch import watched
+from llmtrain.cluster.watch.heartbeat import heart, named
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.build import Ranks
 
@@ -86,14 +86,14 @@ def _counted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 def introduce(ranks: Ranks) -> None:
     """Tell every rank's watch of all the others. Every rank must call it."""
     agents: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(agents, watch.agent_address(), group=ranks.control)
-    watch.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])
+    dist.all_gather_object(agents, watched.agent_address(), group=ranks.control)
+    watched.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])
 
 
 def describe(resolved: ResolvedRun, run_id: str, experts: bool) -> None:
     """Tell the watch what a report of a fault needs to know of the run. `run_id`: W&B's."""
     tracking = resolved.run.tracking
-    watch.describe(
+    watched.describe(
         run_id=run_id,
         tracking={"wandb": tracking.wandb, "project": tracking.project, "entity": tracking.entity},
         experts=experts,

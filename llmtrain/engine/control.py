@@ -22,7 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from llmtrain.cluster.heartbeat import heart
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.build import Ranks
 from llmtrain.errors import UserError
 

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceTiedGrads
 from torch import Tensor
 
-from llmtrain.cluster.heartbeat import heart
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.loader import MicroBatch, StepBatch
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import AgreedError, Agreement

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain.cluster.heartbeat import heart
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import ScheduleConfig
 from llmtrain.data.loader import MicroBatch, StepBatch
 from llmtrain.engine.build import Ranks

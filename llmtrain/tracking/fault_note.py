@@ -1,7 +1,7 @@
 """Writes down a fault that ended a run, or a straggler: events.jsonl first, then W&B. A process of its own.
 
-Started by the watch of a host (cluster/agent.py), which gives it a few seconds and then ends it: the ranks, and the
-W&B process that belongs to them, may hang or be dead. Reads one JSON object from standard input.
+Started by the watch of a host (cluster/watch/agent.py), which gives it a few seconds and then ends it: the ranks, and
+the W&B process that belongs to them, may hang or be dead. Reads one JSON object from standard input.
 """
 
 from __future__ import annotations

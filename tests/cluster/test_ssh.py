@@ -15,7 +15,7 @@ from tools.lab.lab import Lab, LabHost
 
 ASK = """
 import dataclasses, json, sys
-from llmtrain.cluster.ssh import on_hosts
+from llmtrain.cluster.hosts.ssh import on_hosts
 how = json.loads(sys.stdin.read())
 print(json.dumps({name: dataclasses.asdict(a) for name, a in on_hosts(**how).items()}))
 """
@@ -185,7 +185,7 @@ def test_an_sshd_that_takes_connections_and_does_not_speak(lab3: Lab) -> None:
 
 DELIVER = """
 import sys
-from llmtrain.cluster.environment import deliver, remove
+from llmtrain.cluster.hosts.environment import deliver, remove
 hosts = ["node-1", "node-2", "node-3"]
 path = deliver(hosts, {"WANDB_API_KEY": sys.stdin.read(), "NOTE": "two\\nlines \\udcff"})
 print(path, flush=True)
@@ -193,7 +193,7 @@ if sys.argv[1:] == ["remove"]:
     print(remove(hosts, path))
 """
 LOAD = (
-    "import os; from llmtrain.cluster.environment import load_secrets; load_secrets(); "
+    "import os; from llmtrain.cluster.hosts.environment import load_secrets; load_secrets(); "
     "print(os.environ['WANDB_API_KEY'])"
 )
 

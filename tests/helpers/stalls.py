@@ -81,7 +81,7 @@ def loops_for_ever(rank: int) -> None:
         from llmtrain.engine.step import Stepper
 
         def step(*_: Any, **__: Any) -> None:
-            from llmtrain.cluster.heartbeat import heart
+            from llmtrain.cluster.watch.heartbeat import heart
 
             heart.phase("forward")
             while True:

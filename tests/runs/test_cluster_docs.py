@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.cluster import supervise
-from llmtrain.cluster.attempts import place_lines
-from llmtrain.cluster.envfile import read_env_file
-from llmtrain.cluster.environment import PREFIXES, travelling
-from llmtrain.cluster.hostfile import read_hostfile, select
-from llmtrain.cluster.launch import MAX_RESTARTS
-from llmtrain.cluster.plan import Plan
+from llmtrain.cluster.hosts.envfile import read_env_file
+from llmtrain.cluster.hosts.environment import PREFIXES, travelling
+from llmtrain.cluster.hosts.hostfile import read_hostfile, select
+from llmtrain.cluster.launch import supervise
+from llmtrain.cluster.launch.attempts import place_lines
+from llmtrain.cluster.launch.command import MAX_RESTARTS
+from llmtrain.cluster.launch.plan import Plan
 from tests.helpers.launching import environment
 from tests.runs.test_docs import ROOT, Workplace
 

@@ -43,7 +43,7 @@ def agents_of(run: Path) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            if "llmtrain.cluster.agent" in words and str(run) in words[-1]:
+            if "llmtrain.cluster.watch.agent" in words and str(run) in words[-1]:
                 found.append(process)
     return found
 

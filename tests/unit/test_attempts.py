@@ -14,10 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from llmtrain.cluster import attempts, launch, supervise
-from llmtrain.cluster.attempts import Launch
-from llmtrain.cluster.hostfile import Host
-from llmtrain.cluster.plan import Options
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.launch import attempts, supervise
+from llmtrain.cluster.launch.attempts import Launch
+from llmtrain.cluster.launch.command import main as launch
+from llmtrain.cluster.launch.plan import Options
 from llmtrain.config.load import load
 from tests.unit.test_launch_plan import recipe as recipe  # the fixture
 
@@ -57,7 +58,7 @@ def run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         path = tmp_path / "job.py"
         path.write_text(JOB + script)
         monkeypatch.setattr(attempts, "command", lambda *_: [sys.executable, str(path)])
-        return launch.main(["--hostfile", "hosts", *options, "--", str(recipe)])
+        return launch(["--hostfile", "hosts", *options, "--", str(recipe)])
 
     return go
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llmtrain.cluster import checks, compare, probe, survey
-from llmtrain.cluster.checks import CHECKS, Finding, Survey
-from llmtrain.cluster.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds
-from llmtrain.cluster.hostfile import Host, read_hostfile
-from llmtrain.cluster.report import Report, compressed, explained, print_report
-from llmtrain.cluster.trouble import Trouble
+from llmtrain.cluster.doctor import checks, compare, probe, survey
+from llmtrain.cluster.doctor.checks import CHECKS, Finding, Survey
+from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds
+from llmtrain.cluster.doctor.report import Report, compressed, explained, print_report
+from llmtrain.cluster.hosts.hostfile import Host, read_hostfile
+from llmtrain.cluster.hosts.trouble import Trouble
 
 NAMES = ["node-1", "node-2", "node-3"]
 

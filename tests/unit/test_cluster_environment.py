@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from llmtrain import cli
-from llmtrain.cluster import environment
-from llmtrain.cluster.envfile import EnvFileError, deepspeed_env_problems, read_env_file
-from llmtrain.cluster.environment import deepspeed_env, deliver, for_pdsh, load_secrets, travelling
+from llmtrain.cluster.hosts import environment
+from llmtrain.cluster.hosts.envfile import EnvFileError, deepspeed_env_problems, read_env_file
+from llmtrain.cluster.hosts.environment import deepspeed_env, deliver, for_pdsh, load_secrets, travelling
 from llmtrain.errors import ConfigError, UserError
 
 SEED = 20261121
@@ -333,7 +333,7 @@ def test_every_byte_arrives_through_deepspeed_and_pdsh(hosts):
 def load_in(home: Path, path: str) -> dict[str, str]:
     """The environment after `load_secrets` in a process that has this home."""
     code = (
-        "import os; from llmtrain.cluster.environment import load_secrets; load_secrets(); "
+        "import os; from llmtrain.cluster.hosts.environment import load_secrets; load_secrets(); "
         "os.write(1, b'\\0'.join(name + b'=' + value for name, value in os.environb.items()))"
     )
     environ = {"HOME": str(home), "LLMTRAIN_SECRETS": path, "PATH": os.environ["PATH"]}

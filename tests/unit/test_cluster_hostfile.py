@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.cluster.hostfile import Host, HostfileError, include_of, read_hostfile, render, select
+from llmtrain.cluster.hosts.hostfile import Host, HostfileError, include_of, read_hostfile, render, select
 from llmtrain.errors import UserError
 
 SEED = 20261121

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llmtrain.cluster.ssh import MAX_BYTES, Answer, Trouble, on_hosts
+from llmtrain.cluster.hosts.ssh import MAX_BYTES, Answer, Trouble, on_hosts
 from llmtrain.errors import ConfigError
 
 FAKE = r"""#!/bin/bash
@@ -215,7 +215,7 @@ def test_hosts_are_asked_together_but_not_all_at_once(fake_ssh):
 
 def test_ctrl_c_ends_every_ssh():
     program = (
-        "from llmtrain.cluster.ssh import on_hosts\n"
+        "from llmtrain.cluster.hosts.ssh import on_hosts\n"
         "on_hosts(['asleep', *(f'h{i}' for i in range(5))],"
         " ['sleep', '66'], timeout_s=60, fan_out=4)"
     )

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from llmtrain.cluster.explain import explain
-from llmtrain.cluster.facts import Frame, HostFacts, JobFacts, RankFacts, parse_stacks
+from llmtrain.cluster.watch.explain.facts import Frame, HostFacts, JobFacts, RankFacts, parse_stacks
+from llmtrain.cluster.watch.explain.paragraph import explain
 
 IN_BACKWARD = (
     Frame("/x/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce"),

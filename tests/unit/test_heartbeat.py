@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from llmtrain.cluster import ending, observe, proc
-from llmtrain.cluster.heartbeat import PHASES, Heartbeat, named, read
-from llmtrain.cluster.link import Server, answers, call, wait
+from llmtrain.cluster.watch import ending, observe, proc
+from llmtrain.cluster.watch.heartbeat import PHASES, Heartbeat, named, read
+from llmtrain.cluster.watch.link import Server, answers, call, wait
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_rank_is_told_running_stopped_and_dead(tmp_path):
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path\n"
-        "from llmtrain.cluster.heartbeat import heart\n"
+        "from llmtrain.cluster.watch.heartbeat import heart\n"
         "heart.connect(Path(sys.argv[1]) / 'rank-00000.beat', rank=0, local_rank=0)\n"
         "heart.phase('backward')\nprint('there', flush=True)\ntime.sleep(300)"
     )

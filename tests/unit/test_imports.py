@@ -35,6 +35,14 @@ LIGHT = ("errors", "units", "log", "redact", "topology", "config", "plan", "clus
 # `config check --deep` asks the installed DeepSpeed, inside one function.
 MAY_ASK_DEEPSPEED = "config/deepspeed.py"
 LAZY_DISPATCH = ("cli", "__main__")
+# Which other parts of cluster a part of it may import; `messages` is a contract of two of them.
+WITHIN_CLUSTER: dict[str, set[str]] = {
+    "messages": set(),
+    "hosts": set(),
+    "doctor": {"hosts"},
+    "launch": {"hosts", "doctor", "messages"},
+    "watch": {"messages"},
+}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -77,6 +85,22 @@ def test_imports_go_one_way(file: Path) -> None:
             continue
         if LAYER_OF[names[1]] >= LAYER_OF.get(part, -1) and part not in LAZY_DISPATCH:
             wrong.append(f"line {line}: {part} may not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_folders_of_cluster_import_one_way() -> None:
+    wrong = []
+    for file in FILES:
+        names = file.relative_to(PACKAGE).parts
+        if names[0] != "cluster" or names[1] == "__init__.py":
+            continue
+        own = names[1].removesuffix(".py")
+        for module, line in imported(file):
+            what = module.split(".")
+            if what[:2] == ["llmtrain", "cluster"] and what[2] not in {own, *WITHIN_CLUSTER[own]}:
+                wrong.append(f"{file.relative_to(PACKAGE)} line {line}: {own} may not import {module}")
+            if names[:3] == ("cluster", "watch", "explain") and what[:3] == ["llmtrain", "cluster", "watch"]:
+                assert what[3] == "explain", f"{file.relative_to(PACKAGE)} line {line}: {module}"
     assert not wrong, "\n".join(wrong)
 
 

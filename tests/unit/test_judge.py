@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from llmtrain.cluster.facts import RankFacts
-from llmtrain.cluster.judge import Judge, Stragglers
+from llmtrain.cluster.watch.explain.facts import RankFacts
+from llmtrain.cluster.watch.judge import Judge, Stragglers
 
 
 class Cluster:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.cluster import launch
-from llmtrain.cluster.environment import travelling
-from llmtrain.cluster.hostfile import Host
-from llmtrain.cluster.plan import Plan, check, command, environment, threads
+from llmtrain.cluster.hosts.environment import travelling
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.launch.command import main as launch
+from llmtrain.cluster.launch.plan import Plan, check, command, environment, threads
 from llmtrain.errors import ConfigError
 from tests.helpers.launching import REPO
 
@@ -137,4 +137,4 @@ def test_what_cannot_travel_is_named() -> None:
 def test_mistakes_on_the_command_line(recipe: Path, words: list[str], said: str) -> None:
     Path("hosts").write_text("a slots=1\nb slots=1\n")
     with pytest.raises(ConfigError, match=said):
-        launch.main([*words[:-2], "--dry-run", *words[-2:]] if "--" in words[-2:] else words)
+        launch([*words[:-2], "--dry-run", *words[-2:]] if "--" in words[-2:] else words)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.cluster import messages, watch
+from llmtrain.cluster import messages
+from llmtrain.cluster.watch import watched
 from llmtrain.engine.rendezvous import RanksDiffer, RendezvousError
 from llmtrain.errors import ConfigError, UserError
 
@@ -39,7 +40,7 @@ def test_only_what_the_hosts_did_may_be_tried_again(
     error: type[UserError], status: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(messages.SUPERVISED, "1")
-    with pytest.raises(error), watch.told_how_it_ends():
+    with pytest.raises(error), watched.told_how_it_ends():
         raise error("ranks 4 to 7 had not come")
     told = messages.parse(capfd.readouterr().out)
     assert told is not None and (told["status"], told["code"]) == (status, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.cluster.slurm import MAX_HOSTS, become_rank, expand, hostfile, hosts_of, tasks_per_node
+from llmtrain.cluster.launch.slurm import MAX_HOSTS, become_rank, expand, hostfile, hosts_of, tasks_per_node
 from llmtrain.errors import ConfigError
 
 

@@ -40,8 +40,8 @@ def rank(recipe: str, results: str) -> None:
     import torch.distributed as dist
 
     from llmtrain.cli import main
-    from llmtrain.cluster.folder import AGENT
-    from llmtrain.cluster.heartbeat import Heartbeat, heart
+    from llmtrain.cluster.watch.folder import AGENT
+    from llmtrain.cluster.watch.heartbeat import Heartbeat, heart
     from llmtrain.engine import collectives
 
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -90,7 +90,7 @@ def rank(recipe: str, results: str) -> None:
 
 def cost_of_a_call() -> float:
     """Microseconds of entering and leaving a collective."""
-    from llmtrain.cluster.heartbeat import Heartbeat, named
+    from llmtrain.cluster.watch.heartbeat import Heartbeat, named
 
     heart, name, rounds = Heartbeat(), named("all_reduce"), 100_000
     began = time.perf_counter()

@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.cluster import messages, slurm
-from llmtrain.cluster.envfile import read_env_file
-from llmtrain.cluster.environment import Travel, deepspeed_env, for_pdsh, path_problem, travelling
-from llmtrain.cluster.hostfile import Host, include_of, render
-from llmtrain.cluster.reach import MARK, is_here
+from llmtrain.cluster import messages
+from llmtrain.cluster.hosts.envfile import read_env_file
+from llmtrain.cluster.hosts.environment import Travel, deepspeed_env, for_pdsh, path_problem, travelling
+from llmtrain.cluster.hosts.hostfile import Host, include_of, render
+from llmtrain.cluster.launch import slurm
+from llmtrain.cluster.launch.reach import MARK, is_here
 from llmtrain.errors import ConfigError
 from llmtrain.redact import redact_argv
 
-SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "train.py"
 # A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
 

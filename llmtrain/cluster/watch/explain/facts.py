@@ -1,4 +1,4 @@
-"""What is known of a job when it is to be explained: gathered on every host, read by explain.py."""
+"""What is known of a job when it is to be explained: gathered on every host, read by paragraph.py and its tables."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from llmtrain.cluster.trouble import Trouble, from_ssh, noisy, timed_out
+from llmtrain.cluster.hosts.trouble import Trouble, from_ssh, noisy, timed_out
 from llmtrain.errors import ConfigError
 
 FAN_OUT = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from llmtrain.cluster.facts import Frame, HostFacts, RankFacts
+from llmtrain.cluster.watch.explain.facts import Frame, HostFacts, RankFacts
 
 
 def place(frame: Frame) -> str:

@@ -1,4 +1,4 @@
-"""The watch of a host: a small process beside its ranks. Started by `watch.begin`, it leaves when they have left.
+"""The watch of a host: a small process beside its ranks. Started by `watched.begin`, it leaves when they have left.
 
 That of rank 0's host is the root: the others report to it once a second, and it decides. Until the ranks have met, and
 when the root is lost, each decides for its own host. No torch here: it starts in a tenth of a second.
@@ -18,14 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import link, messages
-from llmtrain.cluster.ending import Process, end_host, hang_up, identify, job_of
-from llmtrain.cluster.explain import explain
-from llmtrain.cluster.facts import Explanation, HostFacts, JobFacts, RankFacts
-from llmtrain.cluster.folder import AGENT, JOB, RUN, lock, read_json, sweep
-from llmtrain.cluster.judge import Judge, Stragglers, Verdict
-from llmtrain.cluster.observe import HostRanks
-from llmtrain.cluster.proc import oom_kills
+from llmtrain.cluster import messages
+from llmtrain.cluster.watch import link
+from llmtrain.cluster.watch.ending import Process, end_host, hang_up, identify, job_of
+from llmtrain.cluster.watch.explain.facts import Explanation, HostFacts, JobFacts, RankFacts
+from llmtrain.cluster.watch.explain.paragraph import explain
+from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, lock, read_json, sweep
+from llmtrain.cluster.watch.judge import Judge, Stragglers, Verdict
+from llmtrain.cluster.watch.observe import HostRanks
+from llmtrain.cluster.watch.proc import oom_kills
 
 _TICK_S = 0.5
 _REPORT_S = 1.0

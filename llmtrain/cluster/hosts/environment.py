@@ -15,8 +15,8 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmtrain.cluster.envfile import NAME
-from llmtrain.cluster.ssh import on_hosts
+from llmtrain.cluster.hosts.envfile import NAME
+from llmtrain.cluster.hosts.ssh import on_hosts
 from llmtrain.errors import ConfigError
 from llmtrain.redact import is_secret, redact_text
 

@@ -12,7 +12,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from llmtrain.cluster import proc
+from llmtrain.cluster.watch import proc
 
 MARK = "LLMTRAIN_WATCH"
 """Environment variable of every process of a job: the folder of its heartbeats on this host."""

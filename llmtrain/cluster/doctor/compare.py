@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from llmtrain.cluster.checks import Finding, Level, Survey
-from llmtrain.cluster.hostfile import Host
+from llmtrain.cluster.doctor.checks import Finding, Level, Survey
+from llmtrain.cluster.hosts.hostfile import Host
 
 # These name a device of one host, or its own folders: that they differ is right.
 _OWN = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "TORCH_EXTENSIONS_DIR", "CUDA_VISIBLE_DEVICES", "HF_HOME")

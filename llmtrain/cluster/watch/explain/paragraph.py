@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llmtrain.cluster.causes import CAUSES
-from llmtrain.cluster.facts import Explanation, JobFacts
-from llmtrain.cluster.wording import where
+from llmtrain.cluster.watch.explain.causes import CAUSES
+from llmtrain.cluster.watch.explain.facts import Explanation, JobFacts
+from llmtrain.cluster.watch.explain.wording import where
 
 
 def explain(facts: JobFacts) -> Explanation:

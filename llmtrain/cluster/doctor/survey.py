@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import probe
-from llmtrain.cluster.checks import Survey
-from llmtrain.cluster.environment import PREFIXES
-from llmtrain.cluster.hostfile import Host
-from llmtrain.cluster.ssh import FAN_OUT, Answer, on_hosts
+from llmtrain.cluster.doctor import probe
+from llmtrain.cluster.doctor.checks import Survey
+from llmtrain.cluster.hosts.environment import PREFIXES
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "triton", "safetensors", "tokenizers")
 VARIABLES = (*PREFIXES, "LD_LIBRARY_PATH", "LD_PRELOAD")
-PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).resolve().parents[2]
 NO_PYTHON = 127
 
 # The interpreter of the launch, or any other that can say what else is wrong there.

@@ -18,12 +18,14 @@ from typing import Any
 
 from rich.console import Console
 
-from llmtrain.cluster import reach, slurm
-from llmtrain.cluster.doctor import quick
-from llmtrain.cluster.environment import SECRETS_VARIABLE, deliver, remove
-from llmtrain.cluster.hostfile import Host
-from llmtrain.cluster.job import Job
-from llmtrain.cluster.plan import (
+from llmtrain.cluster.doctor.command import quick
+from llmtrain.cluster.doctor.report import print_report
+from llmtrain.cluster.hosts.environment import SECRETS_VARIABLE, deliver, remove
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.hosts.ssh import on_hosts
+from llmtrain.cluster.launch import reach, slurm
+from llmtrain.cluster.launch.job import Job
+from llmtrain.cluster.launch.plan import (
     Options,
     Plan,
     address_of_first,
@@ -35,9 +37,7 @@ from llmtrain.cluster.plan import (
     threads,
     write_files,
 )
-from llmtrain.cluster.report import print_report
-from llmtrain.cluster.ssh import on_hosts
-from llmtrain.cluster.supervise import FAULT_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, Attempt, Supervisor
+from llmtrain.cluster.launch.supervise import FAULT_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, Attempt, Supervisor
 from llmtrain.config.load import load
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import proc
+from llmtrain.cluster.watch import proc
 
 PHASES = (
     "start",
@@ -244,4 +244,4 @@ def read(path: Path) -> Beat | None:
 
 
 heart = Heartbeat()
-"""This process's own; `watch.begin` connects it."""
+"""This process's own; `watched.begin` connects it."""

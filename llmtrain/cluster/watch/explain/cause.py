@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llmtrain.cluster.facts import JobFacts, RankFacts
+from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
 
 AGAIN = "The same command continues from the newest checkpoint."
 OTHER_WAY = (

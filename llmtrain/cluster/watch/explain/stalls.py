@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from llmtrain.cluster.cause import OTHER_WAY, Cause, live, minority
-from llmtrain.cluster.facts import JobFacts, RankFacts
-from llmtrain.cluster.wording import call, stands, who
+from llmtrain.cluster.watch.explain.cause import OTHER_WAY, Cause, live, minority
+from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
+from llmtrain.cluster.watch.explain.wording import call, stands, who
 
 _SAME_BATCHES = "The ranks do not do equally many steps or micro-batches: each must see the same number of batches."
 _STEP_PHASES = ("data", "forward", "backward", "step")

@@ -12,12 +12,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from llmtrain.cluster import wire
-from llmtrain.cluster.checks import Finding, Survey
-from llmtrain.cluster.compare import held, right_interfaces
-from llmtrain.cluster.hostfile import Host
-from llmtrain.cluster.ssh import FAN_OUT, Answer, on_hosts
-from llmtrain.cluster.survey import ask_python, in_parallel, program
+from llmtrain.cluster.doctor import wire
+from llmtrain.cluster.doctor.checks import Finding, Survey
+from llmtrain.cluster.doctor.compare import held, right_interfaces
+from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
 
 ALL_PAIRS_TO = FAN_OUT
 """Hosts of which every pair is measured. More are measured in groups of so many, each host in SAMPLE pairs."""

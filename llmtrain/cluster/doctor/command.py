@@ -12,11 +12,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from llmtrain.cluster import build_ops, checks, compare, fabric, survey
-from llmtrain.cluster.checks import CHECKS, Finding
-from llmtrain.cluster.envfile import deepspeed_env_problems
-from llmtrain.cluster.hostfile import Host, read_hostfile, select
-from llmtrain.cluster.report import Report, print_report
+from llmtrain.cluster.doctor import build_ops, checks, compare, fabric, survey
+from llmtrain.cluster.doctor.checks import CHECKS, Finding
+from llmtrain.cluster.doctor.report import Report, print_report
+from llmtrain.cluster.hosts.envfile import deepspeed_env_problems
+from llmtrain.cluster.hosts.hostfile import Host, read_hostfile, select
 from llmtrain.config.load import load
 from llmtrain.config.run import ResolvedRun
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from llmtrain.cluster.cause import AGAIN, OTHER_WAY, Cause, is_secondary
-from llmtrain.cluster.facts import JobFacts, RankFacts
-from llmtrain.cluster.stalls import STALLS, rank_0_only
-from llmtrain.cluster.wording import call, first_words, names, place, rank_list, stands, who
+from llmtrain.cluster.watch.explain.cause import AGAIN, OTHER_WAY, Cause, is_secondary
+from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
+from llmtrain.cluster.watch.explain.stalls import STALLS, rank_0_only
+from llmtrain.cluster.watch.explain.wording import call, first_words, names, place, rank_list, stands, who
 
 
 def _silent_host(facts: JobFacts) -> Cause | None:

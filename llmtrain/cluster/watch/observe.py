@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import proc
-from llmtrain.cluster.ending import Process
-from llmtrain.cluster.facts import RankFacts, parse_stacks
-from llmtrain.cluster.heartbeat import Beat, read
+from llmtrain.cluster.watch import proc
+from llmtrain.cluster.watch.ending import Process
+from llmtrain.cluster.watch.explain.facts import RankFacts, parse_stacks
+from llmtrain.cluster.watch.heartbeat import Beat, read
 
 STACK_SIGNAL = signal.SIGUSR2
 _SAMPLE_S = 2.0

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import proc
+from llmtrain.cluster.watch import proc
 
 AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
 """How to reach this host's watch; who is in the job; what the job runs."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llmtrain.cluster.hostfile import Host
-from llmtrain.cluster.trouble import Trouble
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.hosts.trouble import Trouble
 from llmtrain.units import GIB, duration, size
 
 CHECKS = (

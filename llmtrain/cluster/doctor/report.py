@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmtrain.cluster.checks import CHECKS, Finding, Survey
-from llmtrain.cluster.compare import right_interfaces
+from llmtrain.cluster.doctor.checks import CHECKS, Finding, Survey
+from llmtrain.cluster.doctor.compare import right_interfaces
 from llmtrain.units import duration
 
 _MANY = 32

@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llmtrain.cluster.hostfile import Host, name_problem
+from llmtrain.cluster.hosts.hostfile import Host, name_problem
 from llmtrain.errors import ConfigError
 
 MAX_HOSTS = 100_000
@@ -111,7 +111,7 @@ def command(hosts: Sequence[Host], words: Sequence[str]) -> list[str]:
         *("srun", f"--nodes={len(hosts)}", f"--ntasks={sum(host.slots for host in hosts)}"),
         *("--distribution=arbitrary", "--export=ALL"),
         *("--kill-on-bad-exit=0", "--wait=0"),  # the watch ends the job: at once, and with its reason
-        *(sys.executable, "-u", "-m", "llmtrain.cluster.slurm", *words),
+        *(sys.executable, "-u", "-m", "llmtrain.cluster.launch.slurm", *words),
     ]
 
 
@@ -161,7 +161,7 @@ def become_rank(environ: MutableMapping[str, str]) -> None:
 def main(words: list[str]) -> int:
     """Entry point of a task: it becomes the rank, so that Slurm's signals reach it."""
     become_rank(os.environ)
-    script = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+    script = Path(__file__).resolve().parents[3] / "launch" / "train.py"
     os.execv(sys.executable, [sys.executable, "-u", str(script), *words])
 
 

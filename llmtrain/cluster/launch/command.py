@@ -6,10 +6,10 @@ import argparse
 import os
 import secrets
 
-from llmtrain.cluster import slurm
-from llmtrain.cluster.attempts import Launch
-from llmtrain.cluster.hostfile import Host, read_hostfile, select
-from llmtrain.cluster.plan import Options, check, describe, make_plan
+from llmtrain.cluster.hosts.hostfile import Host, read_hostfile, select
+from llmtrain.cluster.launch import slurm
+from llmtrain.cluster.launch.attempts import Launch
+from llmtrain.cluster.launch.plan import Options, check, describe, make_plan
 from llmtrain.config.load import load
 from llmtrain.errors import ConfigError
 

@@ -6,8 +6,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 
-from llmtrain.cluster.checks import STALE_S, Finding, Survey
-from llmtrain.cluster.ssh import on_hosts
+from llmtrain.cluster.doctor.checks import STALE_S, Finding, Survey
+from llmtrain.cluster.hosts.ssh import on_hosts
 
 LIMIT_S = 600.0
 

@@ -21,12 +21,12 @@ from typing import Any, TextIO
 
 from llmtrain import log
 from llmtrain.cluster import messages
-from llmtrain.cluster.ending import MARK
-from llmtrain.cluster.facts import Frame
-from llmtrain.cluster.folder import AGENT, JOB, RUN, make_folder, read_json
-from llmtrain.cluster.heartbeat import heart
-from llmtrain.cluster.observe import STACK_SIGNAL, write_error
-from llmtrain.cluster.wording import own_line, place
+from llmtrain.cluster.watch.ending import MARK
+from llmtrain.cluster.watch.explain.facts import Frame
+from llmtrain.cluster.watch.explain.wording import own_line, place
+from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, make_folder, read_json
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.cluster.watch.observe import STACK_SIGNAL, write_error
 from llmtrain.errors import UserError
 
 _AGENT_STARTS_S = 20.0
@@ -154,9 +154,9 @@ def _start_agent(folder: Path, stall_s: float, run_dir: str) -> None:
         "run_dir": run_dir,
         "host": socket.gethostname(),
     }
-    package = str(Path(__file__).resolve().parents[2])
+    package = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    words = [sys.executable, "-m", "llmtrain.cluster.agent", json.dumps(settings)]
+    words = [sys.executable, "-m", "llmtrain.cluster.watch.agent", json.dumps(settings)]
     sys.stdout.flush()
     child = os.fork()
     if child == 0:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from llmtrain.cluster.ssh import Answer, on_hosts
+from llmtrain.cluster.hosts.ssh import Answer, on_hosts
 
 MARK = "LLMTRAIN_LAUNCH"
 """Environment variable of every process of a launch, on every host: a word that no other launch has."""
@@ -36,7 +36,7 @@ mark=$1 tries=$2
 while [ "$tries" -gt 0 ] && [ -n "$(of_job)" ]; do sleep 0.5; tries=$((tries - 1)); done
 ended=$(of_job)
 for p in $ended; do
-  grep -qzxF llmtrain.cluster.agent "/proc/$p/cmdline" 2>/dev/null && kill -9 "$p" 2>/dev/null
+  grep -qzxF llmtrain.cluster.watch.agent "/proc/$p/cmdline" 2>/dev/null && kill -9 "$p" 2>/dev/null
 done
 tries=10
 while p=$(of_job) && [ -n "$p" ] && [ "$tries" -gt 0 ]; do kill -9 $p 2>/dev/null; sleep 0.3; tries=$((tries - 1)); done

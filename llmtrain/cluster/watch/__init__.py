@@ -1,0 +1,1 @@
+"""During a run: each rank says what it does, and a small process on each host reads it."""
