@@ -8,9 +8,9 @@ import socket
 
 import psutil
 
+from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, named
 from llmtrain.errors import ConfigError
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _ELSEWHERE = "192.0.2.1"  # of a network that only documents use: the route to it is the one out of here
 
 
@@ -27,9 +27,9 @@ def choose_interfaces(backend: str) -> str | None:
         ConfigError: the user's value names an interface that is not here, or MASTER_ADDR is no known name.
     """
     here = _addresses()
-    _check(GLOO, here, exact=True)
+    _check(GLOO, here)
     if backend == "nccl":
-        _check(NCCL, here, exact=False)
+        _check(NCCL, here)
     if os.environ.get(GLOO) and os.environ.get(NCCL):
         return os.environ[GLOO]
     chosen = interface_towards(os.environ["MASTER_ADDR"], here)
@@ -99,20 +99,11 @@ def _addresses() -> dict[str, list[str]]:
     return found
 
 
-def _check(variable: str, here: dict[str, list[str]], *, exact: bool) -> None:
-    """Raises ConfigError when the variable names nothing that is here. NCCL's may begin with ^ (not) or = (exactly)."""
-    value = os.environ.get(variable, "")
-    excluded = not exact and value.startswith("^")
-    wanted = [word for word in value.removeprefix("^").split(",") if word]
-    if not wanted or excluded:
-        return
-    exact = exact or value.startswith("=")
-    for word in wanted:
-        plain = word.removeprefix("=") if variable == NCCL else word
-        plain = plain.partition(":")[0] if variable == NCCL else plain  # NCCL: eth0:PORT
-        if any(name == plain or (not exact and name.startswith(plain)) for name in here):
-            continue
+def _check(variable: str, here: dict[str, list[str]]) -> None:
+    """Raises ConfigError when the user's value names nothing that is here."""
+    value = os.environ.get(variable)
+    if value and named(variable, value, here) is None:
         raise ConfigError(
-            f"{variable} is {value!r}, but {socket.gethostname()} has no interface {plain!r} with an address. It has "
-            f"{', '.join(here)}. Unset the variable (the interface towards MASTER_ADDR is then taken), or name one."
+            f"{variable} is {value!r}, but {socket.gethostname()} has no interface of that name with an address. "
+            f"It has {', '.join(here)}. Unset the variable (the one towards MASTER_ADDR is then taken), or name one."
         )

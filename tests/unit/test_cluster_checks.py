@@ -164,24 +164,6 @@ def test_two_names_of_one_machine() -> None:
     assert [(f.host, f.check) for f in findings(given)] == [("node-3", "name")]
 
 
-@pytest.mark.parametrize(
-    ("said", "here", "takes"),
-    [
-        (None, ["lo", "docker0", "eth0"], "eth0"),
-        (None, ["lo", "eth0", "ib0"], "ib0"),
-        (None, ["lo", "docker0"], "docker0"),
-        ("eth", ["lo", "eth1", "eth0"], "eth1"),
-        ("=eth0", ["lo", "eth01", "eth0"], "eth0"),
-        ("^docker,lo", ["lo", "docker0", "bond0"], "bond0"),
-        ("ib", ["lo", "eth0"], None),
-    ],
-)
-def test_nccl_takes_interfaces_in_its_order(said: str | None, here: list[str], takes: str | None) -> None:
-    environment = {} if said is None else {"NCCL_SOCKET_IFNAME": said}
-    interfaces = {name: {"addresses": ["10.0.0.1"], "up": True, "speed": None} for name in here}
-    assert compare.nccl_choice({"environment": environment, "interfaces": interfaces}) == takes
-
-
 def measured(hosts: int, seed: int = 0) -> list[Pair]:
     """A fabric of 10 Gbit/s whose measurements scatter by 20 %."""
     draw = random.Random(seed)

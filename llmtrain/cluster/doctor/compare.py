@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmtrain.cluster.doctor.checks import Finding, Level, Survey
 from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, named
 
 # These name a device of one host, or its own folders: that they differ is right.
 _OWN = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "TORCH_EXTENSIONS_DIR", "CUDA_VISIBLE_DEVICES", "HF_HOME")
@@ -204,11 +205,10 @@ def right_interfaces(survey: Survey) -> dict[str, str]:
 
 def gloo_choice(facts: Mapping[str, Any]) -> str | None:
     """The interface that gloo takes: GLOO_SOCKET_IFNAME, else that of the host name's address, else loopback."""
-    said = facts.get("environment", {}).get("GLOO_SOCKET_IFNAME")
-    if said:
-        return str(said)
+    interfaces = {name: addresses for name, addresses in held(facts).items() if addresses}
+    if said := facts.get("environment", {}).get(GLOO):
+        return next(iter(named(GLOO, said, interfaces) or ()), None)
     own = facts.get("names", {}).get("own")
-    interfaces = held(facts)
     for name, addresses in interfaces.items():
         if own in addresses or (own and _is_loopback(own) and any(map(_is_loopback, addresses))):
             return name
@@ -216,18 +216,11 @@ def gloo_choice(facts: Mapping[str, Any]) -> str | None:
 
 
 def nccl_choice(facts: Mapping[str, Any]) -> str | None:
-    """The interface that NCCL takes for its sockets: what NCCL_SOCKET_IFNAME says (`=` exactly, `^` not, else the
-    beginning of a name), else ib*, else any but docker*, lo and virbr*, else these."""
+    """The interface that NCCL takes for its sockets: as NCCL_SOCKET_IFNAME says, else ib*, else any but docker*, lo and
+    virbr*, else these."""
     here = [n for n, about in facts.get("interfaces", {}).items() if about["addresses"] and about.get("up")]
-    said = facts.get("environment", {}).get("NCCL_SOCKET_IFNAME", "")
-    words: list[str] = [word for word in said.lstrip("^=").split(",") if word]
-    if words:
-        matches: Callable[[str], bool]
-        if said.startswith("="):
-            matches = lambda name: name in words  # noqa: E731
-        else:
-            matches = lambda name: name.startswith(tuple(words))  # noqa: E731
-        return next((name for name in here if matches(name) != said.startswith("^")), None)
+    if said := facts.get("environment", {}).get(NCCL):
+        return next(iter(named(NCCL, said, here) or ()), None)
     last = ("docker", "lo", "virbr")
     order = [n for n in here if n.startswith("ib")] + [n for n in here if not n.startswith(last)]
     order += [name for word in last for name in here if name.startswith(word)]
@@ -246,16 +239,16 @@ def _interfaces(survey: Survey) -> Iterator[Finding]:
 def _chosen(host: Host, facts: dict[str, Any], right: str) -> Iterator[Finding]:
     environment, interfaces = facts.get("environment", {}), facts["interfaces"]
     devices = facts.get("devices", {}).get("count", 0)
-    choices = [("gloo", "GLOO_SOCKET_IFNAME", gloo_choice(facts))]
-    if devices or environment.get("NCCL_SOCKET_IFNAME"):
-        choices.append(("NCCL", "NCCL_SOCKET_IFNAME", nccl_choice(facts)))
+    choices = [("gloo", GLOO, gloo_choice(facts))]
+    if devices or environment.get(NCCL):
+        choices.append(("NCCL", NCCL, nccl_choice(facts)))
     for backend, variable, choice in choices:
         said = environment.get(variable)
         fix = f"remove {variable} from the start files of {host.name}: llmtrain sets {right}; or set it to {right}"
-        if said and (choice is None or choice not in interfaces):
+        if said and choice is None:
             what = f"{variable} is {said!r}, but it has {', '.join(n for n, a in interfaces.items() if a['addresses'])}"
             yield Finding(host=host.name, check="interface", level="red", what=what, fix=fix)
-        elif said and choice is not None and choice != right:
+        elif said and choice != right:
             level: Level = "red" if any(map(_is_loopback, interfaces[choice]["addresses"])) else "yellow"
             what = f"{variable} makes {backend} take {choice}; the other hosts reach it by {right}"
             yield Finding(host=host.name, check="interface", level=level, what=what, fix=fix)
