@@ -11,7 +11,7 @@ from llmtrain.cluster.doctor import compare
 from llmtrain.cluster.hosts.interfaces import GLOO, NCCL
 from llmtrain.engine import interfaces
 from llmtrain.errors import ConfigError
-from tests.unit.test_cluster_checks import NAMES, healthy
+from tests.unit.test_doctor_checks import NAMES, healthy
 
 LO = {"lo": "127.0.0.1"}
 
