@@ -8,7 +8,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from llmtrain import log
 from llmtrain.begin import announce, max_memory_gib, write_run_files
+from llmtrain.checkpoint.folder import CheckpointFolder, open_checkpoints
 from llmtrain.checkpoint.load import resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster import messages
@@ -27,7 +28,7 @@ from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.engine.build import Ranks, build_engine, check_device, device_name, join_process_group
 from llmtrain.engine.collectives import count_collectives, describe, introduce
-from llmtrain.engine.control import Agree, AgreedError, Wishes, together
+from llmtrain.engine.control import Agree, AgreedError, Wishes, from_rank_0, together
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step, refresh
 from llmtrain.engine.pipeline_step import make_stepper
 from llmtrain.engine.step import StepResult, learning_rate_factor, seed_step
@@ -60,9 +61,11 @@ class Position:
 class Training:
     """One launch: everything that lives between the first and the last step."""
 
-    def __init__(self, resolved: ResolvedRun, ranks: Ranks, folder: RunDirectory, wishes: Wishes) -> None:
+    def __init__(
+        self, resolved: ResolvedRun, ranks: Ranks, folder: RunDirectory, checkpoints: CheckpointFolder, wishes: Wishes
+    ) -> None:
         self.resolved, self.run, self.ranks = resolved, resolved.run, ranks
-        self.folder, self.wishes = folder, wishes
+        self.folder, self.checkpoints, self.wishes = folder, checkpoints, wishes
         self.mesh = mesh_of(resolved.degrees)
         with together(ranks):
             check_device(resolved)
@@ -77,7 +80,7 @@ class Training:
         self.engine = build_engine(model, resolved, self.mesh)
         self.stepper = make_stepper(self.engine, ranks, self.mesh)
         self.position = Position()
-        self.wandb_id = _from_rank_0(ranks, new_run_id)
+        self.wandb_id = from_rank_0(ranks, new_run_id)
         self.started_s = time.monotonic()
         self.skipped_in_a_row = 0
         self.saved_step: int | None = None
@@ -97,7 +100,7 @@ class Training:
         """Give the parameters their values: from a checkpoint, or from the model section. Returns lines to log."""
         now = json.loads(json.dumps(self.trainer_state()))  # tuples become lists, as in the file
         with together(self.ranks):
-            resumed = resume(self.engine, self.run, self.folder, now, self.ranks)
+            resumed = resume(self.engine, self.run, self.folder, self.checkpoints, now, self.ranks)
         if resumed is None:
             source = initial_weights(self.run.model, self.run.train.seed, self.ranks.device)
             with together(self.ranks):
@@ -113,7 +116,7 @@ class Training:
             self.wandb_id = saved.get("wandb_id") or self.wandb_id
             applied = self.position.step - self.position.skipped_steps
             self.uncounted_steps = optimizer_step(self.engine) - applied
-            if resumed.folder.parent == self.folder.checkpoints:
+            if resumed.folder.parent == self.checkpoints.path:
                 self.saved_step = self.position.step
         return resumed.lines
 
@@ -314,14 +317,15 @@ def train(resolved: ResolvedRun) -> int:
     )
     introduce(ranks)
     heart.phase("model")
-    folder = RunDirectory(str(run.train.run_dir))
+    folder = RunDirectory(str(run.train.run_dir), run.checkpoint.dir)
     with contextlib.ExitStack() as stack:
         stack.callback(_leave)
         wishes = stack.enter_context(Wishes(run.fault.preempt_file))
         with together(ranks):
             if ranks.rank == 0:
                 stack.enter_context(folder)
-        training = Training(resolved, ranks, folder, wishes)
+        checkpoints = stack.enter_context(open_checkpoints(folder, run, ranks))
+        training = Training(resolved, ranks, folder, checkpoints, wishes)
         heart.phase("resume")
         lines = training.resume_or_start()
         heart.at_step(training.position.step)
@@ -338,7 +342,7 @@ def train(resolved: ResolvedRun) -> int:
             start_step=training.position.step,
         )
         saving = stack.enter_context(
-            Saving(training.engine, folder, resolved, ranks, tracker, saved_step=training.saved_step)
+            Saving(training.engine, checkpoints, resolved, ranks, tracker, saved_step=training.saved_step)
         )
         status: Status = "failed"
         try:
@@ -366,7 +370,7 @@ def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bo
     """What follows the last step: the last save, the validation loss, what rank 0 says and exports."""
     position = training.position
     with heart.during("save"):
-        saving.last(position.step, training.trainer_state)
+        saving.last(position.step, training.trainer_state, exports=complete and training.run.train.export)
     validation_loss = training.evaluate(tracker) if complete else math.nan
     if training.ranks.rank == 0:
         reason = None if complete else training.wishes.stop_reason or "another rank was asked to stop"
@@ -385,12 +389,6 @@ def _leave() -> None:
     heart.phase("end")
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _from_rank_0(ranks: Ranks, make: Callable[[], str]) -> str:
-    box = [make() if ranks.rank == 0 else None]
-    dist.broadcast_object_list(box, src=0, group=ranks.control)
-    return str(box[0])
 
 
 def _shortened(samples: list[int]) -> str:

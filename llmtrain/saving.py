@@ -8,7 +8,9 @@ from types import TracebackType
 from typing import Any
 
 from llmtrain import log
-from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.checkpoint.folder import CheckpointFolder
+from llmtrain.checkpoint.format import step_folder
+from llmtrain.checkpoint.gather import fetch_all
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages
 from llmtrain.config.run import ResolvedRun
@@ -27,7 +29,7 @@ class Saving:
     def __init__(
         self,
         engine: Any,
-        folder: RunDirectory,
+        folder: CheckpointFolder,
         resolved: ResolvedRun,
         ranks: Ranks,
         tracker: Tracker,
@@ -37,7 +39,8 @@ class Saving:
         """`saved_step`: the step whose checkpoint the folder holds already."""
         self._settings = resolved.run.checkpoint
         self._ranks, self._tracker = ranks, tracker
-        self._saver = Saver(engine, folder.checkpoints, resolved, ranks)
+        self._folder = folder
+        self._saver = Saver(engine, folder, resolved, ranks)
         self._saved_step = saved_step
         self._began_s = time.monotonic()
 
@@ -104,8 +107,16 @@ class Saving:
         if not self._saver.asynchronous:
             self.settle()
 
-    def last(self, step: int, trainer_state: Callable[[], dict[str, Any]]) -> None:
-        """The checkpoint at the end of a launch. Raises CheckpointError when it cannot be written."""
+    def last(self, step: int, trainer_state: Callable[[], dict[str, Any]], *, exports: bool) -> None:
+        """The checkpoint at the end of a launch; if rank 0 `exports` it, its folder gets all files.
+
+        Raises CheckpointError when it cannot be written.
+        """
+        self._save_last(step, trainer_state)
+        if exports:
+            fetch_all(step_folder(self._folder.path, step), self._folder, self._ranks)
+
+    def _save_last(self, step: int, trainer_state: Callable[[], dict[str, Any]]) -> None:
         self.settle()
         if self._saved_step == step:
             return

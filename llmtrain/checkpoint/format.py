@@ -28,6 +28,8 @@ from llmtrain.models.tensorfile import TensorFile
 FORMAT = 1
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
+HOSTS = "hosts"
+"""In a layout, when hosts had folders of their own: which host wrote a file. No folder holds the files of all."""
 PARAM = "param"
 """Kind of the fp32 master values; the other kinds are the optimizer's names of its moments."""
 _STEP_DIR = re.compile(r"step-([0-9]{8,18})")
@@ -41,6 +43,10 @@ _TRAINER_TYPES: dict[str, type] = {
     **dict.fromkeys(("optimizer", "data_fingerprint", "tokenizer_dir", "wandb_id"), str),
 }
 """What trainer.json holds where it holds it."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """Its files are not what its manifest says; an older one may be intact."""
 
 
 class UnknownFormat(CheckpointError):
@@ -99,7 +105,7 @@ class Manifest:
     """Full shape by Hugging Face name."""
     files: dict[str, FileEntry]
     layout: dict[str, Any]
-    """How it was saved, for people: world_size, zero_stage, precision, degrees of parallelism above 1."""
+    """How it was saved, for people: world_size, zero_stage, precision, degrees of parallelism above 1; see HOSTS."""
     format: int = FORMAT
 
     def checksums(self) -> dict[tuple[str, str], int]:
@@ -110,6 +116,13 @@ class Manifest:
                 key = (piece.kind, piece.name)
                 sums[key] = (sums.get(key, 0) + piece.checksum) % 2**64
         return sums
+
+    def elsewhere(self, folder: Path) -> dict[str, str]:
+        """Files that are not in the folder because another host wrote them into its own: {name: that host}."""
+        hosts = self.layout.get(HOSTS)
+        if not isinstance(hosts, dict):
+            return {}
+        return {name: str(hosts[name]) for name in hosts if name in self.files and not (folder / name).exists()}
 
     def to_json(self) -> str:
         raw = {
@@ -310,7 +323,8 @@ def problems(folder: Path, manifest: Manifest, names: list[str], *, contents: bo
             elif contents and hash_file(path) != entry.xxh3:
                 found.append(f"{name} is damaged: its checksum differs from the manifest")
         except FileNotFoundError:
-            found.append(f"{name} is missing")
+            host = manifest.elsewhere(folder).get(name)
+            found.append(f"{name} is missing" + (f": it is on {host}" if host else ""))
         except OSError as error:
             found.append(f"{name}: {error.strerror}")
     return found

@@ -35,7 +35,7 @@ class Row:
 
     path: Path
     state: str
-    """complete, damaged, incomplete, tmp, trash or set aside."""
+    """complete, part (of one whose other files are on other hosts), damaged, incomplete, tmp, trash or set aside."""
     detail: str
     """Why it is not complete; else empty."""
     bytes: int
@@ -67,8 +67,9 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """RUN/checkpoints, from either."""
-    return path if path.name == "checkpoints" and not (path / "checkpoints").is_dir() else path / "checkpoints"
+    """RUN/checkpoints, from either; and a folder of another name that holds checkpoints, as checkpoint.dir may."""
+    below = path / "checkpoints"
+    return path if not below.is_dir() and (path.name == "checkpoints" or complete_checkpoints(path)) else below
 
 
 def step_folders(path: Path) -> list[Path]:
@@ -108,12 +109,14 @@ def _row(folder: Path) -> Row:
         trainer = read_trainer(folder)
     except CheckpointError as error:
         return _unlisted(folder, "damaged", str(error).replace(f"{folder}/", ""))
-    wrong = problems(folder, manifest, sorted(manifest.files), contents=False) or problems(folder, manifest, [TRAINER])
+    elsewhere = manifest.elsewhere(folder)
+    here = sorted(manifest.files.keys() - elsewhere.keys())
+    wrong = problems(folder, manifest, here, contents=False) or problems(folder, manifest, [TRAINER])
     wrong += disagreements(folder, manifest, trainer)
     return Row(
         path=folder,
-        state="damaged" if wrong else "complete",
-        detail="; ".join(wrong),
+        state="damaged" if wrong else "part" if elsewhere else "complete",
+        detail="; ".join(wrong) or (f"{len(elsewhere)} of its files are on {_hosts(elsewhere)}" if elsewhere else ""),
         bytes=folder_bytes(folder),
         age_s=_age_s(folder / MANIFEST),
         step=manifest.step,
@@ -121,6 +124,11 @@ def _row(folder: Path) -> Row:
         layout=manifest.layout,
         weights_only={kind for kind, _ in manifest.checksums()} == {PARAM},
     )
+
+
+def _hosts(elsewhere: dict[str, str]) -> str:
+    names = sorted(set(elsewhere.values()))
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more hosts" if len(names) > 5 else "")
 
 
 def _unlisted(folder: Path, state: str, detail: str) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain import log
+from llmtrain.checkpoint.choice import agreed_candidates, origin
 from llmtrain.checkpoint.diff import differences
-from llmtrain.checkpoint.format import PARAM, TRAINER, UnknownFormat, complete_checkpoints, problems, read_trainer
+from llmtrain.checkpoint.folder import CheckpointFolder
+from llmtrain.checkpoint.format import (
+    PARAM,
+    TRAINER,
+    DamagedCheckpoint,
+    UnknownFormat,
+    problems,
+    read_trainer,
+)
+from llmtrain.checkpoint.gather import fetch
 from llmtrain.checkpoint.listing import disagreements
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
 from llmtrain.engine.build import Ranks
@@ -27,10 +38,6 @@ from llmtrain.models.checksum import checksum_part
 from llmtrain.models.region import Region
 
 _PARAMETERS_ALONE = "take the parameters alone into a new run (resume_weights_only)"
-
-
-class DamagedCheckpoint(CheckpointError):
-    """Its files are not what its manifest says; an older one may be intact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +51,14 @@ class Resumed:
     weights_only: bool
     """Only the parameters were taken: the run begins at step 0."""
     began_from: dict[str, Any] | None
-    """What the run was begun from, for its own checkpoints: see `_origin`."""
+    """What the run was begun from, for its own checkpoints: see `choice.origin`."""
     lines: list[str]
     """To log: what was skipped, taken, not recorded, changed."""
 
 
-def resume(engine: Any, run: RunConfig, folder: RunDirectory, now: dict[str, Any], ranks: Ranks) -> Resumed | None:
+def resume(
+    engine: Any, run: RunConfig, folder: RunDirectory, where: CheckpointFolder, now: dict[str, Any], ranks: Ranks
+) -> Resumed | None:
     """Fill the engine from the newest checkpoint that proves intact. None: there is none, the run begins.
 
     `now`: this run's trainer state, as JSON has it. All ranks call it together; they raise alike.
@@ -58,26 +67,27 @@ def resume(engine: Any, run: RunConfig, folder: RunDirectory, now: dict[str, Any
         CheckpointError: `resume` cannot be followed, what it names belongs to another run, or all are damaged.
         ModelError: the model has other parameters.
     """
-    candidates, own = _agreed_candidates(run, folder, ranks)
-    rejected: dict[Path, str] = {}
+    candidates, own, rejected = agreed_candidates(run, folder, where, ranks)
     for candidate in candidates:
+        weights_only = run.resume_weights_only and not own
         try:
-            reader, trainer = _open(candidate, ranks)
-            weights_only = run.resume_weights_only and not own
+            fetch(candidate, (), where, ranks)
+            fetch(candidate, _needed(engine, candidate, weights_only) if where.split else (), where, ranks)
+            reader, trainer = _open(candidate, where, ranks)
             notes = [] if weights_only else refuse_other_run(trainer, now, candidate)
             with contextlib.closing(reader):
                 load_checkpoint(engine, reader, trainer, ranks, weights_only=weights_only)
         except DamagedCheckpoint as error:
             rejected[candidate] = f"{candidate.name}: {error}"
             continue
-        if ranks.rank == 0:
-            _set_aside(list(rejected))
+        if where.leads:
+            set_aside(list(rejected))
         return Resumed(
             folder=candidate,
             trainer=trainer,
             step=reader.manifest.step,
             weights_only=weights_only,
-            began_from=trainer.get("began_from") if own else _origin(run),
+            began_from=trainer.get("began_from") if own else origin(run),
             lines=[
                 *(f"skipped {text}" for text in rejected.values()),
                 *(_taken_weights(candidate, reader) if weights_only else _taken_all(candidate, reader, trainer, now)),
@@ -105,79 +115,19 @@ def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], no
     ]
 
 
-def _set_aside(damaged: list[Path]) -> None:
-    """Give damaged checkpoints another name, or retention would count them as the newest."""
-    for folder in damaged:
-        try:
-            folder.rename(folder.with_name(f"{folder.name}.damaged"))
-        except OSError as error:
-            log.warn(f"{folder} is damaged and could not be renamed to {folder.name}.damaged: {error.strerror}")
+def _needed(engine: Any, folder: Path, weights_only: bool) -> set[str]:
+    """The files of a checkpoint that this rank reads. Raises DamagedCheckpoint, ModelError."""
+    with contextlib.closing(CheckpointReader(folder)) as reader:
+        check_names(engine, reader)
+        return {
+            file
+            for f in fragments(engine)
+            if f.kind == PARAM or not weights_only
+            for file in reader.files_of(f.kind, f.name, f.region)
+        }
 
 
-def _agreed_candidates(run: RunConfig, folder: RunDirectory, ranks: Ranks) -> tuple[list[Path], bool]:
-    """Rank 0's, on every rank: on a shared file system each looking for itself could see another newest one."""
-    box: list[Any] = [None]
-    if ranks.rank == 0:
-        try:
-            found, own = candidates(run, folder)
-            box = [([str(path) for path in found], own, None)]
-        except CheckpointError as error:
-            box = [([], False, str(error))]
-    dist.broadcast_object_list(box, src=0, group=ranks.control)
-    paths, own, message = box[0]
-    if message:
-        raise CheckpointError(message)
-    return [Path(path) for path in paths], own
-
-
-def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
-    """Checkpoints to try, newest first, and whether they are this run's own.
-
-    A launch that ended after its first checkpoint is continued by the same command line, whatever `resume` says of
-    the beginning: with a path, the run folder's own checkpoints win if they began from that path.
-
-    Raises:
-        CheckpointError: the run folder holds what does not go together with `resume`.
-    """
-    own = complete_checkpoints(folder.checkpoints)
-    if run.resume == "none":
-        folder.refuse_old_checkpoints()
-        return [], True
-    if run.resume == "auto":
-        return own, True
-    if Path(run.resume).resolve().parent == folder.checkpoints.resolve():
-        if run.resume_weights_only:
-            raise CheckpointError(
-                f"resume: {run.resume} with resume_weights_only begins a new run, but the checkpoint lies in the run "
-                f"folder {folder.path} itself. Give the new run a train.run_dir of its own."
-            )
-        folder.refuse_going_back(run.resume)
-        return [Path(run.resume)], True
-    if not own:
-        return [Path(run.resume)], False
-    if _began_from(own) != _origin(run):
-        raise CheckpointError(
-            f"resume: {run.resume}, but {folder.path} holds {own[0].name} of a run that did not begin there. Use "
-            "--resume auto to continue that run, or give the new one a train.run_dir of its own."
-        )
-    return own, True
-
-
-def _origin(run: RunConfig) -> dict[str, Any]:
-    """What a run that starts at a path is begun from."""
-    return {"path": str(Path(run.resume).resolve()), "weights_only": run.resume_weights_only}
-
-
-def _began_from(own: list[Path]) -> dict[str, Any] | None:
-    for folder in own:
-        try:
-            return read_trainer(folder).get("began_from")
-        except CheckpointError:  # damaged; it will be said when it is looked at
-            continue
-    return None
-
-
-def _open(folder: Path, ranks: Ranks) -> tuple[CheckpointReader, dict[str, Any]]:
+def _open(folder: Path, where: CheckpointFolder, ranks: Ranks) -> tuple[CheckpointReader, dict[str, Any]]:
     """The reader and trainer.json, after a look at everything but the values: all ranks together, each file once.
 
     Raises:
@@ -193,8 +143,7 @@ def _open(folder: Path, ranks: Ranks) -> tuple[CheckpointReader, dict[str, Any]]
             if not wrong:
                 trainer = read_trainer(folder)
                 wrong += disagreements(folder, manifest, trainer)
-        names = sorted(name for name, entry in manifest.files.items() if entry.pieces)
-        for name in names[ranks.rank :: ranks.world_size]:
+        for name in _share([name for name, entry in manifest.files.items() if entry.pieces], reader, where):
             wrong += problems(folder, manifest, [name], contents=False) or _header_problems(reader, name)
     except UnknownFormat:
         raise
@@ -207,6 +156,12 @@ def _open(folder: Path, ranks: Ranks) -> tuple[CheckpointReader, dict[str, Any]]
         raise DamagedCheckpoint("; ".join(found))
     assert reader is not None
     return reader, shares[0][1]
+
+
+def _share(names: Iterable[str], reader: CheckpointReader, where: CheckpointFolder) -> list[str]:
+    """This rank's part of those files that its folder should have: the ranks that see it look at each once."""
+    here = sorted(set(names) - reader.manifest.elsewhere(reader.folder).keys())
+    return here[where.members.index(where.rank) :: len(where.members)]
 
 
 def _header_problems(reader: CheckpointReader, file: str) -> list[str]:
@@ -340,7 +295,9 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
         if any((piece.kind, piece.name) in bad for piece in entry.pieces)
     }
     shares: list[Any] = [None] * ranks.world_size
-    mine = problems(reader.folder, reader.manifest, sorted(files)[ranks.rank :: ranks.world_size])
+    elsewhere = reader.manifest.elsewhere(reader.folder).keys()
+    names = sorted(files - elsewhere) if elsewhere else sorted(files)[ranks.rank :: ranks.world_size]
+    mine = problems(reader.folder, reader.manifest, names)
     dist.all_gather_object(shares, mine, group=ranks.control)
     differs = f"{_named(bad)} differs from the manifest after loading"
     if found := _joined(shares):

@@ -38,7 +38,7 @@ def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
     checkpoints = checkpoints_of(run)
     lines = []
     for newest in complete_checkpoints(checkpoints):
-        damage = verify(newest)
+        damage = verify(newest, whole=False)
         if not damage:
             break
         lines.append(f"damaged  {newest}  {damage[0]}")
@@ -68,4 +68,5 @@ def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
 def _leftovers(checkpoints: Path) -> Iterator[list[Path]]:
     """What killed processes left in the folder, if no launch is live that may be writing there."""
     with contextlib.ExitStack() as locks:
-        yield locks.enter_context(leftovers(checkpoints)) if lock(checkpoints.parent, locks) else []
+        free = lock(checkpoints.parent, locks) and lock(checkpoints, locks)
+        yield locks.enter_context(leftovers(checkpoints)) if free else []

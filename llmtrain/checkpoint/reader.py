@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import threading
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from llmtrain.checkpoint.format import PARAM, Manifest, keys, misfit, open_file
 from llmtrain.errors import CheckpointError
 from llmtrain.models.pieces import DTYPE_OF, read_shared
-from llmtrain.models.region import Region, shared
+from llmtrain.models.region import Region, Shared, shared
 from llmtrain.models.tensorfile import TensorFile, TensorFileError
 
 
@@ -78,20 +79,9 @@ class CheckpointReader:
 
     def read_kind_region(self, kind: str, name: str, region: Region) -> Tensor:
         """The same for a region. Rows of less than 1 KiB are read with the gaps between them."""
-        parts = self._where.get((kind, name))
-        if parts is None:
-            raise CheckpointError(f"{self.folder} holds no {kind} of {name}.")
-        index = 0
-        if (kind, name) not in self._strided:  # then one ends where the next begins
-            index = max(0, bisect_right(parts, region.first, key=lambda held: held.region.start) - 1)
-        wanted = []
-        for held in parts[index:]:
-            if held.region.first >= region.end:
-                break
-            rows = list(shared(region, held.region))
-            if rows:
-                self._check_piece(held)  # before memory is taken for what it claims
-                wanted.append((held, rows))
+        wanted = list(self._held(kind, name, region))
+        for held, _ in wanted:
+            self._check_piece(held)  # before memory is taken for what it claims
         out = torch.empty(region.numel, dtype=torch.float32)
         for held, rows in wanted:
             file = self._open(held.file)
@@ -101,6 +91,25 @@ class CheckpointReader:
             except TensorFileError as error:
                 raise CheckpointError(str(error)) from error
         return out
+
+    def files_of(self, kind: str, name: str, region: Region) -> set[str]:
+        """The files that a read of the region opens. Raises CheckpointError."""
+        return {held.file for held, _ in self._held(kind, name, region)}
+
+    def _held(self, kind: str, name: str, region: Region) -> Iterator[tuple[_Held, list[Shared]]]:
+        """The pieces that have some of the region, and what of it."""
+        parts = self._where.get((kind, name))
+        if parts is None:
+            raise CheckpointError(f"{self.folder} holds no {kind} of {name}.")
+        index = 0
+        if (kind, name) not in self._strided:  # then one ends where the next begins
+            index = max(0, bisect_right(parts, region.first, key=lambda held: held.region.start) - 1)
+        for held in parts[index:]:
+            if held.region.first >= region.end:
+                return
+            rows = list(shared(region, held.region))
+            if rows:
+                yield held, rows
 
     def close(self) -> None:
         while self._files:
@@ -127,7 +136,9 @@ class CheckpointReader:
                 try:
                     self._files[file] = TensorFile(path, open_file(path))
                 except OSError as error:
-                    raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
+                    host = self.manifest.elsewhere(self.folder).get(file)
+                    where = f"; it is on {host}: copy the files of all hosts into one folder" if host else ""
+                    raise CheckpointError(f"{path} cannot be opened: {error.strerror}{where}") from error
                 except TensorFileError as error:
                     raise CheckpointError(str(error)) from error
             return self._files[file]

@@ -15,12 +15,13 @@ from llmtrain.errors import CheckpointError
 
 
 def looks_good(folder: Path) -> bool:
-    """Whether the manifest is whole and every file is there at its size. Reads the manifest only."""
+    """Whether the manifest is whole and every file of this host is there at its size. Reads the manifest only."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError:
         return False
-    return not problems(folder, manifest, sorted(manifest.files), contents=False)
+    names = sorted(manifest.files.keys() - manifest.elsewhere(folder).keys())
+    return not problems(folder, manifest, names, contents=False)
 
 
 def outdated(checkpoints: Path, keep: int, good: Callable[[Path], bool] = looks_good) -> list[Path]:
@@ -52,6 +53,16 @@ def remove(folders: list[Path], complain: Callable[[str], None] = log.warn) -> l
         else:
             gone.append(folder)
     return gone
+
+
+def set_aside(damaged: list[Path]) -> None:
+    """Give damaged checkpoints another name, or retention would count them as the newest."""
+    for folder in damaged:
+        try:
+            if folder.exists():
+                folder.rename(folder.with_name(f"{folder.name}.damaged"))
+        except OSError as error:
+            log.warn(f"{folder} is damaged and could not be renamed to {folder.name}.damaged: {error.strerror}")
 
 
 def keep_newest(checkpoints: Path, keep: int, complain: Callable[[str], None] = log.warn) -> list[Path]:

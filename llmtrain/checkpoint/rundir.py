@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -19,37 +20,50 @@ class RunDirectory:
     The lock is flock on the folder itself: the kernel drops it with the process, so no lock file can go stale.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, checkpoints: str | Path | None = None) -> None:
+        """`checkpoints`: where they lie instead of in this folder, which then has a link to them."""
         self.path = Path(path)
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = Path(checkpoints) if checkpoints else self.path / "checkpoints"
         self.export = self.path / "export"
-        self._handle: int | None = None
+        self._locks = contextlib.ExitStack()
 
     def __enter__(self) -> RunDirectory:
         """Raises CheckpointError when another launch holds the folder, or it cannot be made."""
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(self.path, os.O_RDONLY)
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.access(self.checkpoints, os.W_OK):
-                raise OSError(errno.EROFS, "nothing can be written in it")
-        except BlockingIOError:
-            raise CheckpointError(
-                f"train.run_dir: {self.path} is in use by another launch{self._holder()}. "
-                "Wait for it, stop it, or give this run another train.run_dir."
-            ) from None
-        except OSError as error:
-            raise CheckpointError(
-                f"train.run_dir: {self.path} cannot be used: {error.strerror}. Give another folder."
-            ) from error
-        with leftovers(self.checkpoints) as found:
-            remove(found)
+        with contextlib.ExitStack() as locks:
+            claim(self.path, "train.run_dir", locks)
+            try:
+                self._link()
+                if self.checkpoints.parent != self.path:
+                    claim(self.checkpoints, "checkpoint.dir", locks)
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                if not os.access(self.checkpoints, os.W_OK):
+                    raise OSError(errno.EROFS, "nothing can be written in it")
+            except OSError as error:
+                raise CheckpointError(
+                    f"train.run_dir: {self.path} cannot be used: {error.strerror}. Give another folder."
+                ) from error
+            tidy(self.checkpoints)
+            self._locks = locks.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        self._locks.close()
+
+    def _link(self) -> None:
+        """`checkpoints` in the run's folder leads to them, wherever they lie. Raises CheckpointError, OSError."""
+        link = self.path / "checkpoints"
+        if self.checkpoints == link or (link.exists() and self.checkpoints.resolve() == link.resolve()):
+            return
+        if complete_checkpoints(link):
+            raise CheckpointError(
+                f"checkpoint.dir: {self.checkpoints}, but the checkpoints of this run lie in {link.resolve()}. Move "
+                "them there on every host, or set checkpoint.dir as it was."
+            )
+        if link.is_symlink():
+            link.unlink()
+        elif link.is_dir():
+            link.rmdir()
+        link.symlink_to(self.checkpoints.absolute())
 
     def refuse_old_checkpoints(self) -> None:
         """For `--resume none`. Raises CheckpointError when the folder holds a run already."""
@@ -70,9 +84,35 @@ class RunDirectory:
                 "with it. Give the branch a train.run_dir of its own, or delete the newer checkpoints."
             )
 
-    def _holder(self) -> str:
-        try:
-            environment = json.loads((self.path / "environment.json").read_text())
-            return f" (process {environment['pid']} on {environment['host']})"
-        except (OSError, ValueError, KeyError):
-            return ""
+
+def claim(folder: Path, key: str, locks: contextlib.ExitStack) -> None:
+    """Make a folder if need be and keep other launches out of it for as long as `locks` is open.
+
+    Raises CheckpointError; `key` is the option that names the folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        locks.callback(os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"{key}: {folder} is in use by another launch{_holder(folder)}. "
+            f"Wait for it, stop it, or give this run another {key}."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{key}: {folder} cannot be used: {error.strerror}. Give another folder.") from error
+
+
+def tidy(checkpoints: Path) -> None:
+    """Delete what killed saves and deletions left."""
+    with leftovers(checkpoints) as found:
+        remove(found)
+
+
+def _holder(run_dir: Path) -> str:
+    try:
+        environment = json.loads((run_dir / "environment.json").read_text())
+        return f" (process {environment['pid']} on {environment['host']})"
+    except (OSError, ValueError, KeyError):
+        return ""

@@ -2,6 +2,9 @@
 
 A save passes through stages that all ranks enter together. They learn of each other's progress from two numbers in the
 message that they exchange at every step anyway (engine/control.py); a save itself adds one broadcast, at its start.
+
+Where hosts have folders of their own, each has a leader, which does there what rank 0 does in one that all share: the
+checkpoint there gets the files of that host's ranks, trainer.json, and the manifest of all files.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ import torch.distributed as dist
 
 from llmtrain import log, units
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
-from llmtrain.checkpoint.format import MANIFEST, PARAM, complete_checkpoints, step_folder
+from llmtrain.checkpoint.folder import CheckpointFolder
+from llmtrain.checkpoint.format import HOSTS, MANIFEST, PARAM, complete_checkpoints, step_folder
 from llmtrain.checkpoint.memory import memory_available
 from llmtrain.checkpoint.snapshot import HostImage, RankFile, Slice, Snapshot, WriterDied, WriterProcess
 from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.build import Ranks
+from llmtrain.engine.control import from_rank_0
 from llmtrain.engine.fragments import fragments, owned, whole_shapes
 from llmtrain.errors import CheckpointError
 from llmtrain.models.checksum import checksum_part
@@ -42,7 +47,9 @@ class _Stage(Enum):
     WRITING = 1
     """Every rank's file is copied and written."""
     ENDING = 2
-    """Rank 0 commits the checkpoint, or removes what a failed save left."""
+    """The folder's leader commits the checkpoint, or removes what a failed save left."""
+    TIDYING = 3
+    """With several folders, when all have committed: leaders delete old checkpoints; if one has not: this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +69,8 @@ class Outcome:
 class Saver:
     """Saves of one run. All ranks call every method together, `before_update` excepted. Use as a context manager."""
 
-    def __init__(self, engine: Any, checkpoints: Path, resolved: ResolvedRun, ranks: Ranks) -> None:
-        self._engine, self._checkpoints, self._ranks = engine, checkpoints, ranks
+    def __init__(self, engine: Any, folder: CheckpointFolder, resolved: ResolvedRun, ranks: Ranks) -> None:
+        self._engine, self._folder, self._ranks = engine, folder, ranks
         self._keep = resolved.run.checkpoint.keep
         self.asynchronous = resolved.run.checkpoint.mode == "async"
         self._layout = {
@@ -72,14 +79,17 @@ class Saver:
             "precision": resolved.precision,
             **{key: value for key, value in asdict(resolved.degrees).items() if key != "data" and value > 1},
         }
+        if folder.split:
+            self._layout[HOSTS] = {self._file(rank): host for rank, host in enumerate(folder.hosts)}
         self._plan: RankFile | None = None
         self._image: HostImage | None = None
         self._writer: WriterProcess | None = None
         self._snapshot = Snapshot(ranks.device)
         self._stage = _Stage.IDLE
         self._table: dict[str, Any] = {}
-        """What a writer knows beforehand: the pieces of its file; on rank 0 those of all files and the shapes."""
-        self._total_bytes = 0
+        """What a writer knows beforehand: the pieces of its file; a leader's: those of all files and the shapes."""
+        self._need_bytes = 0
+        """What a checkpoint takes in this rank's folder."""
         self._answer: dict[str, Any] | None = None
         """What this rank's part of the stage came to, {"error"} or the writer's answer; None while it is at work."""
         self._trainer = ""
@@ -115,9 +125,9 @@ class Saver:
         pieces = [piece.to_json() for piece in self._plan.pieces]
         mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, _boot())
         dist.all_gather_object(shares, mine, group=self._ranks.control)
-        self._total_bytes = sum(share[2] for share in shares)
+        self._need_bytes = sum(shares[rank][2] for rank in self._folder.members) + _HEADROOM
         self._table = {"own": [(offset, dtype, piece.to_json()) for offset, dtype, piece in self._plan.layout]}
-        if self._ranks.rank == 0:
+        if self._folder.leads:
             self._table["pieces"] = {share[0]: share[1] for share in shares}
             self._table["tensors"] = {name: list(shape) for name, shape in whole_shapes(self._engine).items()}
         if self.asynchronous:
@@ -132,13 +142,20 @@ class Saver:
         assert not self.busy
         self._began_s = time.monotonic()
         self.prepare()
-        self._step, self._final = step, step_folder(self._checkpoints, step)
-        box = [self._make_folder() if self._ranks.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=self._ranks.control)
-        self._partial, error = box[0]  # type: ignore[misc]
+        self._step, self._final = step, step_folder(self._folder.path, step)
+        # The name is this save's own: what a dead launch's straggler still writes goes elsewhere.
+        name = f"{self._final.name}.{secrets.token_hex(4)}.tmp"
+        name, self._trainer, error = from_rank_0(
+            self._ranks, lambda: (name, json.dumps(trainer, indent=1), self._make_folder(name))
+        )
+        self._partial = self._final.with_name(name)
+        if self._folder.split and not error:
+            found = self._all(self._make_folder(name) if self._folder.leads and self._ranks.rank != 0 else None)
+            error = next((each for each in found if each), None)
+            if error and self._folder.leads:
+                remove_tree(self._partial)
         if error:
             raise CheckpointError(error)
-        self._trainer = json.dumps(trainer, indent=1) if self._ranks.rank == 0 else ""  # rank 0 writes it
         self._answer, self._errors = None, []
         self._stage = _Stage.WRITING
         path = self._partial / self._file(self._ranks.rank)
@@ -172,10 +189,12 @@ class Saver:
         if self._stage is _Stage.WRITING:
             self._end(bool(failed))
             return None
-        answers: list[Any] = [self._answer if self._ranks.rank == 0 else None]
-        if failed and not self._errors:
-            dist.broadcast_object_list(answers, src=0, group=self._ranks.control)
-            self._errors = [f"rank 0 could not complete {self._final}: {answers[0]['error']}"]
+        if self._stage is _Stage.ENDING and not self._errors:
+            if failed:
+                self._errors = self._complaints(f"complete {self._final}", self._all(self._answer))
+            if self._folder.split:
+                self._tidy()
+                return None
         self._stage = _Stage.IDLE
         return Outcome(
             step=self._step,
@@ -241,31 +260,30 @@ class Saver:
         dist.all_gather_object(shares, mine, group=self._ranks.control)
         return shares
 
-    def _make_folder(self) -> tuple[Path, str | None]:
-        """On rank 0: the folder to write into, or why there is none."""
-        # The name is this save's own: what a dead launch's straggler still writes goes elsewhere.
-        partial = self._final.with_name(f"{self._final.name}.{secrets.token_hex(4)}.tmp")
-        need = self._total_bytes + _HEADROOM
+    def _make_folder(self, name: str) -> str | None:
+        """On a leader: make the folder to write into. Returns why there is none."""
+        checkpoints = self._folder.path
         try:
-            self._checkpoints.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self._checkpoints).free
-            if free < need:
-                return partial, self._no_space(need, free)
-            partial.mkdir()
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(checkpoints).free
+            if free < self._need_bytes:
+                return self._no_space(free)
+            (checkpoints / name).mkdir()
         except OSError as problem:
-            return partial, f"cannot make {partial}: {problem.strerror}"
-        return partial, None
+            return f"cannot make {checkpoints / name}: {problem.strerror}"
+        return None
 
-    def _no_space(self, need: int, free: int) -> str:
-        old = complete_checkpoints(self._checkpoints)[1:]
+    def _no_space(self, free: int) -> str:
+        checkpoints = self._folder.path
+        old = complete_checkpoints(checkpoints)[1:]
         could = sum(file.stat().st_size for folder in old for file in folder.iterdir())
         remedy = (
-            f"`llmtrain checkpoint prune {self._checkpoints.parent} --keep 1` would free {units.size(could)}"
+            f"`llmtrain checkpoint prune {checkpoints.parent} --keep 1` would free {units.size(could)}"
             if old
             else "There is no older checkpoint that could go"
         )
         return (
-            f"no space for a checkpoint in {self._checkpoints}: it needs {units.size(need)}, "
+            f"no space for a checkpoint in {checkpoints}: it needs {units.size(self._need_bytes)}, "
             f"{units.size(free)} are free. {remedy}."
         )
 
@@ -324,20 +342,13 @@ class Saver:
             return {"error": f"{error.strerror} ({error.filename or self._partial})"}
 
     def _end(self, failed: bool) -> None:
-        """All files are durable, or one is not: rank 0 commits or removes them."""
+        """All files are durable, or one is not: leaders commit or remove them."""
         answers = self._all(self._answer)
         self._answer = {}
         self._stage = _Stage.ENDING
         if failed:
-            self._errors = [
-                f"rank {rank} could not write its file: {answer['error']}"
-                for rank, answer in enumerate(answers)
-                if "error" in answer
-            ]
-        if self._ranks.rank != 0:
-            return
-        if failed:
-            message: dict[str, Any] = {"do": "discard", "partial": str(self._partial)}
+            self._errors = self._complaints("write its file", answers)
+            message: dict[str, Any] = {"do": "discard", "folder": str(self._partial)}
         else:
             message = {
                 "do": "commit",
@@ -347,8 +358,26 @@ class Saver:
                 "layout": self._layout,
                 "written": {self._file(rank): answer for rank, answer in enumerate(answers)},
                 "trainer": self._trainer,
-                "keep": self._keep,
+                "keep": None if self._folder.split else self._keep,
             }
+        self._lead(message)
+
+    def _tidy(self) -> None:
+        """All folders have the checkpoint, or one has not: then none keeps it."""
+        self._answer = {}
+        self._stage = _Stage.TIDYING
+        if self._errors:
+            self._lead({"do": "discard", "folder": str(self._final)})
+        else:
+            self._lead({"do": "keep", "checkpoints": str(self._folder.path), "keep": self._keep})
+
+    def _complaints(self, what: str, answers: list[dict[str, Any]]) -> list[str]:
+        return [f"rank {rank} could not {what}: {a['error']}" for rank, a in enumerate(answers) if "error" in a]
+
+    def _lead(self, message: dict[str, Any]) -> None:
+        """On a leader: have it done."""
+        if not self._folder.leads:
+            return
         if self.asynchronous:
             self._answer = self._ask(message)
         else:

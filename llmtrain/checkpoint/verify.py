@@ -35,18 +35,22 @@ _RANK_FILE = re.compile(r"rank-([0-9]+)\.safetensors")
 _DTYPES = ("F32", "BF16", "F16")
 
 
-def verify(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, one line each; nothing when it is intact. Reads every byte, on all cores."""
+def verify(folder: Path, *, whole: bool = True) -> list[str]:
+    """What is wrong with a checkpoint, one line each; nothing when it is intact. Reads every byte, on all cores.
+
+    Not `whole`: files that other hosts have in folders of their own may be missing.
+    """
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
         return [str(error).replace(f"{folder}/", "")]
-    total = sum(entry.bytes for entry in manifest.files.values())
+    files = sorted(manifest.files.keys() - (set() if whole else manifest.elsewhere(folder).keys()))
+    total = sum(manifest.files[name].bytes for name in files)
     with Progress(f"verifying {folder.name}", total) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = {name: pool.submit(_verify_file, folder, name, manifest, bar.advance) for name in sorted(manifest.files)}
+        jobs = {name: pool.submit(_verify_file, folder, name, manifest, bar.advance) for name in files}
         wrong = {name: found for name, job in jobs.items() if (found := job.result())}
     lines = [f"{_label(name)}: {text}" for name, text in wrong.items()]
-    if len(wrong) == len(manifest.files) > 1 and all((folder / name).exists() for name in wrong):
+    if len(wrong) == len(files) > 1 and all((folder / name).exists() for name in wrong):
         lines.insert(0, f"{MANIFEST} belongs to another checkpoint, it seems: no file has the contents that it lists")
     if TRAINER not in wrong:
         try:

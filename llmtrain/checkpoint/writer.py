@@ -78,9 +78,9 @@ def commit(
     pieces: dict[str, list[list[Any]]],
     written: dict[str, dict[str, Any]],
     trainer: str,
-    keep: int,
+    keep: int | None,
 ) -> None:
-    """Complete a checkpoint whose rank files are durable, give it its name, delete what `keep` no longer covers.
+    """Complete a checkpoint whose files are durable, give it its name, delete what `keep` (unless None) does not cover.
 
     Args:
         pieces: by file: `Piece.to_json` of each, whose checksums do not count.
@@ -108,14 +108,15 @@ def commit(
         remove_tree(final)
     partial.rename(final)
     sync(final.parent)
-    keep_newest(final.parent, keep)
+    if keep is not None:
+        keep_newest(final.parent, keep)
 
 
 def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | None) -> dict[str, Any]:
     """Do what a message asks for and return the answer: {"error"} when the disk does not play along.
 
     Args:
-        table: "own": the pieces of this rank's image; on rank 0 "pieces" of every file and "tensors" (shapes).
+        table: "own": the pieces of this rank's image; a leader's also "pieces" of every file and "tensors" (shapes).
     """
     message = dict(message)
     what = message.pop("do")
@@ -130,9 +131,11 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
             except OSError:
                 remove_tree(partial)
                 raise
+        elif what == "keep":
+            keep_newest(Path(message["checkpoints"]), message["keep"])
         else:
             assert what == "discard", what
-            remove_tree(Path(message["partial"]))
+            remove_tree(Path(message["folder"]))
         return {}
     except OSError as error:
         return {"error": f"{error.strerror} ({error.filename or what})"}

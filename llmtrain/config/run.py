@@ -133,6 +133,9 @@ class CheckpointConfig:
     ranks); sync: training waits."""
     when_busy: Literal["wait", "skip"] = "wait"
     """When a checkpoint is due and the one before is still being written: wait for it, or skip this one."""
+    dir: str | None = None
+    """Folder for the checkpoints. Default: checkpoints/ in train.run_dir. It may be on each host's own disk: then each
+    host keeps the files of its ranks, and a resume needs the same hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)

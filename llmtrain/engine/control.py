@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -25,6 +25,8 @@ import torch.distributed as dist
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.build import Ranks
 from llmtrain.errors import UserError
+
+T = TypeVar("T")
 
 
 class Wishes:
@@ -132,6 +134,14 @@ class Agree:
             )
 
         return result
+
+
+def from_rank_0(ranks: Ranks, make: Callable[[], T]) -> T:
+    """What rank 0 makes, on all ranks."""
+    box: list[Any] = [make() if ranks.rank == 0 else None]
+    dist.broadcast_object_list(box, src=0, group=ranks.control)
+    made: T = box[0]
+    return made
 
 
 class AgreedError(UserError):

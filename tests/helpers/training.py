@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.checkpoint.folder import find_folder
+from llmtrain.checkpoint.load import Resumed, resume
+from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.run import (
     DataConfig,
@@ -82,11 +85,18 @@ def save_checkpoint(
     engine: Any, checkpoints: Path, step: int, trainer: dict[str, Any], resolved: ResolvedRun, ranks: Ranks
 ) -> Path:
     """Save and wait until it is durable."""
-    with Saver(engine, checkpoints, resolved, ranks) as saver:
+    with Saver(engine, find_folder(checkpoints, ranks), resolved, ranks) as saver:
         saver.begin(step, trainer)
         outcome = saver.drain()
     assert outcome is not None and outcome.path is not None, outcome
     return outcome.path
+
+
+def resume_from(engine: Any, run: RunConfig, folder: str, now: dict[str, Any], ranks: Ranks) -> Resumed | None:
+    """As a launch with this run folder does it."""
+    where = RunDirectory(folder, run.checkpoint.dir)
+    found = find_folder(where.checkpoints, ranks, own=run.checkpoint.dir is not None)
+    return resume(engine, run, where, found, now, ranks)
 
 
 def case_data(case: Case) -> DataConfig:

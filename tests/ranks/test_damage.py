@@ -16,7 +16,6 @@ from llmtrain.checkpoint import load
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, Manifest, step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models.region import Region
@@ -27,6 +26,7 @@ from tests.helpers.training import (
     assembled,
     make_engine,
     resolved_run,
+    resume_from,
     save_checkpoint,
     train_steps,
 )
@@ -77,7 +77,7 @@ def try_resume(case: Case, attempts: list[dict[str, Any]], broken: Callable[[Any
             )
             now = {**NOW, **attempt.get("now", {})}
             try:
-                resumed = load.resume(engine, run, RunDirectory(attempt["folder"]), now, ranks)
+                resumed = resume_from(engine, run, attempt["folder"], now, ranks)
                 assert resumed is not None
                 found.append((resumed.folder.name, resumed.lines))
             except UserError as error:
@@ -152,7 +152,7 @@ def resumed_state(case: Case, attempt: dict[str, Any]) -> tuple[dict[str, dict[s
         resume=attempt.get("resume", "auto"),
         resume_weights_only=attempt.get("weights_only", False),
     )
-    load.resume(engine, run, RunDirectory(attempt["folder"]), NOW, ranks)
+    resume_from(engine, run, attempt["folder"], NOW, ranks)
     state = {kind: assembled(engine, ranks, kind) for kind in (PARAM, "exp_avg", "exp_avg_sq")}
     step = optimizer_step(engine)
     engine.destroy()

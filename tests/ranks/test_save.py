@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.checkpoint.durable import DurableFile
+from llmtrain.checkpoint.folder import find_folder
 from llmtrain.checkpoint.format import Manifest, hash_file, problems
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.run import CheckpointConfig, ResolvedRun
+from llmtrain.engine.build import Ranks
 from tests.helpers.training import Case, assembled, make_engine, resolved_run, train_steps
 
 TRAINER = {"step": 2}
@@ -30,6 +32,11 @@ def resolved_in_mode(case: Case, world_size: int, mode: Any) -> ResolvedRun:
     return replace(resolved, run=replace(resolved.run, checkpoint=CheckpointConfig(mode=mode)))
 
 
+def saver_for(engine: Any, case: Case, checkpoints: Path, mode: str, ranks: Ranks, *, own: bool = False) -> Saver:
+    resolved = resolved_in_mode(case, ranks.world_size, mode)
+    return Saver(engine, find_folder(checkpoints, ranks, own=own), resolved, ranks)
+
+
 def save_both_ways(case: Case, folder: str) -> tuple[list[str], bool, dict[str, torch.Tensor]]:
     """Synchronously, and asynchronously with steps on top. (paths, whether it was asynchronous, parameters)."""
     engine, stepper, ranks = make_engine(case)
@@ -37,7 +44,9 @@ def save_both_ways(case: Case, folder: str) -> tuple[list[str], bool, dict[str, 
     want = assembled(engine, ranks)
     paths = []
     for mode in ("sync", "async"):
-        with Saver(engine, Path(folder) / mode, resolved_in_mode(case, ranks.world_size, mode), ranks) as saver:
+        with Saver(
+            engine, find_folder(Path(folder) / mode, ranks), resolved_in_mode(case, ranks.world_size, mode), ranks
+        ) as saver:
             saver.begin(2, TRAINER)
             if mode == "async":
                 train_steps(case, stepper, ranks, 2, 4, before_update=saver.before_update)
@@ -88,14 +97,16 @@ def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, A
     shutil.disk_usage = lambda path: usage(path)._replace(free=1 << 40)  # type: ignore[attr-defined]
     try:
         for mode in ("sync", "async"):
-            with Saver(engine, Path(small_disk), resolved_in_mode(case, ranks.world_size, mode), ranks) as saver:
+            with Saver(
+                engine, find_folder(Path(small_disk), ranks), resolved_in_mode(case, ranks.world_size, mode), ranks
+            ) as saver:
                 saver.begin(2, TRAINER)
                 found[f"full {mode}"] = saver.drain()
                 found[f"left {mode}"] = os.listdir(small_disk)
                 dist.barrier(group=ranks.control)
     finally:
         shutil.disk_usage = usage
-    with Saver(engine, Path(folder), resolved, ranks) as saver:
+    with Saver(engine, find_folder(Path(folder), ranks), resolved, ranks) as saver:
         saver.prepare()
         if ranks.rank == 1:
             assert saver._writer is not None
@@ -109,7 +120,7 @@ def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, A
     memory = psutil.virtual_memory
     psutil.virtual_memory = lambda: memory()._replace(available=1000)
     try:
-        with Saver(engine, Path(folder), resolved, ranks) as saver:
+        with Saver(engine, find_folder(Path(folder), ranks), resolved, ranks) as saver:
             saver.begin(4, TRAINER)
             found["no memory"] = saver.drain()
             found["synchronous"] = not saver.asynchronous

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.checkpoint.load import candidates
+from llmtrain.checkpoint.choice import candidates
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
 from llmtrain.errors import CheckpointError

@@ -132,6 +132,7 @@ def serve(name: str, pipe: Connection, task: Task) -> None:
 
 def run_llmtrain(clock: Clock, task: Task) -> None:
     """The loop that `llmtrain train` runs, from the YAML on, without checkpoints and W&B."""
+    from llmtrain.checkpoint.folder import find_folder
     from llmtrain.checkpoint.rundir import RunDirectory
     from llmtrain.config.load import load
     from llmtrain.engine.build import join_process_group
@@ -144,7 +145,8 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
     run = resolved.run
     ranks = join_process_group(run.fault.timeout_s)
     with Wishes() as wishes, RunDirectory(str(run.train.run_dir)) as folder:
-        training = Training(resolved, ranks, folder, wishes)
+        checkpoints = find_folder(folder.checkpoints, ranks)
+        training = Training(resolved, ranks, folder, checkpoints, wishes)
         training.resume_or_start()
         tracker = Tracker(
             folder.path,
@@ -163,7 +165,7 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
             return result
 
         training.stepper.step = timed_step  # type: ignore[method-assign, assignment]
-        with Saving(training.engine, folder, resolved, ranks, tracker, saved_step=None) as saving:
+        with Saving(training.engine, checkpoints, resolved, ranks, tracker, saved_step=None) as saving:
             clock.ready()
             training.loop(tracker, saving)
         tracker.close()

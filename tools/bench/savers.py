@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.checkpoint.folder import find_folder
 from llmtrain.checkpoint.format import read_trainer
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -158,7 +159,7 @@ class Ours:
 
     def __init__(self, task: Task, engine: Any, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
         self._engine, self._ranks, self._folder = engine, ranks, folder
-        self._saver = Saver(engine, folder, resolved, ranks)
+        self._saver = Saver(engine, find_folder(folder, ranks), resolved, ranks)
         self._saver.prepare()
         self.waited_s = 0.0
 

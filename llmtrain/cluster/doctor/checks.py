@@ -50,6 +50,9 @@ class Survey:
     folder: str
     """The working folder, on each host."""
     run_dir: str | None = None
+    """The folder of the run, or of its checkpoints, or the nearest one above it that is there."""
+    own_folders: bool = False
+    """Each host may have one of its own there: checkpoint.dir is set."""
     port: int = 0
     """Of the rendezvous, on the first host; 0: not asked."""
     ops: tuple[str, ...] = ()

@@ -22,6 +22,10 @@ from llmtrain.config.run import ResolvedRun
 
 MASTER_PORT = 29500
 """DeepSpeed's default for the rendezvous."""
+_OWN_FOLDERS = (
+    "no shared file system at checkpoint.dir ({folder}): each host keeps the files of its own ranks. A resume needs the "
+    "same hosts, or their files gathered (docs/cluster.md)"
+)
 
 
 def quick(
@@ -52,7 +56,8 @@ def quick(
     found = survey.look(
         hosts,
         files=files,
-        run_dir=None if run is None else run.run.train.run_dir,
+        run_dir=None if run is None else run.run.checkpoint.dir or run.run.train.run_dir,
+        own_folders=run is not None and run.run.checkpoint.dir is not None,
         port=port,
         ops=needed_ops(run),
         timeout_s=timeout_s,
@@ -63,7 +68,9 @@ def quick(
     asked -= set() if found.nonce else {"shared"}
     asked -= set() if port else {"port"}
     findings = _sorted([*checks.each_host(found), *compare.all_hosts(found)], hosts)
-    return Report(survey=found, findings=findings, checked=frozenset(asked), elapsed_s=time.monotonic() - started)
+    notes = (_OWN_FOLDERS.format(folder=found.run_dir),) if found.own_folders and not all(found.nonce.values()) else ()
+    elapsed_s = time.monotonic() - started
+    return Report(survey=found, findings=findings, checked=frozenset(asked), elapsed_s=elapsed_s, notes=notes)
 
 
 def _resolved(hosts: Sequence[Host], config: str | Path | None, overrides: Sequence[str]) -> ResolvedRun | None:

@@ -123,6 +123,8 @@ def _environment(survey: Survey) -> Iterator[Finding]:
 
 
 def _shared(survey: Survey) -> Iterator[Finding]:
+    if survey.own_folders:
+        return
     seen = [host for host, sees in survey.nonce.items() if sees]
     missing = [host for host, sees in survey.nonce.items() if not sees]
     first = survey.hosts[0].name
@@ -134,7 +136,7 @@ def _shared(survey: Survey) -> Iterator[Finding]:
             fix = f"on {host}: mount the shared file system; findmnt -T {survey.run_dir}"
         else:
             what = f"what {first} writes into {survey.run_dir} is not there: the ranks could not save a checkpoint"
-            fix = "put train.run_dir on a file system that all hosts share"
+            fix = "put train.run_dir on a file system that all hosts share, or set checkpoint.dir (docs/cluster.md)"
         yield Finding(host=host, check="shared", level="red", what=what, fix=fix)
 
 

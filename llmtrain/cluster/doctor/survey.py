@@ -60,6 +60,7 @@ def look(
     *,
     files: Sequence[str] = (),
     run_dir: str | None = None,
+    own_folders: bool = False,
     port: int = 0,
     ops: Sequence[str] = (),
     timeout_s: float = 25.0,
@@ -69,7 +70,8 @@ def look(
 
     Args:
         files: whose checksums must agree: the run's YAML and its DeepSpeed JSON.
-        run_dir: the folder of the run; it is not made.
+        run_dir: the folder of the run, or of its checkpoints; it is not made.
+        own_folders: each host may have one of its own there.
         port: of the rendezvous; 0: do not ask.
         ops: DeepSpeed ops that the run needs.
         timeout_s: for each host.
@@ -95,7 +97,15 @@ def look(
         "nonce_path": nonce_path,
         "nonce_writer": names[0] if len(names) > 1 else None,
     }
-    survey = Survey(hosts=tuple(hosts), python=sys.executable, folder=folder, run_dir=where, port=port, ops=tuple(ops))
+    survey = Survey(
+        hosts=tuple(hosts),
+        python=sys.executable,
+        folder=folder,
+        run_dir=where,
+        own_folders=own_folders,
+        port=port,
+        ops=tuple(ops),
+    )
     survey = _facts(survey, questions, timeout_s, ssh_port)
     if survey.facts.get(names[0], {}).get("nonce", {}).get("written"):
         survey = _read_back(survey, nonce, nonce_path, timeout_s, ssh_port)

@@ -1,0 +1,242 @@
+"""A checkpoint whose files lie on several hosts, each in a folder of its own: which are whole, and fetching files.
+
+With one folder for all ranks nothing here does anything. Else a host that lacks files which its ranks read gets them
+from the host that has them, over the network, into its own folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmtrain import log
+from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync
+from llmtrain.checkpoint.folder import CheckpointFolder
+from llmtrain.checkpoint.format import (
+    HOSTS,
+    MANIFEST,
+    TRAINER,
+    DamagedCheckpoint,
+    Manifest,
+    hash_file,
+    open_file,
+    problems,
+    step_of,
+)
+from llmtrain.checkpoint.retain import set_aside
+from llmtrain.engine.build import Ranks
+from llmtrain.errors import CheckpointError
+from llmtrain.models.pieces import byte_view
+
+_CHUNK = 16 << 20  # bytes sent at a time
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What one folder has of a checkpoint."""
+
+    manifest: str
+    """Its checksum: hosts may have different checkpoints of one step, of which one was never completed."""
+    files: frozenset[str]
+    """Those at their size."""
+    all_files: frozenset[str]
+    hosts: dict[str, str]
+    """Where each file was written."""
+
+
+def _offer(folder: Path) -> _Offer | None:
+    """None: there is none, or its manifest is damaged."""
+    try:
+        manifest = Manifest.read(folder)
+        digest = hash_file(folder / MANIFEST)
+    except (CheckpointError, OSError):
+        return None
+    here = {name for name in manifest.files if not problems(folder, manifest, [name], contents=False)}
+    hosts = {str(name): str(host) for name, host in dict(manifest.layout.get(HOSTS) or {}).items()}
+    return _Offer(digest, frozenset({MANIFEST, *here}), frozenset({MANIFEST, *manifest.files}), hosts)
+
+
+@dataclass(frozen=True)
+class _Version:
+    """One checkpoint, and which leader has what of it."""
+
+    has: dict[int, frozenset[str]]
+    example: _Offer
+
+    @property
+    def lacking(self) -> list[str]:
+        return sorted(self.example.all_files.difference(*self.has.values()))
+
+
+def _versions(offers: Iterable[tuple[int, _Offer | None]]) -> list[_Version]:
+    """Whole ones first, then those that most leaders have."""
+    found: dict[str, dict[int, _Offer]] = {}
+    for leader, offer in offers:
+        if offer is not None:
+            found.setdefault(offer.manifest, {})[leader] = offer
+    versions = [
+        _Version({leader: offer.files for leader, offer in held.items()}, next(iter(held.values())))
+        for _, held in sorted(found.items())
+    ]
+    return sorted(versions, key=lambda version: (bool(version.lacking), -len(version.has)))
+
+
+def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list[Path], dict[Path, str]]:
+    """The checkpoints that the folders hold together, newest first; and what is wrong with the others.
+
+    All ranks call it together; `mine` counts on leaders only.
+    """
+    offers = {_name(path, where): _offer(path) for path in mine} if where.leads else {}
+    shares: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(shares, offers, group=ranks.control)
+    good, bad = [], {}
+    for name in sorted({name for share in shares for name in share}, key=lambda n: -(step_of(Path(n)) or 0)):
+        path = where.path / name
+        versions = _versions((rank, share.get(name)) for rank, share in enumerate(shares))
+        if versions and not versions[0].lacking:
+            good.append(path)
+        else:
+            bad[path] = f"{path.name}: {_what_lacks(versions)}"
+    return good, bad
+
+
+def _name(path: Path, where: CheckpointFolder) -> str:
+    """The same on all hosts."""
+    return path.name if path.parent == where.path else str(path)
+
+
+def _what_lacks(versions: list[_Version]) -> str:
+    if not versions:
+        return f"its {MANIFEST} is damaged"
+    lacking, hosts = versions[0].lacking, versions[0].example.hosts
+    homes = ", ".join(dict.fromkeys(hosts[name] for name in lacking if name in hosts))
+    return f"no host has {', '.join(lacking[:3])}{' ...' if len(lacking) > 3 else ''}" + (
+        f", written on {homes}" if homes else ""
+    )
+
+
+def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, ranks: Ranks) -> None:
+    """See to it that this rank's folder has these files of a checkpoint that is whole over all folders.
+
+    All ranks call it together, each with what it wants, and raise alike. Manifest and trainer.json come along.
+
+    Raises:
+        DamagedCheckpoint: a file arrived otherwise than the manifest says.
+        CheckpointError: one could not be written.
+    """
+    if not where.split:
+        return
+    shares: list[Any] = [None] * ranks.world_size
+    mine = (_offer(checkpoint) if where.leads else None, {MANIFEST, TRAINER, *wanted})
+    dist.all_gather_object(shares, mine, group=ranks.control)
+    versions = _versions((rank, offer) for rank, (offer, _) in enumerate(shares))
+    if not versions or versions[0].lacking:
+        raise DamagedCheckpoint(_what_lacks(versions))
+    has = versions[0].has
+    lacks: dict[int, set[str]] = {leader: set() for leader in where.leaders}
+    for leader, (_, files) in zip(where.leaders, shares, strict=True):
+        lacks[leader] |= files - has.get(leader, frozenset())
+    moved = sorted(set().union(*lacks.values()))
+    if not moved:
+        return
+    log.info(f"{checkpoint.name}: {len(moved)} files go from the hosts that have them to those whose ranks read them")
+    takes = lacks[ranks.rank] if where.leads else set()
+    problem: CheckpointError | None = None
+    into = checkpoint
+    if takes and ranks.rank not in has:
+        into = checkpoint.with_name(f"{checkpoint.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        for name in moved:
+            owner = min(leader for leader, files in has.items() if name in files)
+            target = into / name if name in takes and problem is None else None
+            problem = _pass_on(checkpoint / name, target, owner, ranks) or problem
+        if problem is None and takes:
+            problem = _settle(into, checkpoint, takes)
+    finally:
+        if into != checkpoint:
+            remove_tree(into)
+    dist.all_gather_object(shares, problem, group=ranks.control)
+    found = [each for each in shares if each is not None]
+    if found:
+        raise next((each for each in found if isinstance(each, DamagedCheckpoint)), found[0])
+
+
+def fetch_all(checkpoint: Path, where: CheckpointFolder, ranks: Ranks) -> None:
+    """See to it that rank 0's folder has every file. All ranks call it together; see `fetch`."""
+    wanted = Manifest.read(checkpoint).files if where.split and ranks.rank == 0 else ()
+    fetch(checkpoint, wanted, where, ranks)
+
+
+def _pass_on(source: Path, target: Path | None, owner: int, ranks: Ranks) -> CheckpointError | None:
+    """Send one file from its owner to all ranks, of which those with a `target` write it. Returns what went wrong here.
+
+    Whatever goes wrong, every rank takes part to the end.
+    """
+    problem: CheckpointError | None = None
+    sends = ranks.rank == owner
+    with contextlib.ExitStack() as stack:
+        file = out = None
+        size = torch.zeros(1, dtype=torch.int64)
+        try:
+            if sends:
+                file = stack.enter_context(open(open_file(source), "rb", buffering=0))
+                size[0] = os.fstat(file.fileno()).st_size
+            elif target is not None:
+                out = stack.enter_context(DurableFile(target.with_name(f"{target.name}.part")))
+        except OSError as error:
+            problem = _said(error, source if sends else target)
+        dist.broadcast(size, src=owner, group=ranks.control)
+        buffer = torch.empty(min(_CHUNK, int(size)), dtype=torch.uint8)
+        for low in range(0, int(size), _CHUNK):
+            chunk = buffer[: min(_CHUNK, int(size) - low)]
+            try:
+                if file is not None:
+                    file.readinto(byte_view(chunk))
+            except OSError as error:
+                problem, file = _said(error, source), None
+            dist.broadcast(chunk, src=owner, group=ranks.control)
+            try:
+                if out is not None and problem is None:
+                    out.write(byte_view(chunk))
+            except OSError as error:
+                problem = _said(error, target)
+        try:
+            if out is not None and problem is None:
+                out.close()
+        except OSError as error:
+            problem = _said(error, target)
+    return problem
+
+
+def _said(error: OSError, path: Path | None) -> CheckpointError:
+    return CheckpointError(f"{path}: {error.strerror}")
+
+
+def _settle(into: Path, checkpoint: Path, names: set[str]) -> CheckpointError | None:
+    """Give fetched files their names, and a new folder its name, once they are what the manifest says."""
+    try:
+        for name in names:
+            (into / f"{name}.part").rename(into / name)
+        wrong = problems(into, Manifest.read(into), sorted(names - {MANIFEST}))
+        if wrong:
+            for name in names - {MANIFEST}:
+                (into / name).unlink()
+            return DamagedCheckpoint("; ".join(wrong))
+        if into != checkpoint:
+            if checkpoint.exists():
+                set_aside([checkpoint])
+            into.rename(checkpoint)
+        sync(checkpoint)
+        sync(checkpoint.parent)
+    except OSError as error:
+        return _said(error, checkpoint)
+    return None

@@ -1,0 +1,202 @@
+"""Checkpoints without a shared file system: each rank of these tests has a folder of its own, as hosts may have."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.checkpoint.folder import find_folder
+from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, Manifest
+from llmtrain.checkpoint.gather import fetch_all
+from llmtrain.checkpoint.listing import rows
+from llmtrain.checkpoint.prune import prune
+from llmtrain.checkpoint.retain import looks_good
+from llmtrain.checkpoint.save import Outcome, Saver
+from llmtrain.checkpoint.verify import verify
+from llmtrain.config.run import CheckpointConfig, RunConfig
+from llmtrain.engine.build import Ranks
+from llmtrain.errors import UserError
+from tests.helpers.training import Case, assembled, make_engine, resolved_run, resume_from, train_steps
+
+NOW = {"optimizer": "adamw", "vocab_size": 512, "data_fingerprint": "d", "run": {}, "deepspeed": {}, "versions": {}}
+TRAINER_STATE = {**NOW, "tokens": 0, "layout": {}}
+HOST = socket.gethostname()
+KINDS = (PARAM, "exp_avg", "exp_avg_sq")
+
+
+def run_of(case: Case, root: str, ranks: Ranks, mode: Any = "sync") -> tuple[RunConfig, str]:
+    """The run as this rank's host has it, and its run folder."""
+    host = Path(root) / f"host-{ranks.rank}"
+    settings = CheckpointConfig(mode=mode, dir=str(host / "checkpoints"), keep=1)
+    run = resolved_run(case, ranks.world_size).run
+    return replace(run, checkpoint=settings), str(host / "run")
+
+
+def save(case: Case, engine: Any, root: str, ranks: Ranks, steps: list[int], mode: str = "sync") -> list[Outcome]:
+    run, _ = run_of(case, root, ranks, mode)
+    resolved = replace(resolved_run(case, ranks.world_size), run=run)
+    outcomes = []
+    with Saver(engine, find_folder(Path(str(run.checkpoint.dir)), ranks, own=True), resolved, ranks) as saver:
+        for step in steps:
+            saver.begin(step, {**TRAINER_STATE, "step": step})
+            outcome = saver.drain()
+            assert outcome is not None
+            outcomes.append(outcome)
+    return outcomes
+
+
+def state_of(engine: Any, ranks: Ranks) -> dict[str, dict[str, torch.Tensor]]:
+    return {kind: assembled(engine, ranks, kind) for kind in KINDS}
+
+
+def train_and_save(case: Case, root: str, mode: str, steps: list[int]) -> tuple[Any, list[Outcome]]:
+    engine, stepper, ranks = make_engine(case)
+    train_steps(case, stepper, ranks, 0, 2)
+    outcomes = save(case, engine, root, ranks, steps, mode)
+    state = state_of(engine, ranks)
+    engine.destroy()
+    return state, outcomes
+
+
+def load_and_gather(case: Case, root: str, gather: bool) -> Any:
+    """(step, lines, tensors) after a resume, or the error."""
+    engine, stepper, ranks = make_engine(case)
+    train_steps(case, stepper, ranks, 0, 1)  # its own state is not the one that a new engine has
+    run, folder = run_of(case, root, ranks)
+    try:
+        resumed = resume_from(engine, run, folder, {**NOW, "layout": {}}, ranks)
+        assert resumed is not None
+        if gather:
+            fetch_all(resumed.folder, find_folder(resumed.folder.parent, ranks, own=True), ranks)
+        return resumed.step, resumed.lines, state_of(engine, ranks)
+    except UserError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+
+
+def checkpoints(root: Path, host: int) -> list[str]:
+    return sorted(os.listdir(root / f"host-{host}/checkpoints"))
+
+
+def files(root: Path, host: int, step: int = 2) -> list[str]:
+    return sorted(os.listdir(root / f"host-{host}/checkpoints/step-{step:08d}"))
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    for kind in KINDS:
+        assert want[kind] and got[kind].keys() == want[kind].keys()
+        assert all(torch.equal(got[kind][name], values) for name, values in want[kind].items()), kind
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_each_host_keeps_its_own_files_and_all_have_the_manifest(pools, small_data, tmp_path, mode):
+    case = Case(data=small_data, stage=1)
+    found = pools(2).run(train_and_save, case, str(tmp_path), mode, [1, 2])
+    for host, (_, outcomes) in enumerate(found):
+        assert [outcome.error for outcome in outcomes] == [None, None]
+        assert checkpoints(tmp_path, host) == ["step-00000002"], "keep: 1"
+        assert files(tmp_path, host) == [MANIFEST, f"rank-{host:05d}.safetensors", TRAINER]
+        assert looks_good(outcomes[1].path)
+        (row,) = rows(outcomes[1].path.parent)
+        assert (row.state, row.detail) == ("part", f"1 of its files are on {HOST}")
+    first, second = (tmp_path / f"host-{host}/checkpoints/step-00000002" for host in (0, 1))
+    for name in (MANIFEST, TRAINER):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+    assert verify(first) == [f"rank-00001.safetensors (rank 1): is missing: it is on {HOST}"]
+    assert verify(first, whole=False) == []
+    assert "1 checkpoints kept" in prune(tmp_path / "host-1", 1, dry_run=False).lines[-1]
+    shutil.copytree(second, first, dirs_exist_ok=True)  # what docs/cluster.md says: copy the hosts' folders together
+    assert verify(first) == [] and rows(first.parent)[0].state == "complete"
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [(1, 1), (3, 3), (0, 0), (1, 3)],
+    ids=lambda stage: f"ZeRO-{stage}",
+)
+def test_a_resume_fetches_what_its_ranks_read_and_no_more(pools, small_data, tmp_path, saved, loaded):
+    want, _ = pools(2).run(train_and_save, Case(data=small_data, stage=saved), str(tmp_path), "sync", [2])[0]
+    results = pools(2).run(load_and_gather, Case(data=small_data, stage=loaded), str(tmp_path), False)
+    for step, lines, state in results:
+        assert step == 2 and "at step 2" in lines[0], lines
+        assert_equal(state, want)
+    both = ["rank-00000.safetensors", "rank-00001.safetensors"]
+    for host in (0, 1):
+        has = [name for name in files(tmp_path, host) if name.startswith("rank")]
+        assert has == ([both[host]] if saved == loaded and saved > 0 else both)
+    assert Manifest.read(tmp_path / "host-0/checkpoints/step-00000002").step == 2
+
+
+def test_all_files_come_to_rank_0_and_a_new_host_gets_what_it_lacks(pools, small_data, tmp_path):
+    case = Case(data=small_data, stage=1)
+    want, _ = pools(2).run(train_and_save, case, str(tmp_path), "sync", [2])[0]
+    pools(2).run(load_and_gather, case, str(tmp_path), True)
+    whole = tmp_path / "host-0/checkpoints/step-00000002"
+    assert verify(whole) == []
+    shutil.rmtree(tmp_path / "host-1")
+    assert_equal(pools(2).run(load_and_gather, case, str(tmp_path), False)[1][2], want)
+    assert files(tmp_path, 1) == [MANIFEST, "rank-00001.safetensors", TRAINER]
+
+
+def test_a_checkpoint_that_one_host_did_not_complete_is_passed_over(pools, small_data, tmp_path):
+    case = Case(data=small_data, stage=1)
+    pools(2).run(train_and_save, case, str(tmp_path / "a"), "sync", [1])
+    pools(2).run(train_and_save, case, str(tmp_path / "b"), "sync", [2])
+    newer = "host-0/checkpoints/step-00000002"  # its other half never got its name
+    shutil.copytree(tmp_path / "b" / newer, tmp_path / "a" / newer)
+    step, lines, _ = pools(2).run(load_and_gather, case, str(tmp_path / "a"), False)[0]
+    assert step == 1
+    assert lines[0] == f"skipped step-00000002: no host has rank-00001.safetensors, written on {HOST}"
+    assert checkpoints(tmp_path / "a", 0) == ["step-00000001", "step-00000002.damaged"]
+
+
+def test_without_a_hosts_files_nothing_begins(pools, small_data, tmp_path):
+    case = Case(data=small_data, stage=1)
+    pools(2).run(train_and_save, case, str(tmp_path), "sync", [2])
+    shutil.rmtree(tmp_path / "host-1")
+    for told in pools(2).run(load_and_gather, case, str(tmp_path), False):
+        assert "no checkpoint can be resumed from" in told and "no host has rank-00001.safetensors" in told
+    assert checkpoints(tmp_path, 0) == ["step-00000002"], "nothing is renamed when nothing was resumed"
+
+
+def test_a_file_that_changed_on_its_way_is_not_believed(pools, small_data, tmp_path):
+    case = Case(data=small_data, stage=1)
+    pools(2).run(train_and_save, case, str(tmp_path), "sync", [2])
+    path = tmp_path / "host-1/checkpoints/step-00000002/rank-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    for told in pools(2).run(load_and_gather, Case(data=small_data, stage=0), str(tmp_path), False):
+        assert "rank-00001.safetensors is damaged" in told
+    assert files(tmp_path, 0) == [MANIFEST, "rank-00000.safetensors", TRAINER]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_all_or_none(pools, small_data, tmp_path, mode):
+    """A checkpoint that one host cannot complete is left on no host, and the one before stays."""
+    case = Case(data=small_data, stage=1)
+    pools(2).run(train_and_save, case, str(tmp_path), mode, [1])
+    blocked = tmp_path / "host-1/checkpoints/step-00000002"  # in the way, and a mount cannot be renamed
+    blocked.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(blocked)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        for _, (outcome,) in pools(2).run(train_and_save, case, str(tmp_path), mode, [2]):
+            assert outcome.path is None
+            assert re.fullmatch(
+                r"rank 1 could not complete .*/step-00000002: Device or resource busy .*", outcome.error
+            )
+    finally:
+        subprocess.run(["umount", str(blocked)], check=True)
+    assert checkpoints(tmp_path, 0) == ["step-00000001"]
+    assert checkpoints(tmp_path, 1) == ["step-00000001", "step-00000002"] and os.listdir(blocked) == []
