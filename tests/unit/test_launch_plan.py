@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import resource
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.cluster.hosts.environment import travelling
+from llmtrain.cluster.hosts.environment import deepspeed_env, for_pdsh, travelling
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch.command import main as launch
-from llmtrain.cluster.launch.plan import Plan, check, command, environment, threads
+from llmtrain.cluster.launch.plan import Plan, check, command, command_length, environment, threads
 from llmtrain.errors import ConfigError
 from tests.helpers.launching import REPO
 
@@ -117,6 +118,42 @@ def test_what_cannot_travel_is_named() -> None:
     with pytest.raises(ConfigError, match="line break"):
         check(plan(host("a", 0), host("b", 0), words=("--tracking.name", "a\nb")))
     check(plan(host("localhost", 0), words=("--tracking.name", "a\nb")))
+
+
+def test_more_hosts_than_a_command_can_name_are_refused() -> None:
+    """Linux takes 128 KiB in one argument: the hosts of a small job would start, and those of a large one would not."""
+    hosts = [host(f"node-{number:04}", *range(8)) for number in range(2600)]
+    variables = {"NCCL_DEBUG": "INFO", "HF_HOME": 'a "b" $c'}
+    words = ("--config", "r.yaml", "--tracking.name", "a name, 'quoted'")
+    for count in (2, 100, 2300):
+        some = plan(*hosts[:count], words=words, variables=variables)
+        check(some)
+        ours, theirs = command_length(some), deepspeeds_command(some)
+        assert theirs <= ours <= theirs + 600
+    large = plan(*hosts, words=words, variables=variables)
+    with pytest.raises(ConfigError, match=r"2600 hosts would have \d+ bytes.*131071.*--launcher slurm"):
+        check(large)
+    with pytest.raises(OSError, match="Argument list too long"):
+        subprocess.run(["true", "x" * (128 << 10)])
+    subprocess.run(["true", "x" * ((128 << 10) - 1)], check=True)
+
+
+def deepspeeds_command(given: Plan) -> int:
+    """Bytes of what its PDSHRunner has pdsh run on a host."""
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+    from deepspeed.launcher.runner import encode_world_info
+
+    devices = {each.name: list(each.devices) for each in given.hosts}
+    args = argparse.Namespace(
+        user_args=[for_pdsh(word) for word in given.words], user_script=str(REPO / "launch/train.py"),
+        launcher_args="", master_addr="10.0.0.1", master_port=29500, ssh_port=None, venv_script=None,
+        no_python=False, module=False, no_local_rank=False, save_pid=False, enable_each_rank_log=None,
+    )  # fmt: skip
+    runner = PDSHRunner(args, encode_world_info(devices))
+    for line in deepspeed_env(given.travel.open).splitlines():
+        runner.add_export(*line.split("=", maxsplit=1))
+    argv, _, _ = runner.get_cmd({}, devices)
+    return len(" ".join(argv[argv.index("-w") + 2 :]).encode())
 
 
 @pytest.mark.parametrize(

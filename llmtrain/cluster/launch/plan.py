@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import math
 import os
 import shlex
@@ -24,6 +26,10 @@ from llmtrain.redact import redact_argv
 SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "train.py"
 # A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
+_MAX_COMMAND = (128 << 10) - 1
+"""Bytes that Linux takes in one argument (MAX_ARG_STRLEN), and pdsh and sshd make one of the whole command."""
+_SPARE = 512
+"""Of the command, for what is not known yet: address, port, threads, the secrets' file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,22 @@ def check(plan: Plan) -> None:
     ]
     if found := [problem for problem in dict.fromkeys(problems) if problem]:
         raise ConfigError("\n".join(found))
+    if (length := command_length(plan)) > _MAX_COMMAND:
+        raise ConfigError(
+            f"the command for each of {len(plan.hosts)} hosts would have {length} bytes, and Linux takes "
+            f"{_MAX_COMMAND}: DeepSpeed writes the names and devices of all hosts into it. Start fewer hosts, give "
+            "them shorter names, or use `--launcher slurm`, which has no such command"
+        )
+
+
+def command_length(plan: Plan) -> int:
+    """Bytes of the command that DeepSpeed's launcher has pdsh run on a host (multinode_runner.py, PDSHRunner)."""
+    world = json.dumps({host.name: list(host.devices) for host in plan.hosts})
+    exports = len(os.fsencode(deepspeed_env(plan.travel.open))) + len('export ""; ') * len(plan.travel.open)
+    words = [os.getcwd(), sys.executable, "-u -m deepspeed.launcher.launch --node_rank=0", str(SCRIPT)]
+    words += map(for_pdsh, plan.words)
+    quotes = len('"" ')
+    return len(base64.b64encode(world.encode())) + exports + sum(len(os.fsencode(w)) + quotes for w in words) + _SPARE
 
 
 def check_programs(plan: Plan) -> None:
