@@ -84,7 +84,7 @@ def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFol
         error = _leave(mark, ranks.rank)
     shares: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(shares, error, group=ranks.control)
-    leader = None if shares[0] or error else _read(mark)
+    leader = None if error or (shares[0] and not own) else _read(mark)
     if not any(shares):
         dist.all_gather_object(shares, leader, group=ranks.control)
     if leader == ranks.rank:

@@ -38,6 +38,7 @@ class Launched:
     ) -> None:
         """`path`: a folder for the front of PATH. `env`: further variables."""
         self.lab, self.folder, self.run_dir = lab, recipe.parent, recipe.parent / "run"
+        self.checkpoints = self.run_dir / "checkpoints"
         hosts = () if "slurm" in options else ("--hostfile", str(lab.hostfile()))
         command = ["llmtrain", "launch", *hosts, *options, "--", str(recipe)]
         variables = environment(WANDB_MODE="disabled", **(env or {}))
@@ -112,7 +113,7 @@ class Launched:
         return [row for row in rows if kind is None or row.get("kind") == kind]
 
     def newest_checkpoint(self) -> int:
-        found = (path.parent.name for path in (self.run_dir / "checkpoints").glob("step-*/manifest.json"))
+        found = (path.parent.name for path in self.checkpoints.glob("step-*/manifest.json"))
         return max(
             (int(name.removeprefix("step-")) for name in found if name.removeprefix("step-").isdigit()), default=0
         )

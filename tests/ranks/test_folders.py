@@ -25,7 +25,7 @@ from llmtrain.checkpoint.verify import verify
 from llmtrain.config.run import CheckpointConfig, RunConfig
 from llmtrain.engine.build import Ranks
 from llmtrain.errors import UserError
-from tests.helpers.training import Case, assembled, make_engine, resolved_run, resume_from, train_steps
+from tests.helpers.training import Case, assembled, joined, make_engine, resolved_run, resume_from, train_steps
 
 NOW = {"optimizer": "adamw", "vocab_size": 512, "data_fingerprint": "d", "run": {}, "deepspeed": {}, "versions": {}}
 TRAINER_STATE = {**NOW, "tokens": 0, "layout": {}}
@@ -200,3 +200,29 @@ def test_all_or_none(pools, small_data, tmp_path, mode):
         subprocess.run(["umount", str(blocked)], check=True)
     assert checkpoints(tmp_path, 0) == ["step-00000001"]
     assert checkpoints(tmp_path, 1) == ["step-00000001", "step-00000002"] and os.listdir(blocked) == []
+
+
+def look(roots: list[str], own: bool) -> Any:
+    """Who leads the folder that each rank sees, or the error."""
+    ranks = joined()
+    try:
+        found = find_folder(Path(roots[ranks.rank]), ranks, own=own)
+        return found.leaders, found.split, found.members
+    except UserError as error:
+        return str(error)
+
+
+def test_who_shares_a_folder(pools, tmp_path):
+    same, a, b, c = (str(tmp_path / name / "run/checkpoints") for name in ("same", "a", "b", "c"))
+    assert pools(4).run(look, [same] * 4, False) == [((0, 0, 0, 0), False, [0, 1, 2, 3])] * 4
+    assert pools(4).run(look, [same] * 4, True)[3] == ((0, 0, 0, 0), False, [0, 1, 2, 3])
+    found = pools(4).run(look, [a, b, b, a], True)
+    leaders, split, members = found[1]
+    assert leaders[0] == leaders[3] == 0 and leaders[1] == leaders[2] in (1, 2) and split and members == [1, 2]
+    for told in pools(4).run(look, [c, c, a, c], False):
+        assert f"{HOST} is not the folder that {HOST} sees there" in told and "checkpoint.dir" in told
+    assert not list(tmp_path.rglob(".seen-*")), "marks are left"
+    (tmp_path / "file").write_text("")
+    for told in pools(4).run(look, [a, a, str(tmp_path / "file/checkpoints"), a], True):
+        assert "file/checkpoints cannot be used: Not a directory" in told
+    assert not list(tmp_path.rglob(".seen-*"))

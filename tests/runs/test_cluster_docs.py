@@ -44,7 +44,7 @@ def run(place: Workplace, command: str) -> subprocess.CompletedProcess[str]:
 
 def test_commands_run(place: Workplace) -> None:
     mine = [command for command in COMMANDS if command not in ELSEWHERE]
-    assert set(ELSEWHERE) <= set(COMMANDS) and len(mine) == 4, "a command of the page is not run"
+    assert set(ELSEWHERE) <= set(COMMANDS) and len(mine) == 5, "a command of the page is not run"
     launched = 0
     for command in mine:
         if launched and "--dry-run" not in command:  # starting a run takes its time: once, with all the page's flags
@@ -52,6 +52,7 @@ def test_commands_run(place: Workplace) -> None:
         if "--dry-run" not in command:
             command = next(c for c in mine if "--env-file" in c).replace("--train.max_steps 20", "--train.max_steps 4")
             command = command.replace("--env-file", "--preempt-file /tmp/no-such-notice --env-file")
+            command += f" --checkpoint.dir {place.path / 'disk'}"
             launched += 1
         done = run(place, command)
         assert done.returncode == 0, (command, done.stdout[-3000:], done.stderr[-3000:])
@@ -61,6 +62,7 @@ def test_commands_run(place: Workplace) -> None:
             assert re.search(r"^rank 1 -> localhost.* -> .*, local rank 1$", done.stderr, flags=re.M)
             assert "llmtrain::" not in done.stdout
     assert launched == 1
+    assert list((place.path / "disk").glob("step-00000004/manifest.json"))
 
 
 def test_a_mistake_is_told_before_anything_starts(place: Workplace) -> None:

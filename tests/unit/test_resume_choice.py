@@ -67,3 +67,26 @@ def test_a_path_in_the_run_folder_is_its_newest_and_is_continued_in_full(tmp_pat
         chosen(where, older)
     with pytest.raises(CheckpointError, match=r"begins a new run.*train\.run_dir of its own"):
         chosen(where, newest, weights_only=True)
+
+
+def test_the_run_folder_leads_to_checkpoints_elsewhere(tmp_path):
+    where, there = tmp_path / "run", tmp_path / "disk"
+    with RunDirectory(where, there) as folder:
+        assert folder.checkpoints == there and there.is_dir()
+        with pytest.raises(CheckpointError, match=r"checkpoint\.dir: .*/disk is in use by another launch"):
+            RunDirectory(tmp_path / "other", there).__enter__()
+    write_checkpoint(where, 5, 0)
+    assert (there / "step-00000005").is_dir() and chosen(where, "auto")[0] == ["run/checkpoints/step-00000005"]
+    with RunDirectory(where):  # as the link leads
+        pass
+    with pytest.raises(CheckpointError, match=r"the checkpoints of this run lie in .*/disk\. Move them"):
+        RunDirectory(where, tmp_path / "another disk").__enter__()
+    (there / "step-00000005/manifest.json").unlink()
+    with RunDirectory(where, tmp_path / "another disk"):
+        assert (where / "checkpoints").resolve() == tmp_path / "another disk"
+
+
+def test_checkpoints_of_a_run_are_not_left_behind_by_an_option(tmp_path):
+    write_checkpoint(tmp_path / "run", 5, 0)
+    with pytest.raises(CheckpointError, match=r"lie in .*/run/checkpoints\. Move them"):
+        RunDirectory(tmp_path / "run", tmp_path / "disk").__enter__()

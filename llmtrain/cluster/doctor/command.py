@@ -23,8 +23,8 @@ from llmtrain.config.run import ResolvedRun
 MASTER_PORT = 29500
 """DeepSpeed's default for the rendezvous."""
 _OWN_FOLDERS = (
-    "no shared file system at checkpoint.dir ({folder}): each host keeps the files of its own ranks. A resume needs the "
-    "same hosts, or their files gathered (docs/cluster.md)"
+    "no shared file system at checkpoint.dir ({folder}): each host keeps the files of its own ranks. A resume needs "
+    "the same hosts, or their files gathered (docs/cluster.md)"
 )
 
 
