@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import statistics
@@ -44,7 +46,7 @@ def rank(recipe: str, results: str) -> None:
     from llmtrain.cluster.watch.heartbeat import Heartbeat, heart
     from llmtrain.engine import collectives
 
-    times: dict[bool, list[float]] = {True: [], False: []}
+    blocks: list[list[float]] = [[]]  # seconds of steps; in every second block, from the first on, with the watch
     seen = {"steps": 0, "on": True, "began": 0.0}
     plain: dict[str, Any] = {}
     calls = ("phase", "beat", "end_step", "enter", "leave")
@@ -70,9 +72,10 @@ def rank(recipe: str, results: str) -> None:
     def begin_step() -> None:
         now = time.perf_counter()
         if seen["steps"] > BLOCK and seen["steps"] % BLOCK > 1:  # the first ones of a block warm its caches
-            times[bool(seen["on"])].append(now - seen["began"])
+            blocks[-1].append(now - seen["began"])
         seen["steps"] += 1
         if seen["steps"] % BLOCK == 0:
+            blocks.append([])
             seen["on"] = not seen["on"]
             switch(bool(seen["on"]))
         seen["began"] = time.perf_counter()
@@ -84,7 +87,7 @@ def rank(recipe: str, results: str) -> None:
     if not seen["on"]:
         switch(True)
     if os.environ["RANK"] == "0":
-        Path(results).write_text(json.dumps({"on": times[True], "off": times[False]}))
+        Path(results).write_text(json.dumps(blocks))
     sys.exit(code)
 
 
@@ -98,6 +101,31 @@ def cost_of_a_call() -> float:
         heart.enter(name)
         heart.leave()
     return (time.perf_counter() - began) / rounds * 1e6
+
+
+def report(blocks: list[list[float]]) -> None:
+    """Each block is held against the one after it, so that a machine that gets slower is on neither side."""
+    middle = [statistics.median(block) for block in blocks if len(block) > BLOCK // 2]
+    costs = []  # per cent, of each pair of neighbours
+    for first, second in itertools.pairwise(middle):
+        with_it, without = (second, first) if len(costs) % 2 else (first, second)
+        costs.append(100 * (with_it / without - 1))
+    draw = random.Random(0)
+    means = sorted(trimmed_mean(draw.choices(costs, k=len(costs))) for _ in range(2000))
+    on, off = statistics.median(middle[::2]), statistics.median(middle[1::2])
+    print(
+        f"{len(middle)} blocks of {BLOCK} steps, in turns; median step {on * 1e3:.2f} ms with, {off * 1e3:.2f} without"
+    )
+    print(
+        f"the watch costs {trimmed_mean(costs):+.2f} % of a step; 95 % of resampled means: {means[50]:+.2f} to "
+        f"{means[1949]:+.2f} %"
+    )
+
+
+def trimmed_mean(values: list[float]) -> float:
+    """Without the tenth at either end: a neighbour's burst falls on one block, not on its pair."""
+    cut = len(values) // 10
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
 def free_port() -> int:
@@ -132,10 +160,8 @@ def main() -> None:
             for n in range(2)
         ]
         assert [each.wait() for each in ranks] == [0, 0]
-        times = json.loads(results.read_text())
-    on, off = (statistics.median(times[side]) for side in ("on", "off"))
-    print(f"{len(times['on'])} steps with the watch, {len(times['off'])} without, in turns of {BLOCK}")
-    print(f"median step: {on * 1e3:.2f} ms with, {off * 1e3:.2f} ms without: {100 * (on / off - 1):+.2f} %")
+        blocks = json.loads(results.read_text())[2:]
+    report(blocks)
     print(f"one collective entered and left: {cost_of_a_call():.2f} us")
 
 
