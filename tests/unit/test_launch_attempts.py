@@ -50,7 +50,7 @@ print("a line for the user", flush=True)
 def run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """run(script, ...) -> exit code of a launch whose job is `script`."""
     monkeypatch.setattr(supervise, "BACKOFF_S", 0.0)
-    monkeypatch.setattr(attempts, "_AGENTS_LEAVE_S", 0.0)
+    monkeypatch.setattr(attempts, "AGENTS_LEAVE_S", 0.0)
     (tmp_path / "runs/run").mkdir(parents=True)
     (tmp_path / "hosts").write_text("localhost slots=1\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import on_hosts
 from llmtrain.cluster.launch import reach, slurm
 from llmtrain.cluster.launch.job import Job
+from llmtrain.cluster.launch.keeper import AGENTS_LEAVE_S, Keeper
 from llmtrain.cluster.launch.plan import (
     Options,
     Plan,
@@ -49,7 +51,6 @@ _LEAVES_S = 60.0
 """From the last word of a job, a fault or its end, until it is ended by force; closing W&B may take 20 s."""
 _MEETS_S = 120.0
 """Beyond fault.start_timeout_s: imports on a cold file system."""
-_AGENTS_LEAVE_S = 12.0
 _SRUN_LEAVES_S = 10.0
 _WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0
 """After a fault, for hosts that do not answer: when --min-hosts allows to go on without them, and when not."""
@@ -136,19 +137,20 @@ class Launch:
             secret = deliver(plan.names, plan.travel.private)
             plan = replace(plan, travel=replace(plan.travel, open={**plan.travel.open, SECRETS_VARIABLE: secret}))
         attempt = Attempt(began_s=time.monotonic(), resumes_at=self._newest())
-        try:
-            with tempfile.TemporaryDirectory(prefix="llmtrain-launch-") as made:
-                folder = Path(made)
+        with contextlib.ExitStack() as kept:
+            try:
+                folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="llmtrain-launch-")))
                 write_files(plan, folder)
                 argv = command(plan, folder, address, port)
                 with Job(argv, environment(plan, folder, os.environ)) as job:
-                    code = self._watch(plan, attempt, job)
-        finally:
-            # A complete job's watch leaves at once; after a fault it may still be telling W&B.
-            for line in reach.end_all(plan.names, self._mark, _AGENTS_LEAVE_S):
-                _say(f"warning: {line}")
-            if secret is not None:
-                remove(plan.names, secret)
+                    keeper = kept.enter_context(Keeper(plan.names, self._mark, str(folder), secret, job.output))
+                    code = self._watch(plan, attempt, job, keeper)
+            finally:
+                # A complete job's watch leaves at once; after a fault it may still be telling W&B.
+                for line in reach.end_all(plan.names, self._mark, AGENTS_LEAVE_S):
+                    _say(f"warning: {line}")
+                if secret is not None:
+                    remove(plan.names, secret)
         return attempt, code
 
     def _ask(self, plan: Plan) -> tuple[dict[str, int], int]:
@@ -186,13 +188,15 @@ class Launch:
             raise ConfigError("nothing was started: mend what is marked FAIL; `llmtrain doctor` looks again")
         return report.address
 
-    def _watch(self, plan: Plan, attempt: Attempt, job: Job) -> int:
+    def _watch(self, plan: Plan, attempt: Attempt, job: Job, keeper: Keeper | None = None) -> int:
         """Hear the job until its end; returns the exit code of what started it."""
         heard = 0
         by_force = False
         while (code := job.code()) is None:
             for message in job.take(_POLL_S):
                 self._hear(plan, attempt, message)
+                if keeper is not None and message["kind"] == "place":
+                    keeper.met(attempt.ranks)
             now = time.monotonic()
             while heard < len(self._wishes):
                 heard += 1

@@ -39,6 +39,12 @@ class Job:
         self.kill()
         self._process.wait()
 
+    @property
+    def output(self) -> int:
+        """Descriptor of the pipe into which it prints, for `Keeper`; this process reads it."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
     def _read(self) -> None:
         """Hand on what is for the user, keep what is for the supervisor."""
         assert self._process.stdout is not None

@@ -1,0 +1,103 @@
+"""Should `llmtrain launch` be killed, its ranks save and leave: a small process beside it that learns of its end.
+
+Nothing else would tell the ranks before they print into a pipe that nobody reads, and then rank 0 would die of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from llmtrain.cluster import messages
+from llmtrain.cluster.hosts.environment import remove
+from llmtrain.cluster.launch import reach
+
+AGENTS_LEAVE_S = 12.0
+"""For the watches of the hosts, when the ranks have left: after a fault they tell W&B."""
+
+
+class Keeper:
+    """Of one attempt. Use as a context manager around all of it: at its end there is nothing left to keep."""
+
+    def __init__(self, hosts: Sequence[str], mark: str, folder: str, secret: str | None, output: int) -> None:
+        """`folder`: of launch's own files; `secret`: of `deliver`; `output`: descriptor of what the job prints."""
+        self._process = subprocess.Popen(
+            (sys.executable, "-m", "llmtrain.cluster.launch.keeper", str(output)),
+            stdin=subprocess.PIPE,
+            pass_fds=(output,),
+            start_new_session=True,  # what is sent to launch's whole group does not reach it
+        )
+        self._tell(hosts=list(hosts), mark=mark, folder=folder, secret=secret)
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tell(ended=True)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def met(self, ranks: Sequence[dict[str, Any]]) -> None:
+        """The ranks of the message `place`."""
+        self._tell(ranks=[{"pid": each["pid"], "rank": each["rank"]} for each in ranks])
+
+    def _tell(self, **facts: Any) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it was killed itself
+            self._process.stdin.write(json.dumps(facts).encode() + b"\n")
+            self._process.stdin.flush()
+
+
+def take_over(known: dict[str, Any], output: int) -> None:
+    """launch has been killed: what a first Ctrl-C does, then what launch does at its end."""
+    hosts, mark = known["hosts"], known["mark"]
+    ranks = known.get("ranks", [])
+    if ranks:
+        reached = reach.signal_ranks(hosts, mark, ranks, signal.SIGTERM)
+        _say(f"launch was killed: {reached} of {len(ranks)} ranks were asked to save and leave")
+        _hand_on(output)
+    for line in reach.end_all(hosts, mark, AGENTS_LEAVE_S if ranks else 0.0):
+        _say(f"warning: {line}")
+    if known["secret"] is not None:
+        remove(hosts, known["secret"])
+    shutil.rmtree(known["folder"], ignore_errors=True)
+
+
+def _hand_on(output: int) -> None:
+    """What the job prints, until nothing of it is left that could."""
+    with open(output, "rb") as stream:
+        for raw in stream:
+            if messages.parse(raw.decode("utf-8", "replace")) is None:
+                with contextlib.suppress(OSError):
+                    os.write(1, raw)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def main(output: int) -> int:
+    """Entry point of the process: one JSON object a line on standard input, and its end when launch has ended."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it ends with launch, and not before
+    known: dict[str, Any] = {}
+    for line in sys.stdin:
+        with contextlib.suppress(ValueError):  # killed while it wrote
+            known.update(json.loads(line))
+    if "mark" in known and not known.get("ended"):
+        take_over(known, output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
