@@ -19,6 +19,13 @@ from llmtrain.errors import TrainingStopped
 from llmtrain.tracking.tracker import Tracker
 
 
+class ReplicasDiffer(TrainingStopped):
+    """What several ranks should hold alike differs. Another start may do better: most bits are lost once, and the
+    newest checkpoint is of ranks that agreed."""
+
+    passing = True
+
+
 class Consistency:
     """Compares the ranks every `fault.check_every` steps and before each checkpoint. All ranks call it together."""
 
@@ -44,7 +51,7 @@ class Consistency:
             batch: what this rank trained on.
 
         Raises:
-            TrainingStopped: they differ. On all ranks, with the same words.
+            ReplicasDiffer: they differ. On all ranks, with the same words.
         """
         found = self._replicas.differences(self._facts(position, batch), self._facts_of_row(batch))
         step = position["step"]
@@ -97,4 +104,4 @@ class Consistency:
             agreed_step=self._agreed_step,
             text=text,
         )
-        raise TrainingStopped(text)
+        raise ReplicasDiffer(text)

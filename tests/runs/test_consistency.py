@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmtrain.cluster import messages
 from tests.helpers import forked
 from tests.helpers.launching import rows, write_recipe
 
@@ -28,7 +29,8 @@ def lose_a_bit(rank: int) -> None:
     Stepper.step = step  # type: ignore[method-assign]
 
 
-def test_a_lost_bit_on_one_rank_stops_the_run_and_is_named(small_data, tmp_path):
+def test_a_lost_bit_on_one_rank_stops_the_run_and_is_named(small_data, tmp_path, monkeypatch):
+    monkeypatch.setenv(messages.SUPERVISED, "1")
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     zero0 = tmp_path / "zero0.json"  # each rank holds its own weights from step to step
     zero0.write_text('{"zero_optimization": {"stage": 0}}')
@@ -39,6 +41,8 @@ def test_a_lost_bit_on_one_rank_stops_the_run_and_is_named(small_data, tmp_path)
     assert "after step 10:" in output and NAME in output and "Traceback" not in output
     assert "At step 5 they agreed" in output  # each checkpoint is preceded by a comparison
     assert output.count("error:") == 1
+    ends = [told for line in output.splitlines() if (told := messages.parse(line)) and told["kind"] == "end"]
+    assert [(told["status"], told["code"]) for told in ends] == [("failed", 3)]  # `llmtrain launch` starts it again
     faults = [event for event in rows(run, "events.jsonl") if event["kind"] == "fault"]
     assert [(each["what"], each["step"], each["names"], each["ranks"]) for each in faults] == [
         ("ranks differ", 10, [NAME], [0, 1])

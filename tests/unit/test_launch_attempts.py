@@ -98,6 +98,19 @@ def test_max_restarts(run: Any) -> None:
     assert starts() == 3
 
 
+def test_a_difference_between_ranks_is_followed_by_a_restart_until_it_comes_again(
+    run: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    differ = "tell('end', status='failed', code=3, reason='after step 10: rank 1 on node-2 differs'); sys.exit(3)"
+    assert (
+        run(f"place()\nif count < 1: tell('checkpoint', step=8); {differ}\ntell('end', status='complete', code=0)") == 0
+    )
+    assert starts() == 2 and "rank 1 on node-2 differs" in capfd.readouterr().err
+    Path("starts").unlink()
+    assert run(f"place(); {differ}") == 1
+    assert starts() == 2
+
+
 @pytest.mark.parametrize("code", [2, 3])
 def test_what_the_run_refuses_is_not_tried_again(run: Any, code: int) -> None:
     assert run(f"tell('end', status='refused', code={code}, reason='no'); sys.exit({code})") == code

@@ -6,6 +6,7 @@ import pytest
 
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import watched
+from llmtrain.engine.control import AgreedError
 from llmtrain.engine.rendezvous import RanksDiffer, RendezvousError
 from llmtrain.errors import ConfigError, UserError
 
@@ -44,3 +45,7 @@ def test_only_what_the_hosts_did_may_be_tried_again(
         raise error("ranks 4 to 7 had not come")
     told = messages.parse(capfd.readouterr().out)
     assert told is not None and (told["status"], told["code"]) == (status, 2)
+    with pytest.raises(AgreedError), watched.told_how_it_ends():  # as the loop ends on all ranks alike
+        raise AgreedError("the same on all", 3) from error("the same on all")
+    told = messages.parse(capfd.readouterr().out)
+    assert told is not None and (told["status"], told["code"]) == (status, 3)

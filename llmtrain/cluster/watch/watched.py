@@ -114,7 +114,9 @@ def told_how_it_ends() -> Iterator[None]:
     except UserError as error:
         left(error.exit_code)
         if log.rank() == 0 or (not error.everywhere and os.environ.get("LOCAL_RANK") == "0"):
-            status = "failed" if error.passing else "refused"
+            cause = error.__cause__  # of an error that the ranks have agreed on
+            passing = error.passing or (isinstance(cause, UserError) and cause.passing)
+            status = "failed" if passing else "refused"
             messages.emit("end", status=status, code=error.exit_code, reason=str(error))
         raise
     except KeyboardInterrupt:
