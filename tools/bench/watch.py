@@ -106,7 +106,7 @@ def cost_of_a_call() -> float:
 def report(blocks: list[list[float]]) -> None:
     """Each block is held against the one after it, so that a machine that gets slower is on neither side."""
     middle = [statistics.median(block) for block in blocks if len(block) > BLOCK // 2]
-    costs = []  # per cent, of each pair of neighbours
+    costs: list[float] = []  # per cent, of each pair of neighbours
     for first, second in itertools.pairwise(middle):
         with_it, without = (second, first) if len(costs) % 2 else (first, second)
         costs.append(100 * (with_it / without - 1))
