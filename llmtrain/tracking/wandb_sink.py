@@ -38,7 +38,9 @@ _DEFAULT_URL = "https://api.wandb.ai"
 
 
 def new_run_id() -> str:
-    """A fresh W&B run id (8 characters; touches no seeded generator). It belongs in the checkpoint."""
+    """The W&B run id of a run that begins: WANDB_RUN_ID, else 8 random characters (from no seeded generator)."""
+    if given := os.environ.get("WANDB_RUN_ID"):
+        return given
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 

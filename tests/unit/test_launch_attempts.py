@@ -53,6 +53,8 @@ def run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(attempts, "AGENTS_LEAVE_S", 0.0)
     (tmp_path / "runs/run").mkdir(parents=True)
     (tmp_path / "hosts").write_text("localhost slots=1\n")
+    # What started the tests in the background may have had it ignored, and launch leaves that as it is.
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
 
     def go(script: str, *options: str) -> int:
         path = tmp_path / "job.py"
@@ -137,19 +139,17 @@ def test_nothing_that_the_job_started_is_left(run: Any) -> None:
     assert state in ("gone", psutil.STATUS_ZOMBIE)  # a container's first process may not collect the dead
 
 
-def press_when_started(*pauses: float) -> threading.Thread:
-    """Ctrl-C, so long after the job has met, and again."""
+def press_when_there_is(*files: str) -> None:
+    """Ctrl-C when the job has written the first file, and again for each of the others."""
 
     def press() -> None:
-        while not Path("met").exists():
-            time.sleep(0.05)
-        for pause in pauses:
-            time.sleep(pause)
+        for file in files:
+            while not Path(file).exists():
+                time.sleep(0.05)
+            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=press, daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=press, daemon=True).start()
 
 
 STOPS = """
@@ -164,15 +164,15 @@ while True: time.sleep(0.1)
 
 
 def test_ctrl_c_lets_the_ranks_save(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    press_when_started(0.5)
+    press_when_there_is("met")
     assert run(STOPS) == 130
     err = capfd.readouterr().err
     assert "1 of 1 ranks were asked to save and leave" in err and "asked to stop, and saved" in err and starts() == 1
 
 
 def test_a_second_ctrl_c_ends_it(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    press_when_started(0.5, 1.5)
-    assert run(STOPS.replace("signal.SIGTERM, stop", "signal.SIGTERM, signal.SIG_IGN")) == 130
+    press_when_there_is("met", "asked")
+    assert run(STOPS.replace("signal.SIGTERM, stop", "signal.SIGTERM, lambda *_: Path('asked').touch()")) == 130
     assert "ended before it could save" in capfd.readouterr().err
 
 

@@ -17,7 +17,7 @@ import pytest
 from llmtrain.cluster.hosts.environment import deepspeed_env, for_pdsh, travelling
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch.command import main as launch
-from llmtrain.cluster.launch.plan import Plan, check, command, command_length, environment, threads
+from llmtrain.cluster.launch.plan import Options, Plan, check, command, command_length, environment, make_plan, threads
 from llmtrain.errors import ConfigError
 from tests.helpers.launching import REPO
 
@@ -106,6 +106,23 @@ def test_secrets_stay_out_of_the_launchers_environment_unless_it_starts_the_rank
     assert shlex.split(mine["PDSH_SSH_ARGS_APPEND"])[:2] == ["-p", "2222"]
     alone = environment(plan(host("localhost", 0), variables=variables), "F", {})
     assert alone["WANDB_API_KEY"] == "correct-horse"
+
+
+def test_all_attempts_of_a_launch_have_one_run_of_wandb(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(
+        hosts=(Host(name="localhost", slots=1, devices=(0,), line=1),),
+        words=(str(recipe),),
+        launcher="pdsh",
+        max_restarts=1,
+        min_hosts=1,
+        env_file=None,
+        dry_run=False,
+    )
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    first, second, other = (make_plan(options, options.hosts, mark).travel.open for mark in ("a" * 16, "a" * 16, "b"))
+    assert first["WANDB_RUN_ID"] == second["WANDB_RUN_ID"] != other["WANDB_RUN_ID"]
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert make_plan(options, options.hosts, "c").travel.open["WANDB_RUN_ID"] == "mine"
 
 
 def test_threads_are_shared_out_on_the_fullest_host() -> None:

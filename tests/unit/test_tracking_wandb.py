@@ -357,8 +357,12 @@ def test_base_url_of_the_settings_file(no_credentials):
     assert wandb_sink.base_url() == "https://api.wandb.ai"
 
 
-def test_run_ids_differ_and_leave_seeded_generators_alone():
+def test_run_ids_differ_and_leave_seeded_generators_alone(monkeypatch):
     import random
+
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert new_run_id() == "mine"
+    monkeypatch.delenv("WANDB_RUN_ID")
 
     random.seed(0)
     ids = {new_run_id() for _ in range(50)}

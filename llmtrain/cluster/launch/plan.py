@@ -75,6 +75,8 @@ def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequenc
     """
     given = read_env_file(options.env_file) if options.env_file else {}
     ours = {messages.SUPERVISED: "1", MARK: mark}
+    if "WANDB_RUN_ID" not in os.environ:  # a restart before the first checkpoint goes on in the same run, too
+        extra["WANDB_RUN_ID"] = mark
     travel = travelling(os.environ, {**extra, **given, **ours})
     return Plan(hosts=tuple(hosts), words=tuple(words or options.words), travel=travel)
 
