@@ -51,6 +51,7 @@ def run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """run(script, ...) -> exit code of a launch whose job is `script`."""
     monkeypatch.setattr(supervise, "BACKOFF_S", 0.0)
     monkeypatch.setattr(attempts, "AGENTS_LEAVE_S", 0.0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     (tmp_path / "runs/run").mkdir(parents=True)
     (tmp_path / "hosts").write_text("localhost slots=1\n")
     # What started the tests in the background may have had it ignored, and launch leaves that as it is.
@@ -62,7 +63,8 @@ def run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(attempts, "command", lambda *_: [sys.executable, str(path)])
         return launch(["--hostfile", "hosts", *options, "--", str(recipe)])
 
-    return go
+    yield go
+    signal.signal(signal.SIGINT, before)
 
 
 def starts() -> int:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from llmtrain.cluster.launch import reach
 
 AGENTS_LEAVE_S = 12.0
 """For the watches of the hosts, when the ranks have left: after a fault they tell W&B."""
+_SAVES_S = 1800.0
+"""For the ranks to save and leave: nobody is there who could end by hand one that does not."""
 
 
 class Keeper:
@@ -64,7 +67,9 @@ def take_over(known: dict[str, Any], output: int) -> None:
     if ranks:
         reached = reach.signal_ranks(hosts, mark, ranks, signal.SIGTERM)
         _say(f"launch was killed: {reached} of {len(ranks)} ranks were asked to save and leave")
-        _hand_on(output)
+        printing = threading.Thread(target=_hand_on, args=(output,), daemon=True)
+        printing.start()
+        printing.join(_SAVES_S)
     for line in reach.end_all(hosts, mark, AGENTS_LEAVE_S if ranks else 0.0):
         _say(f"warning: {line}")
     if known["secret"] is not None:
