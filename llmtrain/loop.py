@@ -196,7 +196,8 @@ class Training:
                         self.evaluate(tracker)
                 due = not last and saving.is_due(self.position.step, agreed)
                 if consistency.is_due(self.position.step, saving=due or last):
-                    consistency.check(asdict(self.position), batch)
+                    with heart.during("compare"):
+                        consistency.check(asdict(self.position), batch)
                 if due:
                     with speed.checkpoint_stall(), heart.during("save"):
                         saving.save(self.position.step, self.trainer_state)

@@ -141,6 +141,29 @@ CASES = {
         ("node-1", [0]),
         "rank 0 on node-1 is in save at llmtrain/data/loader.py:88 (__next__) and the others are not",
     ),
+    "rank_0_only_save, gloo ends the others": (
+        job(
+            waiting(0, phase="save", collective="broadcast", collectives=211, stack=IN_DATA),
+            waiting(1, state="dead", signal="SIGABRT", native=True, inside=False, phase="forward", collectives=212),
+            trigger="dead_rank",
+        ),
+        ("node-1", [0]),
+        "rank 0 on node-1 is in save",
+    ),
+    "collective_mismatch, gloo ends one": (
+        job(
+            waiting(0),
+            waiting(1, state="dead", signal="SIGABRT", native=True, inside=False, phase="forward"),
+            trigger="dead_rank",
+        ),
+        ("node-2", [1]),
+        "rank 1 on node-2 was ended by the communication library after all_reduce #210, in forward",
+    ),
+    "crashed, by itself": (
+        job(waiting(0), waiting(1, state="dead", signal="SIGABRT", inside=False), trigger="dead_rank"),
+        ("node-2", [1]),
+        "crashed with SIGABRT in backward",
+    ),
     "slow_data": (
         job(waiting(0), waiting(1, inside=False, phase="data", stack=IN_DATA), waiting(2)),
         ("node-2", [1]),

@@ -26,6 +26,7 @@ PHASES = (
     "forward",
     "backward",
     "step",
+    "compare",
     "save",
     "evaluate",
     "export",

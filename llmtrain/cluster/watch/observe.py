@@ -106,9 +106,9 @@ class HostRanks:
                 continue
             if not text and report["state"] == "dead":  # a crash wrote its stack by itself
                 text = self._stack_file(report["rank"]).read_bytes()
-                report["signal"] = report["signal"] or _CRASHES.get(
-                    text.partition(b"\n")[0].decode(errors="replace"), ""
-                )
+                crash = _CRASHES.get(text.partition(b"\n")[0].decode(errors="replace"), "")
+                report["signal"] = report["signal"] or crash
+                report["native"] = bool(crash) and b"\nCurrent thread" not in text
             frames = parse_stacks(text.decode(errors="replace"))
             report["stack"] = [[f.file, f.line, f.function] for f in frames[:40]]
             report["waits_in"] = proc.waits_in(report["pid"])

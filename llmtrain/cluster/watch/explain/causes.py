@@ -46,21 +46,25 @@ def _silent_host(facts: JobFacts) -> Cause | None:
 
 
 def _aborted(facts: JobFacts) -> Cause | None:
-    """gloo ends a rank whose collective does not fit that of the others; NCCL would wait."""
-    aborted = [r for r in facts.ranks if r.state == "dead" and r.signal == "SIGABRT" and r.inside]
+    """gloo ends a rank whose collective does not fit that of the others, in a thread of its own; NCCL would wait.
+
+    It aborts where the message is too long for the buffer, and may crash where it is not.
+    """
+    ended = [r for r in facts.ranks if r.state == "dead" and r.signal in ("SIGABRT", "SIGSEGV")]
+    aborted = [r for r in ended if r.native or (r.inside and r.signal == "SIGABRT")]
     if not aborted or any(r.state == "dead" and not is_secondary(r) and r not in aborted for r in facts.ranks):
         return None
     alive = tuple(replace(r, state="running", inside=True) if r.state == "dead" else r for r in facts.ranks)
     found = rank_0_only(replace(facts, ranks=alive))
-    if found is not None:
-        return found
     first = aborted[0]
+    if found is not None or first.signal != "SIGABRT":
+        return found
     return Cause(
         name="collective_mismatch",
         ranks=aborted,
         detail=call(first),
-        says=f"{who(aborted)} was ended by the communication library in {call(first)}, in {first.phase}"
-        f"{stands(first)}: other ranks were in another collective.",
+        says=f"{who(aborted)} was ended by the communication library {'in' if first.inside else 'after'} "
+        f"{call(first)}, in {first.phase}{stands(first)}: other ranks were in another collective.",
         remedy=OTHER_WAY,
     )
 

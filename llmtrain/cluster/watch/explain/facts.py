@@ -46,6 +46,8 @@ class RankFacts:
     """The exit code that it chose itself."""
     signal: str = ""
     """The signal that ended it, where that is known."""
+    native: bool = False
+    """A thread without Python raised it: one of a library's own."""
     error: str = ""
     """The exception that ended it, as "ValueError: ..."."""
     error_at: str = ""

@@ -9,6 +9,7 @@ from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
 from llmtrain.cluster.watch.explain.wording import call, stands, who
 
 _SAME_BATCHES = "The ranks do not do equally many steps or micro-batches: each must see the same number of batches."
+_OF_A_SAVE = ("compare", "save", "export")
 _STEP_PHASES = ("data", "forward", "backward", "step")
 
 
@@ -59,13 +60,16 @@ def _disk(facts: JobFacts) -> Cause | None:
 
 
 def rank_0_only(facts: JobFacts) -> Cause | None:
-    """Rank 0 enters a collective of a save that the others never reach, or the others wait while it saves alone."""
+    """Rank 0 enters a collective of a save that the others never reach, or the others wait while it saves alone.
+
+    Before a save the ranks compare what they hold alike.
+    """
     those = live(facts)
     zero = next((r for r in those if r.rank == 0), None)
     others = [r for r in those if r.rank != 0]
-    if zero is None or not others or zero.phase not in ("save", "export"):
+    if zero is None or not others or zero.phase not in _OF_A_SAVE:
         return None
-    if any(r.phase in ("save", "export") for r in others) or not (zero.inside or all(r.inside for r in others)):
+    if any(r.phase in _OF_A_SAVE for r in others) or not (zero.inside or all(r.inside for r in others)):
         return None
     return Cause(
         name="rank_0_only_save",
