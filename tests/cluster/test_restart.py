@@ -84,9 +84,7 @@ def test_what_is_lost_is_explained_and_the_run_goes_on(
         run.interrupt()
         assert run.finish() == 130
         assert re.search(rf"\b{len(faults)} restart", run.text)
-        steps = [row["step"] for row in run.rows("metrics.jsonl") if "loss" in row]
-        assert steps == sorted(set(steps)) and steps[0] == 1, "a step is missing or stands twice"
-        assert run.newest_checkpoint() == steps[-1]
+        assert run.newest_checkpoint() == max(losses_of(run))
         assert len(run.rows("events.jsonl", "restart")) == len(faults)
         lab3.hosts[2].heal()
         run.assert_nothing_left()
@@ -131,6 +129,13 @@ def test_a_preempt_file_on_one_host_makes_the_whole_job_leave(lab3: Lab, small_d
         run.assert_nothing_left()
 
 
+def losses_of(run: Launched) -> dict[int, float]:
+    """By step, of which none is missing and none stands twice."""
+    rows = [row for row in run.rows("metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return {row["step"]: row["loss"] for row in rows}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_fifty_trials(running_lab: Lab, small_data: str, tmp_path: Path) -> None:
@@ -138,6 +143,7 @@ def test_fifty_trials(running_lab: Lab, small_data: str, tmp_path: Path) -> None
     trials, seed = int(os.environ.get("LLMTRAIN_TRIALS", "50")), int(os.environ.get("LLMTRAIN_SEED", "5"))
     rng = random.Random(seed)
     done = 0
+    losses: list[dict[int, float]] = []
     while done < trials:
         running_lab.reset()
         folder = tmp_path / f"run-{done}"
@@ -158,4 +164,16 @@ def test_fifty_trials(running_lab: Lab, small_data: str, tmp_path: Path) -> None
             run.process.send_signal(signal.SIGTERM)
             assert run.finish() == 75
             run.assert_nothing_left()
+            losses.append(losses_of(run))
         done += batch
+    running_lab.reset()
+    longest = max(map(len, losses))
+    with Launched(running_lab, write_recipe(tmp_path, small_data)) as run:
+        run.wait_for_step(longest)
+        undisturbed = losses_of(run)
+    # The order of summation differs between 2 and 3 ranks; one step left out or done twice changes the third digit.
+    furthest = max(abs(loss - undisturbed[step]) for each in losses for step, loss in each.items())
+    print(f"{longest} steps; losses differ from an undisturbed run's by at most {furthest:.1e}")
+    assert furthest < 1e-3
+    shifted = min(abs(undisturbed[step] - undisturbed[step + 1]) for step in range(1, 6))
+    assert shifted > 1e-3, "another step's loss would not be noticed"
