@@ -1,7 +1,8 @@
 """Stands in for srun where there is no Slurm: starts real tasks with the variables that Slurm gives them.
 
 One process a node is the tasks' parent, as slurmstepd is; on other nodes ssh starts it. Knows the flags that llmtrain
-uses, forwards SIGTERM to all tasks, ends them at two SIGINT.
+uses. As srun does, it ends its tasks with SIGKILL at a SIGTERM and at two SIGINT. SIGUSR2, from the stand-in for
+scancel, sends them SIGTERM; that finds it by FAKE_SLURM/steps/PID, which holds the step's name.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def srun(words: list[str]) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for flag in ("--nodes", "--ntasks"):
         parser.add_argument(flag, type=int, required=True)
-    for flag in ("--distribution", "--export", "--kill-on-bad-exit", "--wait", "--nodelist"):
+    for flag in ("--distribution", "--export", "--kill-on-bad-exit", "--wait", "--nodelist", "--job-name"):
         parser.add_argument(flag)
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("argv", nargs=argparse.REMAINDER)
@@ -76,14 +77,16 @@ def srun(words: list[str]) -> int:
     def forward(number: int, _: object) -> None:
         nonlocal interrupts
         interrupts += number == signal.SIGINT
-        if number == signal.SIGTERM or interrupts == 2:
+        if number != signal.SIGINT or interrupts == 2:
             for step in steps:
                 assert step.stdin is not None
-                step.stdin.write(f"{signal.SIGTERM if number == signal.SIGTERM else signal.SIGKILL:d}\n")
+                step.stdin.write(f"{signal.SIGTERM if number == signal.SIGUSR2 else signal.SIGKILL:d}\n")
                 step.stdin.flush()
 
-    signal.signal(signal.SIGTERM, forward)
-    signal.signal(signal.SIGINT, forward)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, forward)
+    if given.job_name:
+        (Path(os.environ["FAKE_SLURM"]) / "steps" / str(os.getpid())).write_text(given.job_name)
     return max(step.wait() for step in steps)
 
 

@@ -1,4 +1,4 @@
-"""`--launcher slurm` and launch/slurm.sbatch, with a stand-in for srun that starts real tasks."""
+"""`--launcher slurm` and launch/slurm.sbatch, with a stand-in for srun that starts real tasks. Needs no Slurm."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.launch import srun
+from llmtrain.cluster.launch.slurm import command
 from tests.cluster.launched import Launched, write_recipe
 from tests.helpers.launching import REPO, environment
 from tools.lab.lab import Lab
@@ -21,15 +24,26 @@ pytestmark = pytest.mark.timeout(1500)
 SRUN = Path(__file__).with_name("fake_srun.py")
 
 
+STAND_INS = {
+    "srun": f'FAKE_SLURM={{folder}} exec {sys.executable} {SRUN} "$@"',
+    "scontrol": 'echo "$@" >> {folder}/scontrol.log',
+    "squeue": """case "$*" in
+*--steps*) cd {folder}/steps && for step in *; do echo "$step $(cat $step)"; done;;
+*) echo R;;
+esac""",
+    "scancel": '[ "$1" = --signal=TERM ] && kill -s USR2 "$2"',
+}
+
+
 @pytest.fixture
 def slurm_bin(tmp_path: Path) -> Path:
-    """A folder for PATH with srun, and an scontrol that writes down what it is asked."""
+    """A folder for PATH with stand-ins for Slurm's commands. scontrol writes down what it is asked."""
     folder = tmp_path / "slurm-bin"
     folder.mkdir()
-    (folder / "srun").write_text(f'#!/bin/sh\nexec {sys.executable} {SRUN} "$@"\n')
-    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.log\n')
-    for program in folder.iterdir():
-        program.chmod(0o755)
+    (tmp_path / "steps").mkdir()
+    for name, text in STAND_INS.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text.format(folder=tmp_path)}\n")
+        (folder / name).chmod(0o755)
     return folder
 
 
@@ -48,10 +62,10 @@ def test_the_batch_script_saves_before_its_time_is_over_and_is_queued_again(
     )
     env["PATH"] = f"{slurm_bin}:{env['PATH']}"
     word = "a \"b\" $(touch x) 'c' %h"
-    command = ["bash", str(REPO / "launch/slurm.sbatch"), str(recipe), "--tracking.name", word]
+    words = ["bash", str(REPO / "launch/slurm.sbatch"), str(recipe), "--tracking.name", word]
     log = tmp_path / "log"
     with log.open("w") as output:
-        job = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        job = subprocess.Popen(words, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         until = time.monotonic() + 240
         while not list((tmp_path / "run/checkpoints").glob("step-*/manifest.json")):
@@ -77,9 +91,28 @@ def test_the_batch_script_is_valid_bash() -> None:
     assert {"--nodes", "--ntasks-per-node", "--signal", "--requeue"} <= set(options)
 
 
+def test_on_fewer_hosts_than_were_given_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    hosts = [Host(name=f"n{number}", slots=1, devices=(0,), line=number) for number in (1, 2, 3)]
+    assert "--overlap" not in command(hosts, ["a"]) and "--overlap" in command(hosts[:2], ["a"])
+
+
+def test_why_the_ranks_were_not_asked_is_said(monkeypatch: pytest.MonkeyPatch, slurm_bin: Path) -> None:
+    monkeypatch.setattr(srun, "_PAUSE_S", 0.0)
+    monkeypatch.setenv("PATH", f"{slurm_bin}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert "SLURM_JOB_ID" in (srun.ask_to_leave("llmtrain-1") or "")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert srun.ask_to_leave("llmtrain-1") == "Slurm does not know their step"
+    (slurm_bin / "squeue").write_text(
+        "#!/bin/sh\necho slurm_load_jobs error: Unable to contact slurm controller >&2\nexit 1\n"
+    )
+    assert "Unable to contact" in (srun.ask_to_leave("llmtrain-1") or "")
+
+
 def test_three_nodes_without_ssh_lose_a_rank(lab3: Lab, small_data: str, tmp_path: Path, slurm_bin: Path) -> None:
     recipe = write_recipe(tmp_path, small_data)
-    extra = {"SLURM_JOB_NODELIST": "node-[1-3]", "SLURM_TASKS_PER_NODE": "1(x3)"}
+    extra = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node-[1-3]", "SLURM_TASKS_PER_NODE": "1(x3)"}
     with Launched(lab3, recipe, "--launcher", "slurm", path=slurm_bin, env=extra) as run:
         run.wait_for(r"^rank 2 -> node-3")
         run.wait_for_step(7)

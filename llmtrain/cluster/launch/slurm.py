@@ -107,9 +107,13 @@ def command(hosts: Sequence[Host], words: Sequence[str]) -> list[str]:
 
     The ranks' hosts come from SLURM_HOSTFILE (`hostfile`): rank 0 on the first one, whatever order Slurm has.
     """
+    # srun waits until the step before has given back its cores and GPUs. A step that has lost a host never does so
+    # (Slurm 22.05, sbatch --no-kill), and the step on the hosts that are left would wait for ever.
+    fewer = len(hosts) < int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
     return [
-        *("srun", f"--nodes={len(hosts)}", f"--ntasks={sum(host.slots for host in hosts)}"),
-        *("--distribution=arbitrary", "--export=ALL"),
+        *(sys.executable, "-m", "llmtrain.cluster.launch.srun"),  # srun, but for SIGTERM
+        *(f"--nodes={len(hosts)}", f"--ntasks={sum(host.slots for host in hosts)}"),
+        *("--distribution=arbitrary", "--export=ALL", *(("--overlap",) if fewer else ())),
         *("--kill-on-bad-exit=0", "--wait=0"),  # the watch ends the job: at once, and with its reason
         *(sys.executable, "-u", "-m", "llmtrain.cluster.launch.slurm", *words),
     ]
