@@ -129,7 +129,8 @@ class Launched:
                     found.append(process)
         return found
 
-    def job_on(self, host: LabHost) -> list[psutil.Process]:
+    @staticmethod
+    def job_on(host: LabHost) -> list[psutil.Process]:
         """Everything of the run on a host but `llmtrain launch` itself."""
         found = []
         for process in host.processes():
