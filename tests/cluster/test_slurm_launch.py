@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.cluster.launch import srun
+from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.slurm import command
 from tests.cluster.launched import Launched, write_recipe
 from tests.helpers.launching import REPO, environment
@@ -94,20 +94,20 @@ def test_the_batch_script_is_valid_bash() -> None:
 def test_on_fewer_hosts_than_were_given_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
     hosts = [Host(name=f"n{number}", slots=1, devices=(0,), line=number) for number in (1, 2, 3)]
-    assert "--overlap" not in command(hosts, ["a"]) and "--overlap" in command(hosts[:2], ["a"])
+    assert "--overlap" not in command(hosts, ["a"], "s") and "--overlap" in command(hosts[:2], ["a"], "s")
 
 
 def test_why_the_ranks_were_not_asked_is_said(monkeypatch: pytest.MonkeyPatch, slurm_bin: Path) -> None:
-    monkeypatch.setattr(srun, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(slurm, "_PAUSE_S", 0.0)
     monkeypatch.setenv("PATH", f"{slurm_bin}:{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert "SLURM_JOB_ID" in (srun.ask_to_leave("llmtrain-1") or "")
+    assert "SLURM_JOB_ID" in (slurm.ask_to_leave("llmtrain-1") or "")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    assert srun.ask_to_leave("llmtrain-1") == "Slurm does not know their step"
+    assert slurm.ask_to_leave("llmtrain-1") == "Slurm does not know their step"
     (slurm_bin / "squeue").write_text(
         "#!/bin/sh\necho slurm_load_jobs error: Unable to contact slurm controller >&2\nexit 1\n"
     )
-    assert "Unable to contact" in (srun.ask_to_leave("llmtrain-1") or "")
+    assert "Unable to contact" in (slurm.ask_to_leave("llmtrain-1") or "")
 
 
 def test_three_nodes_without_ssh_lose_a_rank(lab3: Lab, small_data: str, tmp_path: Path, slurm_bin: Path) -> None:

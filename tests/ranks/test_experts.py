@@ -61,7 +61,7 @@ def check(pools: Any, data: str, world: int, family: str, balanced: bool = True,
     [
         (1, "qwen3_moe", {"stage": 0, "accumulation": 3}),
         (2, "mixtral", {"stage": 3}),
-        (4, "qwen3_moe", {"stage": 2, "accumulation": 3}),
+        pytest.param(4, "qwen3_moe", {"stage": 2, "accumulation": 3}, marks=pytest.mark.slow),
         (2, "mixtral", {"stage": 1, "extra": {"activation_checkpointing": {}}}),
         (2, "mixtral", {"stage": 3, "sequence": 2}),
         (2, "mixtral", {"stage": 1, "tensor": 2}),

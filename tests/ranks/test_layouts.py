@@ -54,7 +54,6 @@ SAMPLE = {
     *(("dense", *pair) for pair in zip(LAYOUTS, [*LAYOUTS][4:] + [*LAYOUTS][:4], strict=True)),
     ("experts", "ep2", "z3x4"),
     ("experts", "ep2dp2", "tp2dp2"),
-    ("experts", "tp2dp2", "ep2dp2z3"),
     ("experts", "ep2dp2z3", "ep2"),
     ("experts", "z1x4", "ep2dp2"),
 }

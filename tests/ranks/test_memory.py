@@ -52,7 +52,7 @@ SMALL = {"reduce_bucket_size": 40_000, "stage3_prefetch_bucket_size": 0, "stage3
 FORMS = {"zero3": {"stage": 3}, "tensor": {"tensor": 4}, "pipeline": {"pipeline": 4, "accumulation": 12}}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["zero3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("tensor", "pipeline"))])
 def test_four_ranks_hold_a_quarter_each(pools, small_data, form):
     """Within 10 % of a quarter of what one process holds."""
     case = Case(data=small_data, model=MODEL, steps=2, **{"stage": 1, **FORMS[form]})

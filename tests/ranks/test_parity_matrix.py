@@ -60,16 +60,19 @@ TELLING = [
     replace(FORMS["pp2"], family="gemma3", tied=True),
     replace(FORMS["pp2-dp2"], family="gpt2", isolate_documents=True),
     replace(FORMS["sp2"], family="qwen2", isolate_documents=True),
-    replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"),
     replace(FORMS["tp2"], family="stablelm", precision="bf16"),
     replace(FORMS["tp2"], family="qwen3_moe", precision="bf16"),
     replace(FORMS["pp2-tp2"], family="qwen3", tied=True),
     replace(FORMS["ep2"], family="mixtral", changes=json.dumps(BALANCED), accumulation=2),
-    replace(FORMS["dp4"], family="opt"),
 ]
+TELLING_SLOW = [replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"), replace(FORMS["dp4"], family="opt")]
 
 
-@pytest.mark.parametrize("form", TELLING, ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "form",
+    [*TELLING, *(pytest.param(form, marks=pytest.mark.slow) for form in TELLING_SLOW)],
+    ids=lambda form: form.name,
+)
 def test_telling_cells(pools: Any, form: Form) -> None:
     run(pools, form)
 

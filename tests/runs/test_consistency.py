@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from llmtrain.cluster import messages
@@ -12,7 +13,8 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 def lose_a_bit(rank: int) -> None:
-    """Rank 1's memory changes after its 7th step."""
+    """Rank 1's memory changes after its 7th step. Set here, for a server of forks keeps the environment it began with."""
+    os.environ[messages.SUPERVISED] = "1"
     from llmtrain.engine.fragments import forward_copies
     from llmtrain.engine.step import Stepper
 
@@ -29,8 +31,7 @@ def lose_a_bit(rank: int) -> None:
     Stepper.step = step  # type: ignore[method-assign]
 
 
-def test_a_lost_bit_on_one_rank_stops_the_run_and_is_named(small_data, tmp_path, monkeypatch):
-    monkeypatch.setenv(messages.SUPERVISED, "1")
+def test_a_lost_bit_on_one_rank_stops_the_run_and_is_named(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     zero0 = tmp_path / "zero0.json"  # each rank holds its own weights from step to step
     zero0.write_text('{"zero_optimization": {"stage": 0}}')

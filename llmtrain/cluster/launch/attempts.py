@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,7 @@ class Launch:
         self._options, self._mark = options, mark
         self._hosts = options.hosts
         self._slurm = options.launcher == "slurm"
+        self._step = f"llmtrain-{mark}"
         self._wait_for_place_s = resolved.run.fault.start_timeout_s + _MEETS_S
         self._run_dir = Path(resolved.run.train.run_dir or "")
         self._resume = resolved.run.resume
@@ -122,7 +124,7 @@ class Launch:
         attempt = Attempt(began_s=time.monotonic(), resumes_at=self._newest())
         with tempfile.TemporaryDirectory(prefix="llmtrain-launch-") as made:
             env = slurm_environment(plan, Path(made), os.environ, address_of_first(plan.hosts), port)
-            with Job(slurm.command(plan.hosts, plan.words), env) as job:
+            with Job(slurm.command(plan.hosts, plan.words, self._step), env) as job:
                 return attempt, self._watch(plan, attempt, job)
 
     def _by_deepspeed(self, plan: Plan) -> tuple[Attempt, int]:
@@ -223,13 +225,19 @@ class Launch:
             return True
         ranks = len(attempt.ranks)
         if self._slurm:
-            job.signal(signal.SIGTERM)  # srun hands it to all tasks
+            # It may take a minute, and a second Ctrl-C is to be heard meanwhile.
+            threading.Thread(target=self._ask_by_slurm, args=(job,), name="ask", daemon=True).start()
             reached = ranks
         else:
             reached = reach.signal_ranks(plan.names, self._mark, attempt.ranks, signal.SIGTERM)
         again = "; Ctrl-C again ends it at once" if attempt.asked == signal.SIGINT else ""
         _say(f"launch: {reached} of {ranks} ranks were asked to save and leave{again}")
         return False
+
+    def _ask_by_slurm(self, job: Job) -> None:
+        problem = slurm.ask_to_leave(self._step)
+        if problem is not None and job.code() is None:
+            _say(f"warning: the ranks were not asked to save and leave: {problem}")
 
     def _end_by_force(self, plan: Plan, job: Job) -> None:
         if self._slurm:

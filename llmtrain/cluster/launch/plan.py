@@ -200,7 +200,7 @@ def describe(plan: Plan, options: Options) -> str:
         lines.append(f"  {host.name:<{width}}  ranks {span}  devices {_spans(host.devices)}")
         first += host.slots
     by_slurm = options.launcher == "slurm"
-    argv = slurm.command(plan.hosts, plan.words) if by_slurm else command(plan, "FOLDER", "ADDRESS", "PORT")
+    argv = slurm.command(plan.hosts, plan.words, "NAME") if by_slurm else command(plan, "FOLDER", "ADDRESS", "PORT")
     shown = shlex.join(redact_argv(argv))
     lines += [f"command: {shown}", f"folder:  {os.getcwd()}"]
     inherited = plan.alone or by_slurm

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from llmtrain.errors import ConfigError
 
 MAX_HOSTS = 100_000
 _ANSWERS_S = 30.0
+_TRIES, _PAUSE_S = 3, 2.0
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _TASKS = re.compile(r"([1-9]\d{0,3})(?:\(x([1-9]\d{0,5})\))?")
@@ -102,8 +104,10 @@ def hosts_of(environ: Mapping[str, str]) -> tuple[Host, ...]:
     )
 
 
-def command(hosts: Sequence[Host], words: Sequence[str]) -> list[str]:
+def command(hosts: Sequence[Host], words: Sequence[str], step: str) -> list[str]:
     """srun, for a process per rank. It hands words and environment on as they are: no shell, no ssh.
+
+    `step`: a name by which `ask_to_leave` finds the ranks.
 
     The ranks' hosts come from SLURM_HOSTFILE (`hostfile`): rank 0 on the first one, whatever order Slurm has.
     """
@@ -111,12 +115,40 @@ def command(hosts: Sequence[Host], words: Sequence[str]) -> list[str]:
     # (Slurm 22.05, sbatch --no-kill), and the step on the hosts that are left would wait for ever.
     fewer = len(hosts) < int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
     return [
-        *(sys.executable, "-m", "llmtrain.cluster.launch.srun"),  # srun, but for SIGTERM
-        *(f"--nodes={len(hosts)}", f"--ntasks={sum(host.slots for host in hosts)}"),
+        *("srun", f"--job-name={step}", f"--nodes={len(hosts)}", f"--ntasks={sum(host.slots for host in hosts)}"),
         *("--distribution=arbitrary", "--export=ALL", *(("--overlap",) if fewer else ())),
         *("--kill-on-bad-exit=0", "--wait=0"),  # the watch ends the job: at once, and with its reason
         *(sys.executable, "-u", "-m", "llmtrain.cluster.launch.slurm", *words),
     ]
+
+
+def ask_to_leave(step: str) -> str | None:
+    """SIGTERM to the ranks of this job's step of that name; why not, when it could not be sent.
+
+    Not through srun, which takes SIGTERM for an order to end them with SIGKILL (Slurm's srun_job.c, _srun_signal_mgr).
+    """
+    problem = ""
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(_PAUSE_S)
+        try:
+            jobs = f"--jobs={os.environ['SLURM_JOB_ID']}"
+            steps = _slurm("squeue", "--noheader", "--steps", jobs, "--format=%i %j").splitlines()
+            found = [line.removesuffix(f" {step}") for line in steps if line.endswith(f" {step}")]
+            if _slurm("squeue", "--noheader", jobs, "--format=%t").strip() == "CG":
+                return None  # cancelled, or out of time: Slurm has sent its own, and takes none from us
+            if found:
+                _slurm("scancel", "--signal=TERM", *found)
+                return None
+            problem = "Slurm does not know their step"
+        except (KeyError, OSError, subprocess.SubprocessError) as error:
+            problem = str(getattr(error, "stderr", None) or error).strip()
+    return problem
+
+
+def _slurm(*words: str) -> str:
+    silent = subprocess.DEVNULL
+    return subprocess.run(words, stdin=silent, capture_output=True, text=True, timeout=_ANSWERS_S, check=True).stdout
 
 
 def hostfile(hosts: Sequence[Host]) -> str:
