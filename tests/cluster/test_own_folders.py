@@ -1,4 +1,4 @@
-"""Three hosts that share no file system: each keeps its ranks' files; a restart goes on from them, or says what lacks."""
+"""Three hosts that share no file system: each keeps its ranks' files; a restart goes on from them."""
 
 from __future__ import annotations
 
