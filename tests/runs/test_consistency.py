@@ -13,8 +13,8 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 def lose_a_bit(rank: int) -> None:
-    """Rank 1's memory changes after its 7th step. Set here, for a server of forks keeps the environment it began with."""
-    os.environ[messages.SUPERVISED] = "1"
+    """Rank 1's memory changes after its 7th step."""
+    os.environ[messages.SUPERVISED] = "1"  # here: the server of forks keeps the environment that it began with
     from llmtrain.engine.fragments import forward_copies
     from llmtrain.engine.step import Stepper
 
