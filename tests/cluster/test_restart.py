@@ -171,7 +171,7 @@ def test_fifty_trials(running_lab: Lab, small_data: str, tmp_path: Path) -> None
     with Launched(running_lab, write_recipe(tmp_path, small_data)) as run:
         run.wait_for_step(longest)
         undisturbed = losses_of(run)
-    # Only the order of summation differs, between 2 and 3 ranks; one step left out or done twice shows in the fourth digit.
+    # Between 2 and 3 ranks only the order of summation differs; a step left out or done twice would show.
     furthest = max(abs(loss - undisturbed[step]) for each in losses for step, loss in each.items())
     print(f"{longest} steps; losses differ from an undisturbed run's by at most {furthest:.1e}")
     assert furthest < 1e-5
