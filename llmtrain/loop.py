@@ -347,8 +347,7 @@ def train(resolved: ResolvedRun) -> int:
         )
         status: Status = "failed"
         try:
-            resumed = training.position.step > 0
-            tracker.event("resume" if resumed else "start", step=training.position.step, lines=lines)
+            tracker.event("resume" if training.position.step else "start", step=training.position.step, lines=lines)
             announce(resolved, folder, training.model_facts, ranks.device, [*training.notes, *lines])
             try:
                 complete = training.loop(tracker, saving)

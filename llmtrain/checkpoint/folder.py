@@ -88,7 +88,8 @@ def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFol
     if not any(shares):
         dist.all_gather_object(shares, leader, group=ranks.control)
     if leader == ranks.rank:
-        mark.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            mark.unlink()
     errors = [f"{host}: {each}" for host, each in zip(hosts, shares, strict=True) if isinstance(each, str)]
     if errors:
         raise CheckpointError("; ".join(dict.fromkeys(errors)))
@@ -119,7 +120,7 @@ def _read(mark: Path) -> int | None:
     """The rank that leads the folder, or None where the mark does not appear."""
     until = time.monotonic() + _APPEARS_S
     while time.monotonic() < until:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # a file server may show it before its contents
             return int(mark.read_text())
         time.sleep(_POLL_S)
     return None

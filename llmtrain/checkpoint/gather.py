@@ -153,21 +153,30 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
     into = checkpoint
     if takes and ranks.rank not in has:
         into = checkpoint.with_name(f"{checkpoint.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        into.mkdir(parents=True, exist_ok=True)
-        for name in moved:
-            owner = min(leader for leader, files in has.items() if name in files)
-            target = into / name if name in takes and problem is None else None
-            problem = _pass_on(checkpoint / name, target, owner, ranks) or problem
-        if problem is None and takes:
-            problem = _settle(into, checkpoint, takes)
-    finally:
-        if into != checkpoint:
-            remove_tree(into)
+        try:
+            into.mkdir(parents=True)
+        except OSError as error:
+            problem = _said(error, into)
+    for name in moved:
+        owner = min(leader for leader, files in has.items() if name in files)
+        target = into / name if name in takes and problem is None else None
+        problem = _pass_on(checkpoint / name, target, owner, ranks) or problem
+    if takes:
+        problem = problem or _settle(into, checkpoint, takes)
+        _clear(into, checkpoint, takes)
     dist.all_gather_object(shares, problem, group=ranks.control)
     found = [each for each in shares if each is not None]
     if found:
         raise next((each for each in found if isinstance(each, DamagedCheckpoint)), found[0])
+
+
+def _clear(into: Path, checkpoint: Path, names: set[str]) -> None:
+    """Nothing that was not settled stays."""
+    with contextlib.suppress(OSError):
+        if into != checkpoint:
+            remove_tree(into)
+        for name in names:
+            (checkpoint / f"{name}.part").unlink(missing_ok=True)
 
 
 def fetch_all(checkpoint: Path, where: CheckpointFolder, ranks: Ranks) -> None:

@@ -116,15 +116,18 @@ def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], no
 
 
 def _needed(engine: Any, folder: Path, weights_only: bool) -> set[str]:
-    """The files of a checkpoint that this rank reads. Raises DamagedCheckpoint, ModelError."""
-    with contextlib.closing(CheckpointReader(folder)) as reader:
-        check_names(engine, reader)
-        return {
-            file
-            for f in fragments(engine)
-            if f.kind == PARAM or not weights_only
-            for file in reader.files_of(f.kind, f.name, f.region)
-        }
+    """The files of a checkpoint that this rank reads. What is wrong with it `_open` and `load_checkpoint` say."""
+    try:
+        reader = CheckpointReader(folder)
+    except CheckpointError:
+        return set()
+    held = reader.tensors()
+    return {
+        file
+        for f in fragments(engine)
+        if (f.kind, f.name) in held and (f.kind == PARAM or not weights_only)
+        for file in reader.files_of(f.kind, f.name, f.region)
+    }
 
 
 def _open(folder: Path, where: CheckpointFolder, ranks: Ranks) -> tuple[CheckpointReader, dict[str, Any]]:
@@ -160,7 +163,8 @@ def _open(folder: Path, where: CheckpointFolder, ranks: Ranks) -> tuple[Checkpoi
 
 def _share(names: Iterable[str], reader: CheckpointReader, where: CheckpointFolder) -> list[str]:
     """This rank's part of those files that its folder should have: the ranks that see it look at each once."""
-    here = sorted(set(names) - reader.manifest.elsewhere(reader.folder).keys())
+    elsewhere = reader.manifest.elsewhere(reader.folder).keys() if where.split else set()
+    here = sorted(set(names) - elsewhere)
     return here[where.members.index(where.rank) :: len(where.members)]
 
 

@@ -148,6 +148,42 @@ def test_all_files_come_to_rank_0_and_a_new_host_gets_what_it_lacks(pools, small
     assert files(tmp_path, 1) == [MANIFEST, "rank-00001.safetensors", TRAINER]
 
 
+def test_the_hosts_may_come_in_another_order(pools, small_data, tmp_path):
+    case = Case(data=small_data, stage=1)
+    want, _ = pools(2).run(train_and_save, case, str(tmp_path), "sync", [2])[0]
+    (tmp_path / "host-0").rename(tmp_path / "other")
+    (tmp_path / "host-1").rename(tmp_path / "host-0")
+    (tmp_path / "other").rename(tmp_path / "host-1")
+    assert_equal(pools(2).run(load_and_gather, case, str(tmp_path), False)[1][2], want)
+
+
+def test_two_ranks_of_a_host_that_has_nothing_get_what_they_read(pools, small_data, tmp_path):
+    """Its leader alone makes the folder; of the part that it had before, a file is only a beginning."""
+    case = Case(data=small_data, stage=1)
+    for name in ("host-1", "host-3"):  # ranks 0 and 1 on one host, 2 and 3 on the other
+        (tmp_path / name).symlink_to(tmp_path / f"host-{int(name[-1]) - 1}")
+    for name in ("host-0", "host-2"):
+        (tmp_path / name).mkdir()
+    want, _ = pools(4).run(train_and_save, case, str(tmp_path), "sync", [2])[0]
+    assert files(tmp_path, 2) == [MANIFEST, "rank-00002.safetensors", "rank-00003.safetensors", TRAINER]
+    pools(4).run(load_and_gather, case, str(tmp_path), True)  # rank 0's host has all files now
+    shutil.rmtree(tmp_path / "host-2/checkpoints")
+    assert_equal(pools(4).run(load_and_gather, case, str(tmp_path), False)[3][2], want)
+    assert files(tmp_path, 2) == [MANIFEST, "rank-00002.safetensors", "rank-00003.safetensors", TRAINER]
+    assert checkpoints(tmp_path, 2) == ["step-00000002"]
+    cut = tmp_path / "host-2/checkpoints/step-00000002/rank-00003.safetensors"
+    cut.write_bytes(cut.read_bytes()[:1000])
+    assert_equal(pools(4).run(load_and_gather, case, str(tmp_path), False)[3][2], want)
+
+
+def test_parameters_alone_are_refused_as_a_resume_in_words(pools, small_data, tmp_path):
+    """What the ranks would read is not there: no rank waits for another."""
+    muon = Case(data=small_data, stage=1, optimizer="muon")
+    pools(2).run(train_and_save, Case(data=small_data, stage=1), str(tmp_path), "sync", [2])
+    for told in pools(2).run(load_and_gather, muon, str(tmp_path), False):
+        assert "this run's optimizer keeps" in told, told
+
+
 def test_a_checkpoint_that_one_host_did_not_complete_is_passed_over(pools, small_data, tmp_path):
     case = Case(data=small_data, stage=1)
     pools(2).run(train_and_save, case, str(tmp_path / "a"), "sync", [1])

@@ -10,7 +10,7 @@ from llmtrain.cluster.watch.explain.wording import call, stands, who
 
 _SAME_BATCHES = "The ranks do not do equally many steps or micro-batches: each must see the same number of batches."
 _OF_A_SAVE = ("compare", "save", "export")
-_STEP_PHASES = ("data", "forward", "backward", "step")
+_STEP_PHASES = ("data", "forward", "backward", "step", "compare")
 
 
 def _stopped(facts: JobFacts) -> Cause | None:
