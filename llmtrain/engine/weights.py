@@ -30,7 +30,7 @@ from llmtrain.models.tensorfile import numel
 
 Key = tuple[str, str]
 """(kind, Hugging Face name) of a tensor of the optimizer's state."""
-_CHUNK = 1 << 20  # elements
+_CHUNK = 1 << 18  # elements
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def fill_parameters(engine: Any, source: ParameterSource) -> None:
 def fill(fragment: Fragment, read: Callable[[Region], Tensor]) -> None:
     """Fill a fragment from `read`: the elements of a region of the flat Hugging Face tensor.
 
-    A chunk of 1 M elements at a time: that is all the memory that it needs beside the state.
+    A chunk of 256 K elements at a time: so small that malloc gives its room to the next one.
     """
     for low in range(0, fragment.view.numel(), _CHUNK):
         view = fragment.view[low : low + _CHUNK]

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK = 1 << 16  # positions that share a row of factors: the row is 512 KiB and stays in the cache
-_CPU_PIECE = 16 * _BLOCK  # elements converted to fp32 at once, where they are not
+_CPU_PIECE = 4 * _BLOCK  # elements converted to fp32 at once, where they are not: 1 MiB stays in the cache
+_GPU_PIECE = 16 * _BLOCK  # elements of a strided region on a GPU hashed at once
 _GPU_BLOCKS = 128  # blocks hashed at once on a GPU: the int64 temporaries stay at 64 MiB
 _LONG = 1 << 13  # elements of a row from which on a call of its own costs little
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
@@ -48,8 +49,9 @@ def checksum_part(values: Tensor, region: Region) -> int:
         return checksum(values, region.start)
     flat = values.detach().reshape(-1)
     total = 0
-    for low in range(0, flat.numel(), _CPU_PIECE):
-        piece = flat[low : low + _CPU_PIECE].float().contiguous()
+    size = _GPU_PIECE if flat.is_cuda else _CPU_PIECE
+    for low in range(0, flat.numel(), size):
+        piece = flat[low : low + size].float().contiguous()
         where = region.part(low, low + piece.numel())
         total += _strided_on_device(piece, where) if piece.is_cuda else checksum_part_array(piece.numpy(), where)
     return total % 2**64
@@ -75,7 +77,7 @@ def _rows(values: npt.NDArray[np.float32], block: Block) -> int:
     )
     windows = np.lib.stride_tricks.sliding_window_view(_double_row(), block.length)
     total = 0
-    some = max(1, _CPU_PIECE // 4 // block.length)  # rows at once
+    some = max(1, _CPU_PIECE // block.length)  # rows at once
     for low in range(0, block.rows, some):
         index = np.arange(low, min(block.rows, low + some), dtype=np.int64)
         blocks, first = np.divmod(block.position + index * block.stride, _BLOCK)
