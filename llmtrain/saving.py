@@ -47,6 +47,8 @@ class Saving:
     def __enter__(self) -> Saving:
         if self._settings.every_steps or self._settings.every_minutes:
             self._saver.prepare()
+            if shortage := self._saver.shortage(self._settings.keep):
+                log.warn(shortage)
         return self
 
     def __exit__(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import shutil
 import time
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -23,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from llmtrain import log, units
+from llmtrain.checkpoint import space
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
 from llmtrain.checkpoint.folder import CheckpointFolder
-from llmtrain.checkpoint.format import HOSTS, MANIFEST, PARAM, complete_checkpoints, step_folder
+from llmtrain.checkpoint.format import HOSTS, MANIFEST, PARAM, step_folder
 from llmtrain.checkpoint.memory import memory_available
 from llmtrain.checkpoint.snapshot import HostImage, RankFile, Slice, Snapshot, WriterDied, WriterProcess
 from llmtrain.checkpoint.writer import perform
@@ -37,7 +37,6 @@ from llmtrain.errors import CheckpointError
 from llmtrain.models.checksum import checksum_part
 from llmtrain.models.pieces import byte_view
 
-_HEADROOM = 64 << 20  # headers, the manifest, what else the run writes meanwhile
 _CHUNK = 4 << 20  # elements that a synchronous save holds in host memory
 _POLL_S = 0.01
 
@@ -125,13 +124,18 @@ class Saver:
         pieces = [piece.to_json() for piece in self._plan.pieces]
         mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, _boot())
         dist.all_gather_object(shares, mine, group=self._ranks.control)
-        self._need_bytes = sum(shares[rank][2] for rank in self._folder.members) + _HEADROOM
+        self._need_bytes = sum(shares[rank][2] for rank in self._folder.members)
         self._table = {"own": [(offset, dtype, piece.to_json()) for offset, dtype, piece in self._plan.layout]}
         if self._folder.leads:
             self._table["pieces"] = {share[0]: share[1] for share in shares}
             self._table["tensors"] = {name: list(shape) for name, shape in whole_shapes(self._engine).items()}
         if self.asynchronous:
             self._share_memory(sum(share[2] for share in shares if share[3] == _boot()))
+
+    def shortage(self, keep: int) -> str | None:
+        """Why a folder of this run will have no room for `keep` checkpoints and the next one. After `prepare`."""
+        mine = space.will_lack(self._folder.path, self._need_bytes, keep) if self._folder.leads else None
+        return next((text for text in self._all(mine) if text), None)
 
     def begin(self, step: int, trainer: dict[str, Any]) -> None:
         """Start to save step `step`. Training may go on, but for the optimizer: see `before_update`.
@@ -265,27 +269,12 @@ class Saver:
         checkpoints = self._folder.path
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(checkpoints).free
-            if free < self._need_bytes:
-                return self._no_space(free)
+            if reason := space.lacks(checkpoints, self._need_bytes):
+                return reason
             (checkpoints / name).mkdir()
         except OSError as problem:
             return f"cannot make {checkpoints / name}: {problem.strerror}"
         return None
-
-    def _no_space(self, free: int) -> str:
-        checkpoints = self._folder.path
-        old = complete_checkpoints(checkpoints)[1:]
-        could = sum(file.stat().st_size for folder in old for file in folder.iterdir())
-        remedy = (
-            f"`llmtrain checkpoint prune {checkpoints.parent} --keep 1` would free {units.size(could)}"
-            if old
-            else "There is no older checkpoint that could go"
-        )
-        return (
-            f"no space for a checkpoint in {checkpoints}: it needs {units.size(self._need_bytes)}, "
-            f"{units.size(free)} are free. {remedy}."
-        )
 
     def _write_behind(self, path: Path, slices: list[Slice]) -> None:
         assert self._image is not None

@@ -1,6 +1,6 @@
-"""Writes down a fault that ended a run, or a straggler: events.jsonl first, then W&B. A process of its own.
+"""Writes down a fault that ended a run, a pause or a straggler: events.jsonl first, then W&B. A process of its own.
 
-Started by the watch of a host (cluster/watch/agent.py), which gives it a few seconds and then ends it: the ranks, and
+Started by the watch of a host (cluster/watch/notes.py), which gives it a few seconds and then ends it: the ranks, and
 the W&B process that belongs to them, may hang or be dead. Reads one JSON object from standard input.
 """
 

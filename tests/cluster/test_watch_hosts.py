@@ -149,6 +149,24 @@ def test_a_stopped_rank_on_another_host(lab3, small_data, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_minutes_of_sigstop_are_explained_and_survived(lab3, small_data, tmp_path):
+    """As a user has it: no time-out is set."""
+    job = Job(lab3, tmp_path, small_data)
+    job.wait_for_step(6)
+    (stopped,) = ranks(job.lab.hosts[1])
+    os.kill(stopped.pid, signal.SIGSTOP)
+    time.sleep(120)
+    events = [e for e in rows(job.run, "events.jsonl") if e["kind"] in ("pause", "fault")]
+    assert [(e["kind"], e["cause"], e["host"], e["ranks"]) for e in events] == [("pause", "stopped", "node-2", [1])]
+    os.kill(stopped.pid, signal.SIGCONT)
+    job.wait_for_step(max(losses(job.run)) + 5)
+    os.kill(ranks(lab3.hosts[2])[0].pid, signal.SIGTERM)
+    assert job.process.wait(120) == 0
+    kinds = [e["kind"] for e in rows(job.run, "events.jsonl")]
+    assert "fault" not in kinds and "pause_over" in kinds
+
+
+@pytest.mark.slow
 def test_a_slow_link_is_no_fault(lab3, small_data, tmp_path):
     """50 ms and 5 Mbit/s to one host: slow, and nothing else."""
     lab3.hosts[1].shape(rate_mbit=5, delay_ms=25)

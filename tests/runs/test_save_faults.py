@@ -91,6 +91,12 @@ def test_a_full_and_a_read_only_disk_cost_checkpoints_and_not_the_run(small_data
     assert sorted(losses(small_disk)) == list(range(1, max(losses(small_disk)) + 1))  # no step was lost to it
 
 
+def test_a_run_that_will_fill_its_disk_says_so_at_its_start(small_data, tmp_path, small_disk):
+    launch = Launch(write_recipe(tmp_path, small_data), "--train.max_steps", "1", "--checkpoint.keep", "1000")
+    assert launch.wait(90) == [0, 0], launch.output()[-3000:]
+    assert launch.output().count(f"warning: {small_disk / 'checkpoints'} will run out of space: this run writes") == 1
+
+
 @pytest.mark.parametrize("when_busy", ["wait", "skip"])
 def test_a_save_that_is_due_while_one_is_written(small_data, tmp_path, when_busy):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"

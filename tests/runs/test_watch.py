@@ -107,6 +107,37 @@ def test_a_stopped_rank_is_named_and_where_the_others_wait(small_data, tmp_path)
     assert "The others: rank 0 waits in" in event["text"] and "llmtrain/" in event["text"]
 
 
+def test_a_stop_that_ends_is_explained_and_the_run_goes_on(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    job = Launch(
+        recipe, "--train.max_steps", "100000", "--fault.stall_timeout_s", "30", before=stalls.watched, world_size=2
+    )
+
+    def wait_for(kind: str) -> dict[str, Any]:
+        deadline = time.monotonic() + 60
+        while not (found := [e for e in rows(run, "events.jsonl") if e["kind"] == kind]):
+            assert time.monotonic() < deadline and job.alive(), job.output()[-3000:]
+            time.sleep(0.1)
+        assert len(found) == 1
+        return found[0]
+
+    wait_for("save")
+    os.kill(job.ranks[1].pid, signal.SIGSTOP)
+    told = wait_for("pause")
+    os.kill(job.ranks[1].pid, signal.SIGCONT)
+    assert wait_for("pause_over")["lasted_s"] >= 6
+    before = len(rows(run))
+    while len(rows(run)) < before + 5:
+        time.sleep(0.1)
+    for rank in job.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert job.wait(60) == [0, 0] and gone(agents_of(run), ENDED_S)
+    assert (told["cause"], told["ranks"], len(told["all_ranks"])) == ("stopped", [1], 2)
+    assert told["text"].startswith("no progress for 6 s") and told["all_ranks"][0]["stack"]
+    assert f"warning: {told['text']} The job is ended after 30 s" in job.output()
+    assert "the ranks go on, after" in job.output() and "fault" not in [e["kind"] for e in rows(run, "events.jsonl")]
+
+
 def test_an_exception_is_told_with_its_line_and_its_phase(small_data, tmp_path):
     event = explained(small_data, tmp_path, stalls.raises, wandb="offline")
     assert (event["cause"], event["ranks"], event["step"]) == ("exception", [1], 5)

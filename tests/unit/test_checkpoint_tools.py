@@ -6,14 +6,16 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.checkpoint import retain
+from llmtrain.checkpoint import retain, space
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints, read_trainer
 from llmtrain.checkpoint.listing import layout_words
 from llmtrain.checkpoint.retain import keep_newest, outdated
@@ -278,3 +280,14 @@ def test_prune_leaves_alone_what_is_being_written(run: Path, say: Say, whose: st
         os.close(handle)
     assert say("prune", run, "--keep", 1)[0] == 0
     assert not partial.exists()
+
+
+@pytest.mark.parametrize(("keep", "held", "free_mib", "short"), [(2, 0, 363, 3), (2, 0, 364, 0), (2, 2, 164, 0)])
+def test_a_disk_that_is_too_small_is_known_beforehand(tmp_path, monkeypatch, keep, held, free_mib, short):
+    """Checkpoints of 100 MiB, of which `keep` and the next one lie there together; 64 MiB stay free."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free_mib << 20))
+    monkeypatch.setattr(space, "complete_checkpoints", lambda _: [Path("step")] * held)
+    said = space.will_lack(tmp_path / "run" / "checkpoints", 100 << 20, keep)
+    assert (said is not None) == bool(short)
+    if said is not None:
+        assert f"this run writes {short} checkpoints of 100 MiB" in said and "checkpoint.keep 2" in said

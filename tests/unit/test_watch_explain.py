@@ -242,6 +242,13 @@ def test_a_launcher_that_ends_the_other_ranks_is_not_taken_for_the_cause():
     assert explain(facts).ranks == [1]
 
 
+def test_a_pause_may_pass():
+    said = explain(job(waiting(0), waiting(1, state="stopped", inside=False), trigger="pause"))
+    assert said.what == "pause" and said.ranks == [1]
+    assert said.text.startswith("no progress for 31 s after step 21: rank 1 on node-2 is stopped")
+    assert "`kill -CONT 1001` lets it go on" in said.text
+
+
 def test_signatures_are_equal_for_the_same_error_at_the_same_step():
     def fault(error: str, step: int = 21) -> str:
         return explain(job(waiting(0, state="dead", error=error, step=step), trigger="dead_rank")).signature

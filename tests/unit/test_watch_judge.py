@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmtrain.cluster.watch.explain.facts import RankFacts
-from llmtrain.cluster.watch.judge import Judge, Stragglers
+from llmtrain.cluster.watch.judge import Judge, Pauses, Stragglers
 
 
 class Cluster:
@@ -89,6 +89,30 @@ def test_no_progress_is_a_fault_after_the_time_out(cluster):
     cluster.steps = False
     verdict, after_s = cluster.until_verdict(100)
     assert verdict.trigger == "stall" and 30 < after_s <= 32 and verdict.stalled_s > 30
+
+
+@pytest.mark.parametrize(("stall_s", "after_s"), [(300.0, 60), (3600.0, 60), (30.0, 6), (10.0, 5)])
+def test_a_pause_is_told_once_and_so_is_its_end(stall_s, after_s):
+    cluster, pauses = Cluster(stall_s=stall_s), Pauses(stall_s)
+    told = []
+
+    def wait(seconds: int) -> None:
+        for _ in range(seconds):
+            verdict = cluster.second()
+            change, lasted_s = pauses.feed(cluster.judge.stalled_s(cluster.now))
+            told.extend([(change, lasted_s)] if change else [])
+            assert verdict is None
+
+    wait(100)
+    assert told == []
+    cluster.ranks[1]["state"], cluster.steps = "stopped", False
+    wait(after_s)
+    assert told == []
+    wait(2)
+    assert [change for change, _ in told] == ["begins"] and after_s < told[0][1] <= after_s + 1
+    cluster.ranks[1]["state"], cluster.steps = "running", True
+    wait(100)
+    assert [change for change, _ in told] == ["begins", "over"] and told[1][1] >= told[0][1]
 
 
 def test_one_rank_that_works_is_progress(cluster):

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -24,11 +23,13 @@ from llmtrain.cluster.watch.ending import Process, end_host, hang_up, identify, 
 from llmtrain.cluster.watch.explain.facts import Explanation, HostFacts, JobFacts, RankFacts
 from llmtrain.cluster.watch.explain.paragraph import explain
 from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, lock, read_json, sweep
-from llmtrain.cluster.watch.judge import Judge, Stragglers, Verdict
+from llmtrain.cluster.watch.judge import Judge, Pauses, Stragglers, Verdict
+from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.observe import HostRanks
 from llmtrain.cluster.watch.proc import oom_kills
 
-_TICK_S = 0.5
+_TICK_S, _SOONEST_S = 0.5, 0.1
+"""Between two looks at everything. Reports come at any time: of 1,000 hosts, each must not cost a look."""
 _REPORT_S = 1.0
 _ROOT_LOST_S = 12.0
 """Later than the root gives up a host (judge.SILENT_S): what the root says comes first."""
@@ -39,9 +40,8 @@ _PEERS = 8
 """Other hosts that each is told of."""
 _ANSWERS_S = 3.0
 """For the stacks of other hosts."""
-_ENDED_S = 9.5
-"""For the other hosts to end their ranks, and for the note to W&B."""
-_NOTE_MODULE = "llmtrain.tracking.fault_note"
+_ENDED_S = 5.0
+"""For the other hosts to end their ranks."""
 
 
 class Agent:
@@ -51,20 +51,20 @@ class Agent:
         """Raises OSError."""
         self.folder = Path(settings["folder"])
         self.host = str(settings["host"])
-        self.run_dir = str(settings["run_dir"])
+        self.notes = Notes(str(settings["run_dir"]))
         self.stall_s = float(settings["stall_s"])
         self.launcher: Process | None = identify(int(settings["launcher"]))
         self.started_by = job_of(int(settings["launcher"]))
         self.ranks = HostRanks(self.folder, self.host, int(settings["local_size"]))
         self.judge = Judge(self.stall_s, time.monotonic())
         self.stragglers = Stragglers()
+        self.pauses = Pauses(self.stall_s)
         self.own: dict[int, tuple[int, float]] = {}
         self.server = link.Server()
         self.lock = lock(self.folder)
         self.job: dict[str, Any] | None = None
         self.line: link.Line | None = None
         self.peers: list[list[Any]] = []
-        self.notes: list[tuple[subprocess.Popen[bytes], float]] = []
         self.met_s: float | None = None
         self.root_heard_s = self.reported_s = self.called_s = 0.0
         self.oom_before = oom_kills()
@@ -76,9 +76,12 @@ class Agent:
 
     def run(self) -> None:
         """Until the ranks of this host have left, and for the root those of all hosts."""
+        now = 0.0
         while True:
             lines = [*self.server.lines.values(), *([self.line] if self.line else [])]
-            link.wait(lines, _TICK_S, self.ranks.endings())
+            endings = self.ranks.endings()
+            link.wait([], max(0.0, now + _SOONEST_S - time.monotonic()), endings)
+            link.wait(lines, _TICK_S, endings)
             now = time.monotonic()
             reports = self.ranks.observe(now)
             finished = self._finished()
@@ -99,7 +102,10 @@ class Agent:
                 return
             if finished and not self._still_needed(reports):
                 return
-            self._name_stragglers(now)
+            if self.job is None or self.is_root:
+                self._name_stragglers(now)
+                self._tell_pauses(now)
+            self.notes.tend()
 
     def _finished(self) -> bool:
         launcher_gone = self.launcher is None or not self.launcher.alive()
@@ -216,10 +222,9 @@ class Agent:
         explanation = explain(facts)
         _say(f"error: {explanation.text}")
         messages.emit("fault", **explanation.to_json())
-        note = self._start_note(explanation, facts)
+        self._note_fault(explanation, facts)
         self._end_everywhere(lost=any(host.silent_s > 0 or host.closed for host in facts.hosts))
-        if note is not None:
-            _finish(note, _ENDED_S)
+        self.notes.finish()
 
     def _facts(self, verdict: Verdict) -> JobFacts:
         """Ask all hosts for the stacks of their ranks, and put everything together."""
@@ -263,34 +268,13 @@ class Agent:
             return tuple(replace(h, silent_s=_ROOT_LOST_S if h.name == self.host else 0.0, closed=False) for h in hosts)
         return hosts
 
-    def _start_note(self, explanation: Explanation, facts: JobFacts) -> subprocess.Popen[bytes] | None:
-        """events.jsonl, then W&B, by a process of its own: neither a full disk nor W&B holds up the end of the job."""
+    def _note_fault(self, explanation: Explanation, facts: JobFacts) -> None:
         if self.job is not None and not self.is_root:
             root = self.job["root"]["host"]
             others = [host for host in self.job["hosts"] if host != root]
             if explanation.cause == "cut_off" or self.host != others[0]:
-                return None  # one of those that are left writes, where the folder is shared
-        event = {**explanation.to_json(), "all_ranks": [rank.to_json() for rank in facts.ranks]}
-        return self._note("fault", event, read_json(self.folder / RUN) or {})
-
-    def _note(self, kind: str, event: dict[str, Any], run: dict[str, Any]) -> subprocess.Popen[bytes] | None:
-        if not os.path.isdir(self.run_dir):
-            return None
-        content = {"run_dir": self.run_dir, "kind": kind, "event": event, "run": run}
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", _NOTE_MODULE],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(content).encode())
-            process.stdin.close()
-        except OSError:
-            return None
-        return process
+                return  # one of those that are left writes, where the folder is shared
+        self.notes.write("fault", _event(explanation, facts), read_json(self.folder / RUN))
 
     def _end_everywhere(self, lost: bool) -> None:
         """All hosts at once; returns when this one is done and the others have had their time.
@@ -301,7 +285,7 @@ class Agent:
             line.send({"do": "end", "lost": lost})
             line.flush()
         self._end_here(lost)
-        deadline = time.monotonic() + _ENDED_S / 2
+        deadline = time.monotonic() + _ENDED_S
         lines = self.server.lines
         while any(not line.closed for line in lines.values()) and time.monotonic() < deadline:
             link.wait(list(lines.values()), 0.1)
@@ -319,8 +303,6 @@ class Agent:
             hang_up(self.started_by, _LOST_S if lost else _BUSY_S)
 
     def _name_stragglers(self, now: float) -> None:
-        if self.job is not None and not self.is_root:
-            return
         for rank, (seconds, others) in self.stragglers.feed(self.own, now).items():
             host = next((r.host for r in self.judge.ranks() if r.rank == rank), self.host)
             _say(
@@ -328,13 +310,22 @@ class Agent:
                 f"{others:.3g} s (median)"
             )
             event = {"rank": rank, "host": host, "own_s_per_step": seconds, "others_s_per_step": others}
-            note = self._note("straggler", event, {})
-            if note is not None:
-                self.notes.append((note, now))
-        for note, began_s in self.notes:
-            if note.poll() is None and now - began_s > _ENDED_S:
-                note.kill()
-        self.notes = [(note, began_s) for note, began_s in self.notes if note.poll() is None]
+            self.notes.write("straggler", event)
+
+    def _tell_pauses(self, now: float) -> None:
+        """A job that does not move is explained long before it is ended for it."""
+        change, lasted_s = self.pauses.feed(self.judge.stalled_s(now))
+        if change == "begins":
+            facts = self._facts(Verdict("pause", stalled_s=lasted_s))
+            explanation = explain(facts)
+            _say(
+                f"warning: {explanation.text} The job is ended after {self.stall_s:.0f} s without progress "
+                "(fault.stall_timeout_s)."
+            )
+            self.notes.write("pause", _event(explanation, facts))
+        elif change == "over":
+            _say(f"the ranks go on, after {lasted_s:.0f} s without progress")
+            self.notes.write("pause_over", {"lasted_s": round(lasted_s, 1)})
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -345,13 +336,8 @@ class Agent:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _finish(note: subprocess.Popen[bytes], within_s: float) -> None:
-    """Wait for the note; after that time it is ended with all that it started."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        note.wait(within_s)
-    with contextlib.suppress(OSError):
-        os.killpg(note.pid, signal.SIGKILL)
-    note.wait()
+def _event(explanation: Explanation, facts: JobFacts) -> dict[str, Any]:
+    return {**explanation.to_json(), "all_ranks": [rank.to_json() for rank in facts.ranks]}
 
 
 def _let_go_of_output() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from llmtrain.cluster.watch.explain.cause import is_secondary
 from llmtrain.cluster.watch.explain.facts import HostFacts, RankFacts
@@ -106,12 +106,15 @@ class Judge:
                 host.heard_s = now
         self._looked_s = now
         ranks = self.ranks()
-        live = [r for r in ranks if r.state not in ("dead", "left", "unknown")]
+        live = [r for r in ranks if _lives(r)]
         if live and all(r.state == "stopped" for r in live):
             self._progress_s = now  # the whole job was suspended, by its user
-        return (
-            self._dead(ranks, live, now) or self._lost(now) or self._left(ranks, live, now) or self._stalled(live, now)
-        )
+        return self._dead(ranks, live, now) or self._lost(now) or self._left(ranks, live, now) or self._stalled(now)
+
+    def stalled_s(self, now: float) -> float:
+        """Seconds since any rank made progress; 0 while there is none that could."""
+        some = any(_lives(rank) for host in self._hosts.values() for rank in host.ranks.values())
+        return now - self._progress_s if some else 0.0
 
     def ranks(self) -> list[RankFacts]:
         return sorted((r for host in self._hosts.values() for r in host.ranks.values()), key=lambda r: r.rank)
@@ -152,9 +155,9 @@ class Judge:
         lost = [h for h in self._hosts.values() if h.waited_for and now - h.heard_s > self._silent_s]
         return Verdict("silent_host") if lost else None
 
-    def _stalled(self, live: list[RankFacts], now: float) -> Verdict | None:
-        stalled_s = now - self._progress_s
-        return Verdict("stall", stalled_s=stalled_s) if live and stalled_s > self._stall_s else None
+    def _stalled(self, now: float) -> Verdict | None:
+        stalled_s = self.stalled_s(now)
+        return Verdict("stall", stalled_s=stalled_s) if stalled_s > self._stall_s else None
 
     def _left(self, ranks: list[RankFacts], live: list[RankFacts], now: float) -> Verdict | None:
         refused = [r for r in ranks if r.state == "left" and r.code]
@@ -166,6 +169,27 @@ class Judge:
             return None
         first = refused[0]
         return Verdict("leave", text=f"rank {first.rank} on {first.host} has left with exit code {first.code}")
+
+
+def _lives(rank: RankFacts) -> bool:
+    return rank.state not in ("dead", "left", "unknown")
+
+
+class Pauses:
+    """When a job has not moved for so long that its user wants to know why, and when it moves again."""
+
+    SHARE, LEAST_S, MOST_S = 0.2, 5.0, 60.0
+
+    def __init__(self, stall_s: float) -> None:
+        self._after_s = min(max(self.SHARE * stall_s, self.LEAST_S), self.MOST_S)
+        self._lasted_s = 0.0
+
+    def feed(self, stalled_s: float) -> tuple[Literal["begins", "over", ""], float]:
+        """What is new, and for how many seconds there was no progress."""
+        before, self._lasted_s = self._lasted_s, stalled_s if stalled_s > self._after_s else 0.0
+        if self._lasted_s:
+            return ("" if before else "begins"), self._lasted_s
+        return ("over" if before else ""), before
 
 
 class Stragglers:

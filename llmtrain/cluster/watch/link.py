@@ -152,7 +152,7 @@ def answers(address: str, port: int, timeout_s: float = 1.0) -> bool:
         return False
 
 
-def wait(lines: list[Line], seconds: float, others: Sequence[int] = ()) -> None:
+def wait(lines: Sequence[Line], seconds: float, others: Sequence[int] = ()) -> None:
     """Until one of them, or one of the file descriptors `others`, has something to read, or the time is over."""
     poll = select.poll()
     for handle in (*(line.fileno() for line in lines if not line.closed), *others):

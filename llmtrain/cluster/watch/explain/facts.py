@@ -66,7 +66,7 @@ class RankFacts:
         return cls(**given)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"stack": [[f.file, f.line, f.function] for f in self.stack]}
+        return {**vars(self), "stack": [[f.file, f.line, f.function] for f in self.stack]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class JobFacts:
     """Everything that the table of causes may look at."""
 
     trigger: str
-    """dead_rank | silent_host | stall"""
+    """dead_rank | silent_host | stall | pause: the last one may pass."""
     ranks: tuple[RankFacts, ...]
     hosts: tuple[HostFacts, ...]
     here: str = ""

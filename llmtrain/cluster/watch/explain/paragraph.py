@@ -21,6 +21,7 @@ def explain(facts: JobFacts) -> Explanation:
     if waiting := where(others):
         parts.append(f"{'The others' if odd else 'The ranks'}: {waiting}.")
     parts.append(cause.remedy)
+    began = f"no progress for {facts.stalled_s:.0f} s" if facts.trigger == "pause" else "fault"
     return Explanation(
         what=facts.trigger,
         cause=cause.name,
@@ -28,5 +29,5 @@ def explain(facts: JobFacts) -> Explanation:
         ranks=sorted(odd),
         step=facts.step,
         signature=f"step {facts.step + 1}: {cause.name}{': ' + cause.detail if cause.detail else ''}",
-        text=f"fault after step {facts.step}: " + " ".join(parts),
+        text=f"{began} after step {facts.step}: " + " ".join(parts),
     )

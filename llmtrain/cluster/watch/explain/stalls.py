@@ -18,12 +18,13 @@ def _stopped(facts: JobFacts) -> Cause | None:
     if not stopped:
         return None
     pids = " ".join(str(r.pid) for r in stopped)
+    lets = "lets" if facts.trigger == "pause" else "would have let"
     return Cause(
         name="stopped",
         ranks=stopped,
         says=f"{who(stopped)} is stopped (SIGSTOP, or a debugger holds it) in {stopped[0].phase}, and has not moved "
         f"for {max(r.idle_s for r in stopped):.0f} s.",
-        remedy=f"On {stopped[0].host}, `kill -CONT {pids}` would have let it go on; ask who stops processes there.",
+        remedy=f"On {stopped[0].host}, `kill -CONT {pids}` {lets} it go on; ask who stops processes there.",
     )
 
 

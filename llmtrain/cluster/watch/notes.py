@@ -1,0 +1,62 @@
+"""Events that a watch writes down, by a process each: neither a full disk nor W&B holds up what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+_MODULE = "llmtrain.tracking.fault_note"
+_WITHIN_S = 9.5
+"""That a note may take; W&B needs seconds."""
+
+
+class Notes:
+    """The notes of one run."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._run_dir = run_dir
+        self._open: list[tuple[subprocess.Popen[bytes], float]] = []
+
+    def write(self, kind: str, event: dict[str, Any], run: dict[str, Any] | None = None) -> None:
+        """Begin to write an event to events.jsonl, and with `run` (watch.folder.RUN) to tell W&B of the fault."""
+        if not os.path.isdir(self._run_dir):
+            return
+        content = {"run_dir": self._run_dir, "kind": kind, "event": event, "run": run or {}}
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(content).encode())
+            process.stdin.close()
+        except OSError:
+            return
+        self._open.append((process, time.monotonic()))
+
+    def tend(self) -> None:
+        """End those that are done or had their time, with all that they started. Call it often."""
+        still = []
+        for process, began_s in self._open:
+            if process.poll() is None and time.monotonic() - began_s < _WITHIN_S:
+                still.append((process, began_s))
+                continue
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._open = still
+
+    def finish(self) -> None:
+        """Wait for them, and leave none."""
+        while self._open:
+            self.tend()
+            time.sleep(0.05)
