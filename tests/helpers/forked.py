@@ -104,11 +104,8 @@ def _rank(
     os.dup2(handle, 2)
     become_rank(rank, world_size, port)
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import torch
-
     from llmtrain.cli import main
 
-    torch.set_num_threads(1)
     if before is not None:
         before(rank)
     try:

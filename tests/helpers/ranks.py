@@ -101,7 +101,9 @@ def _context() -> Any:
 
 
 def become_rank(rank: int, world_size: int, port: int) -> None:
-    """The environment that a launcher gives a rank."""
+    """The environment that a launcher gives a rank, in a process that has imported torch."""
+    import torch
+
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -111,6 +113,7 @@ def become_rank(rank: int, world_size: int, port: int) -> None:
         OMP_NUM_THREADS="1",
     )
     os.environ.pop("LOCAL_SIZE", None)
+    torch.set_num_threads(1)  # the variable comes too late for that; more threads than cores spin while they wait
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
