@@ -1,9 +1,14 @@
 """What the watch of a job costs: steps with it and without it, in turns, in one run of two ranks on this machine.
 
-    python tools/bench/watch.py [--hidden 256] [--layers 4] [--blocks 40]
+    python tools/bench/watch.py [--hidden 256] [--layers 4] [--blocks 40] [--control]
 
-In every other block of ten steps the wrappers around the collectives are taken off, the heartbeat's calls do nothing,
-and the watch's process is stopped. Both sides are printed, with the cost of one heartbeat call.
+In every other block of ten steps the heartbeat's calls do nothing, and the watch's process is stopped. Both sides are
+printed, and what can be counted: the processor time of that process and of the heartbeat's calls. With --control
+nothing is switched: what is printed then is this machine's noise.
+
+    python tools/bench/watch.py --hosts 1024
+
+What the reports of so many hosts with 8 ranks each cost the watch of rank 0's host; no run is started.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,37 +43,43 @@ tracking: {{wandb: disabled}}
 """
 
 
-def rank(recipe: str, results: str) -> None:
+def rank(recipe: str, results: str, control: str) -> None:
     """One rank: llmtrain's own training, with the watch switched off in every other block of steps."""
-    import torch.distributed as dist
-
     from llmtrain.cli import main
     from llmtrain.cluster.watch.folder import AGENT
-    from llmtrain.cluster.watch.heartbeat import Heartbeat, heart
-    from llmtrain.engine import collectives
+    from llmtrain.cluster.watch.heartbeat import _COLLECTIVES, Heartbeat, heart
 
     blocks: list[list[float]] = [[]]  # seconds of steps; in every second block, from the first on, with the watch
     seen = {"steps": 0, "on": True, "began": 0.0}
-    plain: dict[str, Any] = {}
-    calls = ("phase", "beat", "end_step", "enter", "leave")
+    calls = [getattr(Heartbeat, name) for name in ("phase", "beat", "end_step", "enter", "leave")]
+    codes = [call.__code__ for call in calls]
+    counted = {"agent_s": 0.0, "on_s": 0.0, "collectives": 0.0}
+    since: dict[str, float] = {}
+
+    def nothing(self: Heartbeat, *_: Any) -> None:
+        pass
+
+    def count(on: bool) -> None:
+        """The processor time of the watch's process while it runs."""
+        ran_ns = int(Path(f"/proc/{agent()}/schedstat").read_text().split()[0])
+        if not on and since:
+            counted["agent_s"] += ran_ns / 1e9 - since["agent_s"]
+            counted["on_s"] += time.perf_counter() - since["on_s"]
+        since.update(agent_s=ran_ns / 1e9, on_s=time.perf_counter())
+
+    def agent() -> int:
+        return int(json.loads((Path(os.environ["LLMTRAIN_WATCH"]) / AGENT).read_text())["pid"])
 
     def switch(on: bool) -> None:
-        for name in collectives._FUNCTIONS:
-            wrapped = getattr(dist, name, None)
-            if wrapped is not None and on and name in plain:
-                setattr(dist, name, plain.pop(name))
-            elif wrapped is not None and not on:
-                plain[name] = wrapped
-                setattr(dist, name, wrapped.__wrapped__)
-        for name in calls[:3]:  # the wrappers hold the other two
-            if on:
-                heart.__dict__.pop(name, None)
-            else:
-                heart.__dict__[name] = lambda *_: None
         if os.environ["LOCAL_RANK"] == "0":
-            agent = json.loads((Path(os.environ["LLMTRAIN_WATCH"]) / AGENT).read_text())["pid"]
+            count(on)
+        if control:
+            return
+        for call, code in zip(calls, codes, strict=True):  # the wrappers of the collectives hold the functions
+            call.__code__ = code if on else nothing.__code__
+        if os.environ["LOCAL_RANK"] == "0":
             with contextlib.suppress(ProcessLookupError):
-                os.kill(agent, signal.SIGCONT if on else signal.SIGSTOP)
+                os.kill(agent(), signal.SIGCONT if on else signal.SIGSTOP)
 
     def begin_step() -> None:
         now = time.perf_counter()
@@ -87,20 +99,62 @@ def rank(recipe: str, results: str) -> None:
     if not seen["on"]:
         switch(True)
     if os.environ["RANK"] == "0":
-        Path(results).write_text(json.dumps(blocks))
+        steps = seen["steps"] if control else seen["steps"] / 2  # the others were not counted
+        counted["collectives"] = heart._words[_COLLECTIVES] / steps
+        Path(results).write_text(json.dumps({"blocks": blocks, **counted}))
     sys.exit(code)
 
 
 def cost_of_a_call() -> float:
-    """Microseconds of entering and leaving a collective."""
-    from llmtrain.cluster.watch.heartbeat import Heartbeat, named
+    """Microseconds that a collective takes longer because it is counted."""
+    from llmtrain.engine.collectives import _counted
 
-    heart, name, rounds = Heartbeat(), named("all_reduce"), 100_000
-    began = time.perf_counter()
-    for _ in range(rounds):
-        heart.enter(name)
-        heart.leave()
-    return (time.perf_counter() - began) / rounds * 1e6
+    def plain() -> None:
+        pass
+
+    def seconds(function: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        for _ in range(100_000):
+            function()
+        return time.perf_counter() - began
+
+    return (seconds(_counted("all_reduce", plain)) - seconds(plain)) / 100_000 * 1e6
+
+
+def account(found: dict[str, Any]) -> None:
+    """What can be counted instead of timed."""
+    step_us = 1e6 * statistics.median(seconds for block in found["blocks"][::2] for seconds in block)
+    cost_us, collectives = cost_of_a_call(), found["collectives"]
+    calls, process = 100 * collectives * cost_us / step_us, 100 * found["agent_s"] / found["on_s"]
+    print(
+        f"counted: {collectives:.1f} collectives a step, {cost_us:.2f} us more each: {calls:.3f} % of a step; the "
+        f"watch's process: {process:.3f} % of a core"
+    )
+
+
+def cost_of_hosts(hosts: int) -> None:
+    """What the root of the watch does each second: hear every host once, look at everything ten times."""
+    from llmtrain.cluster.watch.explain.facts import RankFacts
+    from llmtrain.cluster.watch.judge import Judge, Pauses
+
+    judge, pauses = Judge(300.0, 0.0), Pauses(300.0)
+    reports = []
+    for host in range(hosts):
+        ranks = [RankFacts(rank=8 * host + n, host=f"node-{host}", collective="all_reduce") for n in range(8)]
+        own = {"beats": 1, "timed_steps": 1, "own_s": 1.0, "active": False}
+        reports.append(json.dumps({"ranks": [{**rank.to_json(), **own} for rank in ranks], "oom_kills": 0}))
+    began = time.process_time()
+    for host, text in enumerate(reports):
+        judge.hear(f"node-{host}", json.loads(text), 1.0)
+    heard = time.process_time()
+    for tenth in range(10):
+        judge.decide(1.0 + tenth / 10)
+        pauses.feed(judge.stalled_s(1.0 + tenth / 10))
+    looked = time.process_time()
+    print(
+        f"{hosts} hosts of 8 ranks: {heard - began:.4f} s to hear them, {looked - heard:.4f} s to look ten times: "
+        f"{100 * (looked - began):.1f} % of a core"
+    )
 
 
 def report(blocks: list[list[float]]) -> None:
@@ -138,7 +192,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     for name, default in (("hidden", 256), ("layers", 4), ("blocks", 40)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--control", action="store_true")
+    parser.add_argument("--hosts", type=int)
     asked = parser.parse_args()
+    if asked.hosts:
+        cost_of_hosts(asked.hosts)
+        return
     with tempfile.TemporaryDirectory() as folder:
         text, data, results = Path(folder) / "text", Path(folder) / "data", Path(folder) / "times.json"
         words = [" ".join(f"word{(i * j) % 997}" for j in range(200)) for i in range(1, 200)]
@@ -154,19 +213,20 @@ def main() -> None:
         recipe.write_text(RECIPE.format(repo=REPO, data=data, run=Path(folder) / "run", steps=steps, **shape))
         env = {**os.environ, "PYTHONPATH": str(REPO), "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-        command = [sys.executable, __file__, "rank", str(recipe), str(results)]
+        command = [sys.executable, __file__, "rank", str(recipe), str(results), "control" if asked.control else ""]
         ranks = [
             subprocess.Popen(command, env={**env, "RANK": str(n), "LOCAL_RANK": str(n)}, stdout=subprocess.DEVNULL)
             for n in range(2)
         ]
         assert [each.wait() for each in ranks] == [0, 0]
-        blocks = json.loads(results.read_text())[2:]
-    report(blocks)
-    print(f"one collective entered and left: {cost_of_a_call():.2f} us")
+        found = json.loads(results.read_text())
+    found["blocks"] = found["blocks"][2:]
+    report(found["blocks"])
+    account(found)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
-        rank(*sys.argv[2:4])
+        rank(*sys.argv[2:5])
     else:
         main()
