@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from functools import partial
@@ -118,7 +119,6 @@ def test_a_stop_that_ends_is_explained_and_the_run_goes_on(small_data, tmp_path)
         while not (found := [e for e in rows(run, "events.jsonl") if e["kind"] == kind]):
             assert time.monotonic() < deadline and job.alive(), job.output()[-3000:]
             time.sleep(0.1)
-        assert len(found) == 1
         return found[0]
 
     wait_for("save")
@@ -133,9 +133,11 @@ def test_a_stop_that_ends_is_explained_and_the_run_goes_on(small_data, tmp_path)
         os.kill(rank.pid, signal.SIGTERM)
     assert job.wait(60) == [0, 0] and gone(agents_of(run), ENDED_S)
     assert (told["cause"], told["ranks"], len(told["all_ranks"])) == ("stopped", [1], 2)
-    assert told["text"].startswith("no progress for 6 s") and told["all_ranks"][0]["stack"]
+    assert re.match("no progress for [678] s after step", told["text"]) and told["all_ranks"][0]["stack"]
     assert f"warning: {told['text']} The job is ended after 30 s" in job.output()
-    assert "the ranks go on, after" in job.output() and "fault" not in [e["kind"] for e in rows(run, "events.jsonl")]
+    kinds = [e["kind"] for e in rows(run, "events.jsonl")]
+    assert (kinds.count("pause"), kinds.count("pause_over"), kinds.count("fault")) == (1, 1, 0)
+    assert "the ranks go on, after" in job.output()
 
 
 def test_an_exception_is_told_with_its_line_and_its_phase(small_data, tmp_path):
