@@ -186,8 +186,8 @@ def load_checkpoint(
 ) -> None:
     """Fill the engine from a checkpoint of any layout and prove that every value arrived.
 
-    Each rank reads the slices that it holds and no more; beside its state it needs a few MiB for
-    chunks of values. `weights_only` takes the parameters and leaves the optimizer as it is.
+    Each rank reads the slices that it holds and no more; beside its state it needs a few MiB for chunks of values.
+    `weights_only` takes the parameters and leaves the optimizer as it is.
 
     Raises:
         DamagedCheckpoint: what was read is not what the manifest says. On all ranks alike.

@@ -31,11 +31,8 @@ def lacks(checkpoints: Path, bytes_each: int) -> str | None:
 
 def will_lack(checkpoints: Path, bytes_each: int, keep: int) -> str | None:
     """Why a run that saves often will come to its end there: `keep` checkpoints stay while the next one is written."""
-    there = checkpoints
-    while not there.exists():
-        there = there.parent
     try:
-        free = shutil.disk_usage(there).free
+        free = shutil.disk_usage(checkpoints).free
         to_come = max(1, max(1, keep) + 1 - len(complete_checkpoints(checkpoints)))
     except OSError:  # the save will tell
         return None

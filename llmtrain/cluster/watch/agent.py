@@ -139,9 +139,20 @@ class Agent:
     def _listen(self, now: float) -> None:
         """The root hears the others."""
         self.server.accept(now)
+        self._take_in(now)  # stacks among it come too late
+        if now - self.reported_s >= _REPORT_S:
+            self.reported_s = now
+            peers = list(self.server.peers.values())[:_PEERS]
+            for line in self.server.lines.values():
+                line.send({"do": "go on", "peers": peers})
+
+    def _take_in(self, now: float) -> dict[str, Any]:
+        """What the others have sent: their reports go to the judge; returns their answers with stacks, by host."""
+        stacks = {}
         for host, line in list(self.server.lines.items()):
             for message in line.receive():
-                if "ranks" not in message:  # an answer that came too late
+                if "stacks" in message:
+                    stacks[host] = message["stacks"]
                     continue
                 try:
                     self.judge.hear(host, message, now)
@@ -151,11 +162,7 @@ class Agent:
             if line.closed:
                 del self.server.lines[host]
                 self.judge.close(host, now)
-        if now - self.reported_s >= _REPORT_S:
-            self.reported_s = now
-            peers = list(self.server.peers.values())[:_PEERS]
-            for line in self.server.lines.values():
-                line.send({"do": "go on", "peers": peers})
+        return stacks
 
     def _report(self, reports: list[dict[str, Any]], finished: bool, now: float) -> dict[str, Any] | None:
         """The others report to the root; returns its order to end."""
@@ -237,12 +244,7 @@ class Agent:
         deadline = now + _ANSWERS_S
         while len(answers) <= len(self.server.lines) and self.is_root and time.monotonic() < deadline:
             link.wait(list(self.server.lines.values()), 0.1)
-            for host, line in list(self.server.lines.items()):
-                for message in line.receive():
-                    if "stacks" in message:
-                        answers[host] = message["stacks"]
-                if line.closed:
-                    del self.server.lines[host]
+            answers |= self._take_in(time.monotonic())  # the job may go on: no report may be lost
         ranks = {r.rank: r for r in self.judge.ranks()}
         for host, reports in answers.items():
             for report in reports:
