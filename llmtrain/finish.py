@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from llmtrain import log, units
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.hf.exporting import export_hf
@@ -9,7 +11,7 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.baseline import ngram_baselines
 from llmtrain.data.loader import TrainData
-from llmtrain.generate import generate
+from llmtrain.generate import Sampling, generate
 from llmtrain.tracking.metrics import perplexity
 from llmtrain.tracking.tracker import Tracker
 
@@ -18,9 +20,17 @@ _BASELINE_TOKENS = 20_000_000
 
 
 def finish(
-    resolved: ResolvedRun, folder: RunDirectory, data: TrainData, tracker: Tracker, validation_loss: float
+    resolved: ResolvedRun,
+    folder: RunDirectory,
+    data: TrainData,
+    tracker: Tracker,
+    validation_loss: float,
+    device: torch.device,
 ) -> None:
-    """Print the run's result; write the Hugging Face folder and the sample if the run asks for them."""
+    """Print the run's result; write the Hugging Face folder and the sample if the run asks for them.
+
+    `device`: this rank's, for the sample; the others still hold their shards of the model.
+    """
     run = resolved.run
     newest = complete_checkpoints(folder.checkpoints)[0]
     lines = [("run folder", str(folder.path)), ("checkpoint", str(newest))]
@@ -32,7 +42,8 @@ def finish(
     log.info(f"validation loss {validation_loss:.4f} (perplexity {perplexity(validation_loss):.2f})")
     _print_baselines(resolved, data, tracker)
     if run.train.export and run.train.sample_prompt is not None:
-        text = generate(folder.export, run.train.sample_prompt, max_tokens=64, temperature=0.8, seed=run.train.seed)
+        sampling = Sampling(max_tokens=64, seed=run.train.seed)
+        text = generate(folder.export, run.train.sample_prompt, sampling, device={"": device})
         tracker.event("sample", text=text)
         log.info(f"sample: {text}")
         lines.append(("more text", f'llmtrain generate {folder.path} --prompt "..."'))

@@ -3,66 +3,184 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.checkpoint.format import complete_checkpoints
-from llmtrain.checkpoint.hf.exporting import export_hf
-from llmtrain.errors import CheckpointError
+from llmtrain import log
+from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
+from llmtrain.checkpoint.hf.exporting import MARK, export_hf
+from llmtrain.checkpoint.listing import find_checkpoints
+from llmtrain.errors import CheckpointError, ModelError
 
 
-def generate(folder: Path, prompt: str, *, max_tokens: int, temperature: float, seed: int) -> str:
-    """The prompt and at most `max_tokens` more tokens. `folder`: a Hugging Face folder; temperature 0 is greedy."""
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    max_tokens: int = 128
+    """Tokens to generate at most."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: int = 50
+    """Choose among so many of the likeliest tokens; 0: among all."""
+    top_p: float = 1.0
+    """Choose among the likeliest tokens that have this probability together; 1: among all."""
+    seed: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of transformers' `generate`."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "auto", stream: bool = False) -> str:
+    """The prompt and its continuation, without special tokens.
+
+    Args:
+        folder: a Hugging Face folder with a tokenizer.
+        device: where the model lies. `auto` spreads it over all accelerators, and to the host what does not fit.
+        stream: print the text as it is generated.
+
+    Raises:
+        ModelError: the folder has no usable tokenizer, or the prompt fills the model's positions.
+    """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, TextStreamer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device).eval()
-    tokens = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt").to(device)
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature > 0 else {"do_sample": False}
-    out = model.generate(
+    tokenizer = _tokenizer(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, device_map=device)
+    begin = prompt or tokenizer.bos_token or tokenizer.eos_token
+    if not begin:
+        raise ModelError(f"{folder}: its tokenizer names no token that begins a text. Give a --prompt.")
+    tokens = tokenizer(begin, return_tensors="pt").to(model.device)
+    torch.manual_seed(sampling.seed)
+    out = model.eval().generate(
         input_ids=tokens["input_ids"],
         attention_mask=tokens["attention_mask"],
-        max_new_tokens=max_tokens,
-        **sampling,
+        max_new_tokens=_room(model, tokens["input_ids"].shape[1], sampling.max_tokens),
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True) if stream else None,
+        **sampling.arguments(),
     )
     return str(tokenizer.decode(out[0], skip_special_tokens=True))
 
 
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it
+        raise ModelError(
+            f"{folder}: no tokenizer that transformers can load ({str(error).splitlines()[0]}). Put the files of the "
+            "tokenizer beside config.json; a run's is in the folder of its data, tokenizer/."
+        ) from error
+
+
+def _room(model: Any, prompt_tokens: int, wanted: int) -> int:
+    """How many tokens to generate: no more than the model has positions for. Raises ModelError when there are none."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or prompt_tokens + wanted <= positions:
+        return wanted
+    if prompt_tokens >= positions:
+        raise ModelError(f"the prompt has {prompt_tokens} tokens, the model {positions} positions. Shorten the prompt.")
+    log.warn(f"at most {positions - prompt_tokens} tokens follow: the model has {positions} positions")
+    return positions - prompt_tokens
+
+
 def _hf_folder(path: Path, scratch: Path) -> Path:
-    """The Hugging Face folder of a run, a checkpoint or a folder that is one already."""
+    """The Hugging Face folder to use: `path` itself, or the newest state of a run, exported if need be."""
     if (path / "config.json").is_file():
         return path
-    if (path / "export" / "config.json").is_file():
-        return path / "export"
-    found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path.parent)
-    checkpoint = path if path in found else next(iter(found), None)
-    if checkpoint is None:
-        raise CheckpointError(
-            f"{path} is neither a run with a checkpoint nor a Hugging Face folder. Give one of the two."
-        )
-    export_hf(checkpoint, scratch / "export", check="none")
+    export = path / "export"
+    found = complete_checkpoints(path / "checkpoints")
+    exported = _mark(export)
+    # By its manifest, not its step: a run that was started over reaches the same step with other weights.
+    if exported is not None and (not found or exported.get("manifest") == hash_file(found[0] / MANIFEST)):
+        print(f"model: {export}, of step {exported.get('step')}", file=sys.stderr)
+        return export
+    try:
+        newest = find_checkpoints(path)[0]
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} A Hugging Face folder, with a config.json, is right too.") from error
+    older = "" if exported is None else f"; {export} is of step {exported.get('step')}"
+    print(f"model: {newest}{older}", file=sys.stderr)
+    export_hf(newest, scratch / "export", check="none")
     return scratch / "export"
 
 
+def _mark(export: Path) -> dict[str, Any] | None:
+    """What an export says of its checkpoint; None when there is no export."""
+    if not (export / "config.json").is_file():
+        return None
+    try:
+        mark = json.loads((export / MARK).read_text())
+    except (OSError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) else {}
+
+
+def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """An argparse type: a number for which `right` holds, which `rule` says in words."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not right(value):
+            raise argparse.ArgumentTypeError(f"{text}: must be {rule}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it when `text` is no number
+    return read
+
+
 def main(argv: list[str]) -> int:
-    """Returns the exit code; raises CheckpointError."""
-    parser = argparse.ArgumentParser(prog="llmtrain generate", description="Continue a prompt with a trained model.")
+    """Returns the exit code; raises CheckpointError, ModelError."""
+    usual = Sampling()
+    parser = argparse.ArgumentParser(
+        prog="llmtrain generate",
+        description="Continue a prompt with a trained model. Of a run, its newest state is used.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument(
         "folder", type=Path, metavar="RUN_OR_FOLDER", help="run folder, checkpoint or Hugging Face folder"
     )
-    parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    args = parser.parse_args(argv)
+    option = parser.add_argument
+    option("--prompt", default="", help="text to continue")
+    option(
+        "--max-tokens",
+        type=_number(int, "at least 1", lambda n: n >= 1),
+        default=usual.max_tokens,
+        help="tokens to generate at most",
+    )
+    option(
+        "--temperature",
+        type=_number(float, "at least 0", lambda t: 0 <= t < math.inf),
+        default=usual.temperature,
+        help="0: the likeliest token each time",
+    )
+    option(
+        "--top-k",
+        type=_number(int, "at least 0", lambda n: n >= 0),
+        default=usual.top_k,
+        help="among so many of the likeliest tokens; 0: all",
+    )
+    option(
+        "--top-p",
+        type=_number(float, "above 0 and at most 1", lambda p: 0 < p <= 1),
+        default=usual.top_p,
+        help="among the likeliest tokens that have this probability together",
+    )
+    option("--seed", type=int, default=usual.seed, help="seed of the sampling")
+    args = vars(parser.parse_args(argv))
+    path, prompt = args.pop("folder"), args.pop("prompt")
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
-        folder = _hf_folder(args.folder, Path(scratch))
-        print(generate(folder, args.prompt, max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed))
+        generate(_hf_folder(path, Path(scratch)), prompt, Sampling(**args), stream=True)
     return 0

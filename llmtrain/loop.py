@@ -377,7 +377,8 @@ def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bo
         tracker.event("stop", step=position.step, complete=complete, reason=reason)
         if complete:
             heart.phase("export")
-            finish(training.resolved, training.folder, training.data, tracker, validation_loss)
+            device = training.ranks.device
+            finish(training.resolved, training.folder, training.data, tracker, validation_loss, device)
         else:
             log.info(f"stopped ({reason}) at step {position.step}; the same command continues")
         messages.emit("end", status="complete" if complete else "stopped", code=0, reason=reason)

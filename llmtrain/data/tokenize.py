@@ -60,6 +60,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": SEPARATOR,
         "bos_token": SEPARATOR,
+        "pad_token": SEPARATOR,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1_000_000_000_000,
     }
@@ -110,24 +111,35 @@ def fingerprint(folder: Path) -> str:
     return xxhash.xxh3_128_hexdigest(_require(folder).read_bytes())
 
 
-def separator_token(folder: Path) -> str:
-    """The text of the token that ends a document: the tokenizer's eos_token. DataError when it names none."""
+def named_token(folder: Path, role: str) -> str | None:
+    """The text of a tokenizer's special token. `role`: bos_token, eos_token, pad_token, ...; None when it names none.
+
+    Raises DataError when a file that would say so cannot be read.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / name
         if not path.is_file():
             continue
         try:
-            token = json.loads(path.read_text()).get("eos_token")
+            token = json.loads(path.read_text()).get(role)
         except (ValueError, AttributeError) as error:
             raise DataError(f"{path}: is not a JSON object ({error}); save the tokenizer again") from error
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):
             return token
-    raise DataError(
-        f"{folder}: the tokenizer names no eos_token, which separates the documents; "
-        'add "eos_token": "..." to its tokenizer_config.json'
-    )
+    return None
+
+
+def separator_token(folder: Path) -> str:
+    """The text of the token that ends a document: the tokenizer's eos_token. DataError when it names none."""
+    token = named_token(folder, "eos_token")
+    if token is None:
+        raise DataError(
+            f"{folder}: the tokenizer names no eos_token, which separates the documents; "
+            'add "eos_token": "..." to its tokenizer_config.json'
+        )
+    return token
 
 
 class Encoder:

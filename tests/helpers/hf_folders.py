@@ -44,8 +44,8 @@ def model_folder(path: Path, model: Any, shard: str = "1GB") -> Path:
     return path
 
 
-def checkpoint_of(model: Any, run: Path, precision: str = "bf16", step: int = 7) -> Path:
-    """A checkpoint of the model's parameters, as a run leaves it."""
+def checkpoint_of(model: Any, run: Path, precision: str = "bf16", step: int = 7, **trainer: Any) -> Path:
+    """A checkpoint of the model's parameters, as a run leaves it. `trainer`: other values of trainer.json."""
     values = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
     config = json.loads(json.dumps({**model.config.to_dict(), "use_cache": False}))
     return build_checkpoint(
@@ -61,6 +61,7 @@ def checkpoint_of(model: Any, run: Path, precision: str = "bf16", step: int = 7)
             "model_config": config,
             "separator_id": 1,
             "tokenizer_dir": "/nonexistent",
+            **trainer,
         },
         layout={"world_size": 1, "zero_stage": 0, "precision": precision},
         plan={},

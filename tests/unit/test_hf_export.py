@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from llmtrain.checkpoint.format import Manifest
+from llmtrain.checkpoint.format import MANIFEST, Manifest, hash_file
 from llmtrain.checkpoint.hf import exporting, proofs
 from llmtrain.checkpoint.hf.exporting import MARK, export_hf
 from llmtrain.checkpoint.hf.importing import import_hf
@@ -286,4 +286,9 @@ def test_the_manifest_of_an_export_says_what_it_was_made_from(tmp_path):
     checkpoint = checkpoint_of(new_model("llama"), tmp_path / "run")
     export_hf(checkpoint, tmp_path / "out", check="none")
     mark = json.loads((tmp_path / "out" / MARK).read_text())
-    assert mark == {"run": "run", "checkpoint": str(checkpoint), "step": Manifest.read(checkpoint).step}
+    assert mark == {
+        "run": "run",
+        "checkpoint": str(checkpoint),
+        "step": Manifest.read(checkpoint).step,
+        "manifest": hash_file(checkpoint / MANIFEST),
+    }

@@ -26,6 +26,7 @@ from llmtrain.checkpoint.hf.proofs import (
     prove_logits,
     read_back,
 )
+from llmtrain.checkpoint.hf.special_tokens import configure, generation_settings, special_ids
 from llmtrain.checkpoint.hf.weight_files import DTYPES, MAX_SHARD_BYTES, Shard, WeightFiles, as_described, cut
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -90,7 +91,7 @@ def export_hf(
         folder.need(files.bytes + _SPACE)
         rounded = _write_weights(folder, reader, layout, files, rounded=check != "none")
         report.add("source", f"{len(layout.shapes)} checksums are those of the manifest")
-        _write_others(folder.partial, checkpoint, trainer, layout, files)
+        _write_others(folder.partial, checkpoint, trainer, layout, files, report)
         if check != "none":
             _prove(folder.partial, reader, layout, files, rounded, check, report, trust_remote_code=trust_remote_code)
         folder.commit()
@@ -265,31 +266,46 @@ def _write_weights(
 
 
 def _write_others(
-    folder: Path, checkpoint: Path, trainer: Mapping[str, Any], layout: FolderLayout, files: WeightFiles
+    folder: Path,
+    checkpoint: Path,
+    trainer: Mapping[str, Any],
+    layout: FolderLayout,
+    files: WeightFiles,
+    report: Report,
 ) -> None:
     """Configuration, generation configuration, tokenizer, index, and where all of it comes from."""
     imported, tokenizer = "source" in trainer, trainer.get("tokenizer_dir")
     beside = checkpoint.parent.parent / SOURCE if imported else Path(tokenizer) if tokenizer else None
-    for file in beside_weights(beside, python=imported) if beside is not None and beside.is_dir() else ():
-        shutil.copy2(file, folder / file.name)
+    if beside is not None and beside.is_dir():
+        for file in beside_weights(beside, python=imported):
+            shutil.copy2(file, folder / file.name)
+    elif beside is not None:
+        report.add("tokenizer", f"none: {beside}, where the run found it, is gone")
     dtype = _HF_DTYPES[next(iter(files.dtype_of().values()))]
     if imported:
         _keep_config(folder / "config.json", trainer["source"], files, dtype)
     else:
         config = layout.skeleton.config
         config.dtype, config.architectures = dtype, [type(layout.skeleton).__name__]
+        ids = special_ids(beside, trainer.get("separator_id"))
+        if ids:
+            configure(config, ids)
+            if not (folder / "generation_config.json").exists():  # else an imported folder's own, with its sampling
+                settings = generation_settings(config, ids)
+                (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         (folder / "config.json").write_text(config.to_json_string())
-        separator = trainer.get("separator_id")
-        if separator is not None:
-            generation = {"eos_token_id": separator, "pad_token_id": separator}
-            (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
     index = files.index(sum(map(numel, layout.shapes.values())))
     same_index = imported and files.shards.keys() == trainer["source"]["files"].keys() and (folder / INDEX).is_file()
     if index is None:
         (folder / INDEX).unlink(missing_ok=True)
     elif not (same_index and json.loads((folder / INDEX).read_text())["weight_map"] == json.loads(index)["weight_map"]):
         (folder / INDEX).write_text(index)
-    mark = {"run": _run_id(checkpoint, trainer), "checkpoint": str(checkpoint.resolve()), "step": trainer.get("step")}
+    mark = {
+        "run": _run_id(checkpoint, trainer),
+        "checkpoint": str(checkpoint.resolve()),
+        "step": trainer.get("step"),
+        "manifest": hash_file(checkpoint / MANIFEST),
+    }
     (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n")
 
 

@@ -1,0 +1,56 @@
+"""Which tokens begin and end a text, in the configuration of an exported model: what its tokenizer says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from llmtrain.data.tokenize import named_token
+from llmtrain.errors import DataError
+
+
+def special_ids(tokenizer: Path | None, separator: int | None) -> dict[str, int | None]:
+    """bos_token_id, eos_token_id and pad_token_id as a tokenizer's folder names them; None for a token it lacks.
+
+    Args:
+        separator: the id that ended each document of the training data, for where the folder tells nothing.
+
+    Returns nothing at all when neither tells anything: the model's own configuration is all there is then.
+    """
+    try:
+        if tokenizer is None:
+            raise DataError("no tokenizer")
+        read = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+        names = {role: named_token(tokenizer, f"{role}_token") for role in ("bos", "eos", "pad")}
+    except Exception:  # the library raises bare Exception; a folder without a usable tokenizer is exported all the same
+        return {} if separator is None else {"eos_token_id": separator}
+    return {f"{role}_token_id": read.token_to_id(name) if name else None for role, name in names.items()}
+
+
+def configure(config: Any, ids: dict[str, int | None]) -> None:
+    """Write `special_ids` into a transformers configuration.
+
+    A family's own defaults (Llama: begin 1, end 2) are ordinary words of another vocabulary, and a server that reads
+    config.json would stop there. Several ends of a chat model stay, if the tokenizer's is one of them. The padding
+    token stays what it was in training: some families compute positions from it, and transformers never trains its
+    row, so that it must not become the end token, whose row is trained.
+    """
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else []
+    eos = ids.get("eos_token_id")
+    if eos is not None and eos not in ends:
+        config.eos_token_id = eos
+    if "bos_token_id" in ids:
+        config.bos_token_id = ids["bos_token_id"]
+    if getattr(config, "pad_token_id", None) is None and ids.get("pad_token_id") != eos:
+        config.pad_token_id = ids.get("pad_token_id")
+
+
+def generation_settings(config: Any, ids: dict[str, int | None]) -> dict[str, Any]:
+    """generation_config.json of a configured model: its special tokens; the end token pads where none is named."""
+    eos = config.eos_token_id
+    pad = ids.get("pad_token_id")
+    first = eos[0] if isinstance(eos, list) else eos
+    settings = {"bos_token_id": config.bos_token_id, "eos_token_id": eos, "pad_token_id": first if pad is None else pad}
+    return {name: value for name, value in settings.items() if value is not None}
