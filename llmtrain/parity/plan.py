@@ -114,7 +114,7 @@ def small_run(
             isolate_documents=run.data.isolate_documents,
         ),
         optim=replace(run.optim, lr=LR),
-        schedule=replace(run.schedule, warmup_steps=min(2, run.schedule.warmup_steps), decay_steps=None),
+        schedule=replace(run.schedule, warmup_steps=min(2, run.schedule.warmup_steps, steps - 1), decay_steps=None),
         train=replace(
             run.train,
             global_batch=None,

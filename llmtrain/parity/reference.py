@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.config.run import OptimConfig, ResolvedRun
-from llmtrain.engine.step import learning_rate_factor
+from llmtrain.config.run import OptimConfig, ResolvedRun, ScheduleConfig
 from llmtrain.models.build import DTYPES, load_config
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
@@ -74,7 +73,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     for step in range(steps):
         _copy(masters, model)
         loss = _forward_backward(model, tokens, resolved, step, order, device)
-        norm = optimizer.step(learning_rate_factor(run.schedule, step, resolved.max_steps))
+        norm = optimizer.step(rate_of_step(run.schedule, step + 1, steps))
         trace.losses.append(loss)
         if run.optim.name != "muon":  # there DeepSpeed reports the norm of the update
             trace.norms.append(norm)
@@ -128,9 +127,7 @@ def _forward_backward(
     rows = list(range(step * count, (step + 1) * count))
     if order.reverse:
         rows.reverse()
-    pairs = [tokens.sequence(row) for row in rows]
-    inputs = torch.stack([torch.from_numpy(pair[0]) for pair in pairs]).to(device)
-    labels = torch.stack([torch.from_numpy(pair[1]) for pair in pairs]).to(device)
+    inputs, labels = (part.to(device) for part in _rows(tokens, rows))
     counted = int((labels >= 0).sum())
     total = 0.0
     for some_inputs, some_labels in zip(inputs.chunk(order.pieces), labels.chunk(order.pieces), strict=True):
@@ -142,6 +139,37 @@ def _forward_backward(
         part.backward()
         total += loss.item()
     return total / counted
+
+
+def _rows(tokens: Tokens, rows: list[int]) -> tuple[Tensor, Tensor]:
+    """(inputs, labels), int64 [rows, T]: the label of a place is the next token, unless that begins a document whose
+    beginning is not to count, or lies behind the row's last label that counts."""
+    inputs, labels = [], []
+    for row in rows:
+        window, counted = tokens.window(row)
+        text = window.tolist()
+        hidden = [tokens.mask_document_starts and before == tokens.separator_id for before in text[:-1]]
+        labels.append([-100 if hide or place >= counted else text[place + 1] for place, hide in enumerate(hidden)])
+        inputs.append(text[:-1])
+    return torch.tensor(inputs), torch.tensor(labels)
+
+
+def rate_of_step(schedule: ScheduleConfig, number: int, steps: int) -> float:
+    """What the peak learning rate is multiplied with at optimizer step `number` of `steps` (1 is the first).
+
+    From 0 before the first step a line reaches 1 with the step after the warm-up's; min_ratio is reached with the last
+    step: from the warm-up's end by half a cosine or a line, or in the last decay_steps by a line (wsd).
+    """
+    top = schedule.warmup_steps + 1
+    if number <= top or schedule.name == "constant":
+        return min(1.0, number / top)
+    if schedule.name == "wsd":
+        top = steps - (schedule.decay_steps or max(1, steps // 10)) + 1
+    if number <= top:
+        return 1.0
+    done = (number - top) / (steps - top)
+    height = math.cos(math.pi / 2 * done) ** 2 if schedule.name == "cosine" else 1.0 - done
+    return schedule.min_ratio * (1.0 - height) + height
 
 
 def _balance_coefficient(config: Any) -> float:

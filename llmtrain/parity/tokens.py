@@ -27,7 +27,15 @@ class Tokens(TrainData):
         self.separator_id = vocab_size - 1
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels), int64 [T] each. From a place on that depends on the index no label counts."""
+        """(inputs, labels), int64 [T] each, cut as a run cuts them. From a place on that depends on the index no label
+        counts."""
+        tokens, counted = self.window(index)
+        inputs, labels = labels_of(tokens, self.separator_id, self.mask_document_starts)
+        labels[counted:] = IGNORED
+        return inputs, labels
+
+    def window(self, index: int) -> tuple[np.ndarray, int]:
+        """(tokens, int64 [T + 1]; so many labels count at most)"""
         draw = np.random.default_rng((_SEED, index))
         ordinary, length = self.vocab_size - 1, self.sequence_length
         tokens = draw.integers(0, ordinary, length + 1)
@@ -38,6 +46,4 @@ class Tokens(TrainData):
             elif choice[place] < 0.75 and place >= _COPY_FROM:
                 tokens[place] = tokens[place - _COPY_FROM]
         tokens[np.flatnonzero(draw.random(length + 1) < 3 / length)] = self.separator_id
-        inputs, labels = labels_of(tokens, self.separator_id, self.mask_document_starts)
-        labels[length // 4 + int(draw.integers(0, length)) :] = IGNORED
-        return inputs, labels
+        return tokens, length // 4 + int(draw.integers(0, length))

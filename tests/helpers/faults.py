@@ -6,6 +6,7 @@ The product knows nothing of them: each replaces a function while the rank train
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ class Fault:
     """Fields of helpers.parity.Form."""
     words: str
     """What the hint has to say."""
+    everywhere: bool = False
+    """Seeded into the process of the reference as well: in a function that it might call."""
 
 
 @contextlib.contextmanager
@@ -116,6 +119,39 @@ def shifted_twice() -> Iterator[None]:
 
     with patch.object(LanguageModel, "forward", shifting):
         yield
+
+
+@contextlib.contextmanager
+def _instead(function: Any, faulty: Any) -> Iterator[None]:
+    """Everybody who has imported `function` gets `faulty`, which finds the true one as `right` among its globals."""
+    right = types.FunctionType(function.__code__, function.__globals__)
+    with patch.dict(function.__globals__, {"right": right}):
+        function.__code__ = faulty.__code__
+        try:
+            yield
+        finally:
+            function.__code__ = right.__code__
+
+
+def late_labels() -> Context:
+    """The label of a place is the token after the next one."""
+    from llmtrain.data.packing import labels_of
+
+    def late(tokens: Any, separator_id: int, mask_document_starts: bool) -> Any:
+        inputs, _ = right(tokens, separator_id, mask_document_starts)  # type: ignore[name-defined]  # noqa: F821
+        return inputs, right(tokens[[*range(1, len(tokens)), 0]], separator_id, mask_document_starts)[1]  # type: ignore[name-defined]  # noqa: F821
+
+    return _instead(labels_of, late)
+
+
+def late_schedule() -> Context:
+    """Each step has the learning rate of the next one."""
+    from llmtrain.engine.step import learning_rate_factor
+
+    def late(schedule: Any, step: int, max_steps: int | None) -> float:
+        return right(schedule, step + 1, max_steps)  # type: ignore[name-defined]  # noqa: F821
+
+    return _instead(learning_rate_factor, late)
 
 
 @contextlib.contextmanager
@@ -246,6 +282,8 @@ FAULTS: dict[str, Fault] = {
     "late_bias_correction": Fault(late_bias_correction, {"zero": 2}, "bias correction"),
     "decayed_norms": Fault(decayed_norms, {"zero": 3}, "weight decay on them"),
     "same_rows": Fault(same_rows, {"zero": 3}, "other rows"),
+    "late_labels": Fault(late_labels, {"zero": 0}, "labels", everywhere=True),
+    "late_schedule": Fault(late_schedule, {"zero": 1}, "learning rate", everywhere=True),
     "shifted_twice": Fault(shifted_twice, {"zero": 0}, "labels"),
     "leaking_documents": Fault(leaking_documents, {"isolate_documents": True}, "documents"),
     "raw_router_weights": Fault(raw_router_weights, {"family": "mixtral", "zero": 3}, "weighted otherwise"),

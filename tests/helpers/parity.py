@@ -122,12 +122,19 @@ class Outcome:
 
 def check(pools: Any, form: Form, fault: str | None = None) -> Outcome:
     """The comparison of one form."""
+    from tests.helpers.faults import FAULTS
+
     run = resolved(form)
     trace = Trace(**pools(form.ranks).run(train_on_rank, run, form.steps, fault)[0])
     split = form.tensor > 1 or form.sequence > 1
-    verdict = compare(trace, references(form), fp32=form.precision == "fp32", split=split)
+    if fault is not None and FAULTS[fault].everywhere:
+        with FAULTS[fault].seeded():
+            want = references.__wrapped__(form)
+    else:
+        want = references(form)
+    verdict = compare(trace, want, fp32=form.precision == "fp32", split=split)
     return Outcome(
         verdict,
-        "" if verdict.passed else hint(trace, references(form)[0], verdict, run.run.optim.clip_norm or 0.0),
+        "" if verdict.passed else hint(trace, want[0], verdict, run.run.optim.clip_norm or 0.0),
         trace,
     )

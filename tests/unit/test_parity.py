@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import os
@@ -12,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -26,7 +28,7 @@ from llmtrain.parity.compare import KINDS, compare
 from llmtrain.parity.hints import hint
 from llmtrain.parity.plan import Wanted, small_run, small_tree, usual_ranks
 from llmtrain.parity.ranks import RankError, Ranks
-from llmtrain.parity.reference import PlainOptimizer, orthogonalised, train_plainly
+from llmtrain.parity.reference import PlainOptimizer, _rows, orthogonalised, train_plainly
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
 from llmtrain.topology import Degrees
@@ -154,6 +156,37 @@ def test_the_plain_optimizer_is_torchs_adamw(decay: float) -> None:
         theirs.step()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(masters[name], parameter.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_weights() -> None:
+    """A fault in what both sides call passes in silence."""
+    tree = ast.parse((ROOT / "llmtrain/parity/reference.py").read_text())
+    taken = {
+        f"{node.module}.{name.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("llmtrain")
+        for name in node.names
+    }
+    assert taken <= {
+        "llmtrain.config.run.OptimConfig",
+        "llmtrain.config.run.ResolvedRun",
+        "llmtrain.config.run.ScheduleConfig",
+        "llmtrain.models.build.DTYPES",
+        "llmtrain.models.build.load_config",
+        "llmtrain.parity.start.LoudSource",
+        "llmtrain.parity.tokens.Tokens",
+        "llmtrain.parity.trace.Trace",
+    }
+    assert not any(isinstance(node, ast.Import) and "llmtrain" in ast.unparse(node) for node in ast.walk(tree))
+
+
+def test_the_reference_cuts_rows_itself() -> None:
+    tokens = Tokens(DataConfig(path="x", sequence_length=32), 64)
+    with patch("llmtrain.parity.tokens.labels_of", side_effect=AssertionError):
+        inputs, labels = _rows(tokens, [5, 6])
+    for row, index in enumerate((5, 6)):
+        for mine, theirs in zip((inputs[row], labels[row]), tokens.sequence(index), strict=True):
+            assert mine.tolist() == theirs.tolist()
 
 
 def test_the_iteration_comes_near_the_orthogonal_factor() -> None:
