@@ -13,6 +13,7 @@ from llmtrain import log
 from llmtrain.errors import UserError
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("llmtrain.init", "write recipes and DeepSpeed files to a folder, to start from"),
     "config": ("llmtrain.config.commands", "check a run's configuration, or show it resolved"),
     "prepare": ("llmtrain.data.prepare", "make a data folder from text, code, jsonl, parquet"),
     "launch": (
@@ -20,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "train on the hosts of a hostfile: start, watch, start again after a fault",
     ),
     "doctor": ("llmtrain.cluster.doctor.command", "examine the hosts of a hostfile, and say how to mend what is wrong"),
-    "train": ("llmtrain.train", "train (started by `deepspeed ... launch/train.py` on many ranks)"),
+    "train": ("llmtrain.train", "train in this process; on many ranks, `launch` or `deepspeed` starts it"),
     "parity": ("llmtrain.parity.command", "hold a small copy of a run against plain PyTorch in one process"),
     "generate": ("llmtrain.generate", "print a continuation of a prompt"),
     "report": ("llmtrain.tracking.report", "draw a run's loss, throughput and memory"),

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         print(USAGE, end="")
         return 0
     if not rest or rest[0].startswith("-"):
-        remedy = f"write llmtrain config {action} launch/recipes/NAME.yaml"
+        remedy = f"write llmtrain config {action} RUN.yaml"
         raise stop(f"llmtrain config {action}", rest[:1], "needs the run's YAML first", remedy)
     yaml_path, rest = rest[0], rest[1:]
     deep = "--deep" in rest

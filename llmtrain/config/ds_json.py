@@ -42,7 +42,7 @@ def read(path: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise stop(
             "deepspeed", path, f"no such file (looked from {Path.cwd()})",
-            "give the path of a DeepSpeed JSON; ds_configs/ holds ready ones",
+            "give the path of a DeepSpeed JSON; `llmtrain init DIR` writes some",
         ) from None  # fmt: skip
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the path
         raise stop("deepspeed", path, f"cannot be read: {error}", "give the path of a DeepSpeed JSON") from None
@@ -56,7 +56,13 @@ def read(path: str) -> dict[str, Any]:
             f"{path}, line {error.lineno}",
         ) from None  # fmt: skip
     if not isinstance(tree, dict):
-        raise stop("deepspeed", path, "a DeepSpeed JSON is one object { ... }", "see ds_configs/zero1.json", path)
+        raise stop(
+            "deepspeed",
+            path,
+            "a DeepSpeed JSON is one object { ... }",
+            "write { ... } around its keys; `llmtrain init DIR` writes examples",
+            path,
+        )
     return tree
 
 

@@ -127,7 +127,7 @@ def _split(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
     configs = [value for key, value in pairs if key == "config"]
     if len(configs) != 1:
         rule = "names the run's YAML, once"
-        raise stop("--config", configs or None, rule, "write --config launch/recipes/NAME.yaml", COMMAND_LINE)
+        raise stop("--config", configs or None, rule, "write --config RUN.yaml", COMMAND_LINE)
     return configs[0], [(key, value) for key, value in pairs if key != "config"]
 
 
@@ -142,7 +142,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         rule = f"no such file (looked from {Path.cwd()})"
-        raise stop("--config", path, rule, "give the path of a run's YAML; see launch/recipes") from None
+        raise stop("--config", path, rule, "give the path of a run's YAML; `llmtrain init DIR` writes some") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the path
         raise stop("--config", path, f"cannot be read: {error}", "give the path of a run's YAML") from None
     document = strict_yaml.parse(text, path)
@@ -232,7 +232,7 @@ def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], probl
         elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)):
             problems.add(key, value, *_type_words(key, value), places.get(key))
     if not prefix and tree.get("deepspeed") is None:
-        remedy = "write `deepspeed: ds_configs/zero1.json`; see ds_configs/README.md"
+        remedy = "write `deepspeed: PATH` of a DeepSpeed JSON; `llmtrain init DIR` writes some, and when to take which"
         problems.add("deepspeed", None, "is required", remedy, places.get("deepspeed"))
 
 
@@ -252,7 +252,7 @@ def _unknown(key: str, value: Any, place: str | None, problems: Problems, flag: 
     elif near:
         remedy = f"did you mean {'--' if flag else ''}{near}?"
     else:
-        remedy = "remove it; docs/configuration.md lists every field"
+        remedy = "remove it; `llmtrain train --help` lists every field"
     problems.add(f"--{key}" if flag else key, value, "there is no such field", remedy, place)
 
 
@@ -280,7 +280,7 @@ def _typed(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> 
             except (ArgumentError, TypeError, ValueError):
                 problems.add(key, value, *_type_words(key, value), places.get(key))
         if not problems:
-            problems.add("run", None, f"cannot be read: {error}", "see docs/configuration.md")
+            problems.add("run", None, f"cannot be read: {error}", "`llmtrain train --help` tells every field")
         problems.raise_if_any()
         raise
 

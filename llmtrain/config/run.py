@@ -178,7 +178,7 @@ class RunConfig:
     """One training run."""
 
     deepspeed: str
-    """The DeepSpeed JSON (ds_configs/ holds real ones)."""
+    """The DeepSpeed JSON (`llmtrain init DIR` writes some)."""
     resume: str = "auto"
     """auto: continue from the newest intact checkpoint of the run folder; none: the folder must be new; or
     a checkpoint's path."""

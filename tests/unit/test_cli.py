@@ -25,7 +25,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("llmtrain ")
 
 
-@pytest.mark.parametrize(("word", "remedy"), [("trian", "llmtrain train"), ("xyz", "one of: config, prepare")])
+@pytest.mark.parametrize(("word", "remedy"), [("trian", "llmtrain train"), ("xyz", "one of: init, config, prepare")])
 def test_an_unknown_command(word: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([word]) == 2
     told = capsys.readouterr().err

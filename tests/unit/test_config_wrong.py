@@ -69,7 +69,7 @@ CASES = [
     ),
     Wrong("anchor", ("optim.lr", "no anchors", "write the value out"), f"{YAML}optim: {{lr: &a 1}}"),
     Wrong("list for a run", ("[1, 2]", "a run is a map", "write `deepspeed"), "[1, 2]"),
-    Wrong("empty file", ("deepspeed = null", "is required", "ds_configs/zero1.json"), ""),
+    Wrong("empty file", ("deepspeed = null", "is required", "llmtrain init DIR"), ""),
     # values
     Wrong("negative lr", ("optim.lr = -1", "greater than 0", "3e-4"), {"optim": {"lr": -1.0}}),
     Wrong("lr that is nan", ("optim.lr = NaN", "finite", "correct the number"), argv=["--optim.lr", ".nan"]),
@@ -144,9 +144,9 @@ CASES = [
     ),
     Wrong("no such checkpoint", ('resume = "ck"', "no such file", "write auto, none"), {"resume": "ck"}),
     # the JSON
-    Wrong("no such JSON", ('deepspeed = "zz.json"', "no such file", "ds_configs/"), {"deepspeed": "zz.json"}),
+    Wrong("no such JSON", ('deepspeed = "zz.json"', "no such file", "llmtrain init DIR"), {"deepspeed": "zz.json"}),
     Wrong("broken JSON", ("not valid JSON", "ds.json, line 1", "missing comma"), ds='{"bf16": {"enabled": true'),
-    Wrong("JSON list", ('deepspeed = "ds.json"', "one object", "ds_configs/zero1.json"), ds="[1]"),
+    Wrong("JSON list", ('deepspeed = "ds.json"', "one object", "llmtrain init DIR"), ds="[1]"),
     Wrong(
         "duplicate JSON key",
         ("train_batch_size = 16", "first with 8", "keep one"),

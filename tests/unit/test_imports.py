@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("checkpoint",),
     ("sites",),
-    ("begin", "consistency", "generate", "parity", "saving"),
+    ("begin", "consistency", "generate", "init", "parity", "saving"),
     ("finish",),
     ("loop",),
     ("train",),
@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 HEAVY = {"torch", "deepspeed", "transformers", "numpy", "pandas"}
-LIGHT = ("errors", "units", "log", "redact", "topology", "config", "plan", "cluster", "cli", "__main__")
+LIGHT = ("errors", "units", "log", "redact", "topology", "config", "plan", "cluster", "init", "cli", "__main__")
 # `config check --deep` asks the installed DeepSpeed, inside one function.
 MAY_ASK_DEEPSPEED = "config/deepspeed.py"
 LAZY_DISPATCH = ("cli", "__main__")

@@ -24,7 +24,7 @@ MASTER_PORT = 29500
 """DeepSpeed's default for the rendezvous."""
 _OWN_FOLDERS = (
     "no shared file system at checkpoint.dir ({folder}): each host keeps the files of its own ranks. A resume needs "
-    "the same hosts, or their files gathered (docs/cluster.md)"
+    "the same hosts, or their files gathered"
 )
 
 

@@ -136,7 +136,9 @@ def _shared(survey: Survey) -> Iterator[Finding]:
             fix = f"on {host}: mount the shared file system; findmnt -T {survey.run_dir}"
         else:
             what = f"what {first} writes into {survey.run_dir} is not there: the ranks could not save a checkpoint"
-            fix = "put train.run_dir on a file system that all hosts share, or set checkpoint.dir (docs/cluster.md)"
+            fix = (
+                "put train.run_dir on a file system that all hosts share, or set checkpoint.dir: a folder on each host"
+            )
         yield Finding(host=host, check="shared", level="red", what=what, fix=fix)
 
 

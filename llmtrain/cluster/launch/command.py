@@ -52,7 +52,7 @@ def _options(argv: list[str]) -> Options:
     given = parser.parse_args(argv)
     words = [word for index, word in enumerate(given.run) if index or word != "--"]
     if not words:
-        raise ConfigError("no run: write `llmtrain launch --hostfile HOSTS -- launch/recipes/NAME.yaml`")
+        raise ConfigError("no run: write `llmtrain launch --hostfile HOSTS -- RUN.yaml`")
     if not words[0].startswith("--"):
         words.insert(0, "--config")
     if given.preempt_file:

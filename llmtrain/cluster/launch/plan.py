@@ -23,7 +23,7 @@ from llmtrain.cluster.launch.reach import MARK, is_here
 from llmtrain.errors import ConfigError
 from llmtrain.redact import redact_argv
 
-SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "train.py"
+SCRIPT = (Path(__file__).parents[2] / "shipped/launch/train.py").resolve()
 # A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
 _MAX_COMMAND = (128 << 10) - 1
@@ -83,8 +83,6 @@ def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequenc
 
 def check(plan: Plan) -> None:
     """Raises ConfigError for what DeepSpeed's launcher over pdsh would break on."""
-    if not SCRIPT.is_file():
-        raise ConfigError(f"{SCRIPT} is not there: run `llmtrain launch` from a clone of the repository")
     if plan.alone:
         return
     problems = [path_problem(path) for path in (os.getcwd(), sys.executable, str(SCRIPT))]

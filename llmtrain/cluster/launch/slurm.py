@@ -93,8 +93,8 @@ def hosts_of(environ: Mapping[str, str]) -> tuple[Host, ...]:
     missing = [name for name in ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE") if not environ.get(name)]
     if missing:
         raise ConfigError(
-            f"--launcher slurm: {missing[0]} is not set: start it within an allocation (sbatch launch/slurm.sbatch), "
-            "with --ntasks-per-node"
+            f"--launcher slurm: {missing[0]} is not set: start it within an allocation (salloc, or sbatch: "
+            "`llmtrain init DIR` writes a script), with --ntasks-per-node"
         )
     names = expand(environ["SLURM_JOB_NODELIST"])
     counts = tasks_per_node(environ["SLURM_TASKS_PER_NODE"], len(names))

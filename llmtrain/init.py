@@ -1,0 +1,51 @@
+"""`llmtrain init DIR`: the recipes, the DeepSpeed files and the launch scripts of this version, to start from."""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import shutil
+from pathlib import Path
+
+from llmtrain import log
+from llmtrain.errors import UserError
+
+_SHIPPED = Path(__file__).parent / "shipped"
+"""Of a wheel: files. Of a clone: links to the folders launch/ and ds_configs/ at its top."""
+_NEXT = """\
+launch/recipes/   a YAML for each run: copy one and change it
+ds_configs/       DeepSpeed JSON; its README.md says which to take
+launch/           train.py (what `deepspeed` starts), examples of a hostfile and of an environment, a Slurm script
+to begin:         cd {folder}
+                  llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib
+                  llmtrain train --config launch/recipes/quickstart.yaml"""
+
+
+def main(argv: list[str]) -> int:
+    """The command line behind `llmtrain init`; 0 on success. Raises UserError, and then nothing was written."""
+    parser = argparse.ArgumentParser(prog="llmtrain init", description="Write recipes and DeepSpeed files to a folder.")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there; no file of it is changed")
+    folder: Path = parser.parse_args(argv).folder
+    pairs = [(file, folder / file.relative_to(_SHIPPED)) for file in _files(_SHIPPED)]
+    try:
+        if other := [new for old, new in pairs if new.exists() and not filecmp.cmp(old, new, shallow=False)]:
+            raise UserError(f"{other[0]}: there is another file of that name, which init does not replace. Give an "
+                            "empty folder.")  # fmt: skip
+        for old, new in pairs:
+            new.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(old, new)
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}. Give a folder that can be written to.") from None
+    log.info(f"{len(pairs)} files in {folder}\n{_NEXT.format(folder=folder)}")
+    return 0
+
+
+def _files(folder: Path) -> list[Path]:
+    """All that a user may copy; `hostfile.local` is what `make` writes for one machine."""
+    found: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name != "__pycache__":
+            found += _files(path)
+        elif path.is_file() and path.suffix != ".local":
+            found.append(path)
+    return found
