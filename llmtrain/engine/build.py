@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -208,6 +210,7 @@ def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.
 
         if get_accelerator().device_name() == "cpu":
             _uncompile_muon()
+        _set_newton_schulz_dtype(resolved.precision)
         return MuonWithAuxAdam(parameters, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
     if resolved.offload_optimizer:
         with _op_build_lock():
@@ -232,6 +235,23 @@ def _uncompile_muon() -> None:
             plain = getattr(function, "_torchdynamo_orig_callable", None)
             if plain is not None:
                 setattr(module, name, plain)
+
+
+def _set_newton_schulz_dtype(precision: str) -> None:
+    """Muon's Newton-Schulz iteration in fp32 for a run in fp32; else in what DeepSpeed takes, fp16 where there is any.
+
+    DeepSpeed takes fp16 for an fp32 run, too, on GPUs and on processors with AVX512-FP16. That changes the update of a
+    matrix by up to 2 % (measured): an fp32 run would depend on the processor, and by rounding to fp16 on its layout.
+    """
+    from deepspeed.runtime.zero.muon import original_muon
+
+    theirs = inspect.unwrap(original_muon.ns_compute_dtype)  # an earlier engine of this process may have been fp32
+
+    @functools.wraps(theirs)
+    def fp32(ns_method: str = "gram") -> torch.dtype:
+        return torch.float32
+
+    original_muon.ns_compute_dtype = fp32 if precision == "fp32" else theirs
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     _keep_buffers(model, config, device)
     if order.halves:
         _halve_products(model)
-    optimizer = PlainOptimizer(model, masters, run.optim)
+    optimizer = PlainOptimizer(model, masters, run.optim, newton_schulz_dtype(resolved))
     tokens = Tokens(run.data, config.get_text_config().vocab_size)
     trace = Trace()
     trace.parameters.append({name: value.cpu().clone() for name, value in masters.items()})
@@ -81,6 +81,15 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         if step == 0:
             trace.gradients = optimizer.first_moments()
     return trace
+
+
+def newton_schulz_dtype(resolved: ResolvedRun) -> torch.dtype:
+    """Of Muon's iteration: fp32 in an fp32 run; else DeepSpeed's choice for this device, which it tells."""
+    if resolved.run.optim.name != "muon" or resolved.precision == "fp32":
+        return torch.float32
+    from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
+
+    return ns_compute_dtype()
 
 
 def _value(source: LoudSource, name: str) -> Tensor:
@@ -209,10 +218,17 @@ def _loss_sum(model: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, tuple
 class PlainOptimizer:
     """AdamW or Muon, and clipping, from their definitions, on fp32 masters."""
 
-    def __init__(self, model: nn.Module, masters: dict[str, Tensor], optim: OptimConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        masters: dict[str, Tensor],
+        optim: OptimConfig,
+        newton_schulz_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._named = dict(model.named_parameters())
         self._masters = masters
         self._optim = optim
+        self._newton_schulz_dtype = newton_schulz_dtype
         self._first = {name: torch.zeros_like(value) for name, value in masters.items()}
         self._second = {name: torch.zeros_like(value) for name, value in masters.items()}
         self._steps = 0
@@ -264,16 +280,16 @@ class PlainOptimizer:
         """Nesterov momentum, orthogonalised (https://kellerjordan.github.io/posts/muon/), scaled for tall matrices."""
         value, momentum, rate = self._masters[name], self._first[name], self._optim.muon_momentum
         momentum.lerp_(grad, 1 - rate)
-        update = orthogonalised(grad.lerp(momentum, rate))
+        update = orthogonalised(grad.lerp(momentum, rate), self._newton_schulz_dtype)
         self._decay(value, lr)
         value.sub_(lr * math.sqrt(max(1.0, value.shape[-2] / value.shape[-1])) * update)
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
-    """Five steps of the quintic Newton-Schulz iteration towards U V^T of matrix = U S V^T, in fp32."""
+def orthogonalised(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Five steps of the quintic Newton-Schulz iteration towards U V^T of matrix = U S V^T, computed in `dtype`."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = (matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(5):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
-    return x
+    return x.float()

@@ -79,9 +79,15 @@ class Launch:
         return self.log.read_text() if self.log.exists() else ""
 
 
-def finish(recipe: Path, *overrides: str, world_size: int = 2, timeout_s: float = 120) -> tuple[int, str]:
+def finish(
+    recipe: Path,
+    *overrides: str,
+    world_size: int = 2,
+    timeout_s: float = 120,
+    before: Callable[[int], None] | None = None,
+) -> tuple[int, str]:
     """(exit code of rank 0, output of all ranks) of a launch. All must end in time."""
-    launch = Launch(recipe, *overrides, world_size=world_size)
+    launch = Launch(recipe, *overrides, world_size=world_size, before=before)
     codes = launch.wait(timeout_s)
     if None in codes:
         launch.kill()

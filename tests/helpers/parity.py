@@ -28,6 +28,7 @@ from llmtrain.parity.reference import orders, train_plainly
 from llmtrain.parity.small import small_model
 from llmtrain.parity.trace import Trace
 from tests.helpers.families import FAMILIES, VARIANTS
+from tests.helpers.processors import fp16, on_device
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Form:
     tied: bool | None = None
     optimizer: str = "adamw"
     isolate_documents: bool = False
+    device_fp16: bool = False
+    """Whether the device is taken for one that has fp16: Muon's iteration is then in it, but for runs in fp32."""
     steps: int = 20
     extra: str = "{}"
     """More of the DeepSpeed JSON."""
@@ -58,7 +61,8 @@ class Form:
         parts = [f"{word}{getattr(self, key)}" for key, word in words.items() if getattr(self, key) > 1]
         parts += [f"zero{self.zero}", f"x{self.ranks}"]
         tied = {None: [], True: ["tied"], False: ["untied"]}[self.tied]
-        return "-".join([self.family, *tied, *parts, self.precision])
+        muon = ["muon"] if self.optimizer == "muon" else []
+        return "-".join([self.family, *tied, *muon, *parts, self.precision])
 
 
 def resolved(form: Form) -> ResolvedRun:
@@ -97,7 +101,8 @@ def resolved(form: Form) -> ResolvedRun:
 @functools.lru_cache(maxsize=4)
 def references(form: Form) -> list[Trace]:
     run = resolved(form)
-    return [train_plainly(run, form.steps, order, torch.device("cpu")) for order in orders(run)]
+    with fp16(form.device_fp16):
+        return [train_plainly(run, form.steps, order, torch.device("cpu")) for order in orders(run)]
 
 
 def train_on_rank(run: ResolvedRun, steps: int, fault: str | None) -> dict[str, Any] | None:
@@ -125,7 +130,7 @@ def check(pools: Any, form: Form, fault: str | None = None) -> Outcome:
     from tests.helpers.faults import FAULTS
 
     run = resolved(form)
-    trace = Trace(**pools(form.ranks).run(train_on_rank, run, form.steps, fault)[0])
+    trace = Trace(**pools(form.ranks).run(on_device, form.device_fp16, train_on_rank, run, form.steps, fault)[0])
     split = form.tensor > 1 or form.sequence > 1
     if fault is not None and FAULTS[fault].everywhere:
         with FAULTS[fault].seeded():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.processors import fp16, on_device
 from tests.helpers.training import (
     LLAMA,
     Case,
@@ -58,23 +60,16 @@ def test_bf16_stays_within_bf16_rounding_of_fp32(pools, small_data, stage):
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
 
 
-def with_fp16(case: Case) -> tuple[Trace, list[float]]:
+@fp16(True)
+def with_loss_scale(case: Case) -> tuple[Trace, list[float]]:
     """Train in fp16 on the CPU, which computes it but which DeepSpeed refuses; returns the loss scales, too."""
-    from deepspeed.accelerator import get_accelerator
-
     from llmtrain.engine.fragments import loss_scale_state
 
-    accelerator = get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
-    accelerator.supported_dtypes = lambda: [torch.float, torch.half, torch.bfloat16]
-    try:
-        engine, stepper, ranks = make_engine(case)
-        trace = train_steps(case, stepper, ranks, 0, case.steps)
-        scales = [loss_scale_state(engine)["cur_scale"]]
-        trace.parameters = assembled(engine, ranks)
-        engine.destroy()
-    finally:
-        del accelerator.is_fp16_supported, accelerator.supported_dtypes
+    engine, stepper, ranks = make_engine(case)
+    trace = train_steps(case, stepper, ranks, 0, case.steps)
+    scales = [loss_scale_state(engine)["cur_scale"]]
+    trace.parameters = assembled(engine, ranks)
+    engine.destroy()
     return trace, scales
 
 
@@ -82,23 +77,19 @@ def with_fp16(case: Case) -> tuple[Trace, list[float]]:
 def test_fp16_with_loss_scaling_agrees(pools, small_data, stage):
     want = reference(small_data)
     case = Case(data=small_data, stage=stage, precision="fp16", extra={})
-    got, scales = pools(2).run(with_fp16, case)[0]
+    got, scales = pools(2).run(with_loss_scale, case)[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-3
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
     assert scales[0] >= 1024
 
 
+@fp16(True)
 def at_the_floor(case: Case) -> tuple[int, str]:
     """Train in fp16 with every loss NaN until the run is told to stop: (steps skipped before, message)."""
-    from deepspeed.accelerator import get_accelerator
-
     from llmtrain.engine.control import Agreement
     from llmtrain.errors import TrainingStopped
     from tests.helpers.training import batches
 
-    accelerator = get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
-    accelerator.supported_dtypes = lambda: [torch.float, torch.half, torch.bfloat16]
     engine, stepper, ranks = make_engine(case)
     hook = engine.module.hf.get_output_embeddings().register_forward_hook(lambda module, args, out: out * float("nan"))
     source = batches(case, (ranks.rank, ranks.world_size), case.accumulation)
@@ -113,7 +104,6 @@ def at_the_floor(case: Case) -> tuple[int, str]:
         hook.remove()
         source.close()  # type: ignore[attr-defined]
         engine.destroy()
-        del accelerator.is_fp16_supported, accelerator.supported_dtypes
     return skipped, ""
 
 
@@ -125,15 +115,28 @@ def test_fp16_without_a_smaller_loss_scale_stops_with_a_message(pools, small_dat
         assert skipped == 3 and "smallest loss scale" in message and "bf16" in message  # 8, 4, 2, then 1
 
 
-def test_muon_is_the_same_under_every_stage(pools, small_data):
-    """ZeRO 0 on one rank against the others, fp32 (Newton-Schulz, too, where the device has no fp16)."""
-    want = pools(1).run(run_case, Case(data=small_data, optimizer="muon"))[0]
+def test_muon_is_the_same_under_every_stage_and_on_every_device(pools, small_data):
+    """ZeRO 0 on one rank of a device without fp16 against the others on devices with it: Newton-Schulz is fp32, too."""
+    case = Case(data=small_data, optimizer="muon")
+    want = pools(1).run(on_device, False, run_case, case)[0]
     assert want.losses[-1] < want.losses[0] - 0.2
     for world_size, stage in ((2, 0), (2, 1), (2, 2), (2, 3), (4, 1)):
-        got = pools(world_size).run(run_case, Case(data=small_data, optimizer="muon", stage=stage, accumulation=3))[0]
+        got = pools(world_size).run(on_device, True, run_case, replace(case, stage=stage, accumulation=3))[0]
         worst = max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True))
         assert worst < 1e-5, (world_size, stage, worst)
         assert largest_difference(got.parameters, want.parameters) < 1e-5
+
+
+def test_a_bf16_run_orthogonalises_in_fp16_where_the_device_has_it(pools, small_data):
+    """Which costs nothing beside bf16's own rounding (the tolerances of the test of bf16 above)."""
+    case = Case(data=small_data, optimizer="muon", precision="bf16", stage=2)
+    without, there = (pools(2).run(on_device, device, run_case, case)[0] for device in (False, True))
+    assert without.losses != there.losses
+    assert max(abs(a - b) for a, b in zip(there.losses, without.losses, strict=True)) < 1.5e-3
+    # An fp32 engine of the same process has set the iteration to fp32: this one has set it back.
+    exact = pools(2).run(on_device, True, run_case, replace(case, precision="fp32"))[0]
+    assert max(abs(a - b) for a, b in zip(there.losses, exact.losses, strict=True)) < 1.5e-3
+    assert pools(2).run(on_device, True, run_case, case)[0].losses == there.losses
 
 
 def load_pretrained(case: Case, folder: str, break_name: str | None) -> str:

@@ -13,6 +13,7 @@ from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
 from tests.helpers.families import FAMILIES, tied
+from tests.helpers.processors import on_device
 from tests.helpers.training import (
     Case,
     Trace,
@@ -94,8 +95,8 @@ def test_losses_go_on(pools, small_data, saved, model, saved_under, loaded_under
 def test_muon_goes_on_in_a_pipeline(pools, small_data, tmp_path):
     """Its momentum: under ZeRO 3 in pieces, in a pipeline's ZeRO 1 whole on each rank that has a part of the matrix."""
     cases = [Case(data=small_data, steps=END, optimizer="muon", **LAYOUTS[layout][1]) for layout in ("z3x4", "pp2dp2")]
-    want, path = pools(4).run(save_in_the_middle, cases[0], str(tmp_path))[0]
-    got = pools(4).run(load_and_go_on, cases[1], path)[0]
+    want, path = pools(4).run(on_device, False, save_in_the_middle, cases[0], str(tmp_path))[0]
+    got = pools(4).run(on_device, True, load_and_go_on, cases[1], path)[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
     assert largest_difference(got.parameters, want.parameters) < 1e-5
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups as deepspeed_groups
 
 from llmtrain.checkpoint.format import Manifest, read_trainer
@@ -27,6 +25,7 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.fragments import loss_scale_state
 from llmtrain.errors import CheckpointError
 from tests.helpers.deepspeed_peers import make_pipeline, make_plain, pipeline_steps, plain_steps
+from tests.helpers.processors import fp16
 from tests.helpers.training import (
     LLAMA,
     Case,
@@ -54,19 +53,7 @@ def imported(source: Path, out: Path, model: dict[str, Any] = LLAMA, **options: 
     return path
 
 
-@contextlib.contextmanager
-def fp16_on_cpu() -> Iterator[None]:
-    """torch computes in fp16 on a CPU; DeepSpeed's accelerator says that it does not."""
-    accelerator = get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
-    accelerator.supported_dtypes = lambda: [torch.float, torch.half, torch.bfloat16]
-    try:
-        yield
-    finally:
-        del accelerator.is_fp16_supported, accelerator.supported_dtypes
-
-
-@fp16_on_cpu()
+@fp16(True)
 def saved_by_deepspeed(case: Case, folder: str) -> dict[str, float]:
     """The first half in our engine, then DeepSpeed's save. Returns the loss scaler's numbers."""
     engine, stepper, ranks = make_engine(case)
@@ -77,7 +64,7 @@ def saved_by_deepspeed(case: Case, folder: str) -> dict[str, float]:
     return scale
 
 
-@fp16_on_cpu()
+@fp16(True)
 def resumed_by_deepspeed(case: Case, folder: str) -> Trace:
     """The second half, after DeepSpeed's load."""
     engine, stepper, ranks = make_engine(case)
@@ -87,7 +74,7 @@ def resumed_by_deepspeed(case: Case, folder: str) -> Trace:
     return trace
 
 
-@fp16_on_cpu()
+@fp16(True)
 def resumed_by_us(case: Case, path: str) -> Trace:
     """The second half from the imported checkpoint, in an engine with other initial weights."""
     engine, stepper, ranks = make_engine(case)

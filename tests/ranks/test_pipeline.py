@@ -113,11 +113,11 @@ def test_bf16_with_gradients_accumulated_in(pools, small_data, extra, tie):
 
 @pytest.mark.parametrize("extra", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=["fp16", "fp32"])
 def test_fp16_with_gradients_accumulated_in(pools, small_data, extra):
-    from tests.ranks.test_forms import with_fp16
+    from tests.ranks.test_forms import with_loss_scale
 
     want = reference(small_data, model=tied(LLAMA))
     case = Case(data=small_data, stage=1, pipeline=2, accumulation=3, precision="fp16", extra=extra, model=tied(LLAMA))
-    got, scales = pools(2).run(with_fp16, case)[0]
+    got, scales = pools(2).run(with_loss_scale, case)[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-3
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
     assert scales[0] >= 1024

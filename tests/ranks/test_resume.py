@@ -11,6 +11,7 @@ from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
 from tests.helpers.families import FAMILIES
+from tests.helpers.processors import on_device
 from tests.helpers.training import (
     Case,
     Trace,
@@ -69,7 +70,7 @@ def load_and_go_on(case: Case, path: str) -> Trace:
         (2, {"stage": 2, "offload": "optimizer"}),
         (2, {"stage": 3, "offload": "all"}),
         (2, {"stage": 0, "optimizer": "muon"}),
-        (2, {"stage": 1, "optimizer": "muon"}),
+        (2, {"stage": 1, "optimizer": "muon", "precision": "bf16"}),
         (2, {"stage": 3, "optimizer": "muon"}),
         (2, {"stage": 1, "precision": "bf16", "pipeline": 2}),
         (2, {"stage": 1, "precision": "bf16", "pipeline": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}),
@@ -81,9 +82,10 @@ def load_and_go_on(case: Case, path: str) -> Trace:
     ids=lambda value: value if isinstance(value, int) else "-".join(f"{v}" for k, v in value.items() if k != "model"),
 )
 def test_same_layout_goes_on_bit_for_bit(pools, small_data, tmp_path, world_size, form):
+    """On a device that has fp16, where Muon in bf16 uses it."""
     case = Case(data=small_data, steps=END, **form)
-    want, path = pools(world_size).run(save_in_the_middle, case, str(tmp_path))[0]
-    got = pools(world_size).run(load_and_go_on, case, path)[0]
+    want, path = pools(world_size).run(on_device, True, save_in_the_middle, case, str(tmp_path))[0]
+    got = pools(world_size).run(on_device, True, load_and_go_on, case, path)[0]
     assert got.losses == want.losses
     assert got.norms == want.norms
     for name, value in want.parameters.items():
@@ -92,8 +94,9 @@ def test_same_layout_goes_on_bit_for_bit(pools, small_data, tmp_path, world_size
 
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 1), (1, 3)), ((1, 3), (2, 2)), ((2, 0), (4, 1))])
 def test_muon_momentum_travels(pools, small_data, tmp_path, saved, loaded):
+    """In fp32 from devices with fp16 to devices without, too: nothing of the run is in fp16 on either."""
     case = Case(data=small_data, stage=saved[1], steps=END, optimizer="muon")
-    want, path = pools(saved[0]).run(save_in_the_middle, case, str(tmp_path))[0]
-    got = pools(loaded[0]).run(load_and_go_on, shortened(case, stage=loaded[1]), path)[0]
+    want, path = pools(saved[0]).run(on_device, True, save_in_the_middle, case, str(tmp_path))[0]
+    got = pools(loaded[0]).run(on_device, False, load_and_go_on, shortened(case, stage=loaded[1]), path)[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
     assert largest_difference(got.parameters, want.parameters) < 1e-5

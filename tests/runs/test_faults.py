@@ -11,6 +11,7 @@ from pathlib import Path
 from llmtrain.checkpoint.format import complete_checkpoints
 from tests.helpers import forked
 from tests.helpers.launching import environment, finish, launch, losses, rows, write_recipe
+from tests.helpers.processors import have_fp16, lack_fp16
 from tests.helpers.wandb_files import read_back
 
 
@@ -85,9 +86,11 @@ def test_a_time_limit_ends_a_run_well(small_data, tmp_path):
 def test_fp16_is_refused_where_the_device_lacks_it(small_data, tmp_path):
     recipe = write_recipe(tmp_path, small_data)
     fp16 = str(Path(__file__).parents[2] / "ds_configs" / "fp16.json")
-    code, output = forked.finish(recipe, "--deepspeed", fp16)
+    code, output = forked.finish(recipe, "--deepspeed", fp16, before=lack_fp16)
     assert code == 2 and "Traceback" not in output
     assert "fp16.enabled is true, but the device (cpu) does not support fp16" in output and "use bf16" in output
+    code, output = forked.finish(recipe, "--deepspeed", fp16, "--train.max_steps", "4", before=have_fp16)
+    assert code == 0, output
 
 
 def test_validation_data_that_is_too_short_is_told_before_training(small_data, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import json
 import os
 import signal
@@ -28,11 +29,12 @@ from llmtrain.parity.compare import KINDS, compare
 from llmtrain.parity.hints import hint
 from llmtrain.parity.plan import Wanted, small_run, small_tree, usual_ranks
 from llmtrain.parity.ranks import RankError, Ranks
-from llmtrain.parity.reference import PlainOptimizer, _rows, orthogonalised, train_plainly
+from llmtrain.parity.reference import PlainOptimizer, _rows, newton_schulz_dtype, orthogonalised, train_plainly
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
 from llmtrain.topology import Degrees
 from tests.helpers.parity import Form, references, resolved
+from tests.helpers.processors import fp16
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,6 +197,23 @@ def test_the_iteration_comes_near_the_orthogonal_factor() -> None:
     values = torch.linalg.svdvals(orthogonalised(matrix))
     assert float(values.min()) > 0.6 and float(values.max()) < 1.3  # the iteration's own bounds
     assert float((left.T @ orthogonalised(matrix) @ right.T).diagonal().min()) > 0.6
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (8, 8)])
+def test_in_fp16_it_is_as_near_to_deepspeeds_as_fp16_allows(shape: tuple[int, int]) -> None:
+    """A run in bf16 has its iteration in fp16 where the device has that, and so has the reference."""
+    from deepspeed.runtime.zero.muon import original_muon
+
+    theirs = inspect.unwrap(original_muon.zeropower_via_gram_newtonschulz)  # without torch.compile
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    run = replace(resolved(FORM), precision="bf16", run=replace(resolved(FORM).run, optim=OptimConfig(name="muon")))
+    got = {}
+    for there in (False, True):
+        with fp16(there):
+            got[there] = orthogonalised(matrix, newton_schulz_dtype(run)).float()
+            assert torch.allclose(got[there], theirs(matrix, steps=5).float(), atol=2e-2 if there else 1e-5)
+            assert newton_schulz_dtype(replace(run, precision="fp32")) is torch.float32
+    assert 1e-5 < float((got[True] - got[False]).abs().max()) < 2e-2
 
 
 @torch.no_grad()
