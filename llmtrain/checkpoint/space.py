@@ -13,8 +13,8 @@ _HEADROOM = 64 << 20  # headers, the manifest, what else the run writes meanwhil
 
 def lacks(checkpoints: Path, bytes_each: int) -> str | None:
     """Why one more checkpoint has no room there. Raises OSError."""
-    free, need_bytes = shutil.disk_usage(checkpoints).free, bytes_each + _HEADROOM
-    if free >= need_bytes:
+    free = shutil.disk_usage(checkpoints).free
+    if free >= bytes_each + _HEADROOM:
         return None
     old = complete_checkpoints(checkpoints)[1:]
     could = sum(file.stat().st_size for folder in old for file in folder.iterdir())
@@ -24,8 +24,8 @@ def lacks(checkpoints: Path, bytes_each: int) -> str | None:
         else "There is no older checkpoint that could go"
     )
     return (
-        f"no space for a checkpoint in {checkpoints}: it needs {units.size(need_bytes)}, "
-        f"{units.size(free)} are free. {remedy}."
+        f"no space for a checkpoint in {checkpoints}: it takes {units.size(bytes_each)}, {units.size(_HEADROOM)} must "
+        f"stay free for logs and whatever else the run writes, and {units.size(free)} are free. {remedy}."
     )
 
 
@@ -40,6 +40,7 @@ def will_lack(checkpoints: Path, bytes_each: int, keep: int) -> str | None:
         return None
     return (
         f"{checkpoints} will run out of space: this run writes {to_come} checkpoints of {units.size(bytes_each)} "
-        f"before one is deleted (checkpoint.keep {keep}, and the one that is written), {units.size(free)} are free. "
+        f"before one is deleted (checkpoint.keep {keep}, and the one that is written), {units.size(_HEADROOM)} must "
+        f"stay free for logs and whatever else the run writes, and {units.size(free)} are free. "
         "Make room, or set checkpoint.dir to a larger disk or checkpoint.keep lower."
     )

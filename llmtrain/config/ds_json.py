@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "list": ((list,), "a list"),
     "dict": ((dict,), "a section { ... }"),
 }
+
+_NO_JSON = re.compile(r"""["']?(\w+)["']?\s*:\s*([-+]?(?:NaN|nan|Infinity|inf)|True|False|None)\b""")
+_IN_JSON = {"True": "true", "False": "false", "None": "null"}
 
 
 def read(path: str) -> dict[str, Any]:
@@ -50,6 +55,7 @@ def read(path: str) -> dict[str, Any]:
         tree = hjson.loads(text, object_pairs_hook=unique) if text.strip() else None
     except hjson.HjsonDecodeError as error:
         lines = text.splitlines()
+        _refuse_words(lines, path)
         at = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
         raise stop(
             "deepspeed", at, f"not valid JSON: {error.msg}", "look for a missing comma, quote or bracket just before",
@@ -66,9 +72,58 @@ def read(path: str) -> dict[str, Any]:
     return tree
 
 
-def lint(tree: dict[str, Any], path: str, problems: Problems) -> None:
+def _refuse_words(lines: list[str], path: str) -> None:
+    """Name the value that Python writes and JSON does not have: the parser's complaint would be of a later character.
+
+    Raises: ConfigError if there is one.
+    """
+    for number, line in enumerate(lines, 1):
+        if found := _NO_JSON.search(line):
+            key, word = found.groups()
+            rule = "not valid JSON: numbers are finite, and true, false and null are written in lower case"
+            remedy = f"write {_IN_JSON.get(word, 'a finite number')}, or remove the key for DeepSpeed's default"
+            raise stop(key, word, rule, remedy, f"{path}, line {number}")
+
+
+def checked(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The file, linted: each key under the one name that `ds_keys.KEYS` has for it. Second: notes for the user.
+
+    Raises: ConfigError with all that is wrong with it.
+    """
+    tree = read(path)
+    notes = _take_ignored(tree, path)
+    problems = Problems()
+    _lint(tree, path, problems)
+    problems.raise_if_any()
+    for dotted, name in ds_keys.ALIASES.items():
+        section, _, alias = dotted.partition(".")
+        values = tree.get(section)
+        if isinstance(values, dict) and alias in values:
+            values[name] = values.pop(alias)
+    return tree, notes
+
+
+def _take_ignored(tree: dict[str, Any], path: str) -> tuple[str, ...]:
+    """Remove what DeepSpeed does not read, and say so."""
+    ignored = [key for key in tree if key in ds_keys.IGNORED or _is_comment(key)]
+    for key in ignored:
+        del tree[key]
+    return tuple(f"{path}: {key} has no effect: DeepSpeed does not read it" for key in ignored)
+
+
+def _is_comment(key: str) -> bool:
+    return key.startswith("_") or "comment" in key.lower()
+
+
+def _lint(tree: dict[str, Any], path: str, problems: Problems) -> None:
     """Report unknown keys, removed keys, wrong types, and sections that do not work with llmtrain."""
     _lint_section(tree, ds_keys.KEYS, "", path, problems)
+    for dotted, name in ds_keys.ALIASES.items():
+        section, _, alias = dotted.partition(".")
+        values = tree.get(section)
+        if isinstance(values, dict) and alias in values and name in values:
+            rule = f"it is another name of {section}.{name}, which stands there too"
+            problems.add(dotted, values[alias], rule, "keep one of the two", path)
     for section, (rule, remedy) in ds_keys.REFUSED_WHEN_ENABLED.items():
         value = tree.get(section)
         if isinstance(value, dict) and (value.get("enabled") is True or section == "datastates_ckpt"):
@@ -104,17 +159,18 @@ def lookup(tree: dict[str, Any], dotted: str) -> Any:
 def _lint_section(tree: dict[str, Any], known: ds_keys.Section, prefix: str, path: str, problems: Problems) -> None:
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
-        kind = known.get(key)
+        kind = known.get(ds_keys.ALIASES.get(dotted, key))
         if kind is not None:
             _lint_value(dotted, value, kind, path, problems)
         elif dotted in ds_keys.REMOVED:
             problems.add(dotted, value, "DeepSpeed 0.19 has removed it", ds_keys.REMOVED[dotted], path)
         else:
-            problems.add(dotted, value, "DeepSpeed knows no such key", _unknown_remedy(key, known, prefix), path)
+            remedy = ds_keys.UNKNOWN_REMEDIES.get(dotted) or _unknown_remedy(key, known, prefix)
+            problems.add(dotted, value, "DeepSpeed knows no such key", remedy, path)
 
 
 def _unknown_remedy(key: str, known: ds_keys.Section, prefix: str) -> str:
-    if key.startswith("_") or "comment" in key.lower():
+    if _is_comment(key):
         return "remove it; comments start with # or //"
     near = closest(key, known)
     if near:
@@ -150,8 +206,13 @@ def _lint_value(dotted: str, value: Any, kind: Any, path: str, problems: Problem
     if whole or (isinstance(value, types) and not (isinstance(value, bool) and kind != "bool")):
         return
     remedy = f"write {words}, or remove it for DeepSpeed's default"
-    if isinstance(value, str) and kind in ("int", "num", "bool") and _reads_as(value, kind):
-        remedy = f"remove the quotes: {value.lower()}"
+    bare = value.rstrip(",") if isinstance(value, str) else ""  # hjson takes `True,` for text up to the line's end
+    if kind in ("int", "num", "bool") and _reads_as(bare, kind):
+        remedy = (
+            f"write {bare.lower()}, without quotes and in lower case"
+            if kind == "bool"
+            else f"remove the quotes: {bare}"
+        )
     problems.add(dotted, value, f"must be {words}, and is {_name(value)}", remedy, path)
 
 
@@ -159,10 +220,9 @@ def _reads_as(text: str, kind: str) -> bool:
     if kind == "bool":
         return text.lower() in ("true", "false")
     try:
-        (int if kind == "int" else float)(text)
+        return math.isfinite((int if kind == "int" else float)(text))
     except ValueError:
         return False
-    return True
 
 
 def _name(value: Any) -> str:

@@ -246,6 +246,37 @@ KEYS: Section = {
     "zero_force_ds_cpu_optimizer": "bool",
 }
 
+ALIASES: dict[str, str] = {
+    **{
+        f"zero_optimization.{name}": f"stage3_{name}"
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        )
+    },
+    "tensor_parallel.tensor_parallel": "tp",
+    "tensor_parallel.replace_with_kernel_inject": "kernel_inject",
+}
+"""Second names that DeepSpeed's models take too (pydantic's populate_by_name) -> the key of KEYS in that section."""
+
+IGNORED = frozenset({"monitor_config"})
+"""Top-level keys that public files hold and DeepSpeed never reads."""
+
+UNKNOWN_REMEDIES: dict[str, str] = {
+    "compile.enabled": "remove it, and set model.compile_layers: true in the YAML to compile",
+    "compile.disable": "remove it, and set model.compile_layers: true in the YAML to compile",
+    "compile.backend": "remove it, and set model.compile_layers: true in the YAML to compile",
+    "compile.kwargs": "remove it, and set model.compile_layers: true in the YAML to compile",
+}
+"""Keys of older versions of DeepSpeed for which llmtrain has one of its own -> what to do instead."""
+
 # Keys whose "auto" DeepSpeed itself understands; every other "auto" is ours to resolve.
 AUTO_MEANS_SOMETHING = frozenset({"data_types.keep_in_fp32_modules"})
 

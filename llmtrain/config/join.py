@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "muon": "muon"}
 _ONLY_VALUE = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "fp32_optimizer_states": True}
 _NO_EFFECT = ("torch_adam", "fused")
-_ALSO_IN_YAML = {"muon_lr": "muon_lr", "momentum": "muon_momentum"}
+_OF_MUON = {"muon_lr": "muon_lr", "momentum": "muon_momentum"}
 
 
 def differ(
@@ -79,7 +79,8 @@ def join_values(
     name = values["optim"]["name"] = _join_name(run, tree, places, problems)
     if name == "muon" and "optim.clip_norm" not in origin and run.optim.clip_norm is None:
         values["optim"]["clip_norm"] = 0.0  # see topology.py
-    _check_optimizer_params(run, tree, places, problems)
+    if "optimizer.type" not in problems:  # the parameters of another optimizer are no further mistakes
+        _check_optimizer_params(run, name, tree, places, problems)
     run = replace(run, optim=replace(run.optim, **values["optim"]), train=replace(run.train, **values["train"]))
     return run, origin
 
@@ -124,7 +125,9 @@ def _join_name(run: RunConfig, tree: dict[str, Any], places: Places, problems: P
     return ours or theirs or DEFAULTS["optim.name"]
 
 
-def _check_optimizer_params(run: RunConfig, tree: dict[str, Any], places: Places, problems: Problems) -> None:
+def _check_optimizer_params(
+    run: RunConfig, optimizer: str, tree: dict[str, Any], places: Places, problems: Problems
+) -> None:
     """Optimizer parameters that are not shared: each is harmless, or an error. None is ignored silently."""
     params = lookup(tree, "optimizer.params") or {}
     shared = [key.rsplit(".", 1)[1] for key in SHARED.values() if key.startswith("optimizer.params.")]
@@ -132,8 +135,11 @@ def _check_optimizer_params(run: RunConfig, tree: dict[str, Any], places: Places
         key = f"optimizer.params.{name}"
         if value == "auto" or name in shared or name in _NO_EFFECT:
             continue
-        if name in _ALSO_IN_YAML:
-            field = _ALSO_IN_YAML[name]
+        if name in _OF_MUON and optimizer != "muon":
+            remedy = "remove it (AdamW's momentum is betas[0])" if name == "momentum" else "remove it"
+            problems.add(key, value, "Muon has such a parameter, AdamW has not", remedy, run.deepspeed)
+        elif name in _OF_MUON:
+            field = _OF_MUON[name]
             ours = getattr(run.optim, field)
             if ours != value:
                 place = places.get(f"optim.{field}", "the YAML or its default")
@@ -147,7 +153,7 @@ def _check_optimizer_params(run: RunConfig, tree: dict[str, Any], places: Places
             remedy = "write gradient_clipping at the top level of the JSON, or optim.clip_norm in the YAML"
             problems.add(key, value, "clipping is not an optimizer parameter", remedy, run.deepspeed)
         else:
-            near = closest(name, [*shared, *_ONLY_VALUE, *_NO_EFFECT, *_ALSO_IN_YAML])
+            near = closest(name, [*shared, *_ONLY_VALUE, *_NO_EFFECT, *_OF_MUON])
             remedy = f"did you mean optimizer.params.{near}?" if near else "remove it"
             problems.add(key, value, "no such parameter of AdamW or Muon", remedy, run.deepspeed)
 
@@ -197,8 +203,8 @@ def check_scheduler(
         "warmup_min_ratio": ("the warm-up's first ratio", 0),
         "warmup_type": ("the warm-up's shape", "linear"),
     }
-    for name, theirs in {**_SCHEDULER_DEFAULTS[kind], **params}.items():
-        json_key = f"scheduler.params.{name}" if name in params else f"scheduler.params.{name} by default"
+    for name, theirs in params.items():
+        json_key = f"scheduler.params.{name}"
         if name not in ours:
             near = closest(name, ours)
             problems.add(
@@ -207,7 +213,29 @@ def check_scheduler(
         elif theirs not in ("auto", ours[name][1]):
             place = places.get(ours[name][0], "the YAML or its default")
             differ(problems, ours[name][0], ours[name][1], place, json_key, theirs, path)
+    _check_scheduler_defaults(kind, params, ours, path, problems)
     if kind == "WarmupDecayLR" and schedule.min_ratio != 0:
         place = places.get("schedule.min_ratio", "the YAML's default")
         differ(problems, "schedule.min_ratio", schedule.min_ratio, place, f"the end of {kind}", 0, path)
     return [f"{path}: scheduler {kind} agrees with the YAML's schedule, which decides"]
+
+
+def _check_scheduler_defaults(
+    kind: str, params: dict[str, Any], ours: dict[str, tuple[str, Any]], path: str, problems: Problems
+) -> None:
+    """What the section leaves out counts with DeepSpeed's defaults; those that are not the run's are one mistake."""
+    defaults = {name: value for name, value in _SCHEDULER_DEFAULTS[kind].items() if name not in params}
+    other = {name: value for name, value in defaults.items() if value != ours[name][1]}
+    if not other:
+        return
+    missing = ", ".join(f"scheduler.params.{name}" for name in other)
+    theirs = ", ".join(f"{name} = {show(value)}" for name, value in other.items())
+    here = ", ".join(f"{ours[name][0]} is {show(ours[name][1])}" for name in other)
+    wanted = ", ".join(f'"{name}": {show(ours[name][1])}' for name in other)
+    problems.add_text(
+        "scheduler.params",
+        f"{missing}: not set",
+        f"{kind} then takes DeepSpeed's own {theirs}, and in this run {here}",
+        f"write {wanted} there, or remove the scheduler section: the YAML's schedule decides anyway",
+        path,
+    )

@@ -160,6 +160,8 @@ def _override(tree: dict[str, Any], places: dict[str, str], key: str, text: str,
         _unknown(key, text, COMMAND_LINE, problems, flag=True)
         return
     parts = key.split(".")
+    if free is None and isinstance(number := _whole(key, strict_yaml.plain_scalar(text)), int):
+        value = str(number)
     if free is not None:
         value = strict_yaml.parse(text, f"{COMMAND_LINE}, --{key}").tree
         if free == "data.mixture" and key != free:  # the rest is a path, dots and all
@@ -229,6 +231,8 @@ def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], probl
         elif value is None and type(None) not in (known[key], *get_args(known[key])) and key != "deepspeed":
             words = type_name(known[key])  # jsonargparse would let it pass
             problems.add(key, None, f"must be {words}", "remove the line for the default", places.get(key))
+        elif (number := _whole(key, value)) is not None:
+            tree[name] = number
         elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)):
             problems.add(key, value, *_type_words(key, value), places.get(key))
     if not prefix and tree.get("deepspeed") is None:
@@ -236,16 +240,27 @@ def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], probl
         problems.add("deepspeed", None, "is required", remedy, places.get("deepspeed"))
 
 
+def _whole(key: str, value: Any) -> int | None:
+    """The number meant by 1e3 where the field counts something; None: it is no such number, or no such field."""
+    kinds = (schema()[key], *get_args(schema()[key]))
+    if int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    return None
+
+
 def _unknown(key: str, value: Any, place: str | None, problems: Problems, flag: bool = False) -> None:
     known = schema()
-    name = key.rsplit(".", 1)[-1]
-    same_name = [k for k in known if k.rsplit(".", 1)[-1] == name]
-    by_name = closest(name, [k.rsplit(".", 1)[-1] for k in known])
+    section, _, name = key.rpartition(".")
+    # By names without their sections: `train.` alone would make any field of train look like any other.
+    fields_by_name = {k.rpartition(".")[2]: k for k in reversed(known)}
+    beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+    if not section:
+        beside |= {k.partition(".")[0]: k.partition(".")[0] for k in known}
     near = (
-        (same_name[0] if same_name else None)
+        fields_by_name.get(name)
         or _OTHER_NAMES.get(name)
-        or closest(key, known)
-        or next((k for k in known if by_name and k.rsplit(".", 1)[-1] == by_name), None)
+        or beside.get(closest(name, beside) or "")
+        or fields_by_name.get(closest(name, fields_by_name) or "")
     )
     if name in _JSON_DECIDES:
         remedy = "the DeepSpeed JSON decides this: write it there"

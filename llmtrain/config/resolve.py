@@ -29,10 +29,7 @@ def resolve(
     places = places or {}
     path = run.deepspeed
     problems = Problems()
-    tree = ds_json.read(path)
-    ds_json.lint(tree, path, problems)
-    problems.raise_if_any()
-
+    tree, ignored = ds_json.checked(path)
     run, origin = join_values(run, tree, places, problems)
     places = {**places, **origin}
     rules.check_values(run, places, problems)
@@ -67,7 +64,7 @@ def resolve(
         pipeline_partition=facts.pipeline_partition,
         max_steps=max_steps,
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
-        notes=(*facts.notes, *notes, *more_notes),
+        notes=(*ignored, *facts.notes, *notes, *more_notes),
     )
 
 

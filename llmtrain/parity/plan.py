@@ -64,9 +64,7 @@ class Wanted:
 def wanted(run: RunConfig, places: Places) -> Wanted:
     """Read the run's JSON and join it. Raises ConfigError."""
     problems = Problems()
-    tree = ds_json.read(run.deepspeed)
-    ds_json.lint(tree, run.deepspeed, problems)
-    problems.raise_if_any()
+    tree, _ = ds_json.checked(run.deepspeed)
     run, _ = join_values(run, tree, places, problems)
     facts = read_facts(tree, run.deepspeed, run, problems)
     problems.raise_if_any()

@@ -76,7 +76,13 @@ def test_a_full_and_a_read_only_disk_cost_checkpoints_and_not_the_run(small_data
     ballast = disk / "ballast"
     ballast.write_bytes(b"x" * (6 << 20))
     failed = wait_for(launch, small_disk, "save_failed")
-    for text in ("no space for a checkpoint", "MiB are free", "llmtrain checkpoint prune", "would free"):
+    for text in (
+        "no space for a checkpoint",
+        "must stay free for logs",
+        "MiB are free",
+        "llmtrain checkpoint prune",
+        "would free",
+    ):
         assert text in failed["error"], failed
     ballast.unlink()
     saved = wait_for(launch, small_disk, "save", after=failed["step"])

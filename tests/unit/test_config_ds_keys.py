@@ -103,6 +103,19 @@ def test_nested_keys_are_those_of_deepspeeds_models() -> None:
         assert set(known) == theirs, section
 
 
+def test_every_second_name_that_deepspeed_takes_is_known() -> None:
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    assert DeepSpeedConfigModel.model_config["populate_by_name"]
+    theirs = {
+        f"{section}.{name}": item.alias
+        for section, model in _models().items()
+        for name, item in model.model_fields.items()
+        if item.alias not in (None, name)
+    }
+    assert theirs == ds_keys.ALIASES
+
+
 def test_nested_kinds_fit_deepspeeds_types() -> None:
     """A value of our kind passes DeepSpeed's model: the table never allows what DeepSpeed refuses for its type."""
     kinds = {"bool": bool, "int": int}

@@ -126,6 +126,15 @@ def test_a_mixture_is_overridden_by_folder(here: Path) -> None:
     assert parse_run(argv, check_paths=False).data.mixture == {"data/v1.5": 2.0}
 
 
+def test_a_count_may_be_written_with_an_exponent(here: Path) -> None:
+    write(here)
+    text = (here / "run.yaml").read_text().replace("max_steps: 100", "max_steps: 1e3\n  max_tokens: 2E+6")
+    (here / "run.yaml").write_text(text)
+    run = load(["--config", "run.yaml", "--train.log_every", "1e1", "--checkpoint.every_steps", "2E2"], 2).run
+    assert (run.train.max_steps, run.train.max_tokens) == (1000, 2_000_000)
+    assert (run.train.log_every, run.checkpoint.every_steps) == (10, 200)
+
+
 def test_comments_in_the_json(here: Path) -> None:
     ds = '{\n  # ours\n  "bf16": {"enabled": false}, // not here\n  "zero_optimization": {"stage": 2}\n}'
     resolved = loaded(here, None, ds)

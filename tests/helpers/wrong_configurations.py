@@ -1,0 +1,386 @@
+"""Wrong configurations, and what the message about each must hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Wrong:
+    """One way to be wrong, and what the message must hold: key, value, remedy."""
+
+    name: str
+    says: tuple[str, ...]
+    run: dict[str, Any] | str | None = None
+    ds: dict[str, Any] | str | None = None
+    argv: list[str] = field(default_factory=list)
+    ranks: int = 2
+
+
+YAML = "deepspeed: ds.json\nmodel: {pretrained: null}\n"
+CASES = [
+    # the YAML and the command line: names
+    Wrong("typo in a field", ("optim.lrr = 0.001", "line ", "did you mean optim.lr?"), {"optim": {"lrr": 0.001}}),
+    Wrong("field in the wrong section", ("train.lr = 0.001", "did you mean optim.lr?"), {"train": {"lr": 0.001}}),
+    Wrong(
+        "a name that is like no other",
+        ("train.größe = 3", "there is no such field", "remedy: remove it"),
+        {"train": {"größe": 3}},
+    ),
+    Wrong("typo in a section", ('optimm = {"lr": 1}', "did you mean optim"), {"optimm": {"lr": 1}}),
+    Wrong("name of another stack", ("learning_rate = 0.1", "did you mean optim.lr?"), {"learning_rate": 0.1}),
+    Wrong("precision in the YAML", ("train.bf16 = true", "the DeepSpeed JSON decides"), {"train": {"bf16": True}}),
+    Wrong("typo in an override", ('--optim.lrr = "1e-3"', "did you mean --optim.lr?"), argv=["--optim.lrr", "1e-3"]),
+    Wrong("override without a value", ("--optim.lr", "null", "write --optim.lr VALUE"), argv=["--optim.lr"]),
+    Wrong("override that is not a flag", ('"optim.lr=3"', "write --SECTION.FIELD VALUE"), argv=["optim.lr=3"]),
+    Wrong("section given as a scalar", ("optim = 3", "write its fields below it"), {"optim": 3}),
+    Wrong("override of a whole section", ("--optim = ", "no such field"), argv=["--optim", "{lr: 1}"]),
+    # types
+    Wrong("text for a number", ('optim.lr = "fast"', "must be a number"), {"optim": {"lr": "fast"}}),
+    Wrong("fraction for an int", ("train.max_steps = 1.5", "write a whole number"), {"train": {"max_steps": 1.5}}),
+    Wrong("bool for an int", ("train.micro_batch = true", "write a whole number"), {"train": {"micro_batch": True}}),
+    Wrong("number for a bool", ("train.export = 1", "write true or false"), {"train": {"export": 1}}),
+    Wrong("number for text", ("tracking.name = 7", 'quotes: "7"'), {"tracking": {"name": 7}}),
+    Wrong("word not in the list", ('"ofline"', "did you mean offline?"), {"tracking": {"wandb": "ofline"}}),
+    Wrong("one beta", ("optim.betas = [0.9]", "write a list of 2 numbers"), {"optim": {"betas": [0.9]}}),
+    Wrong("map for text", ("tracking.name = {", "write text"), {"tracking": {"name": {"class_path": "os.system"}}}),
+    Wrong(
+        "null for a number",
+        ("train.seed = null", "must be a whole number", "remove the line"),
+        {"train": {"seed": None}},
+    ),
+    # YAML itself
+    Wrong(
+        "clipping with Muon",
+        ('optim.name = "muon" with optim.clip_norm = 1', "set optim.clip_norm to 0"),
+        {"optim": {"name": "muon", "clip_norm": 1.0}},
+    ),
+    Wrong("duplicate key", ("optim.lr = 2", "line 5", "line 4", "keep one"), f"{YAML}optim:\n  lr: 1\n  lr: 2\n"),
+    Wrong("broken YAML", ("not valid YAML", "line 4", "indentation"), f"{YAML}optim:\n  lr: [1\n"),
+    Wrong(
+        "tag",
+        ("optim.lr", "!!python/name:os.system", "remove the tag"),
+        f"{YAML}optim: {{lr: !!python/name:os.system x}}",
+    ),
+    Wrong("anchor", ("optim.lr", "no anchors", "write the value out"), f"{YAML}optim: {{lr: &a 1}}"),
+    Wrong("list for a run", ("[1, 2]", "a run is a map", "write `deepspeed"), "[1, 2]"),
+    Wrong("empty file", ("deepspeed = null", "is required", "llmtrain init DIR"), ""),
+    # values
+    Wrong("negative lr", ("optim.lr = -1", "greater than 0", "3e-4"), {"optim": {"lr": -1.0}}),
+    Wrong("lr that is nan", ("optim.lr = NaN", "finite", "correct the number"), argv=["--optim.lr", ".nan"]),
+    Wrong("beta of 1", ("optim.betas = [0.9, 1.0]", "just under 1", "[0.9, 0.95]"), {"optim": {"betas": [0.9, 1.0]}}),
+    Wrong("no log points", ("train.log_every = 0", "at least 1", "10 is the default"), {"train": {"log_every": 0}}),
+    Wrong("min_ratio of 2", ("schedule.min_ratio = 2", "from 0 to 1", "0.1"), {"schedule": {"min_ratio": 2}}),
+    Wrong(
+        "warm-up longer than the run", ("schedule.warmup_steps = 100", "shorten"), {"schedule": {"warmup_steps": 100}}
+    ),
+    Wrong(
+        "decay_steps without wsd",
+        ("schedule.decay_steps = 5", "wsd only", "remove it"),
+        {"schedule": {"decay_steps": 5}},
+    ),
+    Wrong("endless run", ("train.max_steps = null", "set train.max_steps"), {"train": {"max_steps": ...}}),
+    Wrong(
+        "cosine without a length",
+        ('schedule.name = "cosine"', "number of steps", "set train.max_steps or train.max_tokens"),
+        {"train": {"max_steps": ..., "max_minutes": 5}},
+    ),
+    # model and data
+    Wrong("two models", ("model.pretrained", "given twice", "exactly one"), {"model": {"pretrained": "data/x"}}),
+    Wrong("no model", ("model.pretrained", "is missing", "exactly one"), {"model": ...}),
+    Wrong("two data sources", ("data.path", "given twice", "exactly one"), {"data": {"mixture": {"data/x": 1}}}),
+    Wrong(
+        "no such data",
+        ('data.path = "data/y"', "looked from", "llmtrain prepare --source FILES --out data/y"),
+        {"data": {"path": "data/y"}},
+    ),
+    Wrong(
+        "unprepared data", ('data.path = "data"', "no manifest.json", "llmtrain prepare"), {"data": {"path": "data"}}
+    ),
+    Wrong(
+        "weight of 0",
+        ("data.mixture.data/x = 0", "greater than 0", "remove the folder"),
+        {"data": {"path": ..., "mixture": {"data/x": 0}}},
+    ),
+    Wrong(
+        "missing folder in a mixture",
+        ('data.mixture.d/z = "d/z"', "no such folder", "llmtrain prepare --source FILES --out d/z"),
+        {"data": {"path": ..., "mixture": {"d/z": 1}}},
+    ),
+    Wrong(
+        "vocabulary too small",
+        ("model.config.vocab_size = 100", "512 tokens", "set model.config.vocab_size to 512"),
+        {"model": {"config": {"vocab_size": 100}}},
+    ),
+    Wrong(
+        "no model_type",
+        ("model.config.model_type = null", "write `model_type: llama`"),
+        {"model": {"config": {"model_type": ...}}},
+    ),
+    Wrong(
+        "code in the model",
+        ("model.config.auto_map = {", "names Python code", "remove it"),
+        {"model": {"config": {"auto_map": {"AutoModel": "evil.M"}}}},
+    ),
+    Wrong(
+        "quantized model",
+        ("model.config.quantization_config", "not supported", "remove it"),
+        {"model": {"config": {"quantization_config": {"bits": 4}}}},
+    ),
+    Wrong(
+        "no such model folder",
+        ('model.pretrained = "Qwen/Q3"', "nothing is downloaded"),
+        {"model": {"config": ..., "pretrained": "Qwen/Q3"}},
+    ),
+    Wrong(
+        "weights of no checkpoint",
+        ("resume_weights_only = true", "the parameters of one checkpoint", "resume: PATH"),
+        argv=["--resume-weights-only"],
+    ),
+    Wrong("no such checkpoint", ('resume = "ck"', "no such file", "write auto, none"), {"resume": "ck"}),
+    # the JSON
+    Wrong("no such JSON", ('deepspeed = "zz.json"', "no such file", "llmtrain init DIR"), {"deepspeed": "zz.json"}),
+    Wrong("broken JSON", ("not valid JSON", "ds.json, line 1", "missing comma"), ds='{"bf16": {"enabled": true'),
+    Wrong("JSON list", ('deepspeed = "ds.json"', "one object", "llmtrain init DIR"), ds="[1]"),
+    Wrong(
+        "duplicate JSON key",
+        ("train_batch_size = 16", "first with 8", "keep one"),
+        ds='{"train_batch_size": 8, "train_batch_size": 16}',
+    ),
+    Wrong(
+        "unknown JSON key", ("gradient_cliping = 1", "did you mean gradient_clipping?"), ds={"gradient_cliping": 1.0}
+    ),
+    Wrong(
+        "unknown nested key",
+        ("zero_optimization.stag = 2", "did you mean zero_optimization.stage?"),
+        ds={"zero_optimization": {"stag": 2}},
+    ),
+    Wrong(
+        "key in the wrong place",
+        ("stage3_max_live_parameters = 1", "did you mean zero_optimization.stage3_max_live_parameters?"),
+        ds={"stage3_max_live_parameters": 1},
+    ),
+    Wrong(
+        "comment key in a section",
+        ("zero_optimization._comment = ", "comments start with #"),
+        ds={"zero_optimization": {"_comment": "mine"}},
+    ),
+    Wrong(
+        "one key under both its names",
+        ("zero_optimization.max_live_parameters = 2", "stage3_max_live_parameters, which stands there too", "keep one"),
+        ds={"zero_optimization": {"stage3_max_live_parameters": 1, "max_live_parameters": 2}},
+    ),
+    Wrong(
+        "a number that JSON does not have",
+        ('gradient_clipping = "NaN"', "ds.json, line 1", "numbers are finite", "write a finite number"),
+        ds='{"train_batch_size": 8, "gradient_clipping": NaN}',
+    ),
+    Wrong(
+        "Python's true on one line",
+        ('enabled = "True"', "line 2", "lower case", "write true"),
+        ds='{"train_batch_size": 8,\n "bf16": {"enabled": True}}',
+    ),
+    Wrong(
+        "Python's true, that hjson takes for text",
+        ('bf16.enabled = "True,"', "is a string", "write true, without quotes"),
+        ds='{"bf16": {\n "enabled": True,\n "check_grad_overflow": true\n}}',
+    ),
+    Wrong(
+        "DeepSpeed's compiler",
+        ('compile.backend = "inductor"', "no such key", "set model.compile_layers: true"),
+        ds={"compile": {"backend": "inductor"}},
+    ),
+    Wrong(
+        "removed section", ("amp = {", "DeepSpeed 0.19 has removed it", "bf16 or fp16"), ds={"amp": {"enabled": True}}
+    ),
+    Wrong(
+        "string for an int",
+        ('train_batch_size = "8"', "is a string", "remove the quotes: 8"),
+        ds={"train_batch_size": "8"},
+    ),
+    Wrong(
+        "string for a bool", ('bf16.enabled = "true"', "write true, without quotes"), ds={"bf16": {"enabled": "true"}}
+    ),
+    Wrong("scalar for a section", ("bf16 = true", "must be a section", "{ ... }"), ds={"bf16": True}),
+    Wrong(
+        "stage 4", ("zero_optimization.stage = 4", "0, 1, 2 and 3", "choose"), ds={"zero_optimization": {"stage": 4}}
+    ),
+    Wrong(
+        "W&B in the JSON",
+        ("wandb.enabled = true", "llmtrain does the tracking", "tracking"),
+        ds={"wandb": {"enabled": True}},
+    ),
+    Wrong(
+        "NVMe",
+        ('offload_optimizer.device = "nvme"', "not built yet", '"cpu"'),
+        ds={"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+    ),
+    # illegal mixes
+    Wrong(
+        "fp16 and bf16",
+        ("fp16.enabled = true", "bf16.enabled = true", "set one of them to false"),
+        ds={"fp16": {"enabled": True}},
+    ),
+    Wrong(
+        "offload_param without ZeRO 3",
+        ("offload_param", "zero_optimization.stage = 1", "stage to 3"),
+        ds={"zero_optimization": {"offload_param": {"device": "cpu"}}},
+    ),
+    Wrong(
+        "offload_optimizer without ZeRO",
+        ("offload_optimizer", "stage = 0", "stage to 1, 2 or 3"),
+        ds={"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+    ),
+    Wrong(
+        "compile under ZeRO 3",
+        ("model.compile_layers = true", "stage = 3", "use ZeRO 1 or 2"),
+        {"model": {"compile_layers": True}},
+        {"zero_optimization": {"stage": 3}},
+    ),
+    Wrong(
+        "pipeline and ZeRO 2",
+        ("pipeline.stages = 2", "zero_optimization.stage = 2", "stage 0 or 1"),
+        ds={"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}},
+    ),
+    Wrong(
+        "a way to balance stages that there is not",
+        ('pipeline.partition = "best"', "parameters, uniform, time", "list of layer counts"),
+        ds={"pipeline": {"stages": 2, "partition": "best"}},
+    ),
+    Wrong(
+        "layer counts for another number of stages",
+        ("pipeline.partition = [2, 1, 1]", "2 stages", "sum is the model's layers"),
+        ds={"pipeline": {"stages": 2, "partition": [2, 1, 1]}},
+    ),
+    Wrong(
+        "a stage without layers",
+        ("pipeline.partition = [4, 0]", "1 or more", "2 numbers"),
+        ds={"pipeline": {"stages": 2, "partition": [4, 0]}},
+    ),
+    Wrong(
+        "activation checkpointing by the pipeline's key",
+        ("pipeline.activation_checkpoint_interval = 1", "each decoder layer", '"activation_checkpointing": {}'),
+        ds={"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}},
+    ),
+    Wrong(
+        "key/value heads that ranks cannot share",
+        ("tensor_parallel.autotp_size = 2", "num_key_value_heads is 3", "set it to one of 1, 3"),
+        {"model": {"config": {"num_attention_heads": 6, "num_key_value_heads": 3}}},
+        {"tensor_parallel": {"autotp_size": 2}},
+    ),
+    Wrong(
+        "Muon on parts of matrices",
+        ('tensor_parallel.autotp_size = 2 with optim.name = "muon"', "whole matrices", "use adamw"),
+        {"optim": {"name": "muon", "clip_norm": 0.0}},
+        {"tensor_parallel": {"autotp_size": 2}},
+    ),
+    Wrong(
+        "sequence parallel pipeline",
+        ("sequence_parallel_size = 2", "pipeline.stages = 2", "wrong ranks", "set one of them to 1"),
+        ds={"sequence_parallel_size": 2, "pipeline": {"stages": 2}},
+    ),
+    # both files
+    Wrong(
+        "batch differs",
+        ("train.global_batch = 8", "run.yaml, line", "train_batch_size = 16", "ds.json", '"auto"'),
+        ds={"train_batch_size": 16},
+    ),
+    Wrong(
+        "lr differs",
+        ("optim.lr = 0.001", "optimizer.params.lr = 0.002", "remove one of the two"),
+        {"optim": {"lr": 0.001}},
+        {"optimizer": {"type": "AdamW", "params": {"lr": 0.002}}},
+    ),
+    Wrong(
+        "optimizer differs",
+        ('optim.name = "muon"', 'optimizer.type = "Adam"', "remove one of the two"),
+        {"optim": {"name": "muon"}},
+        {"optimizer": {"type": "Adam"}},
+    ),
+    Wrong(
+        "clipping differs",
+        ("optim.clip_norm = 0.5", "gradient_clipping = 1.0", '"auto"'),
+        {"optim": {"clip_norm": 0.5}},
+        {"gradient_clipping": 1.0},
+    ),
+    Wrong("optimizer unknown", ('optimizer.type = "Lamb"', '"AdamW"'), ds={"optimizer": {"type": "Lamb"}}),
+    Wrong(
+        "optimizer unknown, with parameters of its own",
+        ('error: optimizer.type = "OneBitAdam"', '"AdamW"'),  # that alone: "error: 4 mistakes" would not match
+        ds={"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 9, "cuda_aware": True, "momentum": 0.9}}},
+    ),
+    Wrong(
+        "momentum of AdamW",
+        ("optimizer.params.momentum = 0.9", "AdamW has not", "betas[0]"),
+        ds={"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}},
+    ),
+    Wrong(
+        "optimizer parameter unknown",
+        ("optimizer.params.weight_deca = 0", "did you mean optimizer.params.weight_decay?"),
+        ds={"optimizer": {"type": "Adam", "params": {"weight_deca": 0}}},
+    ),
+    Wrong(
+        "L2 Adam",
+        ("optimizer.params.adam_w_mode = false", "remove it"),
+        ds={"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
+    ),
+    Wrong(
+        "negative lr in the JSON",
+        ("optim.lr = -1.0", "ds.json, optimizer.params.lr", "3e-4"),
+        ds={"optimizer": {"type": "Adam", "params": {"lr": -1}}},
+    ),
+    Wrong(
+        "scheduler unknown",
+        ('scheduler.type = "OneCycle"', "set `schedule` in the YAML"),
+        ds={"scheduler": {"type": "OneCycle"}},
+    ),
+    Wrong(
+        "scheduler by its default",
+        (
+            "scheduler.params.warmup_type: not set",
+            'DeepSpeed\'s own warmup_type = "log"',
+            'write "warmup_type": "linear" there',
+            "or remove the scheduler section",
+        ),
+        {"schedule": {"name": "constant", "warmup_steps": 20}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}},
+    ),
+    Wrong(
+        "scheduler parameter unknown",
+        ("scheduler.params.warmup_steps = 20", "did you mean warmup_num_steps?"),
+        {"schedule": {"name": "constant"}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 20, "warmup_num_steps": "auto"}}},
+    ),
+    Wrong(
+        "scheduler differs",
+        ("schedule.warmup_steps = 10", "scheduler.params.warmup_num_steps = 20", "remove one"),
+        {"schedule": {"name": "constant", "warmup_steps": 10}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_type": "linear"}}},
+    ),
+    # the batch equation
+    Wrong(
+        "accumulation not whole",
+        (
+            "global_batch 10 = micro_batch 4 x accumulation ? x data-parallel 2 -> accumulation 1.25: not whole",
+            "world size 2 (--world-size)",
+            "8 or 16",
+        ),
+        {"train": {"global_batch": 10, "micro_batch": 4}},
+    ),
+    Wrong(
+        "micro-batch not whole",
+        ("global_batch 10 = micro_batch ? x accumulation 1 x data-parallel 4 -> micro_batch 2.5", "8 or 12"),
+        {"train": {"global_batch": 10, "micro_batch": ...}},
+        ranks=4,
+    ),
+    Wrong("batch smaller than the ranks", ("-> accumulation 0.5: not whole", "a global_batch of 16"), ranks=8),
+    Wrong(
+        "three numbers that disagree",
+        ("global_batch 8 = micro_batch 2 x accumulation 3 x data-parallel 2 -> 12: not equal", "global_batch of 12"),
+        {"train": {"accumulation": 3}},
+    ),
+    Wrong(
+        "world size that is no number", ('--world-size = "two"', "write --world-size 8"), argv=["--world-size", "two"]
+    ),
+]
