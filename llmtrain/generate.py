@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -12,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import log
+from llmtrain import foreign, log
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import MARK, export_hf
 from llmtrain.checkpoint.listing import find_checkpoints
+from llmtrain.config.run import ModelConfig
+from llmtrain.data.tokenize import refuse_code
 from llmtrain.errors import CheckpointError, ModelError
+from llmtrain.models.build import load_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "au
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    load_config(ModelConfig(pretrained=str(folder)))  # refuses a folder that would have code loaded
     tokenizer = _tokenizer(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, device_map=device)
     begin = prompt or tokenizer.bos_token or tokenizer.eos_token
@@ -76,6 +79,7 @@ def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "au
 def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
+    refuse_code(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it
@@ -122,7 +126,7 @@ def _mark(export: Path) -> dict[str, Any] | None:
     if not (export / "config.json").is_file():
         return None
     try:
-        mark = json.loads((export / MARK).read_text())
+        mark = foreign.loads((export / MARK).read_bytes())
     except (OSError, ValueError):
         return {}
     return mark if isinstance(mark, dict) else {}

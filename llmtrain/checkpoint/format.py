@@ -20,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from llmtrain import foreign
 from llmtrain.checkpoint.coverage import uncovered, wrong_region
 from llmtrain.errors import CheckpointError
 from llmtrain.models.region import Region
@@ -146,7 +147,7 @@ class Manifest:
         """Raises CheckpointError when there is none, or it is not one: nothing in it is believed unchecked."""
         path = folder / MANIFEST
         try:
-            signed = json.loads(read_file(path))
+            signed = foreign.loads(read_file(path))
             raw = signed["manifest"]
             if signed["xxh3"] != _digest(raw):
                 raise CheckpointError(f"{path} is damaged: its checksum differs from its contents.")
@@ -169,7 +170,7 @@ class Manifest:
             raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}.") from None
         except CheckpointError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read as a manifest: {error!r}") from error
         return manifest
 
@@ -280,13 +281,13 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     """trainer.json of a checkpoint. Raises CheckpointError."""
     path = folder / TRAINER
     try:
-        trainer = json.loads(read_file(path))
+        trainer = foreign.loads(read_file(path), infinite=True)
         for key in ("step", "tokens"):
             _natural(trainer[key])
         for key, kind in _TRAINER_TYPES.items():
             if not isinstance(trainer.get(key), kind | None):
                 raise TypeError(f"{key} is {trainer[key]!r}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read as the state of a run: {error!r}") from error
     return trainer
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llmtrain import log, units
+from llmtrain import foreign, log, units
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models.pieces import byte_view
@@ -108,9 +108,9 @@ class OutputFolder:
         journal = self.partial / _JOURNAL
         lines = journal.read_text().splitlines() if journal.is_file() else []
         with contextlib.suppress(ValueError):
-            if lines and json.loads(lines[0]) == self._plan:
+            if lines and foreign.loads(lines[0]) == self._plan:
                 for line in lines[1:]:
-                    entry = json.loads(line)
+                    entry = foreign.loads(line)
                     path = self.partial / entry["file"]
                     if path.is_file() and path.stat().st_size == entry["info"]["bytes"]:
                         self._finished[entry["file"]] = entry["info"]

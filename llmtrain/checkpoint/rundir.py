@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 from pathlib import Path
 
+from llmtrain import foreign
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.retain import leftovers, remove
 from llmtrain.errors import CheckpointError
@@ -112,7 +112,7 @@ def tidy(checkpoints: Path) -> None:
 
 def _holder(run_dir: Path) -> str:
     try:
-        environment = json.loads((run_dir / "environment.json").read_text())
+        environment = foreign.loads((run_dir / "environment.json").read_bytes())
         return f" (process {environment['pid']} on {environment['host']})"
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return ""

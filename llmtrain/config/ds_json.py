@@ -11,6 +11,7 @@ import hjson
 
 from llmtrain.config import ds_keys
 from llmtrain.config.problems import Problems, closest, stop
+from llmtrain.errors import ConfigError
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
@@ -61,6 +62,11 @@ def read(path: str) -> dict[str, Any]:
             "deepspeed", at, f"not valid JSON: {error.msg}", "look for a missing comma, quote or bracket just before",
             f"{path}, line {error.lineno}",
         ) from None  # fmt: skip
+    except ConfigError:  # a duplicate key
+        raise
+    except (RecursionError, ValueError, ArithmeticError) as error:  # nested too deep, 10,000 digits, 1e999
+        why = "it is nested too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+        raise stop("deepspeed", path, f"not a DeepSpeed JSON: {why}", "write plain values of usual size") from None
     if not isinstance(tree, dict):
         raise stop(
             "deepspeed",

@@ -46,6 +46,8 @@ _OTHER_NAMES = {
     "model_name_or_path": "model.pretrained",
 }
 _JSON_DECIDES = ("bf16", "fp16", "zero", "zero_stage", "precision", "dtype", "offload", "activation_checkpointing")
+_MOST_BRACKETS = 1_000
+"""In one value: jsonargparse reads text as YAML, by a recursion in C that overflows the stack at some 20,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +283,10 @@ def _parser() -> ArgumentParser:
 def _typed(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> RunConfig:
     """Types by jsonargparse: the whole tree at once, and key by key only to name what is wrong."""
     parser = _parser()
+    for key, value in _leaves(tree):
+        if isinstance(value, str) and max(map(value.count, "[{")) > _MOST_BRACKETS:
+            problems.add(key, value[:40], "has too many brackets", _type_words(key, "")[1], places.get(key))
+    problems.raise_if_any()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
+from llmtrain import foreign
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
 from llmtrain.topology import Degrees
@@ -234,7 +234,7 @@ def _read_model_config(run: RunConfig, places: Places, problems: Problems) -> di
 
 def _read_json(key: str, file: Path, place: str | None, problems: Problems) -> dict[str, Any] | None:
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = foreign.loads(file.read_bytes(), infinite=True)
     except (OSError, ValueError) as error:
         problems.add(key, str(file), f"cannot be read as JSON: {error}", "make or copy the folder again", place)
         return None

@@ -52,7 +52,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimizer. Matrices decay; biases, norms and other vectors do not."""
+    """The optimizer."""
 
     name: Literal["adamw", "muon"] | None = None
     """adamw (default), or muon: Muon for the matrices of the decoder layers, AdamW for the rest. Or from the JSON."""
@@ -67,7 +67,9 @@ class OptimConfig:
     eps: float | None = None
     """AdamW's epsilon. Default 1e-8, or from the JSON."""
     weight_decay: float | None = None
-    """Decoupled weight decay of matrices. Default 0.1, or from the JSON."""
+    """Decoupled weight decay. Default 0.1, or from the JSON."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """Which parameters decay: matrices, or biases, norms and other vectors as well (one group, as plain AdamW has)."""
     clip_norm: float | None = None
     """Largest global gradient norm; 0 = no clipping. Default 1.0 (Muon: 0), or from the JSON (gradient_clipping)."""
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from llmtrain import foreign
 from llmtrain.errors import DataError
 
 NAME = "manifest.json"
@@ -86,16 +87,30 @@ def read_manifest(folder: Path) -> Manifest:
         state = "is not there" if not folder.exists() else f"holds no {NAME}, so it is not (or not fully) prepared"
         raise DataError(f"{folder}: {state}; run `llmtrain prepare --source ... --out {folder}`")
     try:
-        values = json.loads(path.read_bytes())
+        values = foreign.loads(path.read_bytes())
         if values.pop("format") != FORMAT:
             raise ValueError("its format is another")
         if (version := values.pop("version")) != VERSION:
             raise ValueError(f"its version is {version}, this program reads {VERSION}")
         listed = values.pop("shards")
-        shards = {split: tuple(Shard(**entry) for entry in listed[split]) for split in SPLITS}
-        return Manifest(shards=shards, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
+        shards = {split: tuple(map(_shard, listed[split])) for split in SPLITS}
+        manifest = Manifest(shards=shards, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
+        if any(type(number) is not int for number in (manifest.vocab_size, manifest.separator_id, manifest.rejected)):
+            raise ValueError("a number in it is no whole number")
+        return manifest
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: is not a manifest of prepared data ({error}); prepare the folder again") from error
+
+
+def _shard(entry: dict[str, Any]) -> Shard:
+    """One entry. Its file lies in the folder itself: a manifest from elsewhere may not point at other files."""
+    shard = Shard(**entry)
+    name = shard.file
+    if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or not name.isprintable():
+        raise ValueError(f"{shard.file!r} is no name of a file in this folder")
+    if not all(type(count) is int and 0 <= count < 2**63 for count in (shard.tokens, shard.documents)):
+        raise ValueError(f"the counts of {shard.file} are no whole numbers")
+    return shard
 
 
 def check_vocabulary(manifest: Manifest, model_vocab_size: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from llmtrain import foreign
 from llmtrain.errors import DataError
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
@@ -182,7 +183,7 @@ def _dataset_files(folder: str) -> list[SourceFile]:
 
 def _read_json(path: str) -> dict[str, Any]:
     try:
-        values = json.loads(Path(path).read_bytes())
+        values = foreign.loads(Path(path).read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: is not a readable JSON file ({error}); save the dataset again") from error
     return values if isinstance(values, dict) else {}

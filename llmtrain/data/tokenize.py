@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from llmtrain import foreign
 from llmtrain.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
@@ -96,6 +97,20 @@ def _write_folder(folder: Path, write: Any) -> None:
     partial.rename(folder)
 
 
+def refuse_code(folder: Path) -> None:
+    """Refuse a tokenizer_config.json by which transformers would load code. Raises DataError."""
+    path = folder / "tokenizer_config.json"
+    try:
+        key = foreign.names_code(foreign.loads(path.read_bytes())) if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error}); save the tokenizer again") from error
+    if key:
+        raise DataError(
+            f"{path}: it asks for Python code of its own ({key}), which is not run. tokenizer.json needs none: remove "
+            f"{key} from the file"
+        )
+
+
 def _require(folder: Path) -> Path:
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -121,7 +136,7 @@ def named_token(folder: Path, role: str) -> str | None:
         if not path.is_file():
             continue
         try:
-            token = json.loads(path.read_text()).get(role)
+            token = foreign.loads(path.read_bytes()).get(role)
         except (ValueError, AttributeError) as error:
             raise DataError(f"{path}: is not a JSON object ({error}); save the tokenizer again") from error
         if isinstance(token, dict):
@@ -153,6 +168,7 @@ class Encoder:
         from tokenizers import Tokenizer
 
         path = _require(folder)
+        refuse_code(folder)
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception

@@ -169,7 +169,7 @@ def check_device(resolved: ResolvedRun) -> None:
 
 
 def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Matrices decay; vectors (biases, norms) do not. With Muon the decoder layers' matrices are a group of their own.
+    """Who decays (`optim.decay`): matrices, or vectors (biases, norms) as well. With Muon the decoder layers' matrices are a group of their own.
 
     Each group carries `peak_lr`; the schedule multiplies it.
     """
@@ -182,7 +182,7 @@ def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str,
     for parameter in (held.parameter for held in model.local_parameters()):
         is_muon = id(parameter) in muon_ids
         parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
-        decays = _dim(parameter) >= 2
+        decays = optim.decay == "all" or _dim(parameter) >= 2
         name = "muon" if is_muon else ("decay" if decays else "no_decay")
         shared = is_moe_param(parameter)
         if shared:  # DeepSpeed finds the ranks that hold the same experts by the name of the group

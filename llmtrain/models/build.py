@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmtrain import foreign
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models.layout import FolderLayout
@@ -52,13 +52,10 @@ def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():  # a pipe would keep us waiting
             raise FileNotFoundError(f"{file} is no file")
-        fields = json.loads(file.read_text())
+        fields = foreign.loads(file.read_bytes(), infinite=True)
         _refuse_endless(fields)
-        if "auto_map" in fields and not trust_remote_code:
-            raise ModelError(
-                f"{file}: it asks for Python code of its own (auto_map), which is not run. If transformers has this "
-                "model itself, remove auto_map from the file; if you trust the code, convert with --trust-remote-code."
-            )
+        if not trust_remote_code:
+            refuse_code(file, fields)
         if "auto_map" in fields:
             return AutoConfig.from_pretrained(file.parent, trust_remote_code=True)
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -67,6 +64,16 @@ def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
     except Exception as error:
         key = "model.pretrained" if model.pretrained else "model.config"
         raise ModelError(f"{key}: {given!r} is not a model configuration: {error}") from error
+
+
+def refuse_code(file: Path, fields: Any) -> None:
+    """Refuse a configuration by which transformers would load code. Raises ModelError."""
+    if key := foreign.names_code(fields):
+        raise ModelError(
+            f"{file}: it asks for Python code of its own ({key}), which is not run. If transformers has this model "
+            f"itself, remove {key} from the file (the attention is chosen with model.attention); if you trust it, "
+            "convert with --trust-remote-code."
+        )
 
 
 def _refuse_endless(fields: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from llmtrain import foreign
 from llmtrain.errors import ModelError
 from llmtrain.models.layout import FolderLayout, Part, Placement
 from llmtrain.models.pieces import DTYPE_OF, byte_view, pick, read_shared
@@ -276,13 +276,13 @@ class SafetensorsSource:
         if single.exists():
             raise self._wrong(f"{self.folder} has both {SINGLE} and {INDEX}. One is stale: remove it.")
         try:
-            weight_map = json.loads(self._inside(index).read_text())["weight_map"]
+            weight_map = foreign.loads(self._inside(index).read_bytes())["weight_map"]
             if not all(isinstance(name, str) for name in weight_map):
                 raise TypeError("a name is no string")
             weight_map.values()
         except ModelError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._wrong(f"{index} is not a weight index: {error!r}.") from error
         return weight_map
 

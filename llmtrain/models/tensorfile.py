@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain import foreign
 from llmtrain.errors import UserError
 
 ITEM_BYTES = {
@@ -150,12 +151,12 @@ class TensorFile:
         text = memoryview(bytearray(size))
         self._pread(8, text)
         try:
-            header = json.loads(bytes(text).decode("utf-8"), object_pairs_hook=_no_repeats)
+            header = foreign.loads(bytes(text).decode("utf-8"), pairs=_no_repeats)
             metadata = header.pop("__metadata__", {})
             if not all(isinstance(value, str) for value in metadata.values()):
                 raise ValueError("__metadata__ holds something else than strings")
             entries = {name: _entry(name, raw, 8 + size) for name, raw in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TensorFileError(f"{self.path}: its header is not one of safetensors: {error}") from error
         end = 8 + size
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):

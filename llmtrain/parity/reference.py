@@ -261,7 +261,7 @@ class PlainOptimizer:
         return {name: moment.cpu().clone() for name, moment in self._first.items() if name not in self._muon}
 
     def _decay(self, value: Tensor, lr: float) -> None:
-        if value.dim() >= 2:
+        if value.dim() >= 2 or self._optim.decay == "all":
             value.mul_(1 - lr * (self._optim.weight_decay or 0.0))
 
     def _adamw_update(self, name: str, grad: Tensor, lr: float) -> None:

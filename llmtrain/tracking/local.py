@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from llmtrain import log
+from llmtrain import foreign, log
 
 
 def to_json(value: Any) -> Any:
@@ -49,7 +49,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = foreign.loads(line)
     except ValueError:  # UnicodeDecodeError included
         return None
     return row if isinstance(row, dict) else None

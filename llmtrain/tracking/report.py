@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import log, units
+from llmtrain import foreign, log, units
 from llmtrain.errors import UserError
 from llmtrain.tracking.local import read_rows, write_atomic
 from llmtrain.tracking.metrics import perplexity
@@ -69,7 +69,7 @@ def load(run_dir: Path) -> Run:
 
 def _environment(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = foreign.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

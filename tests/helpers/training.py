@@ -79,6 +79,7 @@ class Case:
     steps: int = 20
     clip: float = 1.0
     lr: float = 3e-4
+    decay: str = "matrices"
 
 
 def save_checkpoint(
@@ -151,6 +152,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
             betas=(0.9, 0.95),
             eps=1e-8,
             weight_decay=0.1,
+            decay=case.decay,  # type: ignore[arg-type]
             clip_norm=clip,
         ),
         schedule=ScheduleConfig(name="cosine", warmup_steps=3),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from deepspeed.utils import groups as deepspeed_groups
 
 from llmtrain.checkpoint.format import Manifest, read_trainer
@@ -188,13 +189,17 @@ def converted_by_deepspeed(source: Path, out: Path) -> Path:
 # two of them it counts two steps at a time (with its own conversions, too). So ZeRO 3 is held to one group.
 @pytest.mark.parametrize(("saved", "loaded", "one_group"), [(1, (1, 2), False), (3, (1, 2, 3), True)])
 def test_universal_both_ways(pools, small_data, tmp_path, saved, loaded, one_group):
-    case = Case(data=small_data, stage=saved, steps=END)
+    decay = "all" if one_group else "matrices"
+    case = Case(data=small_data, stage=saved, steps=END, decay=decay)
     theirs = tmp_path / "theirs"
     want = pools(2).run(plain_saves_and_resumes, case, str(theirs), one_group)[0]
-    path = imported(theirs, tmp_path / "ours")
-    if not one_group:
-        got = pools(2).run(resumed_by_us, case, str(path))[0]
-        assert worst(got, want) < ROUNDING
+    lines = import_deepspeed(theirs, tmp_path / "ours", model=config_folder(theirs, LLAMA))
+    pasted = yaml.safe_load("\n".join(line for line in lines if line.startswith("  ")))["optim"]
+    assert pasted == {"name": "adamw", "lr": pytest.approx(pasted["lr"]), "betas": [0.9, 0.95], "eps": "1e-08",
+                      "weight_decay": 0.1, "decay": decay}  # fmt: skip
+    (path,) = (tmp_path / "ours" / "checkpoints").iterdir()
+    got = pools(2).run(resumed_by_us, case, str(path))[0]
+    assert worst(got, want) < ROUNDING
 
     again = imported(converted_by_deepspeed(theirs, tmp_path / "converted"), tmp_path / "again")
     assert Manifest.read(again).checksums() == Manifest.read(path).checksums()

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "llmtrain"
 # A part may import from its own layer's own part and from every layer above it in this list.
 # Parts that share a layer are siblings: they never import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "topology"),
+    ("errors", "foreign", "units", "topology"),
     ("log", "redact"),
     ("config",),
     ("plan", "cluster", "data", "models", "tracking"),
@@ -31,7 +31,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 HEAVY = {"torch", "deepspeed", "transformers", "numpy", "pandas"}
-LIGHT = ("errors", "units", "log", "redact", "topology", "config", "plan", "cluster", "init", "cli", "__main__")
+LIGHT = (
+    "errors",
+    "foreign",
+    "units",
+    "log",
+    "redact",
+    "topology",
+    "config",
+    "plan",
+    "cluster",
+    "init",
+    "cli",
+    "__main__",
+)
 # `config check --deep` asks the installed DeepSpeed, inside one function.
 MAY_ASK_DEEPSPEED = "config/deepspeed.py"
 LAZY_DISPATCH = ("cli", "__main__")

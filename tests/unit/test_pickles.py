@@ -189,3 +189,96 @@ def test_no_link_and_no_pipe(tmp_path):
     for name in ("link.pt", "pipe.pt", "missing.pt"):
         with pytest.raises(CheckpointError, match=f"{name} cannot be opened"):
             PickleFile(tmp_path / name)
+
+
+def nested(depth: int) -> bytes:
+    """A pickle of so many tuples, one in the other."""
+    return b"\x80\x02)" + b"\x85" * depth + b"."
+
+
+def doubled(times: int) -> bytes:
+    """A pickle of a tuple of twice a tuple of twice ..., 2^times values in a few bytes."""
+    step = b"".join(b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(times))
+    return b"\x80\x02K\x01" + step + b"."
+
+
+def doubled_lists(times: int) -> bytes:
+    """The same of lists, which are filled after they were made, as {"a": ...}."""
+    steps = (b"]q" + bytes([n]) + (b"h" + bytes([n - 1]) + b"a") * 2 for n in range(1, times))
+    return b"\x80\x02]q\x00" + b"".join(steps) + b"}X\x01\0\0\0ah" + bytes([times - 1]) + b"s."
+
+
+def in_dict(value: bytes, *, key: bool) -> bytes:
+    """A pickle of {"a": value}, or of {value: 1}."""
+    inner = value[2:-1]
+    return b"\x80\x02}" + (inner + b"K\x01" if key else b"X\x01\0\0\0a" + inner) + b"s."
+
+
+@pytest.mark.parametrize("key", [False, True], ids=["value", "key"])
+@pytest.mark.parametrize("bomb", [nested(200_000), doubled(40)], ids=["deep", "doubled"])
+def test_a_small_pickle_that_stands_for_endless_tuples_is_refused(tmp_path, bomb, key):
+    """As a key they would be hashed, as a value printed: neither ends, or the stack of C overflows."""
+    with pytest.raises(CheckpointError, match="its pickle stands for values"):
+        PickleFile(archive(tmp_path / "bad.pt", in_dict(bomb, key=key)))
+
+
+def test_lists_that_stand_for_endless_values_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="its pickle stands for values"):
+        PickleFile(archive(tmp_path / "bad.pt", doubled_lists(40)))
+    itself = b"\x80\x02}q\x00X\x01\0\0\0ah\x00s."
+    with pytest.raises(CheckpointError, match="contains itself"):
+        PickleFile(archive(tmp_path / "bad.pt", itself))
+
+
+def test_a_value_in_the_place_of_a_tensor_is_named_by_its_type(tmp_path):
+    torch.save({"a": (1, 2), "n": float("inf")}, tmp_path / "a.pt")
+    file = PickleFile(tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="a tuple stands where a tensor belongs"):
+        file.tensor(file.tree["a"])
+    with pytest.raises(CheckpointError, match="inf stands where a number belongs"):
+        file.number(file.tree["n"])
+
+
+def records(path: Path, names: dict[str, bytes], before: bytes = b"", comment: bytes = b"") -> Path:
+    """A zip archive of these records, behind some other bytes."""
+    path.write_bytes(before)
+    with zipfile.ZipFile(path, "a") as file:
+        file.comment = comment
+        for name, content in names.items():
+            file.writestr(name, content)
+    return path
+
+
+GOOD, BAD = pickled({"a": 1}), pickled(Gadget(os.mkdir, "/nonexistent/canary"))
+VERSION = {"archive/version": b"3\n"}
+
+
+@pytest.mark.parametrize(
+    ("names", "before", "comment"),
+    [
+        ({"archive/DATA.PKL": BAD, "archive/data.pkl": GOOD, **VERSION}, b"", b""),
+        ({"archive/data.pkl": GOOD, "archive/DATA.PKL": BAD, **VERSION}, b"", b""),
+        ({"archive/DATA.PKL": GOOD, **VERSION}, b"", b""),
+        ({"archive/version": b"3\n", "other/data.pkl": GOOD}, b"", b""),
+        ({"archive/data.pkl": GOOD, "archive/inner/data.pkl": BAD, **VERSION}, b"", b""),
+        ({"archive/data.pkl": GOOD, **VERSION}, BAD, b""),
+        ({"archive/data.pkl": GOOD, **VERSION}, b"", b"PK\5\6" + b"\0" * 18),
+        ({"archive/data.pkl": GOOD, **VERSION, "archive/byteorder": b"big"}, b"", b""),
+    ],
+    ids=["upper first", "upper last", "upper only", "two folders", "inner", "pickle before", "comment", "big-endian"],
+)
+def test_the_pickle_that_is_looked_at_is_the_one_that_torch_reads(tmp_path, names, before, comment):
+    with pytest.raises(CheckpointError, match=r"no archive that torch\.save writes|no \.pt file|big-endian"):
+        PickleFile(records(tmp_path / "bad.pt", names, before, comment))
+
+
+def test_an_archive_with_two_lists_of_records_is_refused(tmp_path):
+    """zipfile finds the list from the end of the file, torch goes by the place that the end names."""
+    torch.save({"a": VALUES}, tmp_path / "a.pt")
+    PickleFile(tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    at = data.rindex(b"PK\6\7")
+    data[at + 8 : at + 16] = (64).to_bytes(8, "little")
+    (tmp_path / "bad.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match="two ends"):
+        PickleFile(tmp_path / "bad.pt")

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from llmtrain import log, units
+from llmtrain import foreign, log, units
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, hash_file, problems, read_trainer
 from llmtrain.checkpoint.hf.proofs import (
@@ -120,7 +120,7 @@ def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any]) -> Path:
         return out
     ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, whoever made it
     try:
-        marked = json.loads((out / MARK).read_text())["run"] == _run_id(checkpoint, trainer)
+        marked = foreign.loads((out / MARK).read_bytes())["run"] == _run_id(checkpoint, trainer)
     except (OSError, ValueError, KeyError, TypeError):
         marked = False
     if not marked and not (ours and (out / "config.json").is_file()):
@@ -295,10 +295,10 @@ def _write_others(
                 (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         (folder / "config.json").write_text(config.to_json_string())
     index = files.index(sum(map(numel, layout.shapes.values())))
-    same_index = imported and files.shards.keys() == trainer["source"]["files"].keys() and (folder / INDEX).is_file()
+    same_files = imported and files.shards.keys() == trainer["source"]["files"].keys() and (folder / INDEX).is_file()
     if index is None:
         (folder / INDEX).unlink(missing_ok=True)
-    elif not (same_index and json.loads((folder / INDEX).read_text())["weight_map"] == json.loads(index)["weight_map"]):
+    elif not same_files or _weight_map((folder / INDEX).read_bytes()) != _weight_map(index):
         (folder / INDEX).write_text(index)
     mark = {
         "run": _run_id(checkpoint, trainer),
@@ -307,6 +307,10 @@ def _write_others(
         "manifest": hash_file(checkpoint / MANIFEST),
     }
     (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n")
+
+
+def _weight_map(index: str | bytes) -> Any:
+    return foreign.loads(index)["weight_map"]
 
 
 def beside_weights(folder: Path, *, python: bool) -> list[Path]:
@@ -329,7 +333,7 @@ def _keep_config(path: Path, source: Mapping[str, Any], files: WeightFiles, dtyp
     before = {tensor: kind for shard in known.values() for tensor, kind in shard["tensors"].items()}
     same = all(files.dtype_of().get(tensor) == kind for tensor, kind in before.items())
     try:
-        unchanged = json.loads(path.read_text()) == config
+        unchanged = foreign.loads(path.read_bytes(), infinite=True) == config
     except (OSError, ValueError):
         unchanged = False
     if not same:

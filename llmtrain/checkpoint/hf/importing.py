@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain import log, units
+from llmtrain import foreign, log, units
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, PARAM, read_trainer, step_folder
@@ -84,10 +84,10 @@ def _configuration(folder: Path, *, trust_remote_code: bool) -> tuple[ModelConfi
     if not path.is_file():
         raise ModelError(f"{_ASKED_BY}: {folder} has no config.json. Give a Hugging Face model folder.")
     try:
-        config = json.loads(refuse_escape(folder, path).read_text())
+        config = foreign.loads(refuse_escape(folder, path).read_bytes(), infinite=True)
     except ModelError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"{_ASKED_BY}: {path} cannot be read: {error}.") from error
     if not isinstance(config, dict):
         raise ModelError(f"{_ASKED_BY}: {path} is no model configuration.")

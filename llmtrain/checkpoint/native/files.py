@@ -12,6 +12,7 @@ from typing import Any
 
 from llmtrain.checkpoint.format import open_file
 from llmtrain.checkpoint.native.pickles import PickleFile
+from llmtrain.checkpoint.native.scan import shown
 from llmtrain.errors import CheckpointError
 
 _MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
@@ -171,10 +172,11 @@ def _same_step(files: Files) -> None:
     first = files.models[0]
     for file in files.models[1:]:
         for key in ("global_steps", "skipped_steps", "dp_world_size"):
-            if file.tree.get(key) != first.tree.get(key):
+            ours, theirs = first.tree.get(key), file.tree.get(key)
+            if ours != theirs:
                 raise CheckpointError(
-                    f"{files.folder} mixes files of two saves: {key} is {first.tree.get(key)!r} in {first.path.name} "
-                    f"and {file.tree.get(key)!r} in {file.path.name}. Nothing can be taken from it."
+                    f"{files.folder} mixes files of two saves: {key} is {shown(ours)} in {first.path.name} and "
+                    f"{shown(theirs)} in {file.path.name}. Nothing can be taken from it."
                 )
 
 
@@ -228,7 +230,7 @@ def _complete(files: Files, what: str, have: set[int], count: int) -> None:
 def _count(files: Files, key: str) -> int:
     value = files.state.get(key)
     if type(value) is not int or not 0 < value < 1_000_000:
-        raise CheckpointError(f"{files.models[0].path}: {key} is {value!r}, not a number of ranks.")
+        raise CheckpointError(f"{files.models[0].path}: {key} is {shown(value)}, not a number of ranks.")
     return value
 
 

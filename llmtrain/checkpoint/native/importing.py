@@ -17,7 +17,8 @@ from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.format import PARAM, step_folder
 from llmtrain.checkpoint.native.files import Files, find_tag, open_files
 from llmtrain.checkpoint.native.names import Target, hf_names
-from llmtrain.checkpoint.native.pickles import Record
+from llmtrain.checkpoint.native.scan import Record, shown
+from llmtrain.checkpoint.native.settings import optimizer_lines
 from llmtrain.checkpoint.native.state import (
     MOMENTS,
     State,
@@ -126,9 +127,10 @@ def _understood(folder: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (LookupError, TypeError, AttributeError, ValueError, AssertionError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, AssertionError) as error:
         raise CheckpointError(
-            f"{folder} is not what DeepSpeed 0.19.8 writes: {error!r}. Nothing was imported."
+            f"{folder} is not what DeepSpeed 0.19.8 writes: {type(error).__name__}: {str(error)[:200]}. Nothing was "
+            "imported."
         ) from error
 
 
@@ -226,7 +228,7 @@ def _step(files: Files, state: State, *, weights_only: bool) -> int:
     """The step to file it under. Raises CheckpointError when the files tell of different ones."""
     step, skipped = files.state.get("global_steps"), files.state.get("skipped_steps") or 0
     if type(step) is not int or type(skipped) is not int or not 0 <= skipped <= step < 10**18:
-        raise CheckpointError(f"{files.models[0].path}: global_steps is {step!r}, skipped_steps {skipped!r}.")
+        raise CheckpointError(f"{files.models[0].path}: global_steps is {shown(step)}, skipped_steps {shown(skipped)}.")
     if weights_only:
         return step
     counted = state.step()
@@ -270,8 +272,13 @@ def _trainer(source: _Import, step: int, config: Path) -> dict[str, Any]:
         "deepspeed": None,
         "versions": None,
         "layout": None,
-        "imported": {"from": str(source.files.folder.resolve()), "deepspeed": str(state.get("ds_version"))},
+        "imported": {"from": str(source.files.folder.resolve()), "deepspeed": _version(state)},
     }
+
+
+def _version(state: dict[str, Any]) -> str | None:
+    version = state.get("ds_version")
+    return version[:50] if isinstance(version, str) else None
 
 
 def _loss_scale(source: _Import) -> dict[str, float]:
@@ -307,5 +314,7 @@ def _report(
         lines.append("weights only: no optimizer state was taken")
         if not files.zero and not files.universal and layout["precision"] != "fp32":
             lines.append(f"the weights are the {layout['precision']} copies; there were no fp32 masters")
+    else:
+        lines += optimizer_lines(files)
     lines.append("not recorded by DeepSpeed, so not carried over: tokens, data order, W&B id, schedule")
     return [*lines, f"wrote {path}, read back and equal"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from llmtrain import foreign
 from llmtrain.checkpoint.format import read_file
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError
@@ -81,9 +81,9 @@ _REMEDY = "Is --model the configuration that it was trained with? If names diffe
 
 def _given(file: Path, theirs: Shapes, where: Path) -> dict[str, str]:
     try:
-        found = json.loads(read_file(file))
+        found = foreign.loads(read_file(file))
         assert isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
-    except (OSError, ValueError, AssertionError, RecursionError) as error:
+    except (OSError, ValueError, AssertionError) as error:
         raise CheckpointError(f"{file}: it is no JSON object of names: {error}.") from error
     unknown = [name for name in found if name not in theirs]
     if unknown:

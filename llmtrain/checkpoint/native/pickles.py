@@ -7,9 +7,9 @@ storage claims. torch.load does not look at the archive's CRC32, so a flipped bi
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
-import pickletools
 import struct
 import zipfile
 import zlib
@@ -22,16 +22,17 @@ import torch
 from torch import Tensor
 
 from llmtrain.checkpoint.format import open_file
+from llmtrain.checkpoint.native.scan import Record, TooMuch, measure, names, shown
 from llmtrain.errors import CheckpointError
 from llmtrain.models.pieces import byte_view
 
 _PICKLE_LIMIT = 256 << 20  # bytes; 100,000 tensors take about 20 MB
 _LOCAL_HEADER = 30  # bytes, before the name and the extra field of a zip record
 _BLOCK = 8 << 20
-
-
-class Record:
-    """Stands for DeepSpeed's small classes: what the pickle puts into the object are its attributes, nothing runs."""
+# Of a zip archive's end: mark, size and start of the list of records, length of the comment; and the same in 64 bits.
+_END = struct.Struct("<4s8xIIH")
+_LOCATOR = struct.Struct("<4s4xQ4x")
+_END_64 = struct.Struct("<4s36xQQ")
 
 
 class _Ignored:
@@ -87,6 +88,7 @@ class PickleFile:
         with self._open() as file:
             self.bytes = os.fstat(file.fileno()).st_size
             with self._damage():
+                self._check_directory(file.fileno())
                 archive = zipfile.ZipFile(file)
                 self._records = self._find_records(archive, file.fileno())
                 self._check_names(archive)
@@ -104,7 +106,7 @@ class PickleFile:
     def tensor(self, value: Any) -> Tensor:
         """A value of `tree` that must be a tensor that lies in its record, in order. Raises CheckpointError."""
         if not isinstance(value, Tensor) or any(hasattr(Tensor, name) for name in vars(value)):
-            self._refuse(f"{str(value)[:50]!r} stands where a tensor belongs")
+            self._refuse(f"{shown(value)} stands where a tensor belongs")
         tensor, storage = value, value.untyped_storage()
         at = getattr(storage, "_checkpoint_offset", None)
         if self._records.get(at) != storage.nbytes():  # type: ignore[arg-type]
@@ -136,8 +138,8 @@ class PickleFile:
         """A counter that some optimizers keep as a number and others as a tensor of one element."""
         if isinstance(value, Tensor) and self.tensor(value).numel() == 1:
             value = self.read(value, 0, 1).item()
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self._refuse(f"{value!r} stands where a number belongs")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            self._refuse(f"{shown(value)} stands where a number belongs")
         return value
 
     @contextmanager
@@ -150,12 +152,45 @@ class PickleFile:
         with open(handle, "rb", buffering=0) as file:
             yield file
 
+    def _check_directory(self, handle: int) -> None:
+        """The list of records lies where it says, right before its end, without a comment.
+
+        zipfile goes by the end of the file, miniz, with which torch reads, by the offsets: an archive in which the two
+        differ would show us one list and torch another.
+        """
+        end = self.bytes - _END.size
+        if end < 0 or os.pread(handle, 4, 0) != b"PK\3\4":  # without it torch would read a bare pickle
+            raise zipfile.BadZipFile("it does not begin with a zip record")
+        mark, size, start, comment = _END.unpack(os.pread(handle, _END.size, end))
+        locator = os.pread(handle, _LOCATOR.size, max(0, end - _LOCATOR.size))
+        if locator.startswith(b"PK\6\7"):  # zip64, which torch always writes
+            end = _LOCATOR.unpack(locator)[1]
+            if end != self.bytes - _END.size - _LOCATOR.size - _END_64.size:
+                raise zipfile.BadZipFile("its list of records has two ends")
+            size, start = _END_64.unpack(os.pread(handle, _END_64.size, end))[1:]
+        if mark != b"PK\5\6" or comment or start + size != end:
+            raise zipfile.BadZipFile("its list of records is not at its end")
+
     def _find_records(self, archive: zipfile.ZipFile, handle: int) -> dict[int, int]:
-        """Position of the data -> size, of each record of the archive."""
+        """Position of the data -> size, of each record of the archive.
+
+        torch reads an archive with another program (miniz) than we do: it must not find another pickle in it. It takes
+        what does not begin with a zip record for a pickle, and does not tell upper from lower case in names.
+        """
         records: dict[int, int] = {}
-        names = [info.filename for info in archive.infolist()]
-        if len(set(names)) != len(names) or sum(name.endswith("/data.pkl") for name in names) != 1:
-            self._refuse("it is no archive that torch.save writes: one pickle, and no name twice")
+        listed = archive.infolist()
+        folded = {info.filename.casefold() for info in listed}
+        folder = listed[0].filename.partition("/")[0] if listed else ""
+        plain = all(info.filename == info.orig_filename and info.filename.isprintable() for info in listed)
+        same_folder = all(info.filename.startswith(f"{folder}/") for info in listed)
+        if len(folded) != len(listed) or not plain or not same_folder or archive.comment:
+            self._refuse("it is no archive that torch.save writes: one folder, and no name twice")
+        if [name for name in folded if name.endswith("/data.pkl")] != [f"{folder}/data.pkl".casefold()]:
+            self._refuse("it is no archive that torch.save writes: one pickle")
+        if f"{folder}/data.pkl" not in archive.namelist() or min(info.header_offset for info in listed) != 0:
+            self._refuse("it is no archive that torch.save writes: it begins with something else, or has no data.pkl")
+        if f"{folder}/byteorder" in archive.namelist() and archive.read(f"{folder}/byteorder") != b"little":
+            self._refuse("its tensors were written by a big-endian machine; save it again on another")
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 self._refuse(f"its record {info.filename!r} is compressed; torch.save never does that")
@@ -172,26 +207,32 @@ class PickleFile:
         (info,) = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
         if info.file_size > _PICKLE_LIMIT:
             self._refuse(f"its pickle has {info.file_size} bytes (limit {_PICKLE_LIMIT})")
-        for code, argument, _ in pickletools.genops(archive.read(info)):
-            name = str(argument).replace(" ", ".") if code.name == "GLOBAL" else ""
-            if code.name in _UNSEEN or (name and name not in _PLAIN and name not in _STANDINS):
-                self._refuse(
-                    f"its pickle asks for {name or code.name}, which is not on the list of plain data that is read "
-                    "from foreign files. Nothing of it was run. If it is state that a training script added "
-                    "(client_state), save the checkpoint without it"
-                )
+        try:
+            for code, name in names(archive.read(info)):
+                if code in _UNSEEN or (name and name not in _PLAIN and name not in _STANDINS):
+                    self._refuse(
+                        f"its pickle asks for {name or code}, which is not on the list of plain data that is read "
+                        "from foreign files. Nothing of it was run. If it is state that a training script added "
+                        "(client_state), save the checkpoint without it"
+                    )
+        except TooMuch as error:
+            self._refuse(str(error))
 
     def _load(self, file: BinaryIO) -> Any:
         file.seek(0)
         allowed: list[Any] = [(standin, name) for name, standin in _STANDINS.items()]
         try:
             with torch.serialization.safe_globals(allowed):
-                return torch.load(file, map_location="meta", weights_only=True)
+                tree = torch.load(file, map_location="meta", weights_only=True)
+            measure(tree)
+            return tree
+        except TooMuch as error:
+            self._refuse(str(error))
         except (pickle.UnpicklingError, RuntimeError, MemoryError) as error:
             head, _, reason = str(error).partition("WeightsUnpickler error:")
             self._refuse(f"it cannot be loaded: {' '.join((reason or head).split())[:200]}")
-        except (LookupError, ValueError, TypeError, AttributeError, EOFError, OverflowError, AssertionError) as error:
-            self._refuse(f"it cannot be loaded, it is damaged: {error!r}")
+        except (LookupError, ValueError, TypeError, AttributeError, EOFError, ArithmeticError, AssertionError) as error:
+            self._refuse(f"it cannot be loaded, it is damaged: {type(error).__name__}")
 
     @contextmanager
     def _damage(self, record: str = "") -> Iterator[None]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from llmtrain.checkpoint.format import PARAM
 from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.pickles import PickleFile
+from llmtrain.checkpoint.native.scan import shown
 from llmtrain.errors import CheckpointError
 from llmtrain.models.tensorfile import numel
 
@@ -108,7 +109,7 @@ def add_copies(state: State, files: Files) -> None:
         named = [(n, file, value) for n, value in (file.tree.get("module") or {}).items() if n not in buffers]
     for name, file, value in named:
         if not isinstance(name, str) or not name.isprintable():
-            raise CheckpointError(f"{file.path}: {name!r} is no name of a parameter.")
+            raise CheckpointError(f"{file.path}: {shown(name)} is no name of a parameter.")
         if isinstance(value, Tensor):
             tensor = file.tensor(value)
             if tensor.is_floating_point() and tensor.numel():
@@ -149,7 +150,7 @@ def _shape_groups(file: PickleFile) -> list[dict[str, tuple[int, ...]]]:
         raise CheckpointError(f"{file.path}: param_shapes is not a list of names with shapes.") from None
     for name in (name for group in found for name in group):
         if not isinstance(name, str) or not name.isprintable():
-            raise CheckpointError(f"{file.path}: {name!r} is no name of a parameter.")
+            raise CheckpointError(f"{file.path}: {shown(name)} is no name of a parameter.")
     return found
 
 

@@ -1,0 +1,83 @@
+"""JSON files that others made: nothing in them may crash their reader, and none may name code to load.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+MAX_DEPTH = 100
+"""Of objects and lists within each other. Hugging Face's own files have 6; Python gives up at about 1,000."""
+_CODE = ("auto_map", "custom_pipelines", "custom_generate")
+_KERNELS = ("attn_implementation", "experts_implementation")
+_OWN = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
+
+
+def loads(text: str | bytes, *, infinite: bool = False, pairs: Callable[[Any], Any] | None = None) -> Any:
+    """json.loads, of which everything that can be wrong with a text is a ValueError.
+
+    Args:
+        infinite: allow NaN and Infinity, which some model configurations hold (Mamba-2's time_step_limit).
+        pairs: json's object_pairs_hook.
+
+    Raises:
+        ValueError: it is no JSON, is nested deeper than MAX_DEPTH, or has a number that Python cannot hold (1e999, or
+            one of more than 4,300 digits).
+    """
+    constant = float if infinite else _no_constant
+    try:
+        tree = json.loads(text, object_pairs_hook=pairs, parse_float=_finite, parse_constant=constant)
+    except RecursionError:
+        raise _too_deep() from None
+    level = [tree] if isinstance(tree, (dict, list)) else []
+    for _ in range(MAX_DEPTH):
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [part for parts in inner for part in parts if isinstance(part, (dict, list))]
+        if not level:
+            return tree
+    raise _too_deep()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"it is nested deeper than {MAX_DEPTH} objects or lists")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def names_code(fields: Any, where: str = "") -> str | None:
+    """The key in a config.json or tokenizer_config.json by which transformers would load code, or None.
+
+    `auto_map` names Python files; an attention or expert implementation of the form `owner/name` is a kernel that
+    transformers fetches from a hub and imports, and for flash attention without its package it does so too. Nested
+    sections count.
+    """
+    if isinstance(fields, list):
+        return next((found for value in fields if (found := names_code(value, where))), None)
+    if not isinstance(fields, dict):
+        return None
+    for key, value in fields.items():
+        path = f"{where}{key}"
+        fetched = key.lstrip("_").removesuffix("_internal") in _KERNELS and not _is_own(value)
+        if (key in _CODE and value) or fetched:
+            return path
+        if found := names_code(value, f"{path}."):
+            return found
+    return None
+
+
+def _is_own(value: Any) -> bool:
+    """An implementation that transformers has itself, or one for each part of a model."""
+    return all(map(_is_own, value.values())) if isinstance(value, dict) else value in _OWN
