@@ -169,7 +169,7 @@ def check_device(resolved: ResolvedRun) -> None:
 
 
 def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Who decays (`optim.decay`): matrices, or vectors (biases, norms) as well. With Muon the decoder layers' matrices are a group of their own.
+    """Who decays is `optim.decay`'s choice. With Muon the decoder layers' matrices are a group of their own.
 
     Each group carries `peak_lr`; the schedule multiplies it.
     """

@@ -21,7 +21,7 @@ from tests.helpers.launching import environment, finish, free_port, kill_tree, r
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in (
-    "quickstart", "training", "checkpoints", "conversions", "architecture", "style"))]  # fmt: skip
+    "quickstart", "training", "checkpoints", "conversions", "tracking", "architecture", "style"))]  # fmt: skip
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 
 NOT_RUN = {
@@ -219,6 +219,20 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
 
     (line,) = differences({"run": {"optim": {"lr": 0.003}}}, {"run": {"optim": {"lr": 0.002}}})
     assert f"changed since: {line}" in TEXT["docs/quickstart.md"] and line in TEXT["docs/checkpoints.md"]
+
+
+def test_every_page_with_commands_is_run_by_a_test() -> None:
+    """Commands stand in blocks, and a test reads the blocks of the page; test_bench.py reads whole pages."""
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("tools/*/README.md")]
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
+    for file in files:
+        page, text = str(file.relative_to(ROOT)), file.read_text()
+        outside = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        loose = re.findall(r"^    (?:python|llmtrain|deepspeed|make|torchrun) .*", outside, flags=re.M)
+        loose = [line for line in loose if "tools/bench/" not in line and not re.search(r"\bNAME\b", line)]
+        assert not loose, f"{page}: put these into a bash block, which is run: {loose}"
+        if re.search(r"^```(bash|console)", text, flags=re.M):
+            assert page in PAGES or page in tests, f"no test reads the commands of {page}"
 
 
 def slugs(text: str) -> set[str]:

@@ -41,7 +41,15 @@ _SMALL = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-_MEDIUM = {**_SMALL, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 22, "vocab_size": 32768}
+_MEDIUM = {
+    **_SMALL,
+    "vocab_size": 32768,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
 # model, tokens of a sequence, sequences of a rank in a step
 PRESETS: dict[str, tuple[dict[str, Any], int, int]] = {
     "tiny": ({**_SMALL, "num_hidden_layers": 2, "vocab_size": 2048}, 64, 1),

@@ -12,7 +12,7 @@ import argparse
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -164,10 +164,8 @@ def measure(stages: int, micro_batches: int, forward_s: float, steps: int) -> fl
     return min(shares)
 
 
-def main() -> None:
-    """Print the table."""
-    from llmtrain.models.parallel.balance import bubble_share
-
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description="The bubble of a pipeline against its formula.")
     parser.add_argument("--stages", default="2,4", help="numbers of stages (at most 4)")
     parser.add_argument("--micro", default="4,8,16", help="micro-batches of a step")
@@ -175,7 +173,14 @@ def main() -> None:
         "--forward-ms", type=float, default=30.0, help="forward time of a stage; backward takes twice it"
     )
     parser.add_argument("--steps", type=int, default=2, help="steps measured")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    from llmtrain.models.parallel.balance import bubble_share
+
+    args = arguments(argv)
     print("| stages | micro-batches | bubble measured | (S - 1) / (M + S - 1) | ratio |\n|---|---|---|---|---|")
     for stages in map(int, args.stages.split(",")):
         for micro_batches in map(int, args.micro.split(",")):

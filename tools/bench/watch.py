@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,13 +188,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def main() -> None:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     for name, default in (("hidden", 256), ("layers", 4), ("blocks", 40)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--control", action="store_true")
     parser.add_argument("--hosts", type=int)
-    asked = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print both sides, or with --hosts what the reports cost."""
+    asked = arguments(argv)
     if asked.hosts:
         cost_of_hosts(asked.hosts)
         return
