@@ -382,6 +382,7 @@ def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bo
         else:
             log.info(f"stopped ({reason}) at step {position.step}; the same command continues")
         messages.emit("end", status="complete" if complete else "stopped", code=0, reason=reason)
+    watched.left(0)
     return "finished" if complete else "stopped"
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 MARK = "llmtrain:: "
 SUPERVISED = "LLMTRAIN_SUPERVISED"
+LAUNCH = "LLMTRAIN_LAUNCH"
+"""Environment variable of every process of a launch, on every host: a word that no other launch has."""
 KINDS = ("place", "checkpoint", "fault", "end")
 
 

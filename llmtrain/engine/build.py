@@ -23,6 +23,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
 
+from llmtrain.cluster.doctor.probe import users_of
 from llmtrain.config.run import OptimConfig, ResolvedRun
 from llmtrain.engine.rendezvous import Meeting, RendezvousError, Seat, meet
 from llmtrain.errors import ConfigError
@@ -260,7 +261,8 @@ def _op_build_lock() -> Iterator[None]:
 
     torch guards a build with a file that a killed process leaves behind; every later run then waits for
     ever, in silence. We hold a lock that the kernel releases with its process: whoever has it knows that
-    nobody else of ours builds, so a torch lock file that is still there is stale.
+    nobody else of ours builds. A torch lock file that is still there is that of a program which does not know our lock
+    (another DeepSpeed script, `doctor --build-ops`), which has it open, or stale.
     """
     from torch.utils.cpp_extension import _get_build_directory
 
@@ -268,9 +270,12 @@ def _op_build_lock() -> Iterator[None]:
     with _open_folder(folder.parent) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         stale = folder / "lock"
-        if stale.exists():
-            warn(f"removed {stale}: a killed process left it behind")
-            stale.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # the other build is done
+            if users := users_of(str(stale)):
+                warn(f"waiting for the build of process {users[0]}, which has the lock {stale}")
+            else:
+                stale.unlink()
+                warn(f"removed {stale}: a killed process left it behind")
         yield
 
 

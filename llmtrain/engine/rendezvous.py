@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ import psutil
 import torch.distributed as dist
 
 from llmtrain import log
+from llmtrain.cluster import messages
 from llmtrain.engine.interfaces import choose_interfaces
 from llmtrain.errors import UserError
 from llmtrain.redact import redact
@@ -264,7 +266,20 @@ def _follow(store: dist.TCPStore, about: dict[str, Any], limit_s: float) -> list
 
 def _key(what: str, rank: int | None = None) -> str:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
-    return f"llmtrain/meet/{attempt}/{what}" + ("" if rank is None else f"/{rank}")
+    return f"llmtrain/meet/{_launch()}/{attempt}/{what}" + ("" if rank is None else f"/{rank}")
+
+
+@functools.cache
+def _launch() -> str:
+    """What the ranks of this launch have in common and those of another do not, which may come to the same port.
+
+    The mark of `llmtrain launch`; on a single host DeepSpeed's launcher, the parent of all ranks. Else nothing.
+    """
+    found = os.environ.get(messages.LAUNCH, "")
+    if not found and os.environ.get("CROSS_SIZE") == "1" and _launched_hosts():
+        parent = psutil.Process(os.getppid())
+        found = f"{socket.gethostname()}-{parent.pid}-{parent.create_time()}"
+    return found
 
 
 def _me(seat: Seat) -> str:

@@ -156,3 +156,17 @@ def busy_export(rank: int) -> None:
             plain(*args)
 
         loop.finish = finish
+
+
+def leaves_slowly(rank: int) -> None:
+    """After the end of the run every rank waits for ten seconds, idle, before it goes."""
+    watched(rank)
+    from llmtrain import loop
+
+    plain = loop._leave
+
+    def leave() -> None:
+        time.sleep(10.0)
+        plain()
+
+    loop._leave = leave

@@ -222,6 +222,32 @@ def test_two_launches_on_one_port_are_told_apart(job):
     assert len(messages) == 3 and all("rank 1 came" in message and "twice" in message for message in messages)
 
 
+def test_a_rank_of_another_launch_at_the_same_port_does_not_disturb_the_ranks_that_meet(job):
+    both = job("node-1", "node-2")
+    both.start(0, LLMTRAIN_LAUNCH="a")
+    time.sleep(1.0)
+    both.start(1, LLMTRAIN_LAUNCH="b")  # its own rank 0 has found the port in use
+    time.sleep(2.0)
+    both.start(1, LLMTRAIN_LAUNCH="a")
+    both.started.pop(1)[0].kill()
+    assert [(kind, facts["sum"]) for kind, facts, _ in both.answers()] == [("met", 2.0)] * 2
+
+
+def test_two_launches_by_hand_on_one_host_know_their_own_ranks():
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    ask = "from llmtrain.engine.rendezvous import _launch; print('launch', _launch())"
+    rank = "subprocess.Popen([sys.executable, '-c', sys.argv[2]])"
+    launcher = f"import subprocess, sys; each = [{rank}, {rank}]; [one.wait() for one in each]"
+    command = [sys.executable, "-c", launcher, f"--world_info={world}", ask]
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "CROSS_SIZE": hosts})
+        for hosts in ("1", "1", "2")
+    ]
+    first, second, several = ([w for w in each.communicate()[0].splitlines() if "launch" in w] for each in started)
+    assert len(first) == len(second) == 2 and len({*first, *second}) == 2 and first[0] == first[1]
+    assert set(several) == {"launch "}  # on several hosts there is nothing that only these ranks have
+
+
 def test_other_versions_are_refused_by_name_on_all_ranks(job):
     both = job("node-1", "node-2")
     both.start(0)

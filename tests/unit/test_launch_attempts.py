@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch import attempts, supervise
 from llmtrain.cluster.launch.attempts import Launch
 from llmtrain.cluster.launch.command import main as launch
+from llmtrain.cluster.launch.job import Job
 from llmtrain.cluster.launch.plan import Options
 from llmtrain.config.load import load
 from tests.unit.test_launch_plan import recipe as recipe  # the fixture
@@ -139,6 +141,28 @@ def test_nothing_that_the_job_started_is_left(run: Any) -> None:
     except psutil.NoSuchProcess:
         state = "gone"
     assert state in ("gone", psutil.STATUS_ZOMBIE)  # a container's first process may not collect the dead
+
+
+def test_only_the_watch_folders_of_this_launch_go_with_it(run: Any) -> None:
+    """Also when its watch was killed. Another launch has the same launcher's id in no container but its own."""
+    folder = "Path(f'/dev/shm/llmtrain-watch-{os.getuid()}-1-2-3-{mark}')"
+    script = f"for mark in ('another{os.getpid()}', os.environ['LLMTRAIN_LAUNCH']):\n"
+    script += f"    {folder}.mkdir()\n    with open('made', 'a') as file: print({folder}, file=file)\n"
+    try:
+        assert run(script + "place(); tell('end', status='complete', code=0)") == 0
+        another, own = map(Path, Path("made").read_text().split())
+        assert another.is_dir() and not own.exists()
+    finally:
+        for each in Path("made").read_text().split():
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def test_the_id_of_a_job_that_has_ended_is_not_given_away_before_its_group_is_killed() -> None:
+    with Job(["sh", "-c", "exit 7"], os.environ) as job:
+        while (code := job.code()) is None:
+            time.sleep(0.01)
+        assert (code, job.code()) == (7, 7) and psutil.Process(job._process.pid).status() == psutil.STATUS_ZOMBIE
+    assert job.code() == 7 and not psutil.pid_exists(job._process.pid)
 
 
 def press_when_there_is(*files: str) -> None:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from llmtrain.cluster.watch import ending, observe, proc
+from llmtrain.cluster.watch import ending, folder, observe, proc
 from llmtrain.cluster.watch.heartbeat import PHASES, Heartbeat, named, read
 from llmtrain.cluster.watch.link import Server, answers, call, wait
 
@@ -92,6 +92,46 @@ def test_only_the_very_process_is_ended(sleeper):
 def test_an_orphan_is_found_by_its_mark(sleeper):
     assert ending.end_host([], None, "/marked") == []
     assert not ending.identify(sleeper.pid) or not ending.identify(sleeper.pid).alive()
+
+
+def test_only_the_jobs_own_connections_are_hung_up(monkeypatch):
+    """Of a launcher that does not say which job it is, none; and of two launches on one port, each its own."""
+
+    def start(name, *words):
+        return subprocess.Popen([name, "-c", "import time; time.sleep(300)", *words], executable=sys.executable)
+
+    job = ("--world_info=e30=", "--master_addr=10.0.0.1", "--master_port=29500")
+    launcher = start("python", "deepspeed.launcher.launch", *job)
+    vague = start("python", "deepspeed.launcher.launch", "--world_info", "e30=", "--master_port=29500")
+    ssh = [start("ssh", f'export LLMTRAIN_LAUNCH="{mark}";', *job) for mark in ("aaaa", "bbbb")]
+    try:
+        while not all(job[0] in proc.words(each.pid) for each in (launcher, *ssh)):
+            time.sleep(0.01)
+        monkeypatch.setenv("LLMTRAIN_LAUNCH", "aaaa")
+        assert ending.job_of(vague.pid) is None and ending.job_of(launcher.pid) == job
+        ending.hang_up(job, 0.0)
+        assert ssh[0].wait(10) == -signal.SIGTERM and ssh[1].poll() is None
+    finally:
+        for each in (launcher, vague, *ssh):
+            each.kill()
+            each.wait()
+
+
+def test_folders_that_somebody_uses_are_not_swept(tmp_path):
+    """Its launcher lives, its watch holds it, a rank of it lives: none of these alone is enough to remove it."""
+    me, uid = ending.identify(os.getpid()), os.getuid()
+    names = {"launcher": f"{me.pid}-{me.started}", "watch": "1-1", "rank": "1-2", "dead": "1-3", "young": "1-4"}
+    folders = {what: tmp_path / f"llmtrain-watch-{uid}-{ids}-29500-byhand" for what, ids in names.items()}
+    for what, each in folders.items():
+        each.mkdir(mode=0o700)
+        if what == "rank":
+            Heartbeat().connect(each / "rank-00000.beat", rank=0, local_rank=0)
+        if what != "young":
+            os.utime(each, (time.time() - 3600, time.time() - 3600))
+    held = folder.lock(folders["watch"])
+    folder.sweep(tmp_path / f"llmtrain-watch-{uid}-own")
+    os.close(held)
+    assert [what for what, each in folders.items() if not each.exists()] == ["dead"]
 
 
 def test_what_a_rank_has_started_ends_with_it(tmp_path):

@@ -41,18 +41,16 @@ def build(survey: Survey, ssh_port: int | None = None) -> tuple[list[str], list[
         text = json.dumps({"ops": missing, "locks": sorted(locks), "stale_s": STALE_S})
         alike.setdefault(text, []).append(host)
     for text, hosts in alike.items():
-        built, failed = _build_on(hosts, text, json.loads(text)["ops"], ssh_port)
+        built, failed = _build_on(survey, hosts, text, ssh_port)
         lines += built
         findings += failed
     return lines, findings
 
 
-def _build_on(
-    hosts: Sequence[str], text: str, ops: Sequence[str], ssh_port: int | None
-) -> tuple[list[str], list[Finding]]:
-    command = (sys.executable, "-c", _PROGRAM, text)
+def _build_on(survey: Survey, hosts: Sequence[str], text: str, ssh_port: int | None) -> tuple[list[str], list[Finding]]:
+    command, ops = (sys.executable, "-c", _PROGRAM, text), json.loads(text)["ops"]
     lines, findings = [], []
-    for host, answer in on_hosts(hosts, command, timeout_s=LIMIT_S, port=ssh_port).items():
+    for host, answer in on_hosts(hosts, command, timeout_s=LIMIT_S, port=ssh_port, here=survey.alone).items():
         if answer.code == 0:
             what = f"built {', '.join(ops)} in {answer.elapsed_s:.0f} s" if ops else "removed a lock of a dead build"
             lines.append(f"{host}: {what}")
@@ -65,7 +63,7 @@ def _build_on(
                 check="ops",
                 level="red",
                 what=f"{', '.join(ops)} could not be built: {why}",
-                fix=f"see the compiler's words: ssh {host} {sys.executable} -m deepspeed.env_report",
+                fix="see the compiler's words: " + survey.on(host, f"{sys.executable} -m deepspeed.env_report"),
             )
         )
     return lines, findings

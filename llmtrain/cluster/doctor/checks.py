@@ -45,6 +45,8 @@ class Survey:
     """Everything that was asked and answered."""
 
     hosts: tuple[Host, ...]
+    alone: bool = False
+    """This machine is the only host: it was asked without ssh, as a launch starts its ranks without."""
     python: str
     """The interpreter that DeepSpeed will start on each host: that of this process."""
     folder: str
@@ -66,6 +68,10 @@ class Survey:
     """Between which bounds each host's clock is ahead of this one's."""
     nonce: Mapping[str, bool] = field(default_factory=dict)
     """Whether a host, other than the writer, sees the file that the first host wrote into the run's folder."""
+
+    def on(self, host: str, command: str) -> str:
+        """What the user types for a command on a host."""
+        return command if self.alone else f"ssh {host} {shlex.quote(command)}"
 
 
 def each_host(survey: Survey) -> list[Finding]:
@@ -103,7 +109,7 @@ def _unanswered(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[F
     for look, why in facts.get("errors", {}).items():
         check = checks.get(look, look)
         if check in CHECKS:
-            fix = f"look on the host: ssh {host.name} 'df; uptime'"
+            fix = "look on the host: " + survey.on(host.name, "df; uptime")
             yield Finding(host=host.name, check=check, level="red", what=f"could not be found out: {why}", fix=fix)
 
 
@@ -166,11 +172,11 @@ def _disk(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding
         folder = f"{disk['path']} ({name})"
         level: Level | None = "red" if disk["free"] < GIB else "yellow" if disk["free"] < 5 * GIB else None
         if level is not None:
-            fix = f"make room: ssh {host.name} du -xsh {shlex.quote(disk['path'])}"
+            fix = "make room: " + survey.on(host.name, f"du -xsh {shlex.quote(disk['path'])}")
             what = f"{size(disk['free'])} free for {folder}"
             yield Finding(host=host.name, check="disk", level=level, what=what, fix=fix)
         elif disk["inodes"] is not None and disk["inodes"] < 10_000:
-            fix = f"remove small files there: ssh {host.name} df -i {shlex.quote(disk['path'])}"
+            fix = "remove small files there: " + survey.on(host.name, f"df -i {shlex.quote(disk['path'])}")
             what = f"{disk['inodes']} files left to make in {folder}"
             yield Finding(host=host.name, check="disk", level="red", what=what, fix=fix)
         if disk["error"]:
@@ -184,7 +190,7 @@ def _memory(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Findi
     memory = facts.get("memory")
     if memory and memory["free"] < host.slots * RANK_MEMORY_BYTES:
         what = f"{size(memory['free'])} of {size(memory['total'])} memory free for slots={host.slots}"
-        fix = f"see who has it: ssh {host.name} 'ps -eo pid,user,rss,args --sort -rss | head'"
+        fix = "see who has it: " + survey.on(host.name, "ps -eo pid,user,rss,args --sort -rss | head")
         level: Level = "red" if memory["free"] < host.slots * RANK_MEMORY_BYTES / 2 else "yellow"
         yield Finding(host=host.name, check="memory", level=level, what=what, fix=fix)
 
@@ -194,9 +200,10 @@ def _shm(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]
     if not shm:
         return
     need = host.slots * SHM_A_RANK_BYTES
-    if shm["left"] > GIB or (shm["left"] and shm["free"] < need):
-        what = f"{size(shm['left'])} of /dev/shm are left from DeepSpeed runs that ended"
-        fix = f"when no run is there: ssh {host.name} 'rm /dev/shm/deepspeed_allreduce_buffer_*'"
+    left = sum(shm["left"].values())
+    if left > GIB or (left and shm["free"] < need):
+        what = f"{size(left)} of /dev/shm are left from DeepSpeed runs that ended"
+        fix = survey.on(host.name, shlex.join(["rm", *shm["left"]]))
         yield Finding(host=host.name, check="shm", level="yellow", what=what, fix=fix)
     if shm["free"] < need:
         what = f"/dev/shm has {size(shm['free'])} free of {size(shm['total'])}; slots={host.slots} needs {size(need)}"
@@ -231,7 +238,7 @@ def _ops(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]
     for path, age_s in ops["locks"].items():
         if age_s > STALE_S:
             what = f"a dead build left the lock {path} {duration(age_s)} ago: every run waits for it without end"
-            fix = f"ssh {host.name} rm {shlex.quote(path)}     (or llmtrain doctor --build-ops)"
+            fix = survey.on(host.name, f"rm {shlex.quote(path)}") + "     (or llmtrain doctor --build-ops)"
             yield Finding(host=host.name, check="ops", level="red", what=what, fix=fix)
     missing = [name for name in survey.ops if name not in ops["built"]]
     if missing and not (ops["compiler"] and ops["ninja"]):

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from llmtrain.cluster.doctor import build_ops, checks, compare, fabric, survey
-from llmtrain.cluster.doctor.checks import CHECKS, Finding
+from llmtrain.cluster.doctor.checks import CHECKS, Finding, Survey
 from llmtrain.cluster.doctor.report import Report, print_report
 from llmtrain.cluster.hosts.envfile import deepspeed_env_problems
 from llmtrain.cluster.hosts.hostfile import Host, read_hostfile, select
@@ -67,6 +67,7 @@ def quick(
     asked -= set() if run is not None else {"config"}
     asked -= set() if found.nonce else {"shared"}
     asked -= set() if port else {"port"}
+    asked -= {"name", "ssh"} if found.alone else set()
     findings = _sorted([*checks.each_host(found), *compare.all_hosts(found)], hosts)
     notes = (_OWN_FOLDERS.format(folder=found.run_dir),) if found.own_folders and not all(found.nonce.values()) else ()
     elapsed_s = time.monotonic() - started
@@ -111,10 +112,11 @@ def _with_ops(report: Report, args: argparse.Namespace) -> Report:
     return replace(again, findings=findings, notes=tuple(lines))
 
 
-def _deepspeeds_own_file(hosts: Sequence[Host]) -> list[Finding]:
-    """`.deepspeed_env` here: a launch by hand reads it for all hosts. `llmtrain launch` does not, and calls quick."""
-    parts = (problem.rpartition(": ") for problem in deepspeed_env_problems())
-    return [Finding(host=hosts[0].name, check="env", level="red", what=what, fix=fix) for what, _, fix in parts]
+def _deepspeeds_own_file(survey: Survey) -> list[Finding]:
+    """`.deepspeed_env` here: a launch by hand reads it for other hosts. `llmtrain launch` does not, and calls quick."""
+    parts = (problem.rpartition(": ") for problem in (() if survey.alone else deepspeed_env_problems()))
+    first = survey.hosts[0].name
+    return [Finding(host=first, check="env", level="red", what=what, fix=fix) for what, _, fix in parts]
 
 
 def _sorted(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding, ...]:
@@ -132,7 +134,7 @@ def main(argv: list[str]) -> int:
     report = quick(hosts, args.config, overrides=args.overrides, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:
         report = _with_ops(report, args)
-    report = replace(report, findings=_sorted([*report.findings, *_deepspeeds_own_file(hosts)], hosts))
+    report = replace(report, findings=_sorted([*report.findings, *_deepspeeds_own_file(report.survey)], hosts))
     if not args.quick and len(report.survey.facts) > 1:
         report = with_fabric(report, args.ssh_port)
     report = replace(report, elapsed_s=time.monotonic() - started)

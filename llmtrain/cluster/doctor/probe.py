@@ -178,12 +178,14 @@ def look_memory(ask: Facts) -> Facts:
 
 def look_shm(ask: Facts) -> Facts:
     space = os.statvfs("/dev/shm")
-    left = [path for path in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*") if os.stat(path).st_uid == os.getuid()]
+    own = [path for path in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*") if os.stat(path).st_uid == os.getuid()]
+    used = "".join(read(path) for path in glob.glob("/proc/[0-9]*/maps")).split("\n") if own else []
+    mapped = {line.split(None, 5)[-1] for line in used if "/dev/shm/" in line}
     return {
         "mounted": os.path.ismount("/dev/shm"),
         "total": space.f_blocks * space.f_frsize,
         "free": space.f_bavail * space.f_frsize,
-        "left": sum(os.stat(path).st_size for path in left),
+        "left": {path: os.stat(path).st_size for path in own if path not in mapped},
     }
 
 
@@ -211,8 +213,22 @@ def look_nonce(ask: Facts) -> Facts:
     return {"written": True}
 
 
+def users_of(path: str) -> list[int]:
+    """Processes that have a file open, of those that this user may look at: as a build has its lock while it lives."""
+    wanted = os.stat(path)
+    found = []
+    for folder in glob.glob("/proc/[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            for each in os.scandir(folder):
+                with contextlib.suppress(OSError):
+                    status = os.stat(each.path)
+                    if (status.st_dev, status.st_ino) == (wanted.st_dev, wanted.st_ino):
+                        found.append(int(folder.split("/")[2]))
+    return found
+
+
 def look_ops(ask: Facts) -> Facts:
-    """DeepSpeed's compiled ops: which lie ready, and which are locked by a build that may be dead."""
+    """DeepSpeed's compiled ops: which lie ready, and which are locked by a build that no process here is at."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser(
         os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch_extensions")
     )
@@ -220,7 +236,8 @@ def look_ops(ask: Facts) -> Facts:
     for path in [*glob.glob(os.path.join(root, "*", "*.so")), *glob.glob(os.path.join(root, "*", "*", "*.so"))]:
         built.add(os.path.basename(path)[:-3])
     for path in [*glob.glob(os.path.join(root, "*", "lock")), *glob.glob(os.path.join(root, "*", "*", "lock"))]:
-        locks[path] = time.time() - os.stat(path).st_mtime
+        if not users_of(path):
+            locks[path] = time.time() - os.stat(path).st_mtime
     from importlib.util import find_spec
     from shutil import which
 

@@ -1,4 +1,7 @@
-"""Ask all hosts at once what they are like: probe.py through ssh, twice bounded, by time and by fan-out."""
+"""Ask all hosts at once what they are like: probe.py through ssh, twice bounded, by time and by fan-out.
+
+A hostfile that names this machine alone needs no ssh, here as for a launch.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from typing import Any
 from llmtrain.cluster.doctor import probe
 from llmtrain.cluster.doctor.checks import Survey
 from llmtrain.cluster.hosts.environment import PREFIXES
+from llmtrain.cluster.hosts.here import is_alone, is_here
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
+from llmtrain.cluster.hosts.trouble import Trouble
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "triton", "safetensors", "tokenizers")
 VARIABLES = (*PREFIXES, "LD_LIBRARY_PATH", "LD_PRELOAD")
@@ -49,10 +54,10 @@ def program(module: Path, questions: Mapping[str, Any]) -> str:
     return f"from __future__ import annotations\n{text}\nmain(json.loads({json.dumps(questions)!r}))\n"
 
 
-def ask_python(host: str, text: str, *, timeout_s: float, port: int | None = None) -> Answer:
-    """Run a program with the interpreter of this process on one host."""
+def ask_python(host: str, text: str, *, timeout_s: float, port: int | None = None, here: bool = False) -> Answer:
+    """Run a program with the interpreter of this process on one host; `here`: as for on_hosts."""
     command = ("/bin/sh", "-c", _START, "sh", sys.executable)
-    return on_hosts([host], command, input=text, timeout_s=timeout_s, port=port)[host]
+    return on_hosts([host], command, input=text, timeout_s=timeout_s, port=port, here=here)[host]
 
 
 def look(
@@ -99,6 +104,7 @@ def look(
     }
     survey = Survey(
         hosts=tuple(hosts),
+        alone=is_alone(hosts),
         python=sys.executable,
         folder=folder,
         run_dir=where,
@@ -118,13 +124,13 @@ def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_p
     def one(name: str) -> tuple[Answer, float, float]:
         text = program(Path(probe.__file__), {**questions, "host": name})
         began = time.time()
-        answer = ask_python(name, text, timeout_s=timeout_s, port=ssh_port)
+        answer = ask_python(name, text, timeout_s=timeout_s, port=ssh_port, here=survey.alone)
         return answer, began, time.time()
 
     troubles, facts, failures, skew_s = {}, {}, {}, {}
     for name, (answer, began, ended) in in_parallel(names, one).items():
         if answer.trouble is not None:
-            troubles[name] = answer.trouble
+            troubles[name] = _of_this_machine(answer.trouble) if is_here(name) else answer.trouble
         if answer.code is None:
             continue
         found = read_facts(answer.stdout)
@@ -138,6 +144,11 @@ def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_p
             last = [line for line in answer.stderr.splitlines() if line.strip()][-1:]
             failures[name] = f"{survey.python} ended with code {answer.code}: {''.join(last)[:200]}"
     return replace(survey, troubles=troubles, facts=facts, failures=failures, skew_s=skew_s)
+
+
+def _of_this_machine(trouble: Trouble) -> Trouble:
+    why = "it is this machine, but beside other hosts DeepSpeed's launcher starts its ranks through ssh, too"
+    return replace(trouble, text=f"{trouble.text} ({why})")
 
 
 def read_facts(text: str) -> dict[str, Any] | None:

@@ -58,15 +58,17 @@ def on_hosts(
     timeout_s: float,
     fan_out: int = FAN_OUT,
     port: int | None = None,
+    here: bool = False,
 ) -> dict[str, Answer]:
     """Run `command`, a list of words, on each host; `input` is its standard input. The answers, in the hosts' order.
 
     No shell expands anything in the words. Each host has `timeout_s` seconds, connecting included, and at most
     `fan_out` hosts are asked at a time: the whole takes at most ceil(hosts / fan_out) * (timeout_s + 1) seconds. A
     command that overruns is ended on its host too. On Ctrl-C every ssh is ended before the exception goes on.
-    Raises ConfigError when there is no ssh program.
+    With `here` the only host is this machine (hosts.here.is_alone): the command is run without ssh.
+    Raises ConfigError when there is no ssh program and one is needed.
     """
-    program = shutil.which("ssh")
+    program = "" if here else shutil.which("ssh")
     if program is None:
         raise ConfigError("no program `ssh` on PATH: install it (Debian: apt-get install openssh-client)")
     names = list(dict.fromkeys(hosts))
@@ -93,7 +95,8 @@ def _ask(
     """One host. Never raises for what a host or a network does."""
     mark = f"llmtrain-{secrets.token_hex(8)}"
     started = time.monotonic()
-    argv = [program, *_options(timeout_s, port), "--", host, remote_line(command, mark, timeout_s)]
+    line = remote_line(command, mark, timeout_s)
+    argv = [program, *_options(timeout_s, port), "--", host, line] if program else ["/bin/sh", "-c", line]
     talk = _Talk(mark)
     with _standard_input(text) as source, _process(argv, source) as process:
         talk.listen(process, started + timeout_s, wake)

@@ -23,6 +23,7 @@ from rich.console import Console
 from llmtrain.cluster.doctor.command import quick
 from llmtrain.cluster.doctor.report import print_report
 from llmtrain.cluster.hosts.environment import SECRETS_VARIABLE, deliver, remove
+from llmtrain.cluster.hosts.here import is_here
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import on_hosts
 from llmtrain.cluster.launch import reach, slurm
@@ -119,7 +120,7 @@ class Launch:
 
     def _by_slurm(self, plan: Plan) -> tuple[Attempt, int]:
         slurm.check_programs()
-        here = reach.is_here(plan.names[0])
+        here = is_here(plan.names[0])
         port = _facts_here()["port"] if here else random.randrange(20000, 30000)
         attempt = Attempt(began_s=time.monotonic(), resumes_at=self._newest())
         with tempfile.TemporaryDirectory(prefix="llmtrain-launch-") as made:
@@ -353,7 +354,7 @@ _FACTS = (
 
 
 def _answering_ssh(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
-    others = [host.name for host in hosts if not reach.is_here(host.name)]
+    others = [host.name for host in hosts if not is_here(host.name)]
     answers = on_hosts(others, ("true",), timeout_s=_ANSWER_S) if others else {}
     return tuple(host for host in hosts if host.name not in answers or answers[host.name].code == 0)
 

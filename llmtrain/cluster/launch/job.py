@@ -67,8 +67,16 @@ class Job:
         return found
 
     def code(self) -> int | None:
-        """Exit code, once it has ended; negative: the signal that ended it."""
-        return self._process.poll()
+        """Exit code, once it has ended; negative: the signal that ended it.
+
+        It is collected by `__exit__` and no sooner: its id, which `kill` uses, cannot become another process's.
+        """
+        if self._process.returncode is not None:
+            return self._process.returncode
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def rest(self) -> list[dict[str, Any]]:
         """After the end of the process: the messages that were still on their way."""
@@ -78,7 +86,7 @@ class Job:
     def signal(self, number: int) -> None:
         """To the process alone."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+            os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """End the process with everything in its session: DeepSpeed's launcher, pdsh, their connections."""

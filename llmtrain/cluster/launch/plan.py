@@ -17,9 +17,9 @@ from pathlib import Path
 from llmtrain.cluster import messages
 from llmtrain.cluster.hosts.envfile import read_env_file
 from llmtrain.cluster.hosts.environment import Travel, deepspeed_env, for_pdsh, path_problem, travelling
+from llmtrain.cluster.hosts.here import is_alone
 from llmtrain.cluster.hosts.hostfile import Host, include_of, render
 from llmtrain.cluster.launch import slurm
-from llmtrain.cluster.launch.reach import MARK, is_here
 from llmtrain.errors import ConfigError
 from llmtrain.redact import redact_argv
 
@@ -65,7 +65,7 @@ class Plan:
     @property
     def alone(self) -> bool:
         """This machine is the only host: DeepSpeed starts the ranks without ssh."""
-        return len(self.hosts) == 1 and is_here(self.hosts[0].name)
+        return is_alone(self.hosts)
 
 
 def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequence[str] = (), **extra: str) -> Plan:
@@ -74,7 +74,7 @@ def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequenc
     Raises ConfigError.
     """
     given = read_env_file(options.env_file) if options.env_file else {}
-    ours = {messages.SUPERVISED: "1", MARK: mark}
+    ours = {messages.SUPERVISED: "1", messages.LAUNCH: mark}
     if "WANDB_RUN_ID" not in os.environ:  # a restart before the first checkpoint goes on in the same run, too
         extra["WANDB_RUN_ID"] = mark
     travel = travelling(os.environ, {**extra, **given, **ours})

@@ -6,17 +6,12 @@ its launcher passes signals on to one rank after another, up to 30 s apart (laun
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import psutil
-
+from llmtrain.cluster.hosts.here import is_here
 from llmtrain.cluster.hosts.ssh import Answer, on_hosts
-
-MARK = "LLMTRAIN_LAUNCH"
-"""Environment variable of every process of a launch, on every host: a word that no other launch has."""
 
 _REACH_S = 15.0
 
@@ -29,7 +24,8 @@ done
 true
 """
 
-# The watch goes first: it would take the end of its ranks for a fault. Its folder has the launcher's id in its name.
+# The watch goes first: it would take the end of its ranks for a fault. Its folder has the mark in its name, and goes
+# when no process of the launch is left that could use it: nobody else's folder is looked at.
 _END = r"""
 of_job() { grep -lzxF "LLMTRAIN_LAUNCH=$mark" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
 mark=$1 tries=$2
@@ -40,25 +36,10 @@ for p in $ended; do
 done
 tries=10
 while p=$(of_job) && [ -n "$p" ] && [ "$tries" -gt 0 ]; do kill -9 $p 2>/dev/null; sleep 0.3; tries=$((tries - 1)); done
-for d in /dev/shm/llmtrain-watch-"$(id -u)"-*; do
-  p=${d#/dev/shm/llmtrain-watch-*-}
-  [ -d "$d" ] && [ ! -d "/proc/${p%-*}" ] && rm -rf "$d"
-done
 echo $ended
-[ -z "$(of_job)" ]
+[ -z "$(of_job)" ] || exit 1
+for base in /dev/shm "${TMPDIR:-/tmp}"; do rm -rf "$base/llmtrain-watch-$(id -u)-"*"-$mark"; done
 """
-
-
-def is_here(name: str) -> bool:
-    """Whether `name`, of a hostfile, is the machine that this runs on."""
-    if name in ("localhost", socket.gethostname()):
-        return True
-    try:
-        addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None, socket.AF_INET)}
-    except OSError:
-        return False
-    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
-    return bool(addresses) and all(a in own or a.startswith("127.") for a in addresses)
 
 
 def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]], number: int) -> int:

@@ -22,7 +22,7 @@ from llmtrain.cluster.watch import link
 from llmtrain.cluster.watch.ending import Process, end_host, hang_up, identify, job_of
 from llmtrain.cluster.watch.explain.facts import Explanation, HostFacts, JobFacts, RankFacts
 from llmtrain.cluster.watch.explain.paragraph import explain
-from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, lock, read_json, sweep
+from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, lock, own, read_json, sweep, write_json
 from llmtrain.cluster.watch.judge import Judge, Pauses, Stragglers, Verdict
 from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.observe import HostRanks
@@ -61,14 +61,16 @@ class Agent:
         self.pauses = Pauses(self.stall_s)
         self.own: dict[int, tuple[int, float]] = {}
         self.server = link.Server()
-        self.lock = lock(self.folder)
         self.job: dict[str, Any] | None = None
         self.line: link.Line | None = None
         self.peers: list[list[Any]] = []
         self.met_s: float | None = None
         self.root_heard_s = self.reported_s = self.called_s = 0.0
         self.oom_before = oom_kills()
-        _write(self.folder / AGENT, {"port": self.server.port, "token": self.server.token, "pid": os.getpid()})
+        self.about: dict[str, Any] = {}
+        """What the job runs; empty until that is known."""
+        self.told_of_removal = False
+        self._settle()
 
     @property
     def is_root(self) -> bool:
@@ -83,6 +85,7 @@ class Agent:
             link.wait([], max(0.0, now + _SOONEST_S - time.monotonic()), endings)
             link.wait(lines, _TICK_S, endings)
             now = time.monotonic()
+            self._mind_folder()
             reports = self.ranks.observe(now)
             finished = self._finished()
             self._hear(reports, finished, now)
@@ -106,6 +109,26 @@ class Agent:
                 self._name_stragglers(now)
                 self._tell_pauses(now)
             self.notes.tend()
+
+    def _mind_folder(self) -> None:
+        """Something outside may remove it: heartbeats that are open stay readable, and the rest is made anew."""
+        self.about = self.about or read_json(self.folder / RUN) or {}
+        removed = not os.fstat(self.lock).st_nlink
+        if (removed or self.ranks.nameless()) and not self.told_of_removal:
+            self.told_of_removal = True
+            _say(
+                f"warning: something outside the run has removed what lies in {self.folder}, its heartbeats (systemd "
+                "does at a log-out, with RemoveIPC=yes). The run goes on, and its watch reads on what it has open"
+            )
+        if removed:
+            with contextlib.suppress(OSError):
+                self._settle()
+
+    def _settle(self) -> None:
+        """Hold the folder, and leave in it how to reach this watch. Raises OSError."""
+        own(self.folder)
+        self.lock = lock(self.folder)
+        write_json(self.folder / AGENT, {"port": self.server.port, "token": self.server.token, "pid": os.getpid()})
 
     def _finished(self) -> bool:
         launcher_gone = self.launcher is None or not self.launcher.alive()
@@ -251,16 +274,15 @@ class Agent:
                 with contextlib.suppress(TypeError, KeyError, ValueError):
                     facts = RankFacts.from_json({**report, "host": host})
                     ranks[facts.rank] = facts
-        run = read_json(self.folder / RUN) or {}
         return JobFacts(
             trigger=verdict.trigger,
             ranks=tuple(ranks[number] for number in sorted(ranks)),
             hosts=silent if self.is_root else self._second_opinion(silent),
-            alike=bool(run.get("alike", True)),
+            alike=bool(self.about.get("alike", True)),
             here=self.host,
             stalled_s=verdict.stalled_s,
-            experts=bool(run.get("experts")),
-            zero_stage=int(run.get("zero_stage") or 0),
+            experts=bool(self.about.get("experts")),
+            zero_stage=int(self.about.get("zero_stage") or 0),
         )
 
     def _second_opinion(self, hosts: tuple[HostFacts, ...]) -> tuple[HostFacts, ...]:
@@ -276,7 +298,7 @@ class Agent:
             others = [host for host in self.job["hosts"] if host != root]
             if explanation.cause == "cut_off" or self.host != others[0]:
                 return  # one of those that are left writes, where the folder is shared
-        self.notes.write("fault", _event(explanation, facts), read_json(self.folder / RUN))
+        self.notes.write("fault", _event(explanation, facts), self.about)
 
     def _end_everywhere(self, lost: bool) -> None:
         """All hosts at once; returns when this one is done and the others have had their time.
@@ -353,14 +375,6 @@ def _let_go_of_output() -> None:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    new = path.with_suffix(".agent")
-    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(handle, "w") as file:
-        json.dump(value, file)
-    os.rename(new, path)
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ import signal
 import time
 from dataclasses import dataclass
 
+from llmtrain.cluster import messages
 from llmtrain.cluster.watch import proc
 
 MARK = "LLMTRAIN_WATCH"
@@ -21,6 +22,7 @@ _GENTLE = ("wandb-core",)
 _GENTLE_S = 2.0
 _LAUNCHER_LEAVES_S = 40.0
 _LAUNCHER = "deepspeed.launcher.launch"
+_JOB = ("--world_info=", "--master_addr=", "--master_port=")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str, within_s
     deadline = time.monotonic() + within_s
     began = time.monotonic()
     known: set[Process] = set(ranks)
-    ours = launcher is not None and job_of(launcher.pid) is not None
+    ours = launcher is not None and _is_launcher(proc.words(launcher.pid))
     while True:
         known |= _family(known, mark)
         alive = [process for process in known if process.alive()]
@@ -105,10 +107,12 @@ def hang_up(job: tuple[str, ...], wait_s: float) -> None:
 
 
 def _connections(job: tuple[str, ...]) -> list[Process]:
+    launch = os.environ.get(messages.LAUNCH, "")  # it stands in the command too: two may have chosen one port
     found = []
     for pid in proc.pids():
         said = proc.words(pid)
-        if said and os.path.basename(said[0]) == "ssh" and all(f"{word} " in " ".join([*said, ""]) for word in job):
+        text = " ".join([*said, ""])
+        if said and os.path.basename(said[0]) == "ssh" and launch in text and all(f"{word} " in text for word in job):
             found.append(identify(pid))
     return [process for process in found if process is not None]
 
@@ -116,9 +120,12 @@ def _connections(job: tuple[str, ...]) -> list[Process]:
 def job_of(launcher: int) -> tuple[str, ...] | None:
     """The arguments that every process that starts this job has: its hosts, and the port that is its alone.
 
-    None when it is not DeepSpeed's launcher.
+    None when it is not DeepSpeed's launcher as `deepspeed` starts it: with fewer of them other jobs would be hit too.
     """
     said = proc.words(launcher)
-    if not any(_LAUNCHER in word or word.endswith("deepspeed/launcher/launch.py") for word in said):
-        return None
-    return tuple(word for word in said if word.startswith(("--world_info=", "--master_addr=", "--master_port=")))
+    found = [next((word for word in said if word.startswith(start)), "") for start in _JOB]
+    return tuple(found) if _is_launcher(said) and all(found) else None
+
+
+def _is_launcher(words: list[str]) -> bool:
+    return any(_LAUNCHER in word or word.endswith("deepspeed/launcher/launch.py") for word in words)

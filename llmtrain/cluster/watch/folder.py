@@ -6,45 +6,70 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from llmtrain.cluster import messages
 from llmtrain.cluster.watch import proc
+from llmtrain.cluster.watch.ending import Process
+from llmtrain.cluster.watch.heartbeat import read
 
 AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
 """How to reach this host's watch; who is in the job; what the job runs."""
 _STALE_S = 600.0
+_NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 
 
 def make_folder() -> Path:
-    """One for each launcher process and port of this host; its ranks come to the same one. Raises OSError."""
+    """One for each launcher process and port of this host; its ranks come to the same one. Raises OSError.
+
+    Its last word is the mark of the launch, by which `llmtrain launch` knows its own (launch/reach.py).
+    """
     parent = proc.stat(os.getppid())
     started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
-    name = f"llmtrain-watch-{os.getuid()}-{os.getppid()}-{started}-{port}"
+    mark = os.environ.get(messages.LAUNCH, "")
+    launch = mark if mark.isalnum() else "byhand"
+    name = f"llmtrain-watch-{os.getuid()}-{os.getppid()}-{started}-{port}-{launch}"
     base = Path("/dev/shm")
     if not os.access(base, os.W_OK | os.X_OK):
         base = Path(tempfile.gettempdir())
     folder = base / name
+    own(folder)
+    return folder
+
+
+def own(folder: Path) -> None:
+    """Make the folder unless it is there. Raises OSError, also when it is not for this user alone."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or folder.is_symlink() or found.st_mode & 0o077:
         raise PermissionError(13, "another user's folder is in the way of the watch", str(folder))
-    return folder
 
 
-def sweep(own: Path) -> None:
-    """Remove the folders of watches that were killed: nobody holds their lock, and nobody is about to.
+def sweep(this: Path) -> None:
+    """Remove the folders of watches that were killed: launcher and ranks are dead, and nobody holds the lock.
 
-    A launcher's process id would not tell: containers that share /dev/shm do not see each other's processes.
+    Neither alone would tell. A watch may be killed and its ranks live; and containers that share /dev/shm do not see
+    each other's processes.
     """
-    for folder in own.parent.glob(f"llmtrain-watch-{os.getuid()}-*"):
+    for folder in this.parent.glob(f"llmtrain-watch-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
-            if folder != own and time.time() - folder.stat().st_mtime > _STALE_S:
+            if folder != this and time.time() - folder.stat().st_mtime > _STALE_S and not _is_used(folder):
                 os.close(lock(folder))
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_used(folder: Path) -> bool:
+    """Whether the launcher is there, whose id and start stand in the folder's name, or a rank that beats in it."""
+    launcher = _NAME.fullmatch(folder.name)
+    beats = [beat for path in folder.glob("rank-*.beat") if (beat := read(path)) is not None]
+    processes = [Process(beat.pid, beat.started) for beat in beats]
+    processes += [Process(int(launcher["pid"]), int(launcher["started"]))] if launcher else []
+    return any(process.alive() for process in processes)
 
 
 def lock(folder: Path) -> int:
@@ -56,6 +81,13 @@ def lock(folder: Path) -> int:
         os.close(handle)
         raise
     return handle
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """A reader finds the old content or the new. Raises OSError."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(value))
+    os.rename(new, path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

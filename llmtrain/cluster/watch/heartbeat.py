@@ -194,6 +194,10 @@ class Heartbeat:
         self._words[_AT["left"]] = code
         self.beat()
 
+    def is_leaving(self) -> bool:
+        """Whether `left` was called."""
+        return self._words[_AT["left"]] != _RUNNING
+
     def beat(self) -> None:
         """The rank has done something."""
         self._words[_BEATS] += 1
@@ -218,10 +222,10 @@ def _shared(path: Path) -> mmap.mmap:
         os.close(handle)
 
 
-def read(path: Path) -> Beat | None:
-    """The state of a rank; None when there is none (yet)."""
+def read(page: Path | int) -> Beat | None:
+    """The state of a rank; None when there is none (yet). `page`: a descriptor outlives the name of the file."""
     try:
-        raw = path.read_bytes()
+        raw = os.pread(page, _SIZE, 0) if isinstance(page, int) else page.read_bytes()
     except OSError:
         return None
     if len(raw) < _SIZE:

@@ -107,9 +107,12 @@ class Judge:
         self._looked_s = now
         ranks = self.ranks()
         live = [r for r in ranks if _lives(r)]
-        if live and all(r.state == "stopped" for r in live):
-            self._progress_s = now  # the whole job was suspended, by its user
-        return self._dead(ranks, live, now) or self._lost(now) or self._left(ranks, live, now) or self._stalled(now)
+        if live and (all(r.state == "stopped" for r in live) or all(r.code is not None for r in live)):
+            self._progress_s = now  # the whole job was suspended, by its user; or all that is left of it is leaving
+        # Rank 0 has said the end of the run, after everything that all ranks do together: what comes is no fault.
+        ended = any(r.rank == 0 and r.code == 0 and r.state != "dead" for r in ranks)
+        fault = None if ended else self._dead(ranks, live, now) or self._lost(now)
+        return fault or self._left(ranks, live, now) or self._stalled(now)
 
     def stalled_s(self, now: float) -> float:
         """Seconds since any rank made progress; 0 while there is none that could."""

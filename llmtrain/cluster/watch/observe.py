@@ -38,7 +38,9 @@ _D_STATE_S = 5.0
 class _Seen:
     """One rank, as it was seen so far."""
 
-    path: Path
+    page: int
+    """Descriptor of its heartbeat, and of its stacks: who removes the files from outside does not blind the watch."""
+    stack: int
     beat: Beat
     pidfd: int | None = None
     """Readable when the process ends: its parent leaves but a moment to read how."""
@@ -62,7 +64,7 @@ class HostRanks:
             self._look_for_new()
         reports = []
         for seen in self._seen.values():
-            seen.beat = read(seen.path) or seen.beat
+            seen.beat = read(seen.page) or seen.beat
             facts = self._facts(seen, now)
             own = {"beats": seen.beat.beats, "timed_steps": seen.beat.timed_steps, "own_s": seen.beat.own_s}
             reports.append({**facts.to_json(), **own, "active": self._active(seen, facts)})
@@ -71,6 +73,10 @@ class HostRanks:
     def endings(self) -> list[int]:
         """File descriptors that become readable when a rank ends."""
         return [seen.pidfd for seen in self._seen.values() if seen.pidfd is not None]
+
+    def nameless(self) -> bool:
+        """Something has removed a heartbeat's file; what is open is read all the same."""
+        return any(not os.fstat(seen.page).st_nlink for seen in self._seen.values())
 
     def processes(self) -> list[Process]:
         return [Process(seen.beat.pid, seen.beat.started) for seen in self._seen.values()]
@@ -85,27 +91,24 @@ class HostRanks:
 
     def capture(self) -> list[dict[str, Any]]:
         """The reports, with the Python stack of every rank that can answer. Takes about a second."""
-        before = {}
-        for rank, seen in self._seen.items():
-            stack = self._stack_file(rank)
-            before[rank] = stack.stat().st_size if stack.exists() else 0
-            Process(seen.beat.pid, seen.beat.started).send(STACK_SIGNAL)
+        before = {rank: os.fstat(seen.stack).st_size for rank, seen in self._seen.items()}
+        for seen in self._seen.values():
+            if seen.beat.left is None:  # one that leaves does not hear it any more
+                Process(seen.beat.pid, seen.beat.started).send(STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_S
         sizes: dict[int, int] = {}
         while time.monotonic() < deadline:
             time.sleep(0.1)
-            now = {rank: self._stack_file(rank).stat().st_size for rank in before if self._stack_file(rank).exists()}
-            if now == sizes and all(now.get(rank, 0) > before[rank] for rank in before):
+            now = {rank: os.fstat(self._seen[rank].stack).st_size for rank in before}
+            if now == sizes and all(now[rank] > before[rank] for rank in before):
                 break
             sizes = now
         reports = self.observe(time.monotonic())
         for report in reports:
-            try:
-                text = self._stack_file(report["rank"]).read_bytes()[before.get(report["rank"], 0) :]
-            except OSError:
-                continue
+            whole = _content(self._seen[report["rank"]].stack)
+            text = whole[before.get(report["rank"], 0) :]
             if not text and report["state"] == "dead":  # a crash wrote its stack by itself
-                text = self._stack_file(report["rank"]).read_bytes()
+                text = whole
                 crash = _CRASHES.get(text.partition(b"\n")[0].decode(errors="replace"), "")
                 report["signal"] = report["signal"] or crash
                 report["native"] = bool(crash) and b"\nCurrent thread" not in text
@@ -114,16 +117,16 @@ class HostRanks:
             report["waits_in"] = proc.waits_in(report["pid"])
         return reports
 
-    def _stack_file(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank:05d}.stack"
-
     def _look_for_new(self) -> None:
         for path in sorted(self._folder.glob("rank-*.beat")):
             beat = read(path)
-            if beat is not None and beat.rank not in self._seen:
-                seen = self._seen[beat.rank] = _Seen(path, beat)
-                with contextlib.suppress(OSError):
-                    seen.pidfd = os.pidfd_open(beat.pid)
+            if beat is None or beat.rank in self._seen:
+                continue
+            with contextlib.suppress(OSError):
+                page = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                stack = os.open(path.with_suffix(".stack"), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                seen = self._seen[beat.rank] = _Seen(page, stack, beat)
+                seen.pidfd = os.pidfd_open(beat.pid)
 
     def _facts(self, seen: _Seen, now: float) -> RankFacts:
         beat = seen.beat
@@ -205,6 +208,10 @@ def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> Non
     new = path.with_suffix(".new-error")
     new.write_text(json.dumps({"error": error, "at": at, "phase": phase}))
     os.rename(new, path)
+
+
+def _content(handle: int) -> bytes:
+    return os.pread(handle, os.fstat(handle).st_size, 0)
 
 
 def _signal(status: int | None) -> str:

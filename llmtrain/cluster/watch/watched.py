@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -24,7 +25,7 @@ from llmtrain.cluster import messages
 from llmtrain.cluster.watch.ending import MARK
 from llmtrain.cluster.watch.explain.facts import Frame
 from llmtrain.cluster.watch.explain.wording import own_line, place
-from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, make_folder, read_json
+from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, make_folder, read_json, write_json
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.cluster.watch.observe import STACK_SIGNAL, write_error
 from llmtrain.errors import UserError
@@ -48,6 +49,8 @@ def begin(*, stall_timeout_s: float, run_dir: str) -> None:
         folder = make_folder()
         _stack_file = open(folder / f"rank-{rank:05d}.stack", "a")  # noqa: SIM115  # faulthandler writes to it for ever
         faulthandler.enable(_stack_file)
+        # What faulthandler puts back when it is done, at the latest while Python shuts down: the watch may still ask.
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         faulthandler.register(STACK_SIGNAL, _stack_file)
         heart.connect(folder / f"rank-{rank:05d}.beat", rank=rank, local_rank=local_rank)
         if local_rank == 0:
@@ -101,8 +104,9 @@ def describe(**about_run: Any) -> None:
 
 
 def left(code: int) -> None:
-    """This rank ends of its own will."""
+    """This rank ends of its own will, with this exit code: from now on it only leaves. Nothing after a 0 is a fault."""
     heart.left(code)
+    faulthandler.unregister(STACK_SIGNAL)
 
 
 @contextlib.contextmanager
@@ -130,7 +134,9 @@ def told_how_it_ends() -> Iterator[None]:
 def failed(error: BaseException) -> None:
     """This rank ends by an exception that is a bug. Its last line is kept for the others."""
     global _has_failed
-    if _folder is None or _has_failed or isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
+    if _folder is None or _has_failed or heart.is_leaving():
+        return
+    if isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
         return
     _has_failed = True  # the first place that sees it knows the phase
     lines = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(error.__traceback__))]
@@ -176,9 +182,7 @@ def _start_agent(folder: Path, stall_s: float, run_dir: str) -> None:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    new = path.with_suffix(".new")
     try:
-        new.write_text(json.dumps(value))
-        os.rename(new, path)
+        write_json(path, value)
     except OSError as error:
         log.warn(f"the watch of this host knows less than it should: {error.strerror} ({path})")

@@ -1,0 +1,38 @@
+"""Which names of a hostfile are this machine: with a hostfile that names nothing else, no ssh is used at all."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+from llmtrain.cluster.hosts.hostfile import Host
+
+
+def is_alone(hosts: Sequence[Host]) -> bool:
+    """This machine is the only host.
+
+    With others beside it, DeepSpeed's launcher (pdsh) reaches this machine through ssh too.
+    """
+    return len(hosts) == 1 and is_here(hosts[0].name)
+
+
+def is_here(name: str) -> bool:
+    """Whether `name`, of a hostfile, is the machine that this runs on: its name, or one whose addresses are all its."""
+    if name.lower().removesuffix(".") in ("localhost", socket.gethostname().lower()):
+        return True
+    addresses = _addresses(name)
+    own = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
+    return bool(addresses) and all(a in own or ipaddress.ip_address(a).is_loopback for a in addresses)
+
+
+def _addresses(name: str) -> set[str]:
+    """IPv4 addresses, or where there are none those of IPv6: the ranks meet by the first."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            return {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(name, None, family)}
+        except (OSError, UnicodeError):
+            continue
+    return set()

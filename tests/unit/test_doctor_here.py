@@ -1,0 +1,66 @@
+"""`llmtrain doctor` on a hostfile that names this machine: alone it needs no sshd, beside others it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain import cli
+from tests.helpers.launching import free_port, write_recipe
+
+NO_SSHD = """#!/bin/sh
+[ "$1" = -G ] && exit 0
+echo "$*" >> "$FAKE_FOLDER/asked"
+echo "ssh: connect to host localhost port 22: Connection refused" >&2
+exit 255
+"""
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """doctor(hostfile, ...) -> (report, exit code) on a machine without an sshd."""
+    (tmp_path / "ssh").write_text(NO_SSHD)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_FOLDER", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def go(hostfile: str, *words: str) -> tuple[dict[str, Any], int]:
+        (tmp_path / "hosts").write_text(hostfile)
+        code = cli.main(["doctor", "--hostfile", "hosts", "--json", "--master-port", str(free_port()), *words])
+        return json.loads(capsys.readouterr().out), code
+
+    return go
+
+
+def red(report: dict[str, Any]) -> set[str]:
+    """The checks with a red cell, without those in which a busy test machine may be at fault itself."""
+    return {f["check"] for f in report["findings"] if f["level"] == "red"} - {"memory", "disk", "shm"}
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
+def test_a_single_machine_needs_no_sshd(doctor: Any, tmp_path: Path, small_data: str, name: str) -> None:
+    recipe = write_recipe(tmp_path, small_data)
+    (tmp_path / ".deepspeed_env").write_text("# DeepSpeed reads this file for other hosts only\n")
+    report, code = doctor(f"{name} slots=2\n", "--config", str(recipe), "--build-ops")
+    assert red(report) == set() and code == (0 if report["ok"] else 1), report["findings"]
+    (host,) = report["hosts"]
+    assert host["facts"]["python"]["executable"] == sys.executable
+    assert (host["cells"]["ssh"], host["cells"]["python"], host["cells"]["config"]) == ("unknown", "ok", "ok")
+    assert not (tmp_path / "asked").exists()
+    assert not [finding["fix"] for finding in report["findings"] if "ssh" in finding["fix"]]
+
+
+def test_beside_other_hosts_this_machine_is_asked_as_deepspeed_will(doctor: Any, tmp_path: Path) -> None:
+    report, code = doctor("localhost slots=1\nnode-9 slots=1\n", "--quick")
+    assert code == 1 and red(report) == {"ssh"}
+    said = {finding["host"]: finding["what"] for finding in report["findings"] if finding["check"] == "ssh"}
+    assert "starts its ranks through ssh, too" in said["localhost"] and "through ssh" not in said["node-9"]
+    assert len((tmp_path / "asked").read_text().splitlines()) == 2
