@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
+from llmtrain.checkpoint.format import complete_checkpoints
+from llmtrain.checkpoint.verify import verify
 from tests.helpers import stalls
 from tests.helpers.forked import Launch
 from tests.helpers.launching import REPO, environment, gone, losses, rows, write_recipe
@@ -220,3 +222,49 @@ def test_twenty_trials_of_a_real_launch_that_ends_beside_a_real_one(small_data: 
         stays.kill()
     kinds = [event["kind"] for event in rows(run, "events.jsonl")]
     assert "fault" not in kinds and "pause" not in kinds and "fault after" not in stays.output()
+
+
+def remove_as_systemd_does(process: psutil.Process) -> None:
+    """What logind does at a user's last log-out, with RemoveIPC=yes: the user's files in /dev/shm and System V objects.
+
+    In the namespaces of the process: the real ones hold what others need.
+    """
+    for each in sorted(Path(f"/proc/{process.pid}/root/dev/shm").rglob("*"), reverse=True):
+        each.rmdir() if each.is_dir() else each.unlink()
+    subprocess.run(["nsenter", "-t", str(process.pid), "--ipc", "ipcrm", "--all"], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mount and IPC namespaces need root")
+def test_a_log_out_with_remove_ipc_is_survived(small_data: str, tmp_path: Path) -> None:
+    """The heartbeats, and the memory from which the checkpoints are written."""
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    env = environment(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
+    own_shm = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+    words = ("--train.max_steps", "1000000", "--schedule.name", "constant", "--fault.stall_timeout_s", str(STALL_S))
+    train = (sys.executable, str(REPO / "launch/train.py"), "--config", str(recipe), *words)
+    log = tmp_path / "output"
+    with open(log, "wb") as output:
+        command = ("unshare", "--mount", "--ipc", "sh", "-c", own_shm, "sh", *train)
+        rank = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=output, stderr=output)
+
+    def saves(count: int) -> None:
+        deadline = time.monotonic() + 300
+        while len([e for e in rows(run, "events.jsonl") if e["kind"] == "save"]) < count:
+            assert time.monotonic() < deadline and rank.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.1)
+
+    try:
+        saves(2)
+        remove_as_systemd_does(psutil.Process(rank.pid))
+        time.sleep(2 * STALL_S)
+        saves(len([e for e in rows(run, "events.jsonl") if e["kind"] == "save"]) + 3)
+        rank.send_signal(signal.SIGTERM)
+        assert rank.wait(120) == 0, log.read_text()[-3000:]
+        assert gone(agents_of(run), 30)
+    finally:
+        rank.kill()
+    assert log.read_text().count("RemoveIPC=yes") == 1
+    kinds = [event["kind"] for event in rows(run, "events.jsonl")]
+    assert "fault" not in kinds and "pause" not in kinds and kinds[-1] == "stop", kinds
+    newest = complete_checkpoints(run / "checkpoints")[0]
+    assert verify(newest) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -64,6 +65,13 @@ def test_the_stacks_of_another_host_are_taken(root, other):
     other.send({"stacks": [{**report()["ranks"][0], "stack": stack}], "oom_kills": 0})
     facts = root._facts(Verdict("pause", stalled_s=61.0))
     assert [(rank.rank, rank.host, len(rank.stack)) for rank in facts.ranks] == [(1, "node-2", 1)]
+
+
+def test_a_watch_that_has_lost_its_folder_before_the_ranks_came_leaves(root, capfd):
+    """Whom it never saw it cannot wait for: else it would stay as long as the launcher."""
+    shutil.rmtree(root.folder)
+    root.run()
+    assert "not all of its ranks are watched" in capfd.readouterr().err and root.folder.is_dir()
 
 
 def test_many_reports_do_not_make_many_looks(root, other, monkeypatch):

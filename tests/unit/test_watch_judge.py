@@ -71,6 +71,24 @@ def test_ranks_that_died_of_another_wait_for_the_news_of_that_one(cluster):
     assert verdict is not None and silent == ["node-3"] and after_s <= 13
 
 
+def test_nothing_after_the_end_of_the_run_is_a_fault(cluster):
+    """Rank 0 has said it: a rank that dies, a host that is switched off, minutes without a sign of the others."""
+    for rank in cluster.ranks:
+        rank.update(code=0, phase="end")
+    cluster.steps = False
+    assert cluster.until_verdict(100)[0] is None and cluster.judge.stalled_s(cluster.now) == 0
+    cluster.ranks[1].update(state="dead", code=None, signal="SIGSEGV")
+    cluster.mute = {2}
+    cluster.ranks[0].update(state="left")
+    assert cluster.until_verdict(100)[0] is None and not cluster.judge.waits(cluster.now)
+
+
+def test_a_rank_that_ended_while_others_train_is_still_a_fault(cluster):
+    cluster.ranks[0].update(state="left", code=0)
+    cluster.steps = False
+    assert cluster.until_verdict(60)[0].trigger == "stall"
+
+
 def test_a_silent_host_is_a_fault_within_15_s(cluster):
     cluster.mute, cluster.steps = {2}, False
     verdict, after_s = cluster.until_verdict(60)

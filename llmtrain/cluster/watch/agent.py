@@ -103,7 +103,7 @@ class Agent:
             if verdict is not None and self._decides(now):
                 self._act(verdict)
                 return
-            if finished and not self._still_needed(reports):
+            if finished and not self._still_needed(reports, now):
                 return
             if self.job is None or self.is_root:
                 self._name_stragglers(now)
@@ -116,9 +116,10 @@ class Agent:
         removed = not os.fstat(self.lock).st_nlink
         if (removed or self.ranks.nameless()) and not self.told_of_removal:
             self.told_of_removal = True
+            watched = "and stays watched" if self.ranks.complete() else "but not all of its ranks are watched any more"
             _say(
                 f"warning: something outside the run has removed what lies in {self.folder}, its heartbeats (systemd "
-                "does at a log-out, with RemoveIPC=yes). The run goes on, and its watch reads on what it has open"
+                f"does at a log-out, with RemoveIPC=yes). The run goes on, {watched}"
             )
         if removed:
             with contextlib.suppress(OSError):
@@ -132,12 +133,12 @@ class Agent:
 
     def _finished(self) -> bool:
         launcher_gone = self.launcher is None or not self.launcher.alive()
-        return self.ranks.gone() and (launcher_gone or self.ranks.complete())
+        return self.ranks.gone() and (launcher_gone or self.ranks.complete() or self.told_of_removal)
 
-    def _still_needed(self, reports: list[dict[str, Any]]) -> bool:
+    def _still_needed(self, reports: list[dict[str, Any]], now: float) -> bool:
         """A death is to be explained first; and the root stays until all hosts' ranks have left."""
-        dead = any(report["state"] == "dead" for report in reports)
-        return dead or (self.is_root and any(host.waited_for for host in self.judge.hosts))
+        dead = any(report["state"] == "dead" for report in reports) and not self.judge.ended
+        return dead or (self.is_root and self.judge.waits(now))
 
     def _hear(self, reports: list[dict[str, Any]], finished: bool, now: float) -> None:
         message = {"ranks": reports, "oom_kills": oom_kills() - self.oom_before, "finished": finished}

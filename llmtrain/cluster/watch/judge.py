@@ -109,10 +109,18 @@ class Judge:
         live = [r for r in ranks if _lives(r)]
         if live and (all(r.state == "stopped" for r in live) or all(r.code is not None for r in live)):
             self._progress_s = now  # the whole job was suspended, by its user; or all that is left of it is leaving
-        # Rank 0 has said the end of the run, after everything that all ranks do together: what comes is no fault.
-        ended = any(r.rank == 0 and r.code == 0 and r.state != "dead" for r in ranks)
-        fault = None if ended else self._dead(ranks, live, now) or self._lost(now)
+        fault = None if self.ended else self._dead(ranks, live, now) or self._lost(now)
         return fault or self._left(ranks, live, now) or self._stalled(now)
+
+    @property
+    def ended(self) -> bool:
+        """Rank 0 has said the end of the run, after all that the ranks do together: nothing that comes is a fault."""
+        return any(r.rank == 0 and r.code == 0 and r.state != "dead" for h in self.hosts for r in h.ranks.values())
+
+    def waits(self, now: float) -> bool:
+        """Whether ranks are expected to leave yet; after the end of the run not those of a host that is silent."""
+        heard = [h for h in self.hosts if not self.ended or not (h.closed or now - h.heard_s > self._silent_s)]
+        return any(host.waited_for for host in heard)
 
     def stalled_s(self, now: float) -> float:
         """Seconds since any rank made progress; 0 while there is none that could."""
