@@ -24,7 +24,7 @@ from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.verify import verify
 from tests.helpers import stalls
 from tests.helpers.forked import Launch
-from tests.helpers.launching import REPO, environment, gone, losses, rows, write_recipe
+from tests.helpers.launching import REPO, environment, free_port, gone, losses, rows, write_recipe
 from tests.runs.test_watch import agents_of
 from tests.unit.test_launch_attempts import JOB
 from tests.unit.test_launch_killed import LAUNCH, RUNS
@@ -268,3 +268,37 @@ def test_a_log_out_with_remove_ipc_is_survived(small_data: str, tmp_path: Path) 
     assert "fault" not in kinds and "pause" not in kinds and kinds[-1] == "stop", kinds
     newest = complete_checkpoints(run / "checkpoints")[0]
     assert verify(newest) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_launches_by_hand_on_one_port_in_the_same_second(small_data: str, tmp_path: Path) -> None:
+    """DeepSpeed's default port, and nothing that tells the ranks apart: one run is complete, the other says why not."""
+    port = str(free_port())
+    started = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        recipe = write_recipe(tmp_path / name, small_data)
+        (tmp_path / name / "hosts").write_text("localhost slots=2\n")
+        command = [
+            *(
+                "deepspeed",
+                "--hostfile",
+                "hosts",
+                "--no_ssh_check",
+                "--master_addr",
+                "127.0.0.1",
+                "--master_port",
+                port,
+            ),
+            *(str(REPO / "launch/train.py"), "--config", str(recipe), "--train.max_steps", "10"),
+        ]
+        with open(tmp_path / name / "output", "wb") as output:
+            started.append(
+                subprocess.Popen(command, cwd=tmp_path / name, env=environment(), stdout=output, stderr=output)
+            )
+    codes = [process.wait(400) for process in started]
+    texts = [(tmp_path / name / "output").read_text() for name in ("first", "second")]
+    refused = texts[codes.index(max(codes))]
+    assert min(codes) == 0 and max(codes) == 2, texts
+    assert f"MASTER_PORT is {port}" in refused and "in use" in refused
