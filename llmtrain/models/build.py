@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSou
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The JSON's precisions."""
 _MOST = 10_000  # layers, labels or experts
+_COUNT = re.compile(r"^(?!.*size).*(layer|label|expert)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class ModelFacts:
     counted once, and of the experts only those that a token meets."""
     layers: int
     attention_width: int
-    """heads x head size."""
+    """heads x head size, the mean of all layers."""
     vocab_size: int
 
 
@@ -81,7 +83,7 @@ def _refuse_endless(fields: dict[str, Any]) -> None:
     for key, value in fields.items():
         if isinstance(value, dict):
             _refuse_endless(value)
-        elif type(value) is int and value > _MOST and any(word in key for word in ("layer", "label", "expert")):
+        elif type(value) is int and value > _MOST and _COUNT.search(key):
             raise ModelError(f"model configuration: {key}: {value} is more than any model has (at most {_MOST}).")
 
 
@@ -98,9 +100,14 @@ def construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_c
         hf.tie_weights()
         return hf
     except Exception as error:  # whatever a configuration with strange numbers makes transformers or torch raise
+        if "does not support" in str(error):  # sdpa or flash attention, which not every family has
+            raise ModelError(
+                f"model.attention {attention}: transformers has none for {config.model_type}; "
+                "set model.attention to eager."
+            ) from error
         raise ModelError(
-            f"model.attention {attention}: transformers cannot build this causal language model: {error} "
-            "If it is the attention, set model.attention to eager."
+            f"model.attention {attention}: transformers cannot build this causal language model: {error}"
+            + (" If it is the attention, set model.attention to eager." if attention != "eager" else "")
         ) from error
 
 
@@ -151,11 +158,17 @@ def facts(model: ModelConfig) -> ModelFacts:
     tied = hf.get_output_embeddings().weight is embedding
     total = sum(p.numel() for p in hf.parameters())
     matrices = sum(p.numel() for p in hf.parameters() if p.dim() >= 2) - idle_parameters(hf, hf.config)
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    widths = [_attention_width(layer) for layer in (text.per_layer_config if text.is_heterogeneous else [text])]
     return ModelFacts(
         parameters=total,
         matmul_parameters=matrices if tied else matrices - embedding.numel(),
         layers=text.num_hidden_layers,
-        attention_width=text.num_attention_heads * head_size,
+        attention_width=sum(widths) // len(widths),
         vocab_size=text.vocab_size,
     )
+
+
+def _attention_width(config: Any) -> int:
+    """Of a layer with these settings; a state-space model has no heads."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))

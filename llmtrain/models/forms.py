@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from llmtrain.config.run import ResolvedRun
+from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES, construct, decoder_layers, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel, checkpoint_activations
 from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
@@ -27,10 +29,12 @@ def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Lang
     """
     if resolved.degrees.pipeline > 1:
         check_stages(load_config(resolved.run.model))
-        return build_pipeline(resolved, device, mesh)
+        with _divided(resolved, "pipeline.stages", resolved.degrees.pipeline):
+            return build_pipeline(resolved, device, mesh)
     model = resolved.run.model
     if resolved.degrees.tensor > 1:
-        hf = shared_model(resolved, device, mesh)
+        with _divided(resolved, "tensor_parallel.autotp_size", resolved.degrees.tensor):
+            hf = shared_model(resolved, device, mesh)
     elif resolved.degrees.expert > 1 and resolved.zero_stage < 3:
         hf = skeleton(model, attention=model.attention)
     else:
@@ -52,6 +56,22 @@ def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Lang
     if routing is not None:
         language.notes.append(describe_experts(resolved, routing))
     return language
+
+
+@contextlib.contextmanager
+def _divided(resolved: ResolvedRun, key: str, degree: int) -> Iterator[None]:
+    """What is wrong with the family is told with the key that asks to divide it, and with the way around."""
+    try:
+        yield
+    except ModelError as error:
+        about_the_model, _, found = str(error).partition("model: ")
+        if about_the_model:  # a key's value is wrong, and the message names it
+            raise
+        family = load_config(resolved.run.model).model_type
+        raise ModelError(
+            f"{key} {degree}: the ranks cannot divide a {family} model so. Remove the section: ZeRO 3 shards weights, "
+            f"gradients and optimizer of every model. What stands in the way: {found}"
+        ) from error
 
 
 def _whole_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Any:

@@ -99,9 +99,8 @@ def small_run(
     small = replace(run.model, pretrained=None, config=model, loss_chunk_tokens=min(40, run.model.loss_chunk_tokens))
     if small.mlp_tile_tokens is not None:
         small = replace(small, mlp_tile_tokens=min(8, small.mlp_tile_tokens))
-    if cpu:  # the GPU's attention, and a compiler that takes a minute
-        attention = "sdpa" if run.model.attention.startswith("flash") else run.model.attention
-        small = replace(small, attention=attention, compile_layers=False)
+    if cpu:  # where the compiler takes a minute
+        small = replace(small, compile_layers=False)
     return replace(
         run,
         model=small,
@@ -130,8 +129,9 @@ def resolve_in(
     folder: Path, wanted: Wanted, run: RunConfig, shrunk_by: float, ranks: int, precision: str
 ) -> ResolvedRun:
     """The small run under the user's JSON, in the precision "fp32", "bf16" or "fp16". Raises ConfigError."""
-    assert isinstance(run.model.config, dict)
-    layers = next(run.model.config[key] for key in ("num_hidden_layers", "n_layer") if key in run.model.config)
+    from llmtrain.models.build import load_config
+
+    layers = load_config(run.model).get_text_config().num_hidden_layers
     tree = small_tree(wanted.tree, shrunk_by, precision, layers)
     path = folder / f"{precision}.json"
     path.write_text(json.dumps(tree))

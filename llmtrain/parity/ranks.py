@@ -94,7 +94,7 @@ class Ranks:
             raise RankError(f"rank {failed[0]} of {self._world_size}: {how}\n{self._tail(failed[0])}")
         first = reports[0]
         if first["user"] is not None:
-            raise UserError(f"rank {first['rank']} of {self._world_size}: {first['user']}")
+            raise UserError(first["user"])
         raise RankError(f"rank {first['rank']} of {self._world_size}:\n{first['text']}")
 
     def close(self) -> None:

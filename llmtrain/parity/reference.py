@@ -39,12 +39,14 @@ class Order:
 
 def orders(resolved: ResolvedRun) -> list[Order]:
     """All rows at once; in as many pieces as the run has micro-batches, backwards; row by row."""
-    train, attention = resolved.run.train, resolved.run.model.attention
-    rows = train.global_batch or 1
-    other = "sdpa" if attention.startswith("flash") else attention
-    if _balance_coefficient(
-        load_config(resolved.run.model)
-    ):  # that loss is not a sum over rows: pieces are micro-batches
+    from transformers import AutoModelForCausalLM
+
+    train, other = resolved.run.train, resolved.run.model.attention
+    rows, config = train.global_batch or 1, load_config(resolved.run.model)
+    if other.startswith("flash"):
+        family: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        other = "sdpa" if family._supports_sdpa else "eager"
+    if _balance_coefficient(config):  # that loss is not a sum over rows: pieces are micro-batches
         count = train.accumulation or 1
         return [Order(count, False, "eager", False), Order(count, True, other, True), Order(count, True, other, False)]
     few = (train.accumulation or 1) * resolved.data_parallel

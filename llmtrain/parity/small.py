@@ -4,27 +4,81 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.build import facts, load_config
+from llmtrain.errors import ModelError
+from llmtrain.models.build import construct, load_config
 from llmtrain.models.structure.shrink import shrunk_config, without_dropout
 from llmtrain.topology import Degrees
+
+_SMALL = 5_000_000
+"""Parameters of a model that is taken as it is where no smaller copy can be made of it."""
 
 
 def small_model(model: ModelConfig, degrees: Degrees) -> tuple[dict[str, Any], float]:
     """(fields of its config.json, its parameters over those of the user's model). Raises ModelError."""
     config = load_config(model)
-    small = without_dropout(
-        shrunk_config(
-            config,
-            layers=max(4, 2 * degrees.pipeline),
-            kv_heads=max(4, degrees.tensor * degrees.sequence),
-            experts=max(4, 2 * degrees.expert),
-            positions=64,
-        )
-    )
-    fields = small.to_dict()
+    parameters = _parameters(config)
+    sizes = {
+        "layers": max(4, 2 * degrees.pipeline),
+        "kv_heads": max(4, degrees.tensor * degrees.sequence),
+        "experts": max(4, 2 * degrees.expert),
+    }
+    try:
+        fields = _fields(shrunk_config(config, positions=64, **sizes), config.model_type)
+        _prove(fields)
+    except ModelError as error:
+        if parameters > _SMALL:
+            raise ModelError(
+                f"{str(error).rstrip('.')}. `llmtrain parity` trains small copies only; training itself needs none. To "
+                f"examine it all the same, give model.config sizes of your own (at most {_SMALL:,} parameters): those "
+                "are kept."
+            ) from error
+        fields = _fields(config, config.model_type)
+        _prove(fields)
+    return fields, _parameters(load_config(ModelConfig(config=fields))) / parameters
+
+
+def _parameters(config: Any) -> int:
+    """How many, however many they are: none of them gets memory."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in construct(config, "eager", torch.float32).parameters())
+
+
+def attention_here(fields: dict[str, Any], attention: str, *, cpu: bool) -> Any:
+    """The `model.attention` of the small run: the user's own; on a CPU, which has no flash attention, sdpa or eager.
+
+    Raises ModelError: transformers has none of that name for this family.
+    """
+    instead = cpu and attention.startswith("flash")
+    config = load_config(ModelConfig(config=fields))
+    try:
+        construct(config, "sdpa" if instead else attention, torch.float32)
+    except ModelError:
+        if not instead:
+            raise
+        return "eager"
+    return "sdpa" if instead else attention
+
+
+def _fields(config: Any, model_type: str) -> dict[str, Any]:
+    fields = without_dropout(config).to_dict()
     for key in ("architectures", "transformers_version", "dtype", "_name_or_path"):
         fields.pop(key, None)
-    fields["model_type"] = config.model_type
-    parameters = facts(ModelConfig(config=fields)).parameters
-    return fields, parameters / facts(model).parameters
+    return {**fields, "model_type": model_type}
+
+
+def _prove(fields: dict[str, Any]) -> None:
+    """It can be built, and a few tokens go through it, forth and back. Raises ModelError."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(ModelConfig(config=fields))
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+            ids = torch.arange(16).unsqueeze(0) % config.get_text_config().vocab_size
+            hf(input_ids=ids, use_cache=False).logits.sum().backward()
+    except Exception as error:  # whatever transformers' code makes of sizes that nobody has tried
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ModelError(f"model: a small copy of a {fields['model_type']} model does not run ({reason}).") from error

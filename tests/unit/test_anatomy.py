@@ -204,7 +204,11 @@ VISION = {
             T5Config(vocab_size=64, d_model=16, d_ff=32, num_layers=2),
             "an encoder and a deco",
         ),
-        (MambaForCausalLM, MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2), "no decoder of attention"),
+        (
+            MambaForCausalLM,
+            MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2),
+            "state-space models do without heads",
+        ),
         (Gemma3ForConditionalGeneration, Gemma3Config(text_config=SMALL, vision_config=VISION), "wraps a text model"),
         (Gemma3nForCausalLM, GEMMA_3N, "several lists of layers"),
         (RecurrentGemmaForCausalLM, RecurrentGemmaConfig(**SMALL, lru_width=32), "its logits are not those of lm_head"),

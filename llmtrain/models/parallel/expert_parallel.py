@@ -121,7 +121,7 @@ def share_experts(hf: Any, resolved: ResolvedRun, device: torch.device) -> None:
             if zero3:
                 _partition(block, hf)
     except ValueError as error:  # what AutoEP raises of all that it cannot do
-        raise ModelError(f"expert_parallel.autoep_size {degree}: {error}") from error
+        raise _refusal(hf, degree, str(error)) from error
     if not specs:
         raise ModelError(
             f"expert_parallel.autoep_size {degree}: {type(hf).__name__} has no experts that DeepSpeed finds. Remove "
@@ -149,6 +149,23 @@ def _check_zero(resolved: ResolvedRun) -> None:
                 f"{resolved.run.deepspeed}: zero_optimization.{key} is {zero[key]}, and experts that ranks share need "
                 f"{value} with ZeRO {resolved.zero_stage}. Remove the key, or remove expert_parallel."
             )
+
+
+def _refusal(hf: Any, degree: int, reason: str) -> ModelError:
+    """AutoEP's reason with the ways around it."""
+    from deepspeed.module_inject.auto_ep_config import available_preset_names
+
+    begin, family = f"expert_parallel.autoep_size {degree}: ", hf.config.model_type
+    around = "remove the section: all ranks then hold all experts (ZeRO 3 partitions them)"
+    if "detection is ambiguous" in reason:
+        found = ", ".join(name for name in available_preset_names() if name in reason)
+        return ModelError(
+            f"{begin}DeepSpeed takes the experts of a {family} model for those of several families ({found}). Name the "
+            "one that computes as yours does with expert_parallel.preset_model (`llmtrain parity` shows whether it "
+            f"does), or {around}."
+        )
+    reason = " ".join(reason.split())
+    return ModelError(f"{begin}DeepSpeed cannot share the experts of a {family} model ({reason}). To go on, {around}.")
 
 
 def _section(resolved: ResolvedRun, device: torch.device) -> dict[str, Any]:

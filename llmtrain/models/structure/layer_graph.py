@@ -129,7 +129,7 @@ class LayerGraph:
         # Behind a map any value will do; a rectifier must not be shut for all tokens.
         new = torch.randn(value.shape, generator=self._draw) if node.linear else value.detach().clone()
         node.leaves.append(new.requires_grad_())
-        return node.leaves[-1]
+        return new.clone()  # which the layer may change in place (OLMo's clip_qkv), as it may not change a leaf
 
     def _reads(self, value: Tensor) -> set[int]:
         """The nodes (by index; -1: the hidden state, -2: attention) that a value is made of."""

@@ -19,7 +19,10 @@ from llmtrain.errors import ModelError
 _WIDTH = re.compile(r"(_size|_dim|_inner|_width|_rank|^d_ff)$")
 _NO_WIDTH = re.compile(r"vocab|window|chunk|kernel|group|head_dim|position|batch|patch|image|state")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+_WINDOWS = ("sliding_window", "window_size")
+_STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"))
+"""Number and size of a state-space layer's heads, which together are mamba_expand times the hidden size."""
 _VOCABULARY_UNIT = 64
 
 
@@ -43,13 +46,14 @@ def shrunk_config(
     size_of = _Sizes(config, fields)
     rotary_dim = _shrink_heads(size_of, fields, kv_heads)
     _shrink_layers(size_of, fields, layers)
-    _shrink_experts(fields, experts)
+    _shrink_experts(size_of, fields, experts)
     _shrink_vocabulary(size_of, fields, vocabulary)
     _shrink_positions(size_of, fields, positions, rotary_dim)
     try:
         return type(config).from_dict(fields)
     except Exception as error:  # whatever the config's own checks raise
-        raise ModelError(f"model: no small copy of a {config.model_type} model can be made: {error}") from error
+        reason = " ".join(str(error).split())  # transformers' validators write several lines
+        raise ModelError(f"model: no small copy of a {config.model_type} model can be made: {reason}") from error
 
 
 def without_dropout(config: Any) -> Any:
@@ -81,11 +85,14 @@ class _Sizes:
     """Fields by transformers' common names ("hidden_size" is n_embd in GPT-2)."""
 
     def __init__(self, config: Any, fields: dict[str, Any]) -> None:
-        self._own = config.attribute_map
+        self._own = {"num_key_value_heads": "num_kv_heads"} if "num_kv_heads" in fields else {}  # Falcon
+        if "num_layers" in fields:  # LongCat-Flash
+            self._own["num_hidden_layers"] = "num_layers"
+        self._own |= config.attribute_map
         self._fields = fields
 
     def name(self, common: str) -> str:
-        return self._own.get(common, common)
+        return common if common in self._fields else self._own.get(common, common)
 
     def get(self, common: str) -> Any:
         return self._fields.get(self.name(common))
@@ -97,10 +104,14 @@ class _Sizes:
 def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int:
     """Heads and all widths. Returns the number of rotary features of a head (0: none are rotated)."""
     hidden, heads = size_of.get("hidden_size"), size_of.get("num_attention_heads")
+    kind = fields.get("model_type")
+    if fields.get("text_config"):
+        text = fields["text_config"].get("model_type")
+        raise ModelError(f"model: {kind} is a text model together with others: use its text model by itself ({text}).")
     if not isinstance(hidden, int) or not isinstance(heads, int):
         raise ModelError(
-            f"model: a {fields.get('model_type')} config says no hidden_size or no num_attention_heads: it is no "
-            "decoder of attention layers (recurrent and state-space models are not taken apart)."
+            f"model: no small copy of a {kind} model can be made: its configuration has no hidden_size or no "
+            "num_attention_heads (recurrent and state-space models do without heads)."
         )
     kv = size_of.get("num_key_value_heads") or heads
     if heads % kv:
@@ -126,9 +137,22 @@ def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int
         for key, value in fields.items():  # low-rank attention has heads of several sizes
             if key.endswith("head_dim") and type(value) is int:
                 fields[key] = value * size // given
+        for layer in fields.get("per_layer_config", {}).values():
+            layer.update({k: v * size // given for k, v in layer.items() if k == "head_dim"})
     if fields.get("query_pre_attn_scalar"):
         fields["query_pre_attn_scalar"] = size
+    _shrink_state_heads(fields, small)
     return int(size * factor)
+
+
+def _shrink_state_heads(fields: dict[str, Any], hidden: int) -> None:
+    for count, size in _STATE_HEADS:
+        if type(fields.get(count)) is int and type(fields.get(size)) is int and fields.get("mamba_expand"):
+            inner = fields["mamba_expand"] * hidden
+            if fields.get("mamba_d_ssm"):  # Falcon-H1 gives the product by itself
+                fields["mamba_d_ssm"] = inner
+            fields[count] = _divisor(inner, min(fields[count], max(1, inner // 16)))
+            fields[size] = inner // fields[count]
 
 
 def _width(value: int, hidden: int, small: int) -> int:
@@ -146,46 +170,64 @@ def _divisor(count: int, least: int) -> int:
 
 def _shrink_layers(size_of: _Sizes, fields: dict[str, Any], layers: int) -> None:
     """The first layer of each kind, then the first others, in their order."""
-    count = size_of.get("num_hidden_layers")
-    if not isinstance(count, int):
+    lists = {key: value for key, value in fields.items() if isinstance(value, list)}
+    count = size_of.get("num_hidden_layers") or len(lists.get(size_of.name("layer_types"), []))  # Nemotron-H
+    if not isinstance(count, int) or not count:
         raise ModelError(f"model: a {fields.get('model_type')} config has no num_hidden_layers.")
-    lists = {key: value for key, value in fields.items() if isinstance(value, list) and len(value) == count}
-    indices = {key: value for key, value in fields.items() if key.endswith("_layers") and _ascending(value)}
-    lists = {key: value for key, value in lists.items() if key not in indices}
-    step = fields.get("decoder_sparse_step") or 1
+    indices = {key: value for key, value in lists.items() if "layer" in key and _ascending(value, count)}
+    lists = {key: value for key, value in lists.items() if key not in indices and len(value) == count}
+    own = {int(layer): values for layer, values in fields.get("per_layer_config", {}).items()}  # Gemma 4
+    dense = fields.get("first_k_dense_replace")
+    repeats = _repeats(fields)
     kinds: dict[str, int] = {}
     for layer in range(count):
         kind = [value[layer] for value in lists.values()] + [layer in value for value in indices.values()]
-        kinds.setdefault(repr((kind, layer % step)), layer)
+        kind += [layer % step == place for step, place in repeats]
+        kinds.setdefault(repr((kind, own.get(layer), layer < (dense or 0))), layer)
     first = sorted(kinds.values())
     others = [layer for layer in range(count) if layer not in first]
     kept = sorted(first + others[: max(0, min(layers, count) - len(first))])
-    if step > 1:  # the model computes which layers have experts from their numbers: keep the numbers
+    if repeats:  # the model computes the kinds of layers from their numbers: keep the numbers
         kept = list(range(max(kept) + 1))
     for key, value in lists.items():
         fields[key] = [value[layer] for layer in kept]
     for key, value in indices.items():
         fields[key] = [new for new, layer in enumerate(kept) if layer in value]
-    size_of.put("num_hidden_layers", len(kept))
+    if own:
+        fields["per_layer_config"] = {new: own[layer] for new, layer in enumerate(kept) if layer in own}
+    if isinstance(dense, int):
+        fields["first_k_dense_replace"] = sum(layer < dense for layer in kept)
+    if "attention_types" in fields:  # GPT-Neo: the list again, as patterns and how often each is repeated
+        fields["attention_types"] = [[fields["attention_layers"], 1]]
+    if size_of.get("num_hidden_layers") is not None:
+        size_of.put("num_hidden_layers", len(kept))
 
 
-def _ascending(value: Any) -> bool:
+def _repeats(fields: dict[str, Any]) -> list[tuple[int, int]]:
+    """(step, place): layer i is special if i % step == place."""
+    step = fields.get("decoder_sparse_step") or 1
+    places = [(step, place) for place in range(step)] if step > 1 else []
+    periods = [key.removesuffix("_period") for key in fields if key.endswith("_layer_period")]  # Jamba
+    return places + [(fields[f"{key}_period"], fields.get(f"{key}_offset", 0)) for key in periods]
+
+
+def _ascending(value: list[Any], count: int) -> bool:
     """Numbers of layers, rather than a number for each layer."""
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
+    if not all(type(item) is int and item < count for item in value):
         return False
     return all(one < other for one, other in itertools.pairwise(value))
 
 
-def _shrink_experts(fields: dict[str, Any], experts: int) -> None:
-    for key in _EXPERTS:
+def _shrink_experts(size_of: _Sizes, fields: dict[str, Any], experts: int) -> None:
+    for key in {size_of.name(common) for common in _EXPERTS}:
         if type(fields.get(key)) is int and fields[key] > 1:
             fewer = _divisor(fields[key], experts)
-            for chosen in _CHOSEN:
+            for chosen in {size_of.name(common) for common in _CHOSEN}:
                 if fields.get(chosen):
                     fields[chosen] = max(1, min(fields[chosen], fewer // 2))
-            if fields.get("n_group"):  # DeepSeek chooses groups of experts first
-                fields["n_group"] = min(fields["n_group"], max(1, fewer // 2))
-                fields["topk_group"] = min(fields["topk_group"], fields["n_group"])
+            if groups := size_of.get("n_group"):  # DeepSeek chooses groups of experts first
+                size_of.put("n_group", min(groups, max(1, fewer // 2)))
+                size_of.put("topk_group", min(size_of.get("topk_group"), size_of.get("n_group")))
             fields[key] = fewer
 
 
@@ -194,6 +236,8 @@ def _shrink_vocabulary(size_of: _Sizes, fields: dict[str, Any], vocabulary: int)
     small = min(size, vocabulary + size % _VOCABULARY_UNIT)
     size_of.put("vocab_size", small)
     for key, value in fields.items():
+        if key.startswith("vocab_size_") and value == size:  # Gemma's embeddings of single layers
+            fields[key] = small
         if key.endswith("token_id") and value is not None:
             last = small - 1
             fields[key] = [min(item, last) for item in value] if isinstance(value, list) else min(value, last)
@@ -216,8 +260,9 @@ def _shrink_positions(size_of: _Sizes, fields: dict[str, Any], positions: int, r
     small = min(longest, positions) if isinstance(longest, int) else positions
     if isinstance(longest, int):
         size_of.put("max_position_embeddings", small)
-    if type(fields.get("sliding_window")) is int:
-        fields["sliding_window"] = max(2, min(fields["sliding_window"], small // 4))
+    for key in _WINDOWS:
+        if type(fields.get(key)) is int:
+            fields[key] = max(2, min(fields[key], small // 4))
     for place in [fields, *_ropes(fields)]:
         original = place.get("original_max_position_embeddings")
         if type(original) is int and isinstance(longest, int):
