@@ -280,19 +280,9 @@ def test_two_launches_by_hand_on_one_port_in_the_same_second(small_data: str, tm
         (tmp_path / name).mkdir()
         recipe = write_recipe(tmp_path / name, small_data)
         (tmp_path / name / "hosts").write_text("localhost slots=2\n")
-        command = [
-            *(
-                "deepspeed",
-                "--hostfile",
-                "hosts",
-                "--no_ssh_check",
-                "--master_addr",
-                "127.0.0.1",
-                "--master_port",
-                port,
-            ),
-            *(str(REPO / "launch/train.py"), "--config", str(recipe), "--train.max_steps", "10"),
-        ]
+        where = ("--hostfile", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", port)
+        run = (str(REPO / "launch/train.py"), "--config", str(recipe), "--train.max_steps", "10")
+        command = ["deepspeed", *where, *run]
         with open(tmp_path / name / "output", "wb") as output:
             started.append(
                 subprocess.Popen(command, cwd=tmp_path / name, env=environment(), stdout=output, stderr=output)

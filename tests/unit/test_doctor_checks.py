@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llmtrain.cluster.doctor import checks, compare, probe, survey
+from llmtrain.cluster.doctor import checks, compare, fabric, probe, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds
 from llmtrain.cluster.doctor.report import Report, compressed, explained, print_report
 from llmtrain.cluster.hosts.hostfile import Host, read_hostfile
+from llmtrain.cluster.hosts.ssh import Answer
 from llmtrain.cluster.hosts.trouble import Trouble
+from llmtrain.cluster.launch import attempts
 
 NAMES = ["node-1", "node-2", "node-3"]
 
@@ -154,6 +156,21 @@ def test_what_is_not_facts() -> None:
     taken = healthy()
     taken.facts["node-1"]["port"] = {"error": "Address already in use", "users": ""}
     assert [(f.host, f.check) for f in findings(taken)] == [("node-1", "port")]
+
+
+def test_a_measurement_takes_no_port_that_a_launch_may_have_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def ask(host: str, text: str, **_: Any) -> Answer:
+        asked.append(text)
+        return Answer(host, 0, "", "", 0.0, None)
+
+    monkeypatch.setattr(fabric, "ask_python", ask)
+    launches = range(*map(int, re.findall(r"range\((\d+), (\d+)\)", attempts._FACTS)[0]))
+    for _ in range(50):
+        fabric.measure_pairs(healthy(), [[("node-1", "node-2")]], 0.1)
+    ports = {int(port) for text in asked for port in re.findall(r'"ports": \[(\d+), (\d+), (\d+)\]', text)[0]}
+    assert len(ports) > 50 and not ports & set(launches) and max(ports) < 32768
 
 
 def test_two_names_of_one_machine() -> None:
