@@ -180,7 +180,7 @@ def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str,
     named: dict[str, dict[str, Any]] = {}
     adam = {"lr": optim.lr, "peak_lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     muon = {"lr": optim.muon_lr, "peak_lr": optim.muon_lr, "momentum": optim.muon_momentum}
-    for parameter in (held.parameter for held in model.local_parameters()):
+    for parameter in (held.parameter for held in model.local_parameters() if held.trains):
         is_muon = id(parameter) in muon_ids
         parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
         decays = optim.decay == "all" or _dim(parameter) >= 2
@@ -197,7 +197,7 @@ def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str,
     return list(named.values())
 
 
-def _dim(parameter: nn.Parameter) -> int:
+def _dim(parameter: torch.Tensor) -> int:
     """Dimensions of the whole tensor; under ZeRO 3 the local one is flat."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -311,6 +311,9 @@ def build_engine(model: LanguageModel, resolved: ResolvedRun, mesh: Mesh) -> dee
         model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
     )
     apply_group_timeout(resolved.run.fault.timeout_s)
+    for held in model.local_parameters():
+        if not held.trains:  # whatever buffer_dtype of the JSON makes of other buffers
+            held.parameter.data = held.parameter.data.float()
     for state in getattr(engine.optimizer, "optimizer", engine.optimizer).state.values():
         # DeepSpeed's bf16 ZeRO 0 has taken a step on zero gradients to create this state. Left at 1, AdamW's bias
         # correction would shrink every early update (by 15 % over the first three steps, measured).

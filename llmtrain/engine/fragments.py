@@ -4,7 +4,8 @@ One view for every form that DeepSpeed gives it: whole tensors (ZeRO 0), flat pa
 per parameter (ZeRO 1 and 2, bf16), flat sub-groups of parameter partitions (ZeRO 3), on the device or on
 the host. What it holds of which tensor is what the model's `local_parameters` say, cut by the partition; the group
 that a parameter is partitioned or replicated over is the one that DeepSpeed uses for it. Writing into a fragment's
-view changes the optimizer; `refresh` then updates what the forward reads.
+view changes the optimizer; `refresh` then updates what the forward reads. What does not train (models/frozen.py) has
+its values here alone, and the forward reads those.
 """
 
 from __future__ import annotations
@@ -85,6 +86,11 @@ def fragments(engine: Any) -> list[Fragment]:
                 found.append(home.fragment(kind, view))
     if not _is_zero3(engine) and engine.zero_optimization_stage() > 0:
         found.extend(_zero12_momentum(engine))
+    for held in _local_parameters(engine):
+        if not held.trains:
+            values = held.parameter.detach().reshape(-1)
+            home = _Home(held, values, 0, 0, held.region.numel, _replica(engine, held))
+            found.append(home.fragment(PARAM, values))
     return found
 
 
@@ -196,13 +202,18 @@ def forward_copies(engine: Any) -> Iterator[ForwardCopy]:
     for held in _local_parameters(engine):
         parameter: Any = held.parameter
         name, region = held.name, held.region
-        if _is_zero3(engine):
+        if _is_zero3(engine) and held.trains:
             partition = parameter.ds_tensor.detach().reshape(-1)
             start, numel = _zero3_slice(parameter)
             yield ForwardCopy(name, region.part(start, start + numel), partition[:numel], held.copy, True)
             if parameter.data.numel() != parameter.ds_numel:
                 continue
         yield ForwardCopy(name, region, parameter.detach().reshape(-1), _replica(engine, held), False)
+
+
+def frozen_names(engine: Any) -> set[str]:
+    """What does not train, of the tensors that this rank holds."""
+    return {held.name for held in _local_parameters(engine) if not held.trains}
 
 
 def _local_parameters(engine: Any) -> list[LocalParameter]:
@@ -231,7 +242,7 @@ def _is_zero3(engine: Any) -> bool:
 
 
 def _homes(engine: Any) -> Iterator[_Home]:
-    here = {id(held.parameter): held for held in _local_parameters(engine)}
+    here = {id(held.parameter): held for held in _local_parameters(engine) if held.trains}
     optimizer = engine.optimizer
     if _is_zero3(engine):
         for held in here.values():

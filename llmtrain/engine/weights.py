@@ -19,6 +19,7 @@ from llmtrain.engine.fragments import (
     forward_copies,
     forward_dtype,
     fragments,
+    frozen_names,
     owned,
     whole_shapes,
 )
@@ -205,7 +206,8 @@ def _differing_copies(
         elif value != wanted[key]:
             bad.add(key)
     if engine.zero_optimization_stage() == 3:
-        bad |= _wrong(partitions, wanted, shapes, ranks)
+        frozen = frozen_names(engine)  # whole everywhere; under ZeRO 3 each rank has every name
+        bad |= _wrong(partitions, {key: wanted[key] for key in wanted if key[1] not in frozen}, shapes, ranks)
     # Only the shards that are there are looked at: ZeRO 3 keeps some parameters gathered, ZeRO 0 has no copies.
     return bad | _wrong(shards, wanted, shapes, ranks, every=False)
 

@@ -13,6 +13,7 @@ from torch import nn
 from llmtrain import foreign
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
+from llmtrain.models.frozen import freeze
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.parallel.experts import idle_parameters
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
@@ -88,7 +89,7 @@ def _refuse_endless(fields: dict[str, Any]) -> None:
 
 
 def construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """The transformers model with parameters that nobody has initialised. Raises ModelError."""
+    """The transformers model with parameters that nobody has initialised; `freeze` has seen it. Raises ModelError."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -98,7 +99,6 @@ def construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_c
                 config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
             )
         hf.tie_weights()
-        return hf
     except Exception as error:  # whatever a configuration with strange numbers makes transformers or torch raise
         if "does not support" in str(error):  # sdpa or flash attention, which not every family has
             raise ModelError(
@@ -109,6 +109,8 @@ def construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_c
             f"model.attention {attention}: transformers cannot build this causal language model: {error}"
             + (" If it is the attention, set model.attention to eager." if attention != "eager" else "")
         ) from error
+    freeze(hf)
+    return hf
 
 
 def skeleton(model: ModelConfig, *, attention: str = "eager", trust_remote_code: bool = False) -> Any:
@@ -117,8 +119,9 @@ def skeleton(model: ModelConfig, *, attention: str = "eager", trust_remote_code:
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:  # a tied parameter must stay the same object
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        trains = parameter is not None and parameter.requires_grad  # what does not keeps the constructor's values
+        if parameter is not None and trains and not parameter.is_meta:  # a tied parameter must stay the same object
+            module._parameters[name] = nn.Parameter(parameter.to("meta"))
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:

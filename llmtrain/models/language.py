@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from llmtrain.errors import ModelError
+from llmtrain.models.frozen import named_tensors
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parallel.experts import Routing
 from llmtrain.models.parameters import LocalParameter, local_parameter
@@ -45,11 +46,11 @@ class LanguageModel(nn.Module):
         return self.hf.config
 
     def local_parameters(self) -> list[LocalParameter]:
-        """What this rank holds of each Hugging Face parameter; a tied one appears once."""
-        return [local_parameter(name, parameter) for name, parameter in self.hf.named_parameters()]
+        """What this rank holds of each Hugging Face tensor; a tied one appears once."""
+        return [local_parameter(name, tensor) for name, tensor in named_tensors(self.hf)]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter of the whole model, by Hugging Face name."""
+        """Shape of every tensor of the whole model, by Hugging Face name."""
         shapes = getattr(self.hf, "whole_shapes", None)  # a tensor-parallel rank may lack what belongs to others' heads
         return shapes or {held.name: held.shape for held in self.local_parameters()}
 

@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from llmtrain.errors import ModelError
+from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
 
 _DERIVED = (".inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old versions of transformers saved and that the model computes itself."""
@@ -45,8 +46,6 @@ class Placement:
     """Parameter -> (tensor of a file, what it is), in the order of the elements."""
     twins: dict[str, str] = field(default_factory=dict)
     """A tensor that repeats a tied weight -> the tied parameter."""
-    buffers: dict[str, str] = field(default_factory=dict)
-    """A tensor that is a buffer of the model -> the buffer's name."""
     derived: list[str] = field(default_factory=list)
     """Tensors that the model computes itself and nobody needs."""
     surplus: list[str] = field(default_factory=list)
@@ -73,22 +72,22 @@ class FolderLayout:
         from transformers.core_model_loading import WeightConverter
 
         self.skeleton = skeleton
-        self.shapes: dict[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in skeleton.named_parameters()}
-        """Of every parameter, by the model's name; a tied one is there once."""
-        every = dict(skeleton.named_parameters(remove_duplicate=False))
-        first = {id(parameter): name for name, parameter in skeleton.named_parameters()}
+        self.shapes = tensor_shapes(skeleton)
+        """Of every parameter, by the model's name, those that do not train included; a tied one is there once."""
+        self.frozen = set(frozen_tensors(skeleton))
+        """Those that do not train."""
+        every = dict(named_tensors(skeleton, remove_duplicate=False))
+        first = {id(parameter): name for name, parameter in named_tensors(skeleton)}
         self._tied = {name: first[id(p)] for name, p in every.items() if name not in self.shapes}
         self.tied = len(self._tied)
         """How many names share the parameter of another."""
         state = skeleton.state_dict()
         self._known = {name: torch.empty(value.shape, device="meta") for name, value in state.items()}
-        self.buffers = {name: value for name, value in state.items() if name not in every}
-        """Buffers that belong into a file, with the values of a new model."""
         mapping: list[Any] = get_model_conversion_mapping(self.skeleton)
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._renamings: list[Any] = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
         self.tensors: dict[str, Part] = self._written_tensors()
-        """Tensors that `save_pretrained` writes for the parameters and buffers, in its order."""
+        """Tensors that `save_pretrained` writes for the parameters, in its order."""
         self.together: dict[str, tuple[int, int]] = self._groups()
         """Tensor -> (group, elements of the group): `save_pretrained` puts tensors that share memory into one file."""
 
@@ -108,8 +107,6 @@ class FolderLayout:
         for tensor, name, converted in sorted(named, key=lambda item: item[1] in self._tied):
             if name not in self._known:
                 (found.derived if self._is_derived(tensor) else found.surplus).append(tensor)
-            elif name in self.buffers:
-                found.buffers[tensor] = name
             elif name in self._tied and self._tied[name] in found.parts:
                 found.twins[tensor] = self._tied[name]
             else:
@@ -154,7 +151,7 @@ class FolderLayout:
         return {name: value for name, value in self._known.items() if name not in skipped}
 
     def _model_name(self, tensor: str) -> tuple[str, bool]:
-        """The model's name of the parameter or buffer that a tensor belongs to, and whether it is a part of it."""
+        """The model's name of the parameter that a tensor belongs to, and whether it is a part of it."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self.skeleton.base_model_prefix

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from llmtrain.models.region import Region, whole
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalParameter:
-    """A parameter of this rank's module and the Hugging Face tensor that it is, or is a shard of."""
+    """A tensor of this rank's module and the Hugging Face tensor that it is, or is a shard of."""
 
     name: str
     """Hugging Face name. Several shards of one tensor on a rank (experts) have the same."""
-    parameter: nn.Parameter
-    """As the module holds it; under ZeRO 3 partitioned, `ds_shape` is the shape of the shard."""
+    parameter: Tensor
+    """As the module holds it; under ZeRO 3 a parameter is partitioned, `ds_shape` is the shape of the shard."""
     shape: tuple[int, ...]
     """Of the whole Hugging Face tensor."""
     region: Region
@@ -24,6 +24,11 @@ class LocalParameter:
     copy: tuple[int, int] = (0, 1)
     """This is copy (index, of) among the ranks of other tensor-parallel and pipeline positions: a norm that every
     tensor-parallel rank holds, an embedding tied over two stages. Data-parallel replicas do not count here."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the optimizer has it. If not, it is a buffer, whole on each rank (models/frozen.py)."""
+        return isinstance(self.parameter, nn.Parameter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +42,12 @@ class Share:
     """Its Hugging Face name, where the module that holds it has another."""
 
 
-def set_share(parameter: nn.Parameter, share: Share) -> None:
+def set_share(parameter: Tensor, share: Share) -> None:
     """The note stays with the object, whatever DeepSpeed does to its values."""
     parameter.llmtrain_share = share  # type: ignore[attr-defined]
 
 
-def local_parameter(name: str, parameter: nn.Parameter) -> LocalParameter:
+def local_parameter(name: str, parameter: Tensor) -> LocalParameter:
     """A parameter by its Hugging Face name: the whole tensor, unless it says otherwise."""
     share: Share | None = getattr(parameter, "llmtrain_share", None)
     if share is None:  # under ZeRO 3 the parameter itself is empty between its uses

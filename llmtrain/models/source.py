@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from llmtrain import foreign
 from llmtrain.errors import ModelError
+from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout, Part, Placement
 from llmtrain.models.pieces import DTYPE_OF, byte_view, pick, read_shared
 from llmtrain.models.region import Region, shared
@@ -58,10 +59,12 @@ class RandomSource:
         self._model = skeleton
         self._seed = seed
         self._device = device
-        self._shapes = {name: tuple(p.shape) for name, p in skeleton.named_parameters()}
+        self._shapes = tensor_shapes(skeleton)
+        self.frozen = set(frozen_tensors(skeleton))
+        """Names of what does not train."""
         self._block_of: dict[str, str] = {}
         for block, module in _blocks(skeleton):
-            for name, _ in module.named_parameters():
+            for name, _ in named_tensors(module):
                 full = f"{block}.{name}" if block else name
                 if full in self._shapes:  # a tied parameter has one name only
                     self._block_of[full] = block
@@ -85,15 +88,18 @@ class RandomSource:
 
     @torch.no_grad()
     def _draw(self, block: str) -> dict[str, Tensor]:
-        module = copy.deepcopy(self._model.get_submodule(block)).to_empty(device=self._device).float()
+        made = self._model.get_submodule(block)
+        module = copy.deepcopy(made).to_empty(device=self._device).float()
         for parameter in module.parameters():
             parameter.fill_(float("nan"))  # what the model's own code leaves out must not pass as a weight
+        for name, tensor in frozen_tensors(module).items():
+            tensor.copy_(made.get_buffer(name))  # of these the constructor knows the values
         digest = hashlib.sha256(f"{self._seed}:{block}".encode()).digest()
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             module.apply(self._model._init_weights)  # type: ignore[arg-type]
-        values: dict[str, Tensor] = {f"{block}.{name}" if block else name: p for name, p in module.named_parameters()}
+        values: dict[str, Tensor] = {f"{block}.{name}" if block else name: t for name, t in named_tensors(module)}
         for name, value in values.items():
             if name in self._shapes and bool(torch.isnan(value).any()):
                 raise ModelError(
@@ -106,9 +112,9 @@ class RandomSource:
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Split a model into the members of its module lists and the modules beside them."""
     has_list = any(isinstance(m, nn.ModuleList) for m in module.modules())
-    own_parameters = any(True for _ in module.parameters(recurse=False))
-    if not has_list or own_parameters:
-        if any(True for _ in module.parameters()):
+    own_tensors = any("." not in name for name, _ in named_tensors(module))
+    if not has_list or own_tensors:
+        if any(True for _ in named_tensors(module)):
             yield prefix, module
         return
     for name, child in module.named_children():
@@ -157,9 +163,6 @@ class SafetensorsSource:
         for name in self.placement.surplus:
             self._parts[name] = [(name, Part(name, 0, self.file_of[name].entries[name].shape))]
         self._shapes = {name: self._whole_shape(name, layout) for name in self._parts}
-        for tensor, name in self.placement.buffers.items():
-            assert layout is not None
-            self._check_buffer(tensor, layout.buffers[name])
 
     def order(self) -> list[str]:
         def where(name: str) -> tuple[str, int]:
@@ -234,6 +237,12 @@ class SafetensorsSource:
             found = layout.place(self.file_of)
         except ModelError as error:
             raise self._wrong(f"{self.folder}: {error}") from error
+        if unset := sorted(layout.frozen - found.parts.keys()):
+            raise self._wrong(
+                f"{self.folder} lacks {len(unset)} tensors that no training changes, first {', '.join(unset[:3])}: "
+                "nothing would give them their values. Load the folder with transformers and save it again, which "
+                "writes the values that a new model has."
+            )
         for parameter, parts in found.parts.items():
             for tensor, part in parts:
                 shape = self.file_of[tensor].entries[tensor].shape
@@ -252,16 +261,6 @@ class SafetensorsSource:
             return self.file_of[parts[0][0]].entries[parts[0][0]].shape
         assert layout is not None
         return layout.shapes[name]
-
-    def _check_buffer(self, tensor: str, fresh: Tensor) -> None:
-        """Buffers are no parameters and do not travel: fine where they are those of every new model."""
-        entry = self.file_of[tensor].entries[tensor]
-        values = self.read_tensor(tensor, 0, entry.numel).reshape(entry.shape)
-        if not torch.equal(values, fresh.to(values.dtype)):
-            raise self._wrong(
-                f"{self.folder}: {tensor} is a buffer of the model, not a parameter, and holds other values than a "
-                "new model's. Only parameters are trained and stored, so it would be lost; such models are refused."
-            )
 
     def _weight_map(self) -> dict[str, str] | None:
         """The index {tensor: file name}, or None where there is a single file."""

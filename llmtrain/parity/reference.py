@@ -63,15 +63,18 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         device
     )
     source = LoudSource(run.model, run.train.seed, torch.device("cpu"))
-    masters = {name: _value(source, name).to(device) for name, _ in model.named_parameters()}
+    masters = {name: _value(source, name).to(device) for name, p in model.named_parameters() if p.requires_grad}
     model.to(DTYPES[resolved.precision])
     _keep_buffers(model, config, device)
+    frozen = _frozen(model)
+    for name, tensor in frozen.items():  # in fp32, as transformers keeps a router's bias
+        tensor.data = _value(source, name).to(device)
     if order.halves:
         _halve_products(model)
     optimizer = PlainOptimizer(model, masters, run.optim, newton_schulz_dtype(resolved))
     tokens = Tokens(run.data, config.get_text_config().vocab_size)
     trace = Trace()
-    trace.parameters.append({name: value.cpu().clone() for name, value in masters.items()})
+    trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
     for step in range(steps):
         _copy(masters, model)
         loss = _forward_backward(model, tokens, resolved, step, order, device)
@@ -79,7 +82,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         trace.losses.append(loss)
         if run.optim.name != "muon":  # there DeepSpeed reports the norm of the update
             trace.norms.append(norm)
-        trace.parameters.append({name: value.cpu().clone() for name, value in masters.items()})
+        trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
         if step == 0:
             trace.gradients = optimizer.first_moments()
     return trace
@@ -97,6 +100,12 @@ def newton_schulz_dtype(resolved: ResolvedRun) -> torch.dtype:
 def _value(source: LoudSource, name: str) -> Tensor:
     shape = source.shape(name)
     return source.read(name, 0, math.prod(shape)).detach().reshape(shape).clone()
+
+
+def _frozen(model: nn.Module) -> dict[str, Tensor]:
+    """What the model's file holds and no optimizer has: parameters without a gradient, and buffers."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in trained}
 
 
 def _keep_buffers(model: nn.Module, config: Any, device: torch.device) -> None:
@@ -126,8 +135,9 @@ def _halve_products(model: nn.Module) -> None:
 @torch.no_grad()
 def _copy(masters: dict[str, Tensor], model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        parameter.copy_(masters[name])
-        parameter.grad = None
+        if name in masters:
+            parameter.copy_(masters[name])
+            parameter.grad = None
 
 
 def _forward_backward(

@@ -17,6 +17,8 @@ _LOUDER = 6.0
 class LoudSource(RandomSource):
     """The model's own initialisation, with matrices 6 times as large and vectors that are not all the same.
 
+    So are tensors that do not train: a router's bias of all zeros would not show that it was lost.
+
     At a standard deviation of 0.02 and a width of 64, attention is next to uniform and a lost position offset changes
     the loss by less than rounding; norms that are all 1 and biases that are all 0 hide that they were swapped or
     left out. A factor of 6 gives matrices of that width a gain near 1, as large models have it.
@@ -33,7 +35,9 @@ class LoudSource(RandomSource):
             shape = self.shape(name)
             count = int(torch.Size(shape).numel())
             values = super().read(name, 0, count).float()
-            if len(shape) >= 2:
+            if name in self.frozen and bool((values != values[:1]).any()):
+                pass  # computed by the constructor: the model needs it as it is
+            elif name not in self.frozen and len(shape) >= 2:
                 values = values * _LOUDER
             else:
                 seed = int.from_bytes(hashlib.sha256(f"{self._seed}:{name}".encode()).digest()[:8], "little") >> 1

@@ -80,8 +80,63 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """By short name: fields of a transformers config, `tie_word_embeddings` left to the family."""
 
+_ROUTED: dict[str, Any] = {
+    **_GATED,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+}
+FROZEN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_ROUTED,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "glm4_moe": {"model_type": "glm4_moe", **_ROUTED, "head_dim": 16},
+    "dots1": {"model_type": "dots1", **_ROUTED, "head_dim": 16, "sliding_window": 8},
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        **_GATED,
+        "moe_intermediate_size": 24,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+    },
+    "afmoe": {
+        "model_type": "afmoe",
+        **_GATED,
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+        "num_shared_experts": 1,
+        "sliding_window": 8,
+    },
+    "laguna": {
+        "model_type": "laguna",
+        **_GATED,
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 24,
+        "sliding_window": 8,
+    },
+}
+"""Those whose routers have a bias that does not train: a buffer in the first three, a parameter without a gradient."""
+
 EXPERTS = ("mixtral", "qwen3_moe")
-"""Those with experts."""
+"""Those of FAMILIES with experts."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama_biases": {**FAMILIES["llama"], "attention_bias": True, "mlp_bias": True},

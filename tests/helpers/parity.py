@@ -27,7 +27,7 @@ from llmtrain.parity.plan import resolve_in, small_run, wanted
 from llmtrain.parity.reference import orders, train_plainly
 from llmtrain.parity.small import small_model
 from llmtrain.parity.trace import Trace
-from tests.helpers.families import FAMILIES, VARIANTS
+from tests.helpers.families import FAMILIES, FROZEN, VARIANTS
 from tests.helpers.processors import fp16, on_device
 
 
@@ -67,7 +67,7 @@ class Form:
 
 def resolved(form: Form) -> ResolvedRun:
     """As the command resolves it."""
-    model = ({**FAMILIES, **VARIANTS})[form.family] | json.loads(form.changes)
+    model = ({**FAMILIES, **VARIANTS, **FROZEN})[form.family] | json.loads(form.changes)
     if form.tied is not None:
         model["tie_word_embeddings"] = form.tied
     tree: dict[str, Any] = {"zero_optimization": {"stage": form.zero}}

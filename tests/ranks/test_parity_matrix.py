@@ -13,7 +13,7 @@ import pytest
 
 from llmtrain.errors import UserError
 from llmtrain.parity.command import report
-from tests.helpers.families import EXPERTS, FAMILIES, VARIANTS
+from tests.helpers.families import EXPERTS, FAMILIES, FROZEN, VARIANTS
 from tests.helpers.parity import Form, check
 from tests.helpers.ranks import RankFailed
 
@@ -76,6 +76,38 @@ TELLING_SLOW = [replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"), re
 )
 def test_telling_cells(pools: Any, form: Form) -> None:
     run(pools, form)
+
+
+ROUTED = {**FORMS, "zero0": Form(), "zero2": Form(zero=2), "zero3": Form(zero=3), "ep2-zero3": Form(expert=2, zero=3)}
+ROUTED_FIRST = [("tp2", "afmoe"), ("ep2", "deepseek_v3")]
+
+
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [
+        *ROUTED_FIRST,
+        *(
+            pytest.param(form, family, marks=pytest.mark.slow)
+            for form in ROUTED
+            for family in FROZEN
+            if (form, family) not in ROUTED_FIRST
+        ),
+    ],
+)
+def test_tensors_that_do_not_train_are_held_against_plain_pytorch(pools: Any, form: str, family: str) -> None:
+    reasons = {"deepseek_v3": ("tp2", "low-rank attention"), "laguna": ("tp2", "g_proj")}
+    words, reason = reasons.get(family, ("", ""))
+    if "ep2" in form and family != "deepseek_v3":
+        words, reason = "ep2", "expert_parallel.autoep_size"
+    cell = replace(ROUTED[form], family=family, steps=6)
+    if words and words in form:
+        with pytest.raises((UserError, RankFailed), match=reason):
+            check(pools, cell)
+        return
+    outcome = check(pools, cell)
+    assert outcome.verdict.passed, "\n".join(report(cell.name, outcome.verdict, outcome.hint))
+    biases = [name for name in outcome.trace.parameters[0] if name.endswith(("correction_bias", "expert_bias"))]
+    assert len(biases) >= 3 and all(outcome.trace.parameters[0][name].any() for name in biases)
 
 
 @pytest.mark.slow

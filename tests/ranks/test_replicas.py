@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmtrain.topology import Degrees
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import FAMILIES, FROZEN
 from tests.helpers.training import LLAMA, Case, batches, make_engine, resolved_run, train_steps
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
@@ -66,6 +66,7 @@ def check(pools: Any, world: int, case: Case, name: str, guilty: int, groups: tu
         ({"sequence": 2, "stage": 1}, UP),
         ({"pipeline": 2, "stage": 1, "model": TIED, "accumulation": 2}, "model.embed_tokens.weight"),
         ({"expert": 2, "stage": 1, "model": FAMILIES["mixtral"]}, NORM),
+        ({"stage": 3, "precision": "bf16", "model": FROZEN["afmoe"]}, "model.layers.2.mlp.expert_bias"),
     ],
     ids=lambda value: (
         "-".join(str(v) for k, v in value.items() if k not in ("model", "extra")) if isinstance(value, dict) else ""

@@ -184,7 +184,8 @@ def _check_names(reader: CheckpointReader, layout: FolderLayout, report: Report)
 def _weight_files(
     trainer: Mapping[str, Any], layout: FolderLayout, trained: str, dtype: str | None, max_shard_bytes: int | None
 ) -> WeightFiles:
-    dtypes = dict.fromkeys((*layout.shapes, *layout.buffers), DTYPES[dtype or trained])
+    dtypes = dict.fromkeys(layout.shapes, DTYPES[dtype or trained])
+    dtypes |= dict.fromkeys(layout.frozen, "F32")  # as they are: transformers keeps router biases in fp32, too
     if "source" in trainer:
         given = as_described(layout, trainer["source"]["files"])
         if dtype is None:
@@ -207,8 +208,6 @@ class _Rounding:
     def read(self, tensor: str, start: int, stop: int) -> Tensor:
         """For stream_tensors: elements [start, stop) of a tensor of the file. Raises CheckpointError."""
         part, dtype = self._files.parts[tensor], DTYPE_OF[self._dtype_of[tensor]]
-        if part.parameter in self._layout.buffers:
-            return self._layout.buffers[part.parameter].reshape(-1)[start:stop].to(dtype)
         at = part.start + start
         values = self._reader.read(part.parameter, at, part.start + stop)
         out = values.to(dtype)
@@ -281,7 +280,8 @@ def _write_others(
             shutil.copy2(file, folder / file.name)
     elif beside is not None:
         report.add("tokenizer", f"none: {beside}, where the run found it, is gone")
-    dtype = _HF_DTYPES[next(iter(files.dtype_of().values()))]
+    kinds = files.dtype_of().items()
+    dtype = _HF_DTYPES[next(kind for tensor, kind in kinds if files.parts[tensor].parameter not in layout.frozen)]
     if imported:
         _keep_config(folder / "config.json", trainer["source"], files, dtype)
     else:

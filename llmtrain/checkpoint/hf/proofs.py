@@ -17,6 +17,7 @@ from llmtrain import log, units
 from llmtrain.checkpoint.memory import memory_available
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models.checksum import checksum
+from llmtrain.models.frozen import named_tensors
 from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.source import RandomSource
 from llmtrain.models.tensorfile import numel
@@ -182,7 +183,7 @@ def _filled_logits(layout: FolderLayout, values: Callable[[str, int, int], Tenso
                 made = nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
                 module._parameters[name] = empty.setdefault(id(parameter), made)
     try:
-        for name, parameter in hf.named_parameters():
+        for name, parameter in named_tensors(hf):
             flat = parameter.view(-1)
             for start in range(0, flat.numel(), CHUNK):
                 flat[start : start + CHUNK] = values(name, start, min(flat.numel(), start + CHUNK))

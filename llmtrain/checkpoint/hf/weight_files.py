@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmtrain.errors import ModelError
 from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.source import SINGLE, SafetensorsSource
 from llmtrain.models.tensorfile import ITEM_BYTES, TensorFile, header_bytes
@@ -63,13 +62,7 @@ def cut(layout: FolderLayout, dtypes: Mapping[str, str], max_shard_bytes: int) -
     Tensors go one after another into a file until the next would pass the limit (rule and names:
     huggingface_hub, serialization/_base.py); a tensor above the limit has a file of its own. The experts of a layer,
     views of one parameter, count as one tensor.
-
-    Raises:
-        ModelError: a buffer that belongs into the files holds no floating-point numbers.
     """
-    for name, buffer in layout.buffers.items():
-        if not buffer.is_floating_point():
-            raise ModelError(f"{name} is a buffer of {buffer.dtype} values; only models of numbers can be written.")
     dtype_of = {tensor: dtypes[part.parameter] for tensor, part in layout.tensors.items()}
     members: dict[int, list[str]] = {}
     for tensor in layout.tensors:
@@ -105,7 +98,7 @@ def _in_order(group: list[str], dtype_of: Mapping[str, str]) -> dict[str, str]:
 def describe(source: SafetensorsSource) -> tuple[dict[str, Any], list[str]]:
     """What a checkpoint remembers of the folder that it came from, and the files that cannot come back byte by byte.
 
-    Tensors that are no parameters, and those that repeat a tied weight, are left out.
+    Tensors that the model computes itself, and those that repeat a tied weight, are left out.
     """
     left_out = {*source.placement.derived, *source.placement.twins}
     files: dict[str, TensorFile] = {file.path.name: file for file in source.file_of.values()}
@@ -132,6 +125,4 @@ def as_described(layout: FolderLayout, known: Mapping[str, Any]) -> WeightFiles:
     shards = {name: Shard(**fields) for name, fields in known.items()}
     placement = layout.place(tensor for shard in shards.values() for tensor in shard.tensors)
     parts = {tensor: part for parts in placement.parts.values() for tensor, part in parts}
-    for tensor, buffer in placement.buffers.items():
-        parts[tensor] = Part(buffer, 0, tuple(layout.buffers[buffer].shape))
     return WeightFiles(shards=shards, parts=parts)

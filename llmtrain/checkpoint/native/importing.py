@@ -149,7 +149,7 @@ def _config(folder: Path, chosen: Path, model: Path | None) -> Path:
 def _resolve(files: Files, target: Target, names: Path | None, *, weights_only: bool) -> _Import:
     """Find every tensor and give it its Hugging Face name."""
     state, kinds = State(), () if weights_only else MOMENTS
-    add_copies(state, files)
+    add_copies(state, files, target.frozen)
     if files.universal:
         add_universal(state, files, kinds)
     elif files.zero:
@@ -157,7 +157,8 @@ def _resolve(files: Files, target: Target, names: Path | None, *, weights_only: 
         place_tied(state, files)
     found = hf_names(state.shapes, target, names, files.folder)
     if not (files.universal or files.zero or weights_only):
-        add_unnamed(state, files, [name for name in state.copies if name in found], kinds)
+        trained = [name for name in state.copies if name in found and found[name] not in target.frozen]
+        add_unnamed(state, files, trained, kinds)
     lacking = [name for name in found if (PARAM, name) not in state.spans]
     absent = [name for name in lacking if name not in state.copies]
     if absent:
@@ -211,7 +212,7 @@ class _Reader:
     def _refuse_constant(self, hf: str, values: Tensor) -> None:
         """A matrix of which every element is the same: no training leaves such a one. Raises CheckpointError."""
         shape = self._source.target.shapes[hf]
-        if len(shape) < 2 or values.numel() == 0:
+        if len(shape) < 2 or values.numel() == 0 or hf in self._source.target.frozen:
             return
         low, high = float(values.min()), float(values.max())
         with self._lock:

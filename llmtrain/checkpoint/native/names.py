@@ -14,6 +14,7 @@ from llmtrain.checkpoint.format import read_file
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError
 from llmtrain.models.build import decoder_layers, skeleton
+from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
 
 _LAYER_NAME = re.compile(r"([0-9]+)\.(.+)")
 _TIED = "tied_modules."
@@ -30,6 +31,8 @@ class Target:
     """Of the parameters, in order; a tied one once."""
     aliases: dict[str, str]
     """A tied parameter's other names -> its name."""
+    frozen: set[str]
+    """Those of `shapes` that no optimizer has."""
 
     @classmethod
     def of(cls, config: Path) -> Target:
@@ -38,10 +41,10 @@ class Target:
             model = skeleton(ModelConfig(config=str(config)))
         except ModelError as error:
             raise CheckpointError(str(error).replace("model.config:", "--model:", 1)) from error
-        first = {id(p): name for name, p in model.named_parameters()}
-        every = model.named_parameters(remove_duplicate=False)
+        first = {id(p): name for name, p in named_tensors(model)}
+        every = named_tensors(model, remove_duplicate=False)
         aliases = {name: first[id(p)] for name, p in every if first[id(p)] != name}
-        return cls(model, {name: tuple(p.shape) for name, p in model.named_parameters()}, aliases)
+        return cls(model, tensor_shapes(model), aliases, set(frozen_tensors(model)))
 
 
 def hf_names(theirs: Shapes, target: Target, names_file: Path | None, where: Path) -> dict[str, str]:
@@ -145,10 +148,7 @@ def _blocks(target: Target) -> list[tuple[str, Shapes]]:
     """(prefix of the names, shapes by suffix) of each decoder layer."""
     layers: nn.ModuleList = decoder_layers(target.model)
     (base,) = [name for name, module in target.model.named_modules() if module is layers]
-    return [
-        (f"{base}.{index}.", {name: tuple(p.shape) for name, p in layer.named_parameters()})
-        for index, layer in enumerate(layers)
-    ]
+    return [(f"{base}.{index}.", tensor_shapes(layer)) for index, layer in enumerate(layers)]
 
 
 def _same(layer: Shapes, block: Shapes) -> dict[str, str]:

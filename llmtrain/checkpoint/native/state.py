@@ -7,7 +7,7 @@ param_shapes. Without ZeRO the optimizer numbers its parameters and knows no nam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,15 +97,19 @@ class State:
         return next(iter(values), 0)
 
 
-def add_copies(state: State, files: Files) -> None:
-    """The module's own tensors: from the model file, or from the layer files of a PipelineModule."""
+def add_copies(state: State, files: Files, frozen: Iterable[str] = ()) -> None:
+    """The module's own tensors: from the model file, or from the layer files of a PipelineModule.
+
+    `frozen`: names (but for a prefix) of buffers that belong to the model's weights; others are left out.
+    """
     named: list[tuple[str, PickleFile, Any]] = []
     if files.layers:
         for index, file in sorted(files.layers.items()):
             named += [(f"{index}.{suffix}", file, value) for suffix, value in file.tree.items()]
     else:
         file = files.models[0]
-        buffers = set(file.tree.get("buffer_names") or [])
+        known = tuple(frozen)
+        buffers = {n for n in file.tree.get("buffer_names") or [] if not str(n).endswith(known)}
         named = [(n, file, value) for n, value in (file.tree.get("module") or {}).items() if n not in buffers]
     for name, file, value in named:
         if not isinstance(name, str) or not name.isprintable():

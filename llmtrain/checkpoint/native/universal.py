@@ -68,7 +68,7 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
     script that loads it. Returns the lines of a report.
 
     Raises:
-        CheckpointError: `checkpoint` is damaged or has no Adam moments, or `out` exists.
+        CheckpointError: `checkpoint` is damaged, has no Adam moments or a tensor that does not train, or `out` exists.
     """
     reader, trainer = CheckpointReader(checkpoint), read_trainer(checkpoint)
     kinds = (PARAM, *MOMENTS)
@@ -76,6 +76,12 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
         raise CheckpointError(
             f"{checkpoint} holds {', '.join(sorted(reader.kinds()))}; DeepSpeed's universal format is for Adam: "
             f"{', '.join(kinds)}."
+        )
+    held = reader.tensors()
+    if lost := [name for name in reader.order() if (MOMENTS[0], name) not in held]:
+        raise CheckpointError(
+            f"{checkpoint} holds {len(lost)} tensors that do not train, first {lost[0]}. DeepSpeed's universal format "
+            "has what an optimizer trains, and they would be lost: nothing was written. Take to-hf."
         )
     for name in reader.order():
         if Path(name).name != name or name in (".", ".."):

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from deepspeed.utils import groups
-from torch import nn
+from torch import Tensor, nn
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.build import DTYPES
+from llmtrain.models.frozen import frozen_tensors
 from llmtrain.models.parallel.experts import (
     ExpertBlock,
     Routing,
@@ -112,12 +113,14 @@ def share_experts(hf: Any, resolved: ResolvedRun, device: torch.device) -> None:
         validate_autoep_post_detection(config, specs)
         before = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in hf.named_parameters()}
         for spec in specs:
+            frozen = frozen_tensors(hf.get_submodule(spec.moe_module_name))
             with torch.device(device if zero3 else "meta"):
                 # Not replace_moe_layers: it also turns transformers' recorders of router logits to the new modules, and
                 # fails with transformers 5.23 (auto_ep_presets/base.py 326: _CanRecordRegistry.get takes no default).
                 surgeon._replace_moe_layer_without_retarget(spec, degree, rank)
             block = hf.get_submodule(spec.moe_module_name)
             _name_parameters(block, spec, before, rank)
+            _name_frozen(block, spec, frozen)
             if zero3:
                 _partition(block, hf)
     except ValueError as error:  # what AutoEP raises of all that it cannot do
@@ -204,6 +207,21 @@ def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], 
             set_share(parameter, Share(name=full, shape=before[full], region=whole(before[full])))
 
 
+def _name_frozen(block: Any, spec: Any, frozen: dict[str, Tensor]) -> None:
+    """The same of what does not train: AutoEP takes the bias of a score along, under a name of its own."""
+    prefix, here = spec.moe_module_name, frozen_tensors(block)
+    path, renamed = spec.e_score_correction_bias_path, "router.e_score_correction_bias"
+    theirs = {name: renamed if name == f"{path}.e_score_correction_bias" else name for name in frozen}
+    if lost := sorted(name for name, new in theirs.items() if new not in here):
+        raise ModelError(
+            f"expert_parallel.autoep_size: DeepSpeed's AutoEP does not know {prefix}.{lost[0]}, without which tokens "
+            "go to other experts. Remove the section: all ranks then hold all experts."
+        )
+    for name, new in theirs.items():
+        shape = tuple(frozen[name].shape)
+        set_share(here[new], Share(name=f"{prefix}.{name}", shape=shape, region=whole(shape)))
+
+
 def _partition(block: Any, hf: nn.Module) -> None:
     """ZeRO 3: over the ranks that hold the same experts, as the engine's own _partition_autoep_zero3_experts does."""
     convert = next(p.convert_to_zero_parameters for p in hf.parameters() if hasattr(p, "convert_to_zero_parameters"))
@@ -226,6 +244,6 @@ def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
                 made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
                 made[id(parameter)].__dict__.update(parameter.__dict__)
             module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
+        for buffer in module.buffers(recurse=False):
+            if not buffer.is_meta:
+                buffer.data = buffer.to(device)

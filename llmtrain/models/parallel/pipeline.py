@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.build import DTYPES, skeleton
+from llmtrain.models.frozen import named_tensors, tensor_shapes
 from llmtrain.models.language import checkpoint_activations, documents_in_rows, head_forward
 from llmtrain.models.loss import IGNORE, HeadForm
 from llmtrain.models.parallel.balance import Weights, balanced, explain, given, uniform
@@ -159,11 +160,11 @@ class PipelineLanguageModel(PipelineModule):
         return self.stage.hf.config
 
     def local_parameters(self) -> list[LocalParameter]:
-        """What this rank holds of each Hugging Face parameter."""
+        """What this rank holds of each Hugging Face tensor."""
         return self._parameters_here
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter of the whole model, by Hugging Face name."""
+        """Shape of every tensor of the whole model, by Hugging Face name."""
         return self._shapes
 
     def _loss(self, hidden: Tensor) -> Tensor:
@@ -188,7 +189,7 @@ def build_pipeline(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> P
     model, degrees = resolved.run.model, resolved.degrees
     hf = skeleton(model, attention=model.attention)
     anatomy = anatomy_of(hf)
-    shapes = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    shapes = tensor_shapes(hf)
     counts = layer_counts(resolved, hf, anatomy, device)
     ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
     shared = projections(hf, anatomy) if degrees.tensor > 1 else None
@@ -310,16 +311,15 @@ def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
                     values = torch.empty(parameter.shape, dtype=dtype, device=device)
                     made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 module._parameters[key] = made[id(parameter)]
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = buffer.to(device)
+        for buffer in module.buffers(recurse=False):
+            buffer.data = buffer.to(device)
 
 
 def _local_parameters(hf: nn.Module, anatomy: Anatomy, copy: int) -> list[LocalParameter]:
     """A tied weight bears the embedding's name on the last stage, too; of it there is a copy 0 and a copy 1."""
     found = []
     tied = [f"{anatomy.embedding}.weight", f"{anatomy.head}.weight"] if anatomy.tied else []
-    for name, parameter in hf.named_parameters():
+    for name, parameter in named_tensors(hf):
         held = local_parameter(tied[0] if name in tied else name, parameter)
         if name in tied:
             index, count = held.copy

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES, skeleton
+from llmtrain.models.frozen import frozen_tensors, tensor_shapes
 from llmtrain.models.parallel.experts import avoid_grouped_product
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.tensor_layers import Column, Row, Span, copied, gathered, summed
@@ -96,13 +97,16 @@ def shard_model(
     modules: dict[str, Any] = dict(hf.named_modules())
     experts = {path: modules[path] for path in _fused_experts(anatomy, modules)}
     check_degree(shared, degree, {path: _expert_width(path, module) for path, module in experts.items()})
-    hf.whole_shapes = {name: tuple(p.shape) for name, p in hf.named_parameters()}  # type: ignore[assignment]
+    hf.whole_shapes = tensor_shapes(hf)  # type: ignore[assignment]
     words = Words.of(modules[""].config.get_text_config().vocab_size, group)
     shares = _map_shares(modules, shared, rank, degree) | _word_shares(modules, anatomy, words)
     for module in experts.values():
         shares |= _expert_shares(module, rank, degree)
     shares |= _norm_shares(modules, shared, rank, degree)
     _replace_parameters(hf, shares, (rank, degree), device, dtype, settle)
+    for frozen in frozen_tensors(hf).values():
+        shape = tuple(frozen.shape)
+        set_share(frozen, Share(shape=shape, region=whole(shape), copy=(rank, degree)))
 
     span = Span(group, dropout=_drops(hf.modules()))
     for entry in shared.maps:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
+from llmtrain.models.frozen import named_tensors
 from llmtrain.models.loss import HeadForm
 from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
 from llmtrain.models.structure.expert_parts import Experts, experts_of
@@ -170,14 +171,14 @@ def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None
     owners: dict[int, str] = {}
     parts = [f"{layer_list}.{index}" for index in range(len(hf.get_submodule(layer_list)))]  # type: ignore[arg-type]
     for path in [*parts, *others]:
-        for inner, parameter in hf.get_submodule(path).named_parameters():
+        for inner, parameter in named_tensors(hf.get_submodule(path)):
             owner = owners.setdefault(id(parameter), path)
             if owner != path and not (owner in others and path in others):
                 raise ModelError(
                     f"model: {name} has one parameter in {owner} and in {path} ({inner}): layers that share weights "
                     "cannot stand on different ranks."
                 )
-    for inner, parameter in hf.named_parameters():
+    for inner, parameter in named_tensors(hf):
         if id(parameter) not in owners:
             raise ModelError(f"model: {name} has the parameter {inner}, which belongs to none of its parts.")
 

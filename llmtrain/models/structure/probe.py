@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
+from llmtrain.models.frozen import freeze
 from llmtrain.models.structure.shrink import shrunk_config, without_dropout
 
 _MOST = 100_000_000  # parameters of a small copy: 0.4 GB, nothing written yet
@@ -151,6 +152,7 @@ def probe_copy(hf: Any) -> Any:
             small = type(hf)._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
     except Exception as error:  # whatever a configuration with other numbers makes transformers or torch raise
         raise ModelError(f"model: no small copy of {type(hf).__name__} can be built: {error}") from error
+    freeze(small)
     if (size := sum(p.numel() for p in small.parameters())) > _MOST:
         raise ModelError(
             f"model: {type(hf).__name__} has sizes that are not understood: its small copy has {size:,} parameters."

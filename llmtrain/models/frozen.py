@@ -1,0 +1,69 @@
+"""Tensors of a model that no step changes, such as the bias that corrects a router's choice of experts.
+
+transformers has them as parameters without a gradient (Ernie 4.5 MoE, AFMoE, Laguna) or as buffers that belong into a
+folder's files (DeepSeek-V3, GLM-4 MoE, dots1); none of its families changes one in training. Here all of them are
+buffers: each rank that has the module has the whole tensor in fp32, as DeepSpeed partitions, rounds and updates
+parameters only (ZeRO 1, 2 and 3 of 0.19.8 have no master of a parameter without a gradient).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.errors import ModelError
+
+
+def freeze(hf: nn.Module) -> None:
+    """Make buffers of the parameters that do not train. Those on the meta device, or partitioned, become NaN.
+
+    Raises:
+        ModelError: the model's files hold a tensor of integers, which no checkpoint here can hold.
+    """
+    made: dict[int, Tensor] = {}
+    for module in hf.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or parameter.requires_grad:
+                continue
+            if id(parameter) not in made:
+                shape = getattr(parameter, "ds_shape", None)
+                unknown = shape is not None or parameter.is_meta
+                made[id(parameter)] = (
+                    torch.full(tuple(shape or parameter.shape), float("nan"), device="cpu")
+                    if unknown
+                    else parameter.detach().float()
+                )
+            delattr(module, name)
+            module.register_buffer(name, made[id(parameter)])
+    for name, buffer in frozen_tensors(hf).items():
+        if not buffer.is_floating_point():
+            kind = str(buffer.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"model: {type(hf).__name__} keeps {name} ({kind}) with its weights, and checkpoints hold "
+                "floating-point tensors only: it would be lost. Such models cannot be trained or converted; take "
+                "another family."
+            )
+
+
+def frozen_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+    """What belongs to the module's weights and does not train, by name. The module was given to `freeze`."""
+    passing = {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules(remove_duplicate=remove_duplicate)
+        for name in part._non_persistent_buffers_set
+    }
+    every = module.named_buffers(remove_duplicate=remove_duplicate)
+    return {name: buffer for name, buffer in every if name not in passing}
+
+
+def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, and after them what does not train: all that a checkpoint holds of a model, by name."""
+    yield from module.named_parameters(remove_duplicate=remove_duplicate)
+    yield from frozen_tensors(module, remove_duplicate=remove_duplicate).items()
+
+
+def tensor_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Their shapes."""
+    return {name: tuple(tensor.shape) for name, tensor in named_tensors(module)}

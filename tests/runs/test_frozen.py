@@ -1,0 +1,161 @@
+"""Models with tensors that no step changes, as a user trains, resumes, exports and converts them.
+
+They are biases that correct the routers' choices of experts: a buffer in some families, a parameter without a gradient
+in others. In a folder of weights that was trained they are not zero, and without them tokens go to other experts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from llmtrain.checkpoint.hf.exporting import MARK
+from llmtrain.cli import main
+from llmtrain.config.run import DataConfig
+from llmtrain.data.loader import TrainData, TrainLoader
+from tests.helpers import forked
+from tests.helpers.families import FROZEN
+from tests.helpers.launching import losses
+
+FORMS: dict[str, dict[str, Any]] = {
+    **{f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
+    "pp2": {"pipeline": {"stages": 2}},
+    "tp2": {"tensor_parallel": {"autotp_size": 2}},
+    "zero3 bf16": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+}
+LR, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 1.0
+STEPS = 4
+
+
+def bias_names(tensors: Any) -> list[str]:
+    return sorted(name for name in tensors if name.endswith(("correction_bias", "expert_bias")))
+
+
+def pretrained(folder: Path, family: str, dtype: torch.dtype) -> Path:
+    """A folder as transformers writes it, with biases that decide what some tokens get."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(FROZEN[family])
+    torch.manual_seed(5)
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=dtype)
+    with torch.no_grad():
+        for name in bias_names(state := hf.state_dict()):
+            state[name].copy_(torch.randn(state[name].shape) * 0.3)
+    hf.save_pretrained(folder)
+    return folder
+
+
+def recipe(folder: Path, data: str, form: str, model: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(FORMS[form]))
+    run = {
+        "deepspeed": str(folder / "ds.json"),
+        "model": {**model, "attention": "eager"},
+        "data": {"path": data, "sequence_length": 32},
+        "optim": {"lr": LR, "betas": list(BETAS), "weight_decay": DECAY, "clip_norm": CLIP},
+        "schedule": {"name": "constant", "warmup_steps": 0},
+        "train": {"run_dir": str(folder / "run"), "global_batch": 8, "micro_batch": 2, "max_steps": STEPS,
+                  "log_every": 1, "eval_sequences": 8},
+        "checkpoint": {"every_steps": 2},
+        "tracking": {"wandb": "disabled"},
+    }  # fmt: skip
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+def plain_losses(folder: Path, data: str) -> list[float]:
+    """Of the same training by transformers and torch, one process, fp32."""
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    trained = [p for p in hf.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.dim() >= 2], "weight_decay": DECAY},
+              {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
+    given = TrainData(DataConfig(path=data, sequence_length=32))
+    found = []
+    with TrainLoader(given, global_batch=8, micro_batch=8, accumulation=1, rank=0, data_parallel=1) as loader:
+        for _ in range(STEPS):
+            (micro,) = next(loader).micro_batches
+            logits = hf(input_ids=micro.inputs, use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, CLIP)
+            optimizer.step()
+            found.append(loss.item())
+    return found
+
+
+def raw(folder: Path) -> dict[str, bytes]:
+    """Bytes of the biases, by their names in the files, with the type before them."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in bias_names(tensors.keys()):
+                value = tensors.get_tensor(name)
+                found[name] = f"{value.dtype} ".encode() + value.view(torch.uint8).numpy().tobytes()
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MARK}
+
+
+ALL = [(family, form) for form in FORMS for family in FROZEN]
+FIRST = [("ernie4_5_moe", "zero3 bf16"), ("deepseek_v3", "pp2")]
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [pytest.param(*pair, marks=() if pair in FIRST else pytest.mark.slow) for pair in ALL]
+)
+def test_what_does_not_train_is_kept_from_a_pretrained_folder_to_the_export(small_data, tmp_path, family, form):
+    bf16 = "bf16" in form
+    folder = pretrained(tmp_path / "hf", family, torch.bfloat16 if bf16 else torch.float32)
+    path = recipe(tmp_path / "a", small_data, form, {"pretrained": str(folder)})
+    forked.train(path, "--train.max_steps", "2")
+    assert "resumed from" in forked.train(path)
+    export = tmp_path / "a" / "run" / "export"
+    expected = {name: load_file(folder / "model.safetensors")[name] for name in raw(folder)}
+    assert expected and all(value.abs().max() > 0.05 for value in expected.values())
+    written = load_file(export / "model.safetensors")
+    assert all(torch.equal(written[name].float(), value.float()) for name, value in expected.items())
+    assert len(raw(export)) == len(expected)
+    assert json.loads((export / "config.json").read_text())["dtype"] == ("bfloat16" if bf16 else "float32")
+    plain = plain_losses(folder, small_data)
+    got = losses(tmp_path / "a" / "run")
+    worst = max(abs(got[step] - loss) for step, loss in enumerate(plain, start=1))
+    assert worst < (3e-2 if bf16 else 2e-5), (got, plain)
+
+    assert main(["checkpoint", "from-hf", str(export), str(tmp_path / "b")]) == 0
+    step = tmp_path / "b" / "checkpoints" / "step-00000000"
+    assert main(["checkpoint", "to-hf", str(step), str(tmp_path / "back")]) == 0
+    assert contents(tmp_path / "back") == contents(export)
+    assert main(["checkpoint", "verify", str(step)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("afmoe", "zero2"),
+        *(pytest.param(f, form, marks=pytest.mark.slow) for f, form in ALL if (f, form) != ("afmoe", "zero2")),
+    ],
+)
+def test_a_run_from_random_weights_saves_resumes_and_exports_what_does_not_train(small_data, tmp_path, family, form):
+    path = recipe(tmp_path / "a", small_data, form, {"config": FROZEN[family]})
+    forked.train(path, "--train.max_steps", "2")
+    assert "resumed from" in forked.train(path)
+    export = tmp_path / "a" / "run" / "export"
+    names = raw(pretrained(tmp_path / "hf", family, torch.float32)).keys()
+    written = load_file(export / "model.safetensors")
+    assert raw(export).keys() == names and names
+    assert all(written[name].dtype == torch.float32 and not written[name].any() for name in names)
