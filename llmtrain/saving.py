@@ -45,6 +45,7 @@ class Saving:
         self._began_s = time.monotonic()
 
     def __enter__(self) -> Saving:
+        self._saver.check_shares()  # now: a form that has its shards wrong must not train until its first save
         if self._settings.every_steps or self._settings.every_minutes:
             self._saver.prepare()
             if shortage := self._saver.shortage(self._settings.keep):

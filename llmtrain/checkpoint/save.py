@@ -117,9 +117,7 @@ class Saver:
         """Lay out the files and get the memory for asynchronous saves, so that the first one does not have to."""
         if self._plan is not None:
             return
-        slices = self._slices()
-        self._check_shares(slices)
-        self._plan = RankFile(slices)
+        self._plan = RankFile(self._slices())
         shares: list[Any] = [None] * self._ranks.world_size
         pieces = [piece.to_json() for piece in self._plan.pieces]
         mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, _boot())
@@ -226,11 +224,11 @@ class Saver:
         found = [(f.kind, f.name, *owned(f)) for f in fragments(self._engine) if f.own.stop > f.own.start]
         return sorted(found, key=lambda s: -s[3].element_size())
 
-    def _check_shares(self, slices: list[Slice]) -> None:
+    def check_shares(self) -> None:
         """The ranks' parts of each parameter have to add up to it: a form that has its shards wrong is noticed here."""
         shapes = whole_shapes(self._engine)
         held = dict.fromkeys(sorted(shapes), 0)
-        for kind, name, region, _ in slices:
+        for kind, name, region, _ in self._slices():
             held[name] += region.numel if kind == PARAM else 0
         total = torch.tensor(list(held.values()), dtype=torch.int64)
         dist.all_reduce(total, group=self._ranks.control)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from llmtrain.checkpoint.hf.exporting import MARK
 from llmtrain.cli import main
@@ -129,18 +129,20 @@ def test_what_does_not_train_is_kept_from_a_pretrained_folder_to_the_export(smal
     assert expected and all(value.abs().max() > 0.05 for value in expected.values())
     written = load_file(export / "model.safetensors")
     assert all(torch.equal(written[name].float(), value.float()) for name, value in expected.items())
-    assert len(raw(export)) == len(expected)
+    assert written.keys() == load_file(folder / "model.safetensors").keys()
     assert json.loads((export / "config.json").read_text())["dtype"] == ("bfloat16" if bf16 else "float32")
     plain = plain_losses(folder, small_data)
     got = losses(tmp_path / "a" / "run")
     worst = max(abs(got[step] - loss) for step, loss in enumerate(plain, start=1))
     assert worst < (3e-2 if bf16 else 2e-5), (got, plain)
 
-    assert main(["checkpoint", "from-hf", str(export), str(tmp_path / "b")]) == 0
-    step = tmp_path / "b" / "checkpoints" / "step-00000000"
-    assert main(["checkpoint", "to-hf", str(step), str(tmp_path / "back")]) == 0
-    assert contents(tmp_path / "back") == contents(export)
-    assert main(["checkpoint", "verify", str(step)]) == 0
+    for given in (folder, export):
+        name = given.name
+        assert main(["checkpoint", "from-hf", str(given), str(tmp_path / f"{name}-run")]) == 0
+        step = tmp_path / f"{name}-run" / "checkpoints" / "step-00000000"
+        assert main(["checkpoint", "verify", str(step)]) == 0
+        assert main(["checkpoint", "to-hf", str(step), str(tmp_path / f"{name}-back")]) == 0
+        assert contents(tmp_path / f"{name}-back") == contents(given)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,24 @@ def test_a_run_from_random_weights_saves_resumes_and_exports_what_does_not_train
     forked.train(path, "--train.max_steps", "2")
     assert "resumed from" in forked.train(path)
     export = tmp_path / "a" / "run" / "export"
-    names = raw(pretrained(tmp_path / "hf", family, torch.float32)).keys()
-    written = load_file(export / "model.safetensors")
-    assert raw(export).keys() == names and names
+    folder = pretrained(tmp_path / "hf", family, torch.float32)
+    names, written = raw(folder).keys(), load_file(export / "model.safetensors")
+    assert names and written.keys() == load_file(folder / "model.safetensors").keys()
     assert all(written[name].dtype == torch.float32 and not written[name].any() for name in names)
+
+
+def test_a_folder_without_its_biases_is_refused_before_training(small_data, tmp_path, capsys):
+    folder = pretrained(tmp_path / "hf", "glm4_moe", torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if not n.endswith("bias")}, folder / "model.safetensors")
+    assert main(["checkpoint", "from-hf", str(folder), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "lacks 3 tensors that no training changes" in said and "save it again" in said, said
+    code, said = forked.finish(recipe(tmp_path / "a", small_data, "zero2", {"pretrained": str(folder)}))
+    assert code == 2 and "model.pretrained" in said and "lacks 3 tensors" in said and "Traceback" not in said, said
+
+
+def test_a_family_that_keeps_integers_with_its_weights_is_refused_before_training(small_data, tmp_path):
+    fields = {"model_type": "deepseek_v4", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2}
+    code, said = forked.finish(recipe(tmp_path / "a", small_data, "zero2", {"config": fields}), world_size=1)
+    assert code == 2 and "tid2eid (int64)" in said and "Traceback" not in said, said
