@@ -11,9 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    from tests.helpers.forked import Launch
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -151,11 +154,14 @@ def losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows(run) if "loss" in row}
 
 
-def wait_for_step(process: subprocess.Popen[str], run: Path, step: int, timeout_s: float = 90) -> None:
+def wait_for_step(process: subprocess.Popen[str] | Launch, run: Path, step: int, timeout_s: float = 90) -> None:
     """Until the run has logged a step."""
     deadline = time.monotonic() + timeout_s
     while max(losses(run), default=-1) < step:
-        assert process.poll() is None, finish(process)[1]
+        if isinstance(process, subprocess.Popen):
+            assert process.poll() is None, finish(process)[1]
+        else:
+            assert process.alive(), process.output()
         assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s"
         time.sleep(0.05)
 

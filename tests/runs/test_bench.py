@@ -105,6 +105,7 @@ def smaller() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("command", smaller())
 def test_every_command_on_the_pages_runs(command: str) -> None:
     name, *words = command.split()

@@ -42,7 +42,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 def unique_commands() -> list[str]:
     found = dict.fromkeys(block for page in PAGES for block in blocks(page, "bash"))
-    return [block for block in found if block not in NOT_RUN and not IN_SIGNAL_TEST.search(block)]
+    wanted = [block for block in found if block not in NOT_RUN and not IN_SIGNAL_TEST.search(block)]
+    return [block for block in wanted if not any(block in other and block != other for other in wanted)]
 
 
 LAUNCH = next(block for block in blocks("docs/quickstart.md", "bash") if "deepspeed --hostfile" in block)

@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from tests.helpers import forked
-from tests.helpers.launching import losses, rows, train, write_recipe
+from tests.helpers.launching import losses, rows, write_recipe
 
 CONSTANT = ("--schedule.name", "constant")
 
@@ -50,7 +50,7 @@ def test_auto_walks_back_past_every_kind_of_damage(trained, small_data, tmp_path
     flip(at[6] / "trainer.json", 100)
     flip(at[4] / "manifest.json", 100)
 
-    output = train(recipe, *CONSTANT, "--train.max_steps", "16", "--checkpoint.keep", "8")
+    output = forked.train(recipe, *CONSTANT, "--train.max_steps", "16", "--checkpoint.keep", "8")
     said = {line.split(":")[0][-2:]: line for line in output.splitlines() if line.startswith("skipped step-")}
     assert list(said) == ["16", "14", "12", "10", "08", "06", "04"]
     assert "rank-00001.safetensors is damaged" in said["16"] and "differs from the manifest" in said["16"]
@@ -99,14 +99,14 @@ def test_weights_alone_from_a_read_only_folder_and_a_restart(trained, read_only,
 
     path, run = complete_checkpoints(read_only / "checkpoints")[0], tmp_path / "tuned"
     command = ("--resume", str(path), "--resume-weights-only", "--train.run_dir", str(run), *CONSTANT)
-    output = train(recipe, *command, "--train.max_steps", "4", "--optim.lr", "1e-4", "--data.seed", "3")
+    output = forked.train(recipe, *command, "--train.max_steps", "4", "--optim.lr", "1e-4", "--data.seed", "3")
     assert f"took the parameters of {path}" in output
     assert sorted(losses(run)) == [1, 2, 3, 4] and losses(run)[1] < losses(trained[1])[1] - 0.01
     state, source = (json.loads((p / "trainer.json").read_text()) for p in (newest(run), path))
     assert state["optimizer_step"] == 4 and state["sample_index"] == 32
     assert state["wandb_id"] != source["wandb_id"]
 
-    output = train(recipe, *command, "--train.max_steps", "6", "--optim.lr", "1e-4", "--data.seed", "3")
+    output = forked.train(recipe, *command, "--train.max_steps", "6", "--optim.lr", "1e-4", "--data.seed", "3")
     assert f"resumed from {run / 'checkpoints' / 'step-00000004'} at step 4" in output
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
     assert json.loads((newest(run) / "trainer.json").read_text())["wandb_id"] == state["wandb_id"]

@@ -13,7 +13,6 @@ from tests.helpers import forked
 from tests.helpers.launching import (
     finish,
     gone,
-    kill_tree,
     launch,
     losses,
     ranks_of,
@@ -56,21 +55,17 @@ def test_nothing_is_left_behind(undisturbed):
     assert not {name for name in left if "llmtrain" in name or "deepspeed" in name or "torch" in name}, left
 
 
-def test_kills_under_the_launcher_leave_no_process_and_lose_nothing(small_data, tmp_path):
-    """SIGKILL of one rank (the launcher ends the others), then of everything. test_kills.py does many more."""
+def test_a_kill_under_the_launcher_leaves_no_process_and_loses_nothing(small_data, tmp_path):
+    """SIGKILL of one rank: the launcher ends the others. test_kills.py does many more, of all ranks, too."""
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     schedule = ("--schedule.name", "constant")  # so that the losses do not depend on where the run will end
-    for whom in ("rank", "all"):
-        process = launch(recipe, *schedule, "--train.max_steps", "1000000")
-        wait_for_step(process, run, max(losses(run), default=0) + 7)
-        everyone = tree(process)
-        if whom == "rank":
-            ranks_of(process)[1].kill()
-            code, _ = finish(process, 60)
-            assert code != 0
-        else:
-            kill_tree(process)
-        assert gone(everyone, 20)
+    process = launch(recipe, *schedule, "--train.max_steps", "1000000")
+    wait_for_step(process, run, 7)
+    everyone = tree(process)
+    ranks_of(process)[1].kill()
+    code, _ = finish(process, 60)
+    assert code != 0
+    assert gone(everyone, 20)
     steps = ("--train.max_steps", str(max(losses(run)) + 3))
     forked.train(recipe, *schedule, *steps)
     (tmp_path / "undisturbed").mkdir()
@@ -142,12 +137,12 @@ def test_sigusr1_saves_and_goes_on_and_a_dead_launcher_stops_the_ranks(small_dat
 
 def test_second_launch_into_a_live_run_is_refused(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    first = launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
+    first = forked.Launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
     wait_for_step(first, run, 1)
     code, output = forked.finish(recipe)
     assert code == 2 and "in use by another launch (process" in output and "train.run_dir" in output
     assert "Traceback" not in output
-    kill_tree(first)
+    first.kill()
 
 
 def test_other_data_optimizer_and_vocabulary_are_refused_by_name(undisturbed, small_data, tmp_path):
