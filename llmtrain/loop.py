@@ -26,17 +26,15 @@ from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
 from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
-from llmtrain.engine.build import Ranks, build_engine, check_device, device_name, join_process_group
+from llmtrain.engine.build import Ranks, device_name, join_process_group
 from llmtrain.engine.collectives import count_collectives, describe, introduce
 from llmtrain.engine.control import Agree, AgreedError, Wishes, from_rank_0, together
-from llmtrain.engine.fragments import loss_scale_state, optimizer_step, refresh
-from llmtrain.engine.pipeline_step import make_stepper
+from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.engine.step import StepResult, learning_rate_factor, seed_step
-from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import TrainingStopped
 from llmtrain.finish import finish
 from llmtrain.models.build import facts, initial_weights
-from llmtrain.models.forms import build_model
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.saving import Saving
 from llmtrain.tracking.environment import versions
@@ -68,17 +66,14 @@ class Training:
         self.folder, self.checkpoints, self.wishes = folder, checkpoints, wishes
         self.mesh = mesh_of(resolved.degrees)
         with together(ranks):
-            check_device(resolved)
             self.data = TrainData(self.run.data)
             self.model_facts = facts(self.run.model)
             for manifest in self.data.manifests:
                 check_vocabulary(manifest, self.model_facts.vocab_size)
             self.evaluation_batches()  # its data must be there now, not after days of training
-        with together(ranks):
-            model = build_model(resolved, ranks.device, self.mesh)
-        self.notes: list[str] = getattr(model, "notes", [])
-        self.engine = build_engine(model, resolved, self.mesh)
-        self.stepper = make_stepper(self.engine, ranks, self.mesh)
+        self.stepper = start_engine(resolved, ranks, self.mesh)
+        self.engine = self.stepper.engine
+        self.notes: list[str] = self.engine.module.notes
         self.position = Position()
         self.wandb_id = from_rank_0(ranks, new_run_id)
         self.started_s = time.monotonic()
@@ -90,11 +85,8 @@ class Training:
 
     def check_loss(self) -> None:
         """Prove on a few tokens that our loss is the one of the model's own logits. Raises AgreedError."""
-        inputs, _ = self.data.sequence(0)
-        with together(self.ranks):
-            self.stepper.check_head(torch.from_numpy(inputs[:32]).unsqueeze(0))
-            if self.run.data.isolate_documents:
-                self.stepper.check_isolation(torch.from_numpy(inputs[: len(inputs) // 2 * 2][:32]).unsqueeze(0))
+        row = torch.from_numpy(self.data.sequence(0)[0])
+        prove_loss(self.stepper, row, self.ranks, isolate_documents=self.run.data.isolate_documents)
 
     def resume_or_start(self) -> list[str]:
         """Give the parameters their values: from a checkpoint, or from the model section. Returns lines to log."""
@@ -103,11 +95,7 @@ class Training:
             resumed = resume(self.engine, self.run, self.folder, self.checkpoints, now, self.ranks)
         if resumed is None:
             source = initial_weights(self.run.model, self.run.train.seed, self.ranks.device)
-            with together(self.ranks):
-                fill_parameters(self.engine, source)
-            with together(self.ranks):
-                refresh(self.engine)
-                prove_weights(self.engine, source, self.ranks)
+            write_weights(self.stepper, source, self.ranks)
             return []
         self.began_from = resumed.began_from
         if not resumed.weights_only:

@@ -118,7 +118,8 @@ class PipelineStepper(Stepper):
         micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
         ours, _ = self.evaluate([micro])
         stage = self.engine.module.stage
-        stage.wants_logits = True
+        # The other stages give their hidden state as ever: transformers' forward would scale or cap that as logits.
+        stage.wants_logits = self.engine.is_last_stage()
         try:
             theirs, _ = self.evaluate([micro])
         finally:

@@ -21,15 +21,13 @@ import torch.distributed as dist
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import TrainLoader
-from llmtrain.engine.build import Ranks, build_engine, check_device, join_process_group
-from llmtrain.engine.control import Agree, together
-from llmtrain.engine.fragments import PARAM, fragments, owned, refresh, whole_shapes
-from llmtrain.engine.pipeline_step import make_stepper
+from llmtrain.engine.build import Ranks, join_process_group
+from llmtrain.engine.control import Agree
+from llmtrain.engine.fragments import PARAM, fragments, owned, whole_shapes
+from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.engine.step import learning_rate_factor, seed_step
-from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import UserError
 from llmtrain.models.build import facts
-from llmtrain.models.forms import build_model
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
@@ -44,21 +42,16 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     Raises: UserError, on all ranks alike.
     """
     run, mesh = resolved.run, mesh_of(resolved.degrees)
-    with together(ranks):
-        check_device(resolved)
-        model = build_model(resolved, ranks.device, mesh)
-    engine = build_engine(model, resolved, mesh)
-    stepper = make_stepper(engine, ranks, mesh)
-    source = LoudSource(run.model, run.train.seed, torch.device("cpu"))
-    with together(ranks):
-        fill_parameters(engine, source)
-    with together(ranks):
-        refresh(engine)
-        prove_weights(engine, source, ranks)
+    tokens = Tokens(run.data, facts(run.model).vocab_size)
+    stepper = start_engine(resolved, ranks, mesh)
+    engine = stepper.engine
+    write_weights(stepper, LoudSource(run.model, run.train.seed, torch.device("cpu")), ranks)
+    row = torch.from_numpy(tokens.sequence(0)[0])
+    prove_loss(stepper, row, ranks, isolate_documents=run.data.isolate_documents)
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
     agree = Agree(ranks)
     with TrainLoader(
-        Tokens(run.data, facts(run.model).vocab_size),
+        tokens,
         global_batch=run.train.global_batch or 0,
         micro_batch=run.train.micro_batch or 0,
         accumulation=run.train.accumulation or 0,

@@ -25,9 +25,11 @@ class Fault:
     form: dict[str, Any]
     """Fields of helpers.parity.Form."""
     words: str
-    """What the hint has to say."""
+    """What the hint has to say, or the refusal."""
     everywhere: bool = False
     """Seeded into the process of the reference as well: in a function that it might call."""
+    refused: bool = False
+    """The proofs before the first step find it: the run does not begin."""
 
 
 @contextlib.contextmanager
@@ -171,10 +173,10 @@ def wrong_rank_count() -> Iterator[None]:
 @contextlib.contextmanager
 def late_bias_correction() -> Iterator[None]:
     """AdamW's step counter begins at 1: a step on zero gradients has been taken to create its state."""
+    from llmtrain.engine import start
     from llmtrain.engine.fragments import fragments, set_optimizer_step
-    from llmtrain.parity import worker
 
-    build = worker.build_engine
+    build = start.build_engine
 
     def built(*args: Any) -> Any:
         engine = build(*args)
@@ -182,16 +184,16 @@ def late_bias_correction() -> Iterator[None]:
         set_optimizer_step(engine, 1)
         return engine
 
-    with patch.object(worker, "build_engine", built):
+    with patch.object(start, "build_engine", built):
         yield
 
 
 @contextlib.contextmanager
 def decayed_norms() -> Iterator[None]:
     """Weight decay on vectors, too."""
-    from llmtrain.parity import worker
+    from llmtrain.engine import start
 
-    build = worker.build_engine
+    build = start.build_engine
 
     def built(*args: Any) -> Any:
         from llmtrain.engine.fragments import base_optimizer
@@ -201,7 +203,7 @@ def decayed_norms() -> Iterator[None]:
             group["weight_decay"] = 0.1
         return engine
 
-    with patch.object(worker, "build_engine", built):
+    with patch.object(start, "build_engine", built):
         yield
 
 
@@ -284,13 +286,13 @@ FAULTS: dict[str, Fault] = {
     "same_rows": Fault(same_rows, {"zero": 3}, "other rows"),
     "late_labels": Fault(late_labels, {"zero": 0}, "labels", everywhere=True),
     "late_schedule": Fault(late_schedule, {"zero": 1}, "learning rate", everywhere=True),
-    "shifted_twice": Fault(shifted_twice, {"zero": 0}, "labels"),
-    "leaking_documents": Fault(leaking_documents, {"isolate_documents": True}, "documents"),
+    "shifted_twice": Fault(shifted_twice, {"zero": 0}, "loss of LlamaForCausalLM", refused=True),
+    "leaking_documents": Fault(leaking_documents, {"isolate_documents": True}, "data.isolate_documents", refused=True),
     "raw_router_weights": Fault(raw_router_weights, {"family": "mixtral", "zero": 3}, "weighted otherwise"),
     "dropped_expert": Fault(dropped_expert, {"family": "mixtral", "expert": 2, "zero": 1}, "experts that are left out"),
     "skipped_layer": Fault(skipped_layer, {"pipeline": 2, "accumulation": 2}, "a layer that is skipped"),
     "lost_tie": Fault(lost_tie, {"pipeline": 2, "accumulation": 2, "tied": True}, "tied tensor"),
-    "lost_offset": Fault(lost_offset, {"sequence": 2}, "positions"),
+    "lost_offset": Fault(lost_offset, {"sequence": 2}, "loss of LlamaForCausalLM", refused=True),
     "norm_of_one_shard": Fault(norm_of_one_shard, {"tensor": 2}, "norm is not summed"),
     "unsummed_head_norms": Fault(
         unsummed_head_norms, {"tensor": 2, "family": "qwen3", "zero": 1}, "several ranks hold"

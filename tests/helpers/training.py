@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from llmtrain.checkpoint.folder import find_folder
 from llmtrain.checkpoint.load import Resumed, resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.save import Saver
+from llmtrain.config.resolve import resolve
 from llmtrain.config.run import (
     DataConfig,
     ModelConfig,
@@ -25,14 +28,12 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.data.loader import StepBatch, TrainData, TrainLoader
-from llmtrain.engine.build import Ranks, build_engine, join_process_group
+from llmtrain.engine.build import Ranks, join_process_group
 from llmtrain.engine.control import Agreement
-from llmtrain.engine.fragments import PARAM, fragments, owned, refresh, whole_shapes
-from llmtrain.engine.pipeline_step import make_stepper
+from llmtrain.engine.fragments import PARAM, fragments, owned, whole_shapes
+from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.engine.step import Stepper, learning_rate_factor
-from llmtrain.engine.weights import fill_parameters
 from llmtrain.models.build import initial_weights
-from llmtrain.models.forms import build_model
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.pieces import put
 from llmtrain.topology import Degrees
@@ -113,68 +114,58 @@ def case_degrees(case: Case, world_size: int) -> Degrees:
 
 
 def resolved_run(case: Case, world_size: int) -> ResolvedRun:
-    """As the configuration would resolve it."""
+    """As a launch resolves the case's YAML and JSON."""
     degrees = case_degrees(case, world_size)
     zero: dict[str, Any] = {"stage": case.stage}
     if case.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if case.offload == "all":
         zero["offload_param"] = {"device": "cpu"}
-    if case.optimizer == "muon" and case.stage == 3:
-        zero["reduce_scatter"] = False
-    clip = 0.0 if case.optimizer == "muon" else case.clip
-    config: dict[str, Any] = {
-        "train_batch_size": GLOBAL_BATCH,
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // degrees.data // case.accumulation,
-        "gradient_accumulation_steps": case.accumulation,
-        "gradient_clipping": clip,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**31 - 1,
-        **case.extra,
-    }
+    tree: dict[str, Any] = {"zero_optimization": zero, **case.extra}
+    if case.pipeline > 1:
+        partition = list(case.partition) if isinstance(case.partition, tuple) else case.partition
+        tree["pipeline"] = {"stages": case.pipeline, "partition": partition}
+    if case.tensor > 1:
+        tree["tensor_parallel"] = {"autotp_size": case.tensor}
+    if case.sequence > 1:
+        tree["sequence_parallel_size"] = case.sequence
+    if case.expert > 1:
+        tree["expert_parallel"] = {"enabled": True, "autoep_size": case.expert}
     if case.precision != "fp32":
-        config[case.precision] = {**case.extra.get(case.precision, {}), "enabled": True}
-    run = RunConfig(
-        deepspeed="(test)",
-        model=ModelConfig(
-            config=dict(case.model),
-            attention=case.attention,  # type: ignore[arg-type]
-            loss_chunk_tokens=40,
-            compile_layers=case.compile_layers,
-            mlp_tile_tokens=case.mlp_tile_tokens,
-        ),
-        data=case_data(case),
-        optim=OptimConfig(
-            name=case.optimizer,  # type: ignore[arg-type]
-            lr=case.lr,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.1,
-            decay=case.decay,  # type: ignore[arg-type]
-            clip_norm=clip,
-        ),
-        schedule=ScheduleConfig(name="cosine", warmup_steps=3),
-        train=TrainConfig(
-            global_batch=GLOBAL_BATCH,
-            micro_batch=GLOBAL_BATCH // degrees.data // case.accumulation,
-            accumulation=case.accumulation,
-            max_steps=case.steps,
-        ),
-    )
-    return ResolvedRun(
-        run=run,
-        deepspeed=config,
-        degrees=degrees,
-        precision=case.precision,  # type: ignore[arg-type]
-        zero_stage=case.stage,
-        offload_optimizer=bool(case.offload),
-        offload_param=case.offload == "all",
-        activation_checkpointing="activation_checkpointing" in case.extra,
-        pipeline_partition=case.partition,
-        max_steps=case.steps,
-    )
+        tree[case.precision] = {**case.extra.get(case.precision, {}), "enabled": True}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ds.json"
+        path.write_text(json.dumps(tree))
+        run = RunConfig(
+            deepspeed=str(path),
+            model=ModelConfig(
+                config=dict(case.model),
+                attention=case.attention,  # type: ignore[arg-type]
+                loss_chunk_tokens=40,
+                compile_layers=case.compile_layers,
+                mlp_tile_tokens=case.mlp_tile_tokens,
+            ),
+            data=case_data(case),
+            optim=OptimConfig(
+                name=case.optimizer,  # type: ignore[arg-type]
+                lr=case.lr,
+                betas=(0.9, 0.95),
+                eps=1e-8,
+                weight_decay=0.1,
+                decay=case.decay,  # type: ignore[arg-type]
+                clip_norm=0.0 if case.optimizer == "muon" else case.clip,
+            ),
+            schedule=ScheduleConfig(name="cosine", warmup_steps=3),
+            train=TrainConfig(
+                global_batch=GLOBAL_BATCH,
+                micro_batch=GLOBAL_BATCH // degrees.data // case.accumulation,
+                accumulation=case.accumulation,
+                max_steps=case.steps,
+            ),
+        )
+        resolved = resolve(run, world_size)
+    assert resolved.degrees == degrees, (resolved.degrees, degrees)
+    return replace(resolved, run=replace(resolved.run, deepspeed="(test)"))  # the same on all ranks
 
 
 def uneven(batch: StepBatch) -> StepBatch:
@@ -212,15 +203,14 @@ def joined() -> Ranks:
 
 
 def make_engine(case: Case) -> tuple[Any, Stepper, Ranks]:
-    """An engine with the run's initial weights."""
+    """An engine with the run's initial weights, after all proofs that a run makes before its first step."""
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    mesh = mesh_of(resolved.degrees)
-    model = build_model(resolved, ranks.device, mesh)
-    engine = build_engine(model, resolved, mesh)
-    fill_parameters(engine, initial_weights(resolved.run.model, 0, torch.device("cpu")))
-    refresh(engine)
-    return engine, make_stepper(engine, ranks, mesh), ranks
+    stepper = start_engine(resolved, ranks, mesh_of(resolved.degrees))
+    write_weights(stepper, initial_weights(resolved.run.model, 0, torch.device("cpu")), ranks)
+    row = torch.from_numpy(TrainData(resolved.run.data).sequence(0)[0])
+    prove_loss(stepper, row, ranks, isolate_documents=case.isolate_documents)
+    return stepper.engine, stepper, ranks
 
 
 @dataclass

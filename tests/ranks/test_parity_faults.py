@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from llmtrain.parity.command import report
 from tests.helpers.faults import FAULTS
 from tests.helpers.parity import Form, check
+from tests.helpers.ranks import RankFailed
 
 STEPS = 6
 
@@ -19,6 +21,10 @@ def test_a_fault_is_caught(pools: Any, name: str) -> None:
     form = Form(**fault.form, steps=STEPS)
     clean = check(pools, form)
     assert clean.verdict.passed, report(name, clean.verdict, clean.hint)
+    if fault.refused:
+        with pytest.raises(RankFailed, match=re.escape(fault.words)):
+            check(pools, form, name)
+        return
     outcome = check(pools, form, name)
     assert not outcome.verdict.passed
     assert fault.words in outcome.hint, outcome.hint

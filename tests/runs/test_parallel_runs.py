@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,3 +113,27 @@ def test_a_pipeline_goes_on_in_all_other_forms(small_data, undisturbed, tmp_path
         assert f"({ranks} ranks)" not in output
         assert abs(losses(run)[step] - losses(undisturbed)[step]) < 1e-5, form
         shutil.copytree(step_folder(run / "checkpoints", step), step_folder(checkpoints, step))
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    # Caps at 30, its own value: a hidden state of a large model's size is what it bends.
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "initializer_range": 0.5},
+    "cohere2": {"sliding_window": 8},  # its own logit_scale is 1/16
+    "granite": {"logits_scaling": 8.0},
+}
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_a_pipeline_whose_head_scales_or_caps_its_logits_trains_and_resumes(family, small_data, tmp_path):
+    """Ten steps and a resume. From its own init a model's logits may be too small for the cap or the scale to be seen:
+    at the resume they are not."""
+    recipe, ranks = recipe_for(tmp_path / "form", small_data, "pp2")
+    special = {"model_type": family, "num_hidden_layers": 2, **HEADS[family]}
+    words = ["--model.attention", "eager"]  # Gemma-2 caps its scores, too
+    words += [word for key, value in special.items() for word in (f"--model.config.{key}", str(value))]
+    words += [*CONSTANT, "--optim.lr", "1e-2", "--checkpoint.every_steps", "100"]
+    forked.train(recipe, *words, "--train.max_steps", "10", world_size=ranks)
+    forked.train(recipe, *words, "--train.max_steps", "12", world_size=ranks)
+    seen = losses(tmp_path / "form" / "run")
+    assert sorted(seen) == list(range(1, 13))
+    assert seen[12] < seen[1] - 0.1, seen

@@ -183,7 +183,12 @@ class Routing:
         if self._noted is None or index in self._noted:
             return
         given = output if isinstance(output, tuple) else (output,)
-        logits = next(t for t in given if torch.is_tensor(t) and t.shape[-1] == self.experts)
+        logits = next((t for t in given if torch.is_tensor(t) and t.shape[-1] == self.experts), None)
+        if logits is None:
+            raise ModelError(
+                f"model: the router {type(module).__name__} does not give its scores of the {self.experts} experts, so "
+                "what it chooses cannot be watched or balanced; this mixture of experts cannot be trained here."
+            )
         chosen = next((t for t in given if torch.is_tensor(t) and not t.is_floating_point()), None)
         self._noted[index] = (logits, chosen)
 

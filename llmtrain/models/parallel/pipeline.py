@@ -63,7 +63,7 @@ class Stage(nn.Module):
         self.conclude: Callable[[Tensor], Tensor] | None = None
         """On the last stage: from the hidden state to the loss."""
         self.wants_logits = False
-        """`conclude` gets transformers' own logits instead."""
+        """On the last stage: `conclude` gets transformers' own logits instead."""
 
     def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         """Tokens or hidden states, with positions [B, T] if there are documents in the rows; the same comes out."""
@@ -76,7 +76,8 @@ class Stage(nn.Module):
             kwargs["input_ids"] = first
         else:
             entrance.received = first
-            kwargs["inputs_embeds"] = first
+            # Of its shape only: some models scale the embeddings in place (CTRL), and would scale what was received.
+            kwargs["inputs_embeds"] = torch.zeros_like(first)
         with documents_in_rows(positions):
             if self.wants_logits:
                 out = self.hf(**kwargs).logits
@@ -124,6 +125,9 @@ class PipelineLanguageModel(PipelineModule):
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
             super().__init__(specs, topology=topology, partition_method=bounds)
         self.stage = stage
+        for name, parameter in [] if tied is None else tied[1].named_parameters():
+            if name != "weight":  # DeepSpeed takes a tied head's bias for a copy, too, and leaves it out of the norm
+                parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
         if place.pipeline == stages - 1:
             # Not as DeepSpeed's loss_fn: that runs outside of the engine's forward pass, and BF16_Optimizer clears the
             # gradients as soon as the backward pass reaches what came out of it. The head's would be lost.

@@ -1,0 +1,81 @@
+"""From a resolved run to an engine that may take its first step: what a run, a parity check and the tests go through.
+
+One place, so that nothing can pass a check that a run does not pass, nor a run what no check has seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmtrain.config.run import ResolvedRun
+from llmtrain.engine.build import Ranks, build_engine, check_device
+from llmtrain.engine.control import together
+from llmtrain.engine.fragments import refresh
+from llmtrain.engine.pipeline_step import make_stepper
+from llmtrain.engine.step import Stepper
+from llmtrain.engine.weights import fill_parameters, prove_weights
+from llmtrain.errors import ModelError, UserError
+from llmtrain.models.forms import build_model
+from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.source import ParameterSource
+
+_PROVED_TOKENS = 32
+
+
+def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Stepper:
+    """The engine behind its stepper; its parameters have no values yet.
+
+    Raises: UserError, on all ranks alike.
+    """
+    with together(ranks):
+        check_device(resolved)
+        model = build_model(resolved, ranks.device, mesh)
+    return make_stepper(build_engine(model, resolved, mesh), ranks, mesh)
+
+
+def write_weights(stepper: Stepper, source: ParameterSource, ranks: Ranks) -> None:
+    """Give the engine's parameters their first values, and prove that they arrived. Raises AgreedError on all ranks."""
+    with together(ranks):
+        fill_parameters(stepper.engine, source)
+    with together(ranks):
+        refresh(stepper.engine)
+        prove_weights(stepper.engine, source, ranks)
+
+
+def prove_loss(stepper: Stepper, row: Tensor, ranks: Ranks, *, isolate_documents: bool) -> None:
+    """Prove on the first tokens of `row` [T], which all ranks give alike, that our loss is the one of the model's own
+    logits and, if documents are to be isolated, that they are. With the values of a start or of a resume.
+
+    Raises: AgreedError, on all ranks.
+    """
+    few = row[:_PROVED_TOKENS].unsqueeze(0)
+    with together(ranks), _failures_in_transformers():
+        stepper.check_head(few)
+        if isolate_documents:
+            stepper.check_isolation(few[:, : few.shape[1] // 2 * 2])
+
+
+@contextlib.contextmanager
+def _failures_in_transformers() -> Iterator[None]:
+    """What transformers' own code raises in a first forward pass is said to the user, who chose the model's fields.
+
+    Raises: ModelError.
+    """
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):  # memory runs out on one rank, and the others would wait for it
+        raise
+    except Exception as error:
+        innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        if not innermost.f_globals.get("__name__", "").startswith("transformers."):
+            raise
+        raise ModelError(
+            f"model: its forward pass fails in transformers ({innermost.f_globals['__name__']}, "
+            f"{innermost.f_code.co_name}): {type(error).__name__}: {error}. A field of model.config has a value, or "
+            "lacks one, for which this family does not run."
+        ) from error
