@@ -1,0 +1,130 @@
+"""A tiny model of each of transformers' causal language models: the fields that a user would write."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+_LAYERS = 2
+# Field names of all families for the same few sizes; what a family does not have is left out.
+_SIZES: dict[str, int] = {
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim"), 32
+    ),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size", "encoder_ffn_dim"), 64),
+    **dict.fromkeys(("decoder_ffn_dim", "d_inner", "n_inner", "feed_forward_size", "shared_intermediate_size"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers"), _LAYERS
+    ),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), _LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads",), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(("head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), 8),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), 8),
+    "query_pre_attn_scalar": 16,
+    "first_k_dense_replace": 1,
+    "vocab_size": 512,
+}
+
+
+@functools.cache
+def families() -> tuple[str, ...]:
+    """Model types of transformers' causal language models, in its order."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny(family: str) -> dict[str, Any]:
+    """Fields of `model.config`, model_type among them."""
+    from transformers import CONFIG_MAPPING
+
+    default = CONFIG_MAPPING[family]()
+    return {"model_type": family, **_small_fields(default), **OVERRIDES.get(family, {})}
+
+
+def _small_fields(config: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    given = config.to_dict()
+    kinds = len(set(given.get("layer_types") or ()))
+    for key, value in given.items():
+        sub = getattr(config, key, None)
+        if isinstance(value, dict) and hasattr(sub, "model_type"):
+            fields[key] = _small_fields(sub)
+        elif type(value) is int and _SIZES.get(key) == _LAYERS and kinds > 1 and "layer" in key:
+            fields[key] = min(value, 2 * _LAYERS)
+        elif type(value) is int and key in _SIZES:
+            fields[key] = min(value, _SIZES[key])
+        elif key.endswith("token_id") and type(value) is int and value >= _SIZES["vocab_size"]:
+            fields[key] = _SIZES["vocab_size"] - 1
+    if "qk_rope_head_dim" in fields:  # low-rank attention: all heads have keys of their own
+        changes = {"head_dim": fields["qk_rope_head_dim"], "num_key_value_heads": fields["num_attention_heads"]}
+        fields |= {key: value for key, value in changes.items() if key in fields}
+    return fields
+
+
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+_GEMMA4 = {"head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2}
+_DECODER = {"is_decoder": True}  # without it a BERT reads its labels
+_DECODERS = [
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+]
+_OWN: dict[str, dict[str, Any]] = {
+    "bamba": _MAMBA,
+    "codegen": {"rotary_dim": 4},
+    "cpmant": {"dim_ff": 64, "dim_head": 8},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": _MAMBA,
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "roc_bert": {
+        "shape_vocab_size": 16,
+        "shape_embed_dim": 16,
+        "pronunciation_vocab_size": 16,
+        "pronunciation_embed_dim": 16,
+    },
+    "xmod": {"default_language": "en_XX"},
+}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    family: {**(_DECODER if family in _DECODERS else {}), **_OWN.get(family, {})} for family in {*_DECODERS, *_OWN}
+}
+"""What a family needs besides."""
+
+
+def has_experts(model: dict[str, Any]) -> bool:
+    """Whether a tiny model of this family is a mixture of experts."""
+    return any(
+        model.get(key, 0) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    )

@@ -1,0 +1,104 @@
+"""docs/families.md from the results of a job."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tools.families.cell import FORMS
+from tools.families.configs import families
+
+Rows = dict[tuple[str, str, str], dict[str, Any]]
+_TITLES = {"zero3": "ZeRO 3", "pp2": "PP 2", "tp2": "TP 2", "sp2": "SP 2", "ep2": "EP 2"}
+_INTRO = """\
+# Model families
+
+Each causal language model that transformers registers, as a tiny model with random weights on two CPU ranks, through
+the real commands: ten steps of `llmtrain train` with a save, validation and export, and `llmtrain parity` over five
+steps. `python -m tools.families` runs it (for hours, in pieces if need be) and writes [families.jsonl](families.jsonl),
+which holds each outcome with its date, versions and reason; `python -m tools.families --table` makes this page of it.
+"""
+_LEGEND = """\
+yes: ten steps, and parity passes. A number: refused with the reason below (a message and exit code 2), or no tiny model
+of the family could be made. not run: no result yet. -: a model without experts. What is printed **so** is a fault.
+"""
+
+
+def write_page(results: Path, page: Path) -> None:
+    """The page says what the results say, and no more."""
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    page.write_text(text_of({(row["family"], row["form"], row["command"]): row for row in rows}))
+
+
+def text_of(rows: Rows) -> str:
+    """The whole page."""
+    reasons: dict[str, int] = {}
+    lines = []
+    for family in families():
+        mine = {key: row for key, row in rows.items() if key[0] == family}
+        cells = [_cell(mine, family, form, reasons) for form in _TITLES]
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    dates = sorted({row["date"] for row in rows.values()})
+    versions = sorted({" ".join(f"{n} {v}" for n, v in row["versions"].items()) for row in rows.values()})
+    ran = f"Run on {', '.join(dates)} with {'; '.join(versions)}. {_counts(rows)}"
+    head = ["| family | " + " | ".join(_TITLES.values()) + " |", "|---" * (len(_TITLES) + 1) + "|"]
+    told = [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join([_INTRO, ran, "", _LEGEND, *head, *lines, "", "## Reasons", "", *told, ""])
+
+
+def _counts(rows: Rows) -> str:
+    """How many cells ended how."""
+    outcomes: Counter[str] = Counter()
+    for family, form in {key[:2] for key in rows}:
+        both = {rows.get((family, form, command), {}).get("outcome", "half run") for command in ("train", "parity")}
+        outcomes[both.pop() if len(both) == 1 else "other"] += 1
+    clear = {key: outcomes.pop(key, 0) for key in ("passes", "refused", "no tiny model")}
+    told = sum(clear.values()) + outcomes.total()
+    missing = len(families()) * (len(FORMS) - 1) - len({key[:2] for key in rows if key[1] != "ep2"})
+    return (
+        f"Of {told} cells with a result, both commands pass in {clear['passes']} and refuse in {clear['refused']}; for "
+        f"{clear['no tiny model']} no tiny model could be made; {outcomes.total()} ended otherwise. {missing} cells "
+        "were not run."
+    )
+
+
+def _cell(rows: Rows, family: str, form: str, reasons: dict[str, int]) -> str:
+    found = {command: rows[family, form, command] for command in ("train", "parity") if (family, form, command) in rows}
+    if not found:
+        others = {key[1] for key in rows}
+        return "-" if form == "ep2" and others - {"ep2"} else "not run"
+    words = {command: _word(row, reasons) for command, row in found.items()}
+    words |= {command: "not run" for command in ("train", "parity") if command not in found}
+    if words["train"] == words["parity"]:
+        return words["train"]
+    return f"train: {words['train']}; parity: {words['parity']}"
+
+
+def _word(row: dict[str, Any], reasons: dict[str, int]) -> str:
+    if row["outcome"] == "passes":
+        return "yes"
+    reason = _general(row)
+    number = f"({reasons.setdefault(reason, len(reasons) + 1)})"
+    return number if row["outcome"] in ("refused", "no tiny model") else f"**{row['outcome']}** {number}"
+
+
+def _general(row: dict[str, Any]) -> str:
+    """The reason without what differs from family to family: one line of the list serves them all."""
+    text = " ".join(row["reason"].split())
+    text = re.sub(r"^rank \d+( of \d+)?: ", "", text)
+    text = re.sub(
+        r"\b[A-Z]\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration|LMHead|Decoder|ForCausal)\b", "MODEL", text
+    )
+    text = re.sub(r"^(model: )an? \w+ config", r"\1a MODEL config", text)
+    text = re.sub(r"/tmp/\S*/(famtree\w*/|(?=\w+\.json))|/tmp/famtree\w*/", "", text)
+    text = re.sub(r"(same MoE module\(s\)).*", r"\1", text)
+    text = re.sub(
+        r"(?<=loss of MODEL computed in chunks is )\d+\.\d+, from its own logits \d+\.\d+", "N, from its own M", text
+    )
+    text = re.sub(r"(size|layers?[ .])\d+", r"\1N", text)
+    if row["outcome"] == "FAIL":
+        text = re.sub(r" FAIL$", "", text)
+    return text[:420].replace("|", "/").replace("<", "&lt;") or row["outcome"]
