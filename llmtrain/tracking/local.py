@@ -55,10 +55,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects of a JSON-lines file, and the number of lines that could not be read. No file: ([], 0)."""
+def read_rows(path: Path, size: int = -1) -> tuple[list[dict[str, Any]], int]:
+    """The objects of a JSON-lines file (or of its first `size` bytes), and the number of lines that could not be read.
+
+    No file: ([], 0).
+    """
     try:
-        lines = path.read_bytes().splitlines()
+        with open(path, "rb") as file:
+            lines = file.read(size).splitlines()
     except FileNotFoundError:
         return [], 0
     rows = [_parse(line) for line in lines if line.strip()]

@@ -53,12 +53,15 @@ class Tracker:
         self._metrics = JsonLines(metrics)
         self._events = JsonLines(run_dir / "events.jsonl")
         self._console = Console(total_steps=total_steps)
-        self._wandb = WandbSink(run_dir, tracking=tracking, run_id=run_id, config=config)
+        self._wandb = WandbSink(run_dir, tracking=tracking, run_id=run_id, config=config, start_step=start_step)
         if dropped:
             self.event("rewind", step=start_step, dropped_rows=dropped)
 
-    def log(self, metrics: dict[str, Any]) -> None:
-        """Write one row; its keys are those of METRICS and `step` is among them. Adds the two times."""
+    def log(self, metrics: dict[str, Any], *, more: bool = False) -> None:
+        """Write one row; its keys are those of METRICS and `step` is among them. Adds the two times.
+
+        `more`: another row of the same step follows.
+        """
         if not self._open:
             return
         if unknown := sorted(metrics.keys() - METRICS.keys()):
@@ -66,7 +69,7 @@ class Tracker:
         row = {**metrics, "time_unix_s": time.time(), "elapsed_s": time.monotonic() - self._began_s}
         self._metrics.write(row)
         self._console.update(row)
-        self._wandb.log(row)
+        self._wandb.log(row, more=more)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one event: start, resume, save, skip, stop, fault, baselines, ... Secrets are redacted."""

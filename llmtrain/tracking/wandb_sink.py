@@ -3,9 +3,9 @@
 A daemon thread owns the W&B run: init, every log call and finish happen there. The training thread only puts
 rows into a bounded queue; when that is full, rows are dropped and counted (metrics.jsonl has them all).
 
-History: rows carry our `step` and W&B plots against it (define_metric), while W&B's own counter only ever
-goes up. So a run that resumes from an older checkpoint logs the repeated steps again instead of losing them,
-which is what W&B does with rows whose own step goes back.
+History: W&B's `_step` is the training step, and each step is sent once over all launches, online or not
+(wandb_history.py says why). A launch begins with the rows of metrics.jsonl that W&B lacks: a kill took them, or the
+server could not be reached. A resume from an older checkpoint does not send the repeated steps a second time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from llmtrain import log
 from llmtrain.config.run import TrackingConfig
 from llmtrain.redact import redact, redact_text
+from llmtrain.tracking.wandb_history import mark_uploaded, rows_after, steps_in_files
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -108,21 +109,28 @@ def choose_mode(asked: str) -> tuple[Mode, str]:
 class WandbSink:
     """One W&B run that continues under the same id in every launch of the training run.
 
-    Construct it on the rank that tracks; then `log` and `close`. None of them raises.
+    Construct it on the rank that tracks, before this launch writes metrics.jsonl; then `log` and `close`. None of them
+    raises. `start_step` is the step of the checkpoint that training goes on from.
     """
 
-    def __init__(self, run_dir: Path, *, tracking: TrackingConfig, run_id: str, config: dict[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, *, tracking: TrackingConfig, run_id: str, config: dict[str, Any], start_step: int = 0
+    ) -> None:
         self._run_dir = run_dir
+        self._metrics = run_dir / "metrics.jsonl"
+        self._earlier_bytes = self._metrics.stat().st_size if self._metrics.is_file() else 0
+        self._start_step = start_step
+        self._sent_step = -1  # the last step that W&B has
         self._tracking = tracking
         self._run_id = run_id
         self._config: dict[str, Any] = redact(config)
-        self._rows: queue.Queue[dict[str, Any] | int] = queue.Queue()
+        self._rows: queue.Queue[tuple[dict[str, Any], bool] | int] = queue.Queue()
         self._dropped = 0
         self._failed = False
         self._abandoned = False
-        self._sync_dir = str(run_dir / "wandb")
         self._thread: threading.Thread | None = None
         self._wandb: Any = None
+        self._sent_again: list[Path] = []  # offline files whose rows this launch sends to the server
         if tracking.wandb == "disabled":
             return
         # No source code, and no error reports of W&B's own telemetry, leave the machine unasked.
@@ -141,14 +149,14 @@ class WandbSink:
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
-    def log(self, row: dict[str, Any]) -> None:
-        """Hand a row over; never waits."""
+    def log(self, row: dict[str, Any], *, more: bool = False) -> None:
+        """Hand a row over; never waits. `more`: another row of the same step follows, and W&B shows both as one."""
         if self._thread is None or self._failed:
             return
         if self._rows.qsize() >= _QUEUE_ROWS:
             self._dropped += 1
             return
-        self._rows.put_nowait(dict(row))
+        self._rows.put_nowait((dict(row), more))
 
     def close(self, *, exit_code: int, timeout_s: float = 20.0) -> None:
         """Upload what is left and end the run; after `timeout_s` leave the rest to `wandb sync`."""
@@ -160,7 +168,7 @@ class WandbSink:
         if thread.is_alive():
             log.warn(
                 f"W&B did not finish within {timeout_s:.0f} s; metrics.jsonl holds everything. "
-                f"To upload what W&B has: wandb sync {self._sync_dir}"
+                "The run's next launch sends what W&B lacks."
             )
         if thread.is_alive() or self._failed:
             self._abandon()
@@ -183,14 +191,22 @@ class WandbSink:
         if run is None:
             self._failed = True
             return
-        while isinstance(row := self._rows.get(), dict):
-            try:
-                run.log(row)
-            except Exception as error:
-                self._give_up("stopped taking metrics", error)
-                break
+        exit_code = 1
         try:
-            run.finish(exit_code=row if isinstance(row, int) else 1)
+            # Left open (commit=False): this launch may log the last of these steps once more, its evaluation.
+            for row in rows_after(self._metrics, self._earlier_bytes, self._sent_step):
+                run.log(row, step=row["step"], commit=False)
+            for path in self._sent_again:
+                mark_uploaded(path)
+            while not isinstance(item := self._rows.get(), int):
+                row, more = item
+                if row["step"] > self._sent_step:
+                    run.log(row, step=row["step"], commit=not more)
+            exit_code = item
+        except Exception as error:
+            self._give_up("stopped taking metrics", error)
+        try:
+            run.finish(exit_code=exit_code)
             # Ends wandb-core and takes away W&B's exit hook, which could hold up the interpreter's end.
             self._wandb.teardown()
         except Exception as error:
@@ -200,9 +216,14 @@ class WandbSink:
         mode, why = choose_mode(self._tracking.wandb)
         if mode == "disabled":
             return None
+        earlier = steps_in_files(self._run_dir, self._run_id)
         if mode == "online":
             try:
                 run = self._init("online")
+                self._sent_step = getattr(run, "starting_step", 0) - 1
+                self._sent_again = [
+                    path for path, step in earlier.items() if step >= 0 and "offline-" in path.parent.name
+                ]
                 log.info(f"W&B: online, {getattr(run, 'url', self._run_id)}")
                 return run
             except Exception as error:
@@ -210,7 +231,9 @@ class WandbSink:
                     raise
                 why = redact_text(f"online failed, {type(error).__name__}: {error}".strip().splitlines()[0])
         run = self._init("offline")
-        log.info(f"W&B: offline, {why}. To upload later: wandb sync {self._sync_dir}")
+        # No file that tells: `wandb clean` deletes those that were uploaded, so W&B has the steps before this launch.
+        self._sent_step = max(earlier.values(), default=self._start_step or -1)
+        log.info(f"W&B: offline, {why}. To upload later: wandb sync {self._run_dir}/wandb/offline-run-*")
         return run
 
     def _init(self, mode: Mode) -> Any:
@@ -226,7 +249,6 @@ class WandbSink:
             config=self._config,
             settings=self._settings(),
         )
-        self._sync_dir = str(getattr(getattr(run, "settings", None), "sync_dir", None) or self._sync_dir)
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         return run

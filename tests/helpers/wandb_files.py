@@ -3,30 +3,9 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 
-
-def records(path: Path) -> Iterator[bytes]:
-    """Payloads of a .wandb file: a 7-byte header, then LevelDB's log format (32 KiB blocks of framed chunks)."""
-    data = path.read_bytes()
-    assert data.startswith(b":W&B")
-    at, parts = 7, []
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        if kind == 0:
-            at += left
-            continue
-        parts.append(data[at + 7 : at + 7 + length])
-        at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last chunk of one
-            yield b"".join(parts)
-            parts = []
+from llmtrain.tracking.wandb_history import records
 
 
 def read_back(folder: Path) -> dict:

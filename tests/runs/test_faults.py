@@ -1,18 +1,15 @@
-"""What ends or disturbs a run from outside: a full disk, numbers that explode, W&B, a wrong configuration."""
+"""What ends or disturbs a run from outside: a full disk, numbers that explode, a wrong configuration."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import time
 from pathlib import Path
 
-from llmtrain.checkpoint.format import complete_checkpoints
 from tests.helpers import forked
 from tests.helpers.launching import environment, finish, launch, losses, rows, write_recipe
 from tests.helpers.processors import have_fp16, lack_fp16
-from tests.helpers.wandb_files import read_back
 
 
 def test_explosion_stops_with_a_message_and_the_samples(small_data, tmp_path):
@@ -27,24 +24,6 @@ def test_explosion_stops_with_a_message_and_the_samples(small_data, tmp_path):
     assert len(skips) == 3 and all(event["samples"] for event in skips)
     first = skips[0]
     assert set(first["samples"]) <= set(range((first["step"] - 1) * 8, first["step"] * 8))
-
-
-def test_wandb_offline_holds_config_metrics_and_one_run_id_after_a_resume(small_data, tmp_path):
-    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
-    common = ("--tracking.wandb", "offline", "--schedule.name", "constant")
-    forked.train(recipe, *common, "--train.max_steps", "10")
-    forked.train(recipe, *common, "--train.max_steps", "20")
-    folders = sorted((run / "wandb").glob("offline-run-*"), key=lambda p: p.stat().st_mtime)
-    sessions = [read_back(folder) for folder in folders]
-    assert len(sessions) == 2
-    saved = json.loads((complete_checkpoints(run / "checkpoints")[0] / "trainer.json").read_text())
-    assert {session["id"] for session in sessions} == {saved["wandb_id"]}
-    assert sessions[0]["config"]["run"]["data"]["sequence_length"] == 32
-    assert sessions[0]["config"]["deepspeed"]["zero_optimization"]["stage"] == 1
-    steps = [row["step"] for session in sessions for row in session["rows"] if "loss" in row]
-    assert steps == list(range(1, 21))
-    last = [row for row in sessions[1]["rows"] if "loss" in row][-1]
-    assert last["loss"] == losses(run)[20]
 
 
 def test_a_wrong_configuration_ends_every_rank_with_one_message(small_data, tmp_path):

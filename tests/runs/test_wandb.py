@@ -1,0 +1,99 @@
+"""W&B over several launches of a run: whatever was online, offline or killed, each step stands there once, in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from llmtrain.checkpoint.format import complete_checkpoints
+from tests.helpers import forked
+from tests.helpers.launching import environment, rows, write_recipe
+from tests.helpers.wandb_files import read_back
+from tests.helpers.wandb_server import serving
+
+COMMON = ("--schedule.name", "constant", "--train.eval_every", "4")
+
+
+def with_variables(variables: dict[str, str], rank: int) -> None:
+    os.environ.update(variables)
+
+
+def files(run: Path) -> list[Path]:
+    """W&B's folders, the newest last."""
+    return sorted((run / "wandb").glob("*run-*"), key=lambda folder: folder.name.partition("run-")[2])
+
+
+def kill_between_checkpoints(launch: forked.Launch, run: Path) -> None:
+    """SIGKILL at a step that no checkpoint holds: the next launch trains it again."""
+    began, launches = time.monotonic(), len(files(run))
+    while not (
+        complete_checkpoints(run / "checkpoints")
+        and rows(run)[-1]["step"] % 5 == 3
+        and len(files(run)) > launches
+        and read_back(files(run)[-1])["rows"]
+    ):
+        assert launch.alive() and time.monotonic() < began + 240, launch.output()
+        time.sleep(0.002)
+    launch.kill()
+
+
+@pytest.mark.parametrize(
+    "modes",
+    ["offline kill, offline", "offline kill, offline kill, offline", "online, offline", "offline kill, online",
+     "online kill, offline kill, online"],
+)  # fmt: skip
+def test_each_step_of_all_launches_stands_in_wandb_once_and_in_order(small_data, tmp_path, modes):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    printed = ""
+    with serving() as (server, variables):
+        for mode in modes.split(", "):
+            # A killed launch reaches an unknown step, so the limit is counted from there.
+            stop = (
+                "1000000" if "kill" in mode else str((max((row["step"] for row in rows(run)), default=0) // 5 + 2) * 5)
+            )
+            options = (*COMMON, "--tracking.wandb", mode.split()[0], "--train.max_steps", stop)
+            launch = forked.Launch(recipe, *options, world_size=1, before=partial(with_variables, variables))
+            if "kill" in mode:
+                kill_between_checkpoints(launch, run)
+            else:
+                assert launch.wait(300) == [0], launch.output()
+            printed = launch.output()
+        if "offline" in mode:
+            (command,) = re.findall("To upload later: (wandb sync .*)", printed)
+        else:  # what the earlier launches left was sent by the last: there is nothing to do
+            command = f"wandb sync {run}/wandb/offline-run-*"
+        done = subprocess.run(
+            ["bash", "-c", command.replace("sync", "sync --yes")],
+            env=environment(**variables),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        print(done.stdout, done.stderr)
+    saved = json.loads((complete_checkpoints(run / "checkpoints")[0] / "trainer.json").read_text())
+    assert server.runs == {saved["wandb_id"]}
+    assert server.overwritten == 0
+    history, local = server.rows(), {}
+    for row in rows(run):
+        local[row["step"]] = local.get(row["step"], {}) | row
+    assert [row["_step"] for row in history] == [row["step"] for row in history] == sorted(local)
+    assert any("eval/loss" in row for row in history)
+    for key in ("loss", "eval/loss"):
+        assert [row.get(key) for row in history] == [local[step].get(key) for step in sorted(local)]
+
+
+def test_an_offline_file_holds_the_configuration(small_data, tmp_path):
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    forked.train(recipe, *COMMON, "--tracking.wandb", "offline", "--train.max_steps", "2", world_size=1)
+    (folder,) = (run / "wandb").glob("offline-run-*")
+    session = read_back(folder)
+    assert session["config"]["run"]["data"]["sequence_length"] == 32
+    assert session["config"]["deepspeed"]["zero_optimization"]["stage"] == 1
+    assert session["exit"] == 0
