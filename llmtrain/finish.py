@@ -24,11 +24,12 @@ def finish(
     folder: RunDirectory,
     data: TrainData,
     tracker: Tracker,
-    validation_loss: float,
+    validation_loss: float | None,
     device: torch.device,
 ) -> None:
     """Print the run's result; write the Hugging Face folder and the sample if the run asks for them.
 
+    `validation_loss` is None with train.eval off: then there is nothing to compare unigrams and bigrams with, either.
     `device`: this rank's, for the sample; the others still hold their shards of the model.
     """
     run = resolved.run
@@ -39,8 +40,11 @@ def finish(
         tracker.event("export", path=str(folder.export))
         lines.append(("Hugging Face", str(folder.export)))
     lines.append(("plots", f"llmtrain report {folder.path}"))
-    log.info(f"validation loss {validation_loss:.4f} (perplexity {perplexity(validation_loss):.2f})")
-    _print_baselines(resolved, data, tracker)
+    if validation_loss is None:
+        log.info("no validation loss: train.eval is off")
+    else:
+        log.info(f"validation loss {validation_loss:.4f} (perplexity {perplexity(validation_loss):.2f})")
+        _print_baselines(resolved, data, tracker)
     if run.train.export and run.train.sample_prompt is not None:
         sampling = Sampling(max_tokens=64, seed=run.train.seed)
         text = generate(folder.export, run.train.sample_prompt, sampling, device={"": device})

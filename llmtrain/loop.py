@@ -70,7 +70,8 @@ class Training:
             self.model_facts = facts(self.run.model)
             for manifest in self.data.manifests:
                 check_vocabulary(manifest, self.model_facts.vocab_size)
-            self.evaluation_batches()  # its data must be there now, not after days of training
+            if self.run.train.eval:
+                self.evaluation_batches()  # its data must be there now, not after days of training
         self.stepper = start_engine(resolved, ranks, self.mesh)
         self.engine = self.stepper.engine
         self.notes: list[str] = self.engine.module.notes
@@ -152,8 +153,7 @@ class Training:
             start_index=self.position.sample_index,
             pin_memory=ranks.device.type == "cuda",
         )
-        last = self._complete()
-        stopped = False
+        last, stopped, eval_every = self._complete(), False, run.train.eval_every or math.inf
         with contextlib.closing(loader):
             while not last:
                 heart.begin_step()
@@ -177,9 +177,10 @@ class Training:
                 speed.step(tokens=self._tokens_per_step(), data_wait_s=waited_s)
                 stopped = agreed.stop and not self._complete()
                 last = agreed.stop or agreed.time_up or self._complete()
+                evaluates = run.train.eval and (self._complete() if last else self.position.step % eval_every == 0)
                 if last or self.position.step % run.train.log_every == 0:
-                    self._log(tracker, speed, result, agreed.counted_tokens, lr_factor)
-                if (run.train.eval_every and self.position.step % run.train.eval_every == 0) and not last:
+                    self._log(tracker, speed, result, agreed.counted_tokens, lr_factor, evaluates)
+                if evaluates and not last:
                     with speed.pause():
                         self.evaluate(tracker)
                 due = not last and saving.is_due(self.position.step, agreed)
@@ -250,7 +251,7 @@ class Training:
             )
 
     def _log(
-        self, tracker: Tracker, speed: Throughput, result: StepResult, counted_tokens: int, lr_factor: float
+        self, tracker: Tracker, speed: Throughput, result: StepResult, counted: int, lr_factor: float, more: bool
     ) -> None:
         scale = loss_scale_state(self.engine).get("cur_scale")
         routing = self.stepper.routing()
@@ -258,7 +259,7 @@ class Training:
             {
                 "step": self.position.step,
                 "tokens": self.position.tokens,
-                "loss": self.stepper.global_loss(result.local_loss_sum, counted_tokens),
+                "loss": self.stepper.global_loss(result.local_loss_sum, counted),
                 "lr": (self.run.optim.lr or 0.0) * lr_factor,
                 "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
                 **({} if scale is None else {"loss_scale": scale}),
@@ -266,7 +267,8 @@ class Training:
                 "skipped_steps": self.position.skipped_steps,
                 "max_memory_gib": max_memory_gib(self.ranks.device),
                 **speed.take(),
-            }
+            },
+            more=more,
         )
 
     def _throughput(self) -> Throughput:
@@ -359,7 +361,7 @@ def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bo
     position = training.position
     with heart.during("save"):
         saving.last(position.step, training.trainer_state, exports=complete and training.run.train.export)
-    validation_loss = training.evaluate(tracker) if complete else math.nan
+    validation_loss = training.evaluate(tracker) if complete and training.run.train.eval else None
     if training.ranks.rank == 0:
         reason = None if complete else training.wishes.stop_reason or "another rank was asked to stop"
         tracker.event("stop", step=position.step, complete=complete, reason=reason)

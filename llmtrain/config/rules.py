@@ -180,6 +180,7 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
         manifest = _read_manifest(key, path, places.get(key), problems)
         if isinstance(vocab := (manifest or {}).get("vocab_size"), int):
             data_vocab[path] = vocab
+        _check_length(key, path, manifest or {}, run, places.get(key), problems)
     model = _read_model_config(run, places, problems)
     # A run that has checkpoints of its own goes on from them; the one that it began from may be gone by now.
     if run.resume not in ("auto", "none") and not glob(f"{escape(str(run.train.run_dir))}/checkpoints/step-*"):
@@ -194,6 +195,24 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
                 f"set model.config.vocab_size to {vocab} or more, or prepare the data with the model's tokenizer",
                 places.get("model.config.vocab_size"),
             )
+
+
+def _check_length(
+    key: str, path: str, manifest: dict[str, Any], run: RunConfig, place: str | None, problems: Problems
+) -> None:
+    """Each split that the run reads fills a sequence: its tokens, and one more for the last label."""
+    length, tokens = run.data.sequence_length, manifest.get("tokens")
+    remedies = {
+        "train": "prepare more text",
+        "validation": "prepare it with a larger --validation-fraction or with --validation-source FILE, or set "
+        "train.eval to off to train without validation",
+    }
+    for split, remedy in remedies.items():
+        found = tokens.get(split) if isinstance(tokens, dict) else None
+        if isinstance(found, int) and found <= length and (split == "train" or run.train.eval):
+            remedy = f"lower data.sequence_length to {found - 1} or less, or {remedy}" if found > 2 else remedy
+            rule = f"its {split} split ({found} tokens) does not fill one sequence of data.sequence_length {length}"
+            problems.add(key, path, rule, remedy, place)
 
 
 def _exists(key: str, path: str, remedy: str, places: Places, problems: Problems) -> bool:

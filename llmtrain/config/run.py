@@ -110,6 +110,8 @@ class TrainConfig:
     """Stop after this many minutes of training in this launch."""
     log_every: int = 10
     """Optimizer steps between log points."""
+    eval: bool = True
+    """Measure the validation loss; off: train without validation data, whatever the next two say."""
     eval_every: int | None = None
     """Optimizer steps between evaluations; null evaluates at the end only."""
     eval_sequences: int = 256

@@ -192,7 +192,8 @@ def validation_batches(
     if data.validation_sequences == 0:
         raise DataError(
             f"{data.tokenizer_dir.parent}: its validation split does not fill one sequence of data.sequence_length "
-            f"{data.sequence_length}; prepare it with a larger --validation-fraction, or more text"
+            f"{data.sequence_length}; prepare it with a larger --validation-fraction or with --validation-source FILE, "
+            "or set train.eval to off"
         )
     total = min(sequences, data.validation_sequences)
     return _validation_batches(data, total, micro_batch, rank, data_parallel, pin_memory)

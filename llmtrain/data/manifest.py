@@ -51,6 +51,8 @@ class Manifest:
     """Documents per split."""
     rejected: int
     """Records listed in rejected.jsonl."""
+    cut: int = 0
+    """Documents that were cut: their end is in validation, the rest in train, and `documents` counts them in both."""
     tokenizer_fingerprint: str
     """Hash of tokenizer/tokenizer.json."""
     source_fingerprint: str

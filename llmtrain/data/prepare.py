@@ -8,16 +8,15 @@ A killed run continues where it was: `unfinished/` holds the plan and a record o
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
+import math
 import os
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,165 +29,69 @@ from llmtrain.data.manifest import SPLITS, Manifest, Shard, write_atomically
 from llmtrain.data.pool import run_units
 from llmtrain.data.progress import Progress
 from llmtrain.data.records import Document, Rejection, read_piece
-from llmtrain.data.shards import PreparedSet
+from llmtrain.data.settings import PrepareSettings
 from llmtrain.data.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
+from llmtrain.data.split import cut_above
 from llmtrain.data.worker import UNFINISHED, WorkerSettings, unit_record_path
+from llmtrain.data.workplace import REJECTED, already_complete, clear, locked, start_or_continue
 from llmtrain.errors import DataError, UserError
 
-REJECTED = "rejected.jsonl"
 _BPE_SAMPLE_BYTES = 128 << 20  # more text does not change the frequent merges; it only takes time and memory
 _LISTED = 1000  # rejections beyond the allowed number that are still listed before the run stops
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrepareSettings:
-    """What to prepare, and how. Exactly one of `tokenizer` and `vocab_size` is given."""
-
-    sources: tuple[str, ...]
-    out: str
-    tokenizer: str | None = None
-    vocab_size: int | None = None
-    field: str = "text"
-    format: str = "auto"
-    validation_fraction: float = 0.05
-    max_document_bytes: int = 16 << 20
-    shard_bytes: int | None = None
-    max_rejected: int = 0
-    processes: int | None = None
-
-    def identity(self) -> dict[str, Any]:
-        """The settings that decide the result; max_rejected and processes do not."""
-        values: dict[str, Any] = {
-            "source": list(self.sources),
-            "field": self.field,
-            "format": self.format,
-            "validation_fraction": self.validation_fraction,
-            "max_document_bytes": self.max_document_bytes,
-            "shard_bytes": self.shard_bytes,
-        }
-        if self.tokenizer is not None:
-            return {**values, "tokenizer": tokenize.fingerprint(Path(self.tokenizer))}
-        return {**values, "vocab_size": self.vocab_size}
-
-
 def prepare(settings: PrepareSettings) -> Manifest:
     """Make (or finish, or find complete) the prepared folder `settings.out`; returns its manifest. Raises DataError."""
-    _check(settings)
+    settings.check()
     started = time.monotonic()
     out = Path(settings.out)
-    inside = os.path.realpath(out) + os.sep  # `--source . --out data/x`: our own output is no input
-    files = [
-        f for f in find_files(settings.sources, settings.format) if not os.path.realpath(f.path).startswith(inside)
-    ]
-    plan = {"settings": settings.identity(), "stat": stat_fingerprint(files)}
-    with _locked(out):
+    files, validation = _find_files(settings, out)
+    stat = stat_fingerprint(files) + (stat_fingerprint(validation) if validation else "")
+    plan = {"settings": settings.identity(), "stat": stat}
+    with locked(out):
         if (out / manifests.NAME).exists():
-            return _already_complete(out, plan)
-        _start_or_continue(out, plan)
-        total = sum(file.bytes for file in files)
-        work = plan_units(files, settings.shard_bytes or unit_bytes_for(total))
-        log.info(f"{len(files)} files, {units.size(total)}, in {len(work)} shards")
-        _make_tokenizer(settings, work, out)
+            return already_complete(out, plan)
+        start_or_continue(out, plan)
+        work = _plan(settings, files, validation)
+        _make_tokenizer(settings, [unit for unit in work if not unit.validation], out)
         records = _run(settings, work, out)
-        manifest = _manifest(files, plan, records, out)
+        manifest = _manifest(settings, [files, validation], plan, records, out)
         _write_rejected(out, records)
         manifests.write_manifest(out, manifest)
         shutil.rmtree(out / UNFINISHED)
+    if left_out := sum(record.get("left_out", 0) for record in records):
+        log.info(f"{_documents(left_out)} of --source left out: also in --validation-source")
     log.info(_summary(out, manifest, time.monotonic() - started))
     return manifest
 
 
-def _check(settings: PrepareSettings) -> None:
-    if (settings.tokenizer is None) == (settings.vocab_size is None):
-        raise DataError(
-            "give exactly one of --tokenizer FOLDER (a Hugging Face tokenizer) and --vocab-size N (train one here)"
-        )
-    if not 0 <= settings.validation_fraction < 1:
-        raise DataError(f"--validation-fraction {settings.validation_fraction}: must be at least 0 and below 1")
-    for name in ("max_document_bytes", "shard_bytes", "processes"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise DataError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if settings.max_rejected < 0:
-        raise DataError(f"--max-rejected {settings.max_rejected}: must be at least 0")
-
-
-# --- the folder: new, unfinished or complete ------------------------------------------------------
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Only one `prepare` in a folder. The lock is on the folder itself, so a killed process leaves none behind."""
-    existed = out.exists()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise DataError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"--out {out}: another `llmtrain prepare` is at work in it; wait for it") from error
-        yield
-    except OSError as error:
-        raise DataError(
-            f"--out {out}: cannot be written ({error.strerror or error}); make room and run the same command again"
-        ) from error
-    finally:
-        for partial in out.glob("*.tmp"):
-            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
-        for partial in (out / UNFINISHED).glob("*.tmp"):
-            partial.unlink()
-        if not existed and not any(out.iterdir()):
-            out.rmdir()
-        os.close(descriptor)
-
-
-def _already_complete(out: Path, plan: dict[str, Any]) -> Manifest:
-    manifest = PreparedSet(out).manifest
-    different = _differences(manifest.settings, plan["settings"])
-    if manifest.source["stat"] != plan["stat"]:
-        different.append("the source files have changed since")
-    if different:
-        raise DataError(
-            f"--out {out}: it already holds data that was prepared differently: {'; '.join(different)}. "
-            "Choose another --out, or delete the folder to prepare it anew"
-        )
-    shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # a kill between manifest and clean-up leaves it
-    log.info(f"{out}: already complete, nothing to do ({units.count(sum(manifest.tokens.values()))} tokens)")
-    return manifest
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return [
-        f"{key} was {before.get(key)!r} and is now {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+def _find_files(settings: PrepareSettings, out: Path) -> tuple[list[SourceFile], list[SourceFile]]:
+    """The files of --source and of --validation-source; one that is named in both is for validation alone."""
+    inside = os.path.realpath(out) + os.sep  # `--source . --out data/x`: our own output is no input
+    validation: list[SourceFile] = []
+    if settings.validation_sources:
+        validation = find_files(settings.validation_sources, settings.format, option="--validation-source")
+    taken = {os.path.realpath(file.path) for file in validation}
+    files = [
+        file
+        for file in find_files(settings.sources, settings.format)
+        if (path := os.path.realpath(file.path)) not in taken and not path.startswith(inside)
     ]
+    if not files:
+        raise DataError(
+            f"--source {' '.join(settings.sources)}: no file is left for training: all are in "
+            f"{'--validation-source' if taken else '--out'}; name other files"
+        )
+    return files, validation
 
 
-def _start_or_continue(out: Path, plan: dict[str, Any]) -> None:
-    """Leave `out` with `unfinished/plan.json` equal to `plan` and nothing in it that belongs to another plan."""
-    path = out / UNFINISHED / "plan.json"
-    if path.exists():
-        before = json.loads(path.read_bytes())
-        if different := _differences(before["settings"], plan["settings"]):
-            raise DataError(
-                f"--out {out}: an unfinished preparation with other settings lies there: {'; '.join(different)}. "
-                "Repeat its settings to finish it, choose another --out, or delete the folder"
-            )
-        if before["stat"] == plan["stat"]:
-            return
-        log.info(f"{out}: the source files have changed since the last, unfinished run: starting over")
-        for leftover in (*out.glob("*-*.bin"), out / REJECTED):
-            leftover.unlink(missing_ok=True)
-        for folder in (UNFINISHED, "tokenizer"):
-            shutil.rmtree(out / folder, ignore_errors=True)
-    elif any(entry.suffix != ".tmp" and entry.name != UNFINISHED for entry in out.iterdir()):
-        raise DataError(f"--out {out}: the folder is not empty and not made by `llmtrain prepare`; choose another")
-    (out / UNFINISHED).mkdir(exist_ok=True)
-    write_atomically(path, json.dumps(plan).encode())
+def _plan(settings: PrepareSettings, files: list[SourceFile], validation: list[SourceFile]) -> list[Unit]:
+    total = sum(file.bytes for file in (*files, *validation))
+    unit_bytes = settings.shard_bytes or unit_bytes_for(total)
+    work = plan_units(files, unit_bytes)
+    work += plan_units(validation, unit_bytes, first_index=len(work), validation=True)
+    log.info(f"{len(files) + len(validation)} files, {units.size(total)}, in {len(work)} shards")
+    return work
 
 
 # --- the tokenizer --------------------------------------------------------------------------------
@@ -248,7 +151,8 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path) -> list[dict[st
         out=str(out),
         field=settings.field,
         max_document_bytes=settings.max_document_bytes,
-        validation_fraction=settings.validation_fraction,
+        validation_fraction=settings.fraction,
+        cut_bytes=cut_above(settings.fraction, sum(unit.bytes for unit in work)),
         reject_limit=settings.max_rejected + _LISTED,
     )
     progress = Progress(sum(unit.bytes for unit in work), sum(unit.bytes for unit in work if unit.index in records))
@@ -261,8 +165,11 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path) -> list[dict[st
     _stop_if_too_many(settings, out, records)
     processes = settings.processes or len(os.sched_getaffinity(0))
     with progress:
-        todo = [unit for unit in work if unit.index not in records]
-        run_units(todo, worker_settings, processes, progress.under_way, keep)
+        for validation in (True, False):  # first what no unit for training may hold
+            todo = [unit for unit in work if unit.validation is validation and unit.index not in records]
+            held_out = sorted({digest for record in records.values() for digest in record.get("hashes", ())})
+            given = replace(worker_settings, held_out=tuple(held_out))
+            run_units(todo, given, processes, progress.under_way, keep)
     return [records[unit.index] for unit in work]
 
 
@@ -307,19 +214,30 @@ def _write_rejected(out: Path, records: list[dict[str, Any]]) -> None:
 # --- the manifest ---------------------------------------------------------------------------------
 
 
-def _manifest(files: list[SourceFile], plan: dict[str, Any], records: list[dict[str, Any]], out: Path) -> Manifest:
+def _manifest(
+    settings: PrepareSettings,
+    files: list[list[SourceFile]],
+    plan: dict[str, Any],
+    records: list[dict[str, Any]],
+    out: Path,
+) -> Manifest:
+    """What has been prepared; `files` are those of --source and of --validation-source. Raises DataError, and clears
+    the folder for other settings, when a split is empty."""
     encoder = tokenize.Encoder(out / "tokenizer")
     shards: dict[str, tuple[Shard, ...]] = {
         split: tuple(Shard(**record["shards"][split]) for record in records if record["shards"][split])
         for split in SPLITS
     }
     tokens: dict[str, int] = {split: sum(shard.tokens for shard in shards[split]) for split in SPLITS}
-    if not tokens["train"]:
-        raise DataError(f"--source {' '.join(plan['settings']['source'])}: it gives no training document")
-    if not tokens["validation"] and plan["settings"]["validation_fraction"]:
-        log.warn("no document fell into the validation split: too few documents, or a small --validation-fraction")
+    documents: dict[str, int] = {split: sum(shard.documents for shard in shards[split]) for split in SPLITS}
+    try:
+        lowest = min((record.get("lowest_draw", 1.0) for record in records), default=1.0)
+        _check_splits(settings, tokens, sum(documents.values()), lowest)
+    except DataError:
+        clear(out)
+        raise
     content = sum(int(record["content"], 16) for record in records) % (1 << 128)
-    names = [[file.label, file.bytes] for file in files]
+    names = [[[file.label, file.bytes] for file in part] for part in files if part]
     tokenizer = tokenize.fingerprint(out / "tokenizer")
     dtype = "uint16" if encoder.dtype.itemsize == 2 else "uint32"
     return Manifest(
@@ -327,22 +245,58 @@ def _manifest(files: list[SourceFile], plan: dict[str, Any], records: list[dict[
         vocab_size=encoder.vocab_size,
         separator_id=encoder.separator_id,
         tokens=tokens,
-        documents={split: sum(shard.documents for shard in shards[split]) for split in SPLITS},
+        documents=documents,
         rejected=sum(len(record["rejected"]) for record in records),
+        cut=sum(record.get("cut", 0) for record in records),
         tokenizer_fingerprint=tokenizer,
-        source_fingerprint=xxhash.xxh3_128_hexdigest(json.dumps([names, f"{content:032x}"]).encode()),
+        source_fingerprint=xxhash.xxh3_128_hexdigest(json.dumps([*names, f"{content:032x}"]).encode()),
         data_fingerprint=manifests.data_fingerprint(dtype, encoder.vocab_size, encoder.separator_id, tokenizer, shards),
-        source={"files": len(files), "bytes": sum(file.bytes for file in files), "stat": plan["stat"]},
+        source={
+            "files": sum(map(len, files)),
+            "bytes": sum(file.bytes for part in files for file in part),
+            "stat": plan["stat"],
+        },
         settings=plan["settings"],
         shards=shards,
     )
 
 
+def _check_splits(settings: PrepareSettings, tokens: dict[str, int], documents: int, lowest_draw: float) -> None:
+    """Raises DataError when a split that was asked for is empty."""
+    if not tokens["train"]:
+        raise DataError(f"--source {' '.join(settings.sources)}: it gives no training document; add text")
+    if tokens["validation"] or not (settings.fraction or settings.validation_sources):
+        return
+    without = "train without validation: --validation-fraction 0, and `eval: off` under `train:` in the run's YAML"
+    if settings.validation_sources:
+        raise DataError(
+            f"--validation-source {' '.join(settings.validation_sources)}: it gives no document; add text, or {without}"
+        )
+    least = math.ceil(lowest_draw * 1000 + 1e-9) / 1000
+    larger = f"hold out more: --validation-fraction {least:.3f} is the least that takes one; or " if least < 1 else ""
+    raise DataError(
+        f"--validation-fraction {settings.fraction}: of {_documents(documents)} chance puts none into the "
+        f"validation split, and there would be no validation loss. Name text for it: --validation-source FILE; or "
+        f"{larger if documents > 1 else 'add text; or '}{without}"
+    )
+
+
+def _documents(number: int) -> str:
+    return f"{units.count(number)} document{'' if number == 1 else 's'}"
+
+
 def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
-    tokens = ", ".join(f"{units.count(manifest.tokens[split])} {split}" for split in SPLITS)
+    total = sum(manifest.tokens.values())
+    splits = "; ".join(
+        f"{split} {_documents(manifest.documents[split])}, {units.count(manifest.tokens[split])} tokens "
+        f"({manifest.tokens[split] / total:.1%})"
+        for split in SPLITS
+    )
+    whose = "its end" if manifest.cut == 1 else "their ends"
+    cut = f"; {units.count(manifest.cut)} cut to have {whose} in validation" if manifest.cut else ""
     return (
-        f"{out}: {units.count(sum(manifest.documents.values()))} documents, tokens: {tokens}; vocabulary "
-        f"{manifest.vocab_size} ({manifest.dtype}), {manifest.rejected} rejected, {units.duration(elapsed_s)}"
+        f"{out}: {splits}{cut}; vocabulary {manifest.vocab_size} ({manifest.dtype}), {manifest.rejected} rejected, "
+        f"{units.duration(elapsed_s)}"
     )
 
 
@@ -369,7 +323,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the source instead")
     add("--field", default="text", help="the field (jsonl) or column (parquet, datasets) that holds the text")
     add("--format", default="auto", choices=["auto", "text", "jsonl", "parquet"], help="auto: by the file name")
-    add("--validation-fraction", type=float, default=0.05, metavar="F", help="share of the documents held out")
+    add(
+        "--validation-fraction",
+        type=float,
+        metavar="F",
+        default=argparse.SUPPRESS,
+        help="share of --source held out for validation (default: 0.05); 0: none, for runs with train.eval off",
+    )
+    add(
+        "--validation-source",
+        nargs="+",
+        default=argparse.SUPPRESS,
+        metavar="SOURCE",
+        help="take validation from these instead (as --source; a file or document in both is for validation alone)",
+    )
     add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="a longer document is rejected")
     add("--shard-bytes", type=int, metavar="N", help="input bytes per shard (default: a 64th, 1 to 256 MiB)")
     add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
@@ -380,7 +347,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """`llmtrain prepare`: returns the exit code; a user's mistake is one message on standard error."""
     values = vars(_parser().parse_args(argv))
-    settings = PrepareSettings(sources=tuple(values.pop("source")), **values)
+    sources, validation = tuple(values.pop("source")), tuple(values.pop("validation_source", ()))
+    settings = PrepareSettings(sources=sources, validation_sources=validation, **values)
 
     def stop(signum: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -87,7 +87,7 @@ def _check(value: object, piece: Piece, unit: str, number: int, max_bytes: int, 
 
 
 def _huge(found: str, max_bytes: int) -> str:
-    return f"huge document: {found}, the limit --max-document-bytes is {size(max_bytes)}"
+    return f"huge document: {found}, the limit is {size(max_bytes)}; --max-document-bytes raises it"
 
 
 # --- plain and compressed byte streams ------------------------------------------------------------

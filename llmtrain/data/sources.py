@@ -65,6 +65,8 @@ class Unit:
 
     index: int
     pieces: tuple[Piece, ...]
+    validation: bool = False
+    """Its documents are of --validation-source: all of them are for validation."""
 
     @property
     def bytes(self) -> int:
@@ -75,24 +77,25 @@ class Unit:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Unit:
-        return Unit(index=values["index"], pieces=tuple(Piece(**piece) for piece in values["pieces"]))
+        return Unit(**{**values, "pieces": tuple(Piece(**piece) for piece in values["pieces"])})
 
 
-def find_files(sources: Iterable[str], form: str = "auto") -> list[SourceFile]:
+def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--source") -> list[SourceFile]:
     """All input files of `sources`, each once, in an order that only their names decide.
 
-    `form` is auto (the file name decides), text, jsonl or parquet. Raises DataError for a source that is not there.
+    `form` is auto (the file name decides), text, jsonl or parquet. Raises DataError, which names `option`, for a source
+    that is not there.
     """
     found: dict[str, SourceFile] = {}
     for source in sources:
-        for file in _expand(source, form):
+        for file in _expand(source, form, option):
             found.setdefault(os.path.realpath(file.path), file)
     if not found:
-        raise DataError(f"--source {' '.join(sources)}: no file in it; name files, folders, globs or {STDLIB!r}")
+        raise DataError(f"{option} {' '.join(sources)}: no file in it; name files, folders, globs or {STDLIB!r}")
     return list(found.values())
 
 
-def _expand(source: str, form: str) -> list[SourceFile]:
+def _expand(source: str, form: str, option: str) -> list[SourceFile]:
     if source == STDLIB and not os.path.exists(source):
         return _stdlib_files()
     if os.path.isdir(source):
@@ -107,7 +110,7 @@ def _expand(source: str, form: str) -> list[SourceFile]:
         root = _glob_root(source)
         if not any(os.path.isfile(path) for path in paths):
             raise DataError(
-                f"--source {source}: there is no such file or folder, and as a glob it matches no file; "
+                f"{option} {source}: there is no such file or folder, and as a glob it matches no file; "
                 f"check the path (quote a glob so that the shell leaves it alone), or use {STDLIB!r}"
             )
     labels = sorted((os.path.relpath(path, root or "."), path) for path in paths if os.path.isfile(path))
@@ -197,7 +200,9 @@ def unit_bytes_for(total_bytes: int) -> int:
     return min(_MAX_UNIT_BYTES, max(_MIN_UNIT_BYTES, total_bytes // _UNITS_WANTED))
 
 
-def plan_units(files: list[SourceFile], unit_bytes: int) -> list[Unit]:
+def plan_units(
+    files: list[SourceFile], unit_bytes: int, *, first_index: int = 0, validation: bool = False
+) -> list[Unit]:
     """Cut `files` into units of about `unit_bytes` input bytes; a compressed file is never cut."""
     units: list[Unit] = []
     pieces: list[Piece] = []
@@ -207,10 +212,10 @@ def plan_units(files: list[SourceFile], unit_bytes: int) -> list[Unit]:
             pieces.append(piece)
             filled += piece.bytes
             if filled >= unit_bytes:
-                units.append(Unit(index=len(units), pieces=tuple(pieces)))
+                units.append(Unit(index=first_index + len(units), pieces=tuple(pieces), validation=validation))
                 pieces, filled = [], 0
     if pieces:
-        units.append(Unit(index=len(units), pieces=tuple(pieces)))
+        units.append(Unit(index=first_index + len(units), pieces=tuple(pieces), validation=validation))
     return units
 
 

@@ -13,16 +13,17 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from llmtrain.data.manifest import SPLITS, write_atomically
+from llmtrain.data.manifest import SPLITS, Split, write_atomically
 from llmtrain.data.records import Document, Rejection, read_piece, reject
 from llmtrain.data.sources import Piece, Unit
+from llmtrain.data.split import draw, parts
 from llmtrain.data.tokenize import Encoder
 from llmtrain.errors import DataError
 
@@ -39,6 +40,10 @@ class WorkerSettings:
     field: str
     max_document_bytes: int
     validation_fraction: float
+    cut_bytes: int
+    """A document above this size is cut for the split (split.py)."""
+    held_out: tuple[str, ...] = ()
+    """Hashes of the documents of --validation-source: no unit for training may hold them."""
     reject_limit: int
     """Give a unit up after this many rejections: the run will stop anyway, and the list must not fill the memory."""
 
@@ -90,9 +95,20 @@ class _ShardWriter:
         self._partial.unlink(missing_ok=True)
 
 
-def is_validation(data: bytes, fraction: float) -> bool:
-    """Which split a document belongs to: decided by its bytes alone, so that equal documents never lie in both."""
-    return xxhash.xxh3_64_intdigest(data) < fraction * 2.0**64
+@dataclass
+class _Written:
+    """What a unit's record says of its documents."""
+
+    rejected: list[Rejection] = field(default_factory=list)
+    content: int = 0
+    """Sum of the documents' hashes: the same however the input is cut into units."""
+    cut: int = 0
+    left_out: int = 0
+    """Documents for training that are in --validation-source, too."""
+    hashes: list[str] = field(default_factory=list)
+    """Of a unit for validation."""
+    lowest_draw: float = 1.0
+    """The smallest validation fraction that would hold one of the documents out whole."""
 
 
 def process_unit(
@@ -107,12 +123,16 @@ def process_unit(
     try:
         for split in SPLITS:
             writers[split] = _ShardWriter(out / f"{split}-{unit.index:05d}.bin")
-        rejected, content = _write_documents(unit, settings, encoder, writers, progress)
+        written = _write_documents(unit, settings, encoder, writers, progress)
         record = {
             "unit": unit.index,
             "shards": {split: writers[split].commit() for split in SPLITS},
-            "rejected": [rejection.as_dict() for rejection in rejected],
-            "content": f"{content:032x}",
+            "rejected": [rejection.as_dict() for rejection in written.rejected],
+            "content": f"{written.content:032x}",
+            "cut": written.cut,
+            "left_out": written.left_out,
+            "hashes": written.hashes,
+            "lowest_draw": written.lowest_draw,
         }
         write_atomically(unit_record_path(out, unit.index), json.dumps(record).encode())
         return record
@@ -132,24 +152,24 @@ def _write_documents(
     encoder: Encoder,
     writers: dict[str, _ShardWriter],
     progress: Callable[[int], None],
-) -> tuple[list[Rejection], int]:
-    """(rejections, content): content is the sum of the documents' hashes, the same however the input is cut."""
-    rejected: list[Rejection] = []
-    batch: list[tuple[Piece, Document]] = []
-    content = filled = 0
+) -> _Written:
+    written = _Written()
+    held_out = frozenset(settings.held_out)
+    batch: list[tuple[Piece, Document, Split, str]] = []
+    filled = 0
 
     def flush() -> None:
         nonlocal filled
-        ids = encoder.encode([document.text for _, document in batch])
+        ids = encoder.encode([text for *_, text in batch])
         for split in SPLITS:
             chosen = []
-            for (piece, document), tokens in zip(batch, ids, strict=True):
-                if (split == "validation") != is_validation(document.data, settings.validation_fraction):
+            for (piece, document, side, _), tokens in zip(batch, ids, strict=True):
+                if side != split:
                     continue
                 if len(tokens):
                     chosen.append(tokens)
                 else:  # a tokenizer may drop all characters that it does not know
-                    rejected.append(reject(piece, document, "the tokenizer gives no token for it"))
+                    written.rejected.append(reject(piece, document, "the tokenizer gives no token for it"))
             writers[split].write(chosen, encoder.separator_id)
         progress(filled)
         batch.clear()
@@ -158,18 +178,36 @@ def _write_documents(
     for piece in unit.pieces:
         for item in read_piece(piece, settings.field, settings.max_document_bytes):
             if isinstance(item, Rejection):
-                rejected.append(item)
-                if len(rejected) > settings.reject_limit:
-                    return rejected, content
+                written.rejected.append(item)
+                if len(written.rejected) > settings.reject_limit:
+                    return written
                 continue
-            content = (content + xxhash.xxh3_128_intdigest(item.data)) % (1 << 128)
-            batch.append((piece, item))
+            sides = _sides(unit, item, settings, held_out, written)
+            batch += [(piece, item, split, text) for split, text in sides]
             filled += len(item.data)
             if filled >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
                 flush()
     if batch:
         flush()
-    return rejected, content
+    return written
+
+
+def _sides(
+    unit: Unit, document: Document, settings: WorkerSettings, held_out: frozenset[str], written: _Written
+) -> list[tuple[Split, str]]:
+    """The document's text by split, counted in `written`; nothing when --validation-source has the document."""
+    digest = xxhash.xxh3_128_hexdigest(document.data)
+    written.content = (written.content + int(digest, 16)) % (1 << 128)
+    if unit.validation:
+        written.hashes.append(digest)
+        return [("validation", document.text)]
+    if digest in held_out:
+        written.left_out += 1
+        return []
+    sides = parts(document.text, document.data, settings.validation_fraction, settings.cut_bytes)
+    written.cut += len(sides) > 1
+    written.lowest_draw = min(written.lowest_draw, draw(document.data))
+    return sides
 
 
 def _jobs_from(stream: Any) -> queue.Queue[str]:

@@ -7,6 +7,7 @@ the files of the earlier launches tell.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,11 @@ _HEADER = 7  # of the file, and of each chunk
 _TAIL_BLOCKS = 64  # 2 MiB: many log points, and a moment to read
 
 
-def records(path: Path, first_block: int = 0) -> Iterator[bytes]:
-    """The protobuf records of a .wandb file, from the first that begins in block `first_block` on, up to a torn end.
+def records(path: Path, first_block: int = 0) -> Iterator[tuple[bytes, int]]:
+    """(protobuf record, offset of its end) of a .wandb file, from the first that begins in block `first_block` on.
 
-    The file is a 7-byte header, then LevelDB's log format: blocks of 32 KiB, chunks of checksum, length and kind.
+    The file is a 7-byte header, then LevelDB's log format: blocks of 32 KiB, chunks of checksum, length and kind. A
+    record that a kill tore is left out.
     """
     with open(path, "rb") as stream:
         stream.seek(first_block * _BLOCK)
@@ -39,27 +41,28 @@ def records(path: Path, first_block: int = 0) -> Iterator[bytes]:
             at += left
             continue
         at += _HEADER
-        if at + length > len(data):  # a kill tore the last record
+        if at + length > len(data):
             return
         if kind in (1, 2):  # a whole record, or the first chunk of one
             parts = []
         if parts is not None:
             parts.append(data[at : at + length])
-            if kind in (1, 4):
-                yield b"".join(parts)
-                parts = None
         at += length
+        if parts is not None and kind in (1, 4):
+            yield b"".join(parts), first_block * _BLOCK + at
+            parts = None
 
 
-def _last_step(path: Path) -> int:
-    """The step of the last history row in a .wandb file; -1 when it has none."""
+def _last_step(path: Path) -> tuple[int, int]:
+    """(step of the last history row in a .wandb file, -1 when it has none; offset where its last whole record ends)."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # chosen when it is imported
 
+    last = end = -1
     blocks = path.stat().st_size // _BLOCK
     for first_block in dict.fromkeys((max(0, blocks - _TAIL_BLOCKS), 0)):
-        last = -1
-        for payload in records(path, first_block):
+        for payload, offset in records(path, first_block):
+            end = offset
             try:
                 record = Record.FromString(payload)
             except DecodeError:
@@ -67,23 +70,30 @@ def _last_step(path: Path) -> int:
             if record.WhichOneof("record_type") == "history":
                 last = record.history.step.num
         if last >= 0:
-            return last
-    return -1
+            break
+    return last, end
 
 
-def steps_in_files(run_dir: Path, run_id: str) -> dict[Path, int]:
-    """The .wandb file of each earlier launch of the W&B run, and the last step in it (-1: none); no unreadable ones."""
+def earlier_launches(run_dir: Path, run_id: str) -> dict[Path, int]:
+    """The .wandb file of each earlier launch of the W&B run, and the last step in it (-1: none); no unreadable ones.
+
+    A record that a kill tore is cut off: `wandb sync` would stop there, and upload no later launch.
+    """
     found = {}
     for path in sorted((run_dir / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")):
         try:
-            found[path] = _last_step(path)
+            found[path], end = _last_step(path)
+            if end < 0:
+                mark_uploaded(path)  # there is nothing in it
+            elif end < path.stat().st_size:
+                os.truncate(path, end)
         except (OSError, ImportError, AttributeError):  # W&B's private modules may move
             continue
     return found
 
 
 def mark_uploaded(path: Path) -> None:
-    """`wandb sync` leaves the file alone from now on: its rows have been sent another way."""
+    """`wandb sync` leaves the file alone from now on: its rows have been sent another way, or it has none."""
     path.with_suffix(".wandb.synced").touch()
 
 

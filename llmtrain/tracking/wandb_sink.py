@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from llmtrain import log
 from llmtrain.config.run import TrackingConfig
 from llmtrain.redact import redact, redact_text
-from llmtrain.tracking.wandb_history import mark_uploaded, rows_after, steps_in_files
+from llmtrain.tracking.wandb_history import earlier_launches, mark_uploaded, rows_after
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -216,7 +216,7 @@ class WandbSink:
         mode, why = choose_mode(self._tracking.wandb)
         if mode == "disabled":
             return None
-        earlier = steps_in_files(self._run_dir, self._run_id)
+        earlier = earlier_launches(self._run_dir, self._run_id)
         if mode == "online":
             try:
                 run = self._init("online")

@@ -32,10 +32,16 @@ class Launch:
     """`world_size` ranks that train; the output of all of them goes to one file."""
 
     def __init__(
-        self, recipe: Path, *overrides: str, world_size: int = 2, before: Callable[[int], None] | None = None
+        self,
+        recipe: Path,
+        *overrides: str,
+        world_size: int = 2,
+        before: Callable[[int], None] | None = None,
+        log_folder: Path | None = None,
     ) -> None:
         """`before`: called in each rank with its number, before it trains; a function of a module."""
-        self.log = recipe.parent / f"launch-{len(list(recipe.parent.glob('launch-*.log')))}.log"
+        folder = log_folder or recipe.parent
+        self.log = folder / f"launch-{len(list(folder.glob('launch-*.log')))}.log"
         port = free_port()
         arguments = ["--config", str(recipe), *overrides]
         self.ranks: list[Any] = [

@@ -14,7 +14,7 @@ def read_back(folder: Path) -> dict:
 
     found: dict = {"config": {}, "rows": [], "metrics": {}, "summary": {}, "exit": None}
     (path,) = folder.glob("*.wandb")
-    for payload in records(path):
+    for payload, _ in records(path):
         record = Record.FromString(payload)
         kind = record.WhichOneof("record_type")
         if kind == "run":

@@ -15,6 +15,7 @@ import yaml
 
 from llmtrain.config.run import DataConfig
 from llmtrain.data.packing import TrainData
+from tests.helpers.play import write_play
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "data.md").read_text()
@@ -22,6 +23,11 @@ TEXT = (ROOT / "docs" / "data.md").read_text()
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", TEXT, flags=re.M | re.S)
+
+
+def form(line: str) -> str:
+    """A line of output without its figures."""
+    return re.sub(r"[\d.]+[kMs%]?", "#", line)
 
 
 def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,13 +39,17 @@ def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch: pytest.Mon
     with gzip.open(tmp_path / "corpus.jsonl.gz", "wt") as stream:
         for index in range(400):
             stream.write(json.dumps({"body": f"record {index} " * 100}) + "\n")
+    write_play(tmp_path / "play.txt")
     bin_folder = str(Path(sys.executable).parent)
     env = {**os.environ, "PATH": os.pathsep.join([bin_folder, os.environ["PATH"]]), "PYTHONPATH": str(ROOT)}
-    commands = blocks("bash")
+    commands, printed = blocks("bash"), []
     assert len(commands) == 4
     for command in commands:
         done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stderr)
+        printed += [form(line) for line in done.stdout.splitlines()]
+    for shown in blocks("text"):
+        assert form(shown.strip()) in printed, printed
     monkeypatch.chdir(tmp_path)
     for block in blocks("yaml"):
         data = TrainData(DataConfig(**yaml.safe_load(block)["data"]))

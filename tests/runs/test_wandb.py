@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from llmtrain.checkpoint.format import complete_checkpoints
@@ -30,8 +31,8 @@ def files(run: Path) -> list[Path]:
     return sorted((run / "wandb").glob("*run-*"), key=lambda folder: folder.name.partition("run-")[2])
 
 
-def kill_between_checkpoints(launch: forked.Launch, run: Path) -> None:
-    """SIGKILL at a step that no checkpoint holds: the next launch trains it again."""
+def kill_between_checkpoints(launch: forked.Launch, run: Path, left: str) -> None:
+    """SIGKILL at a step that no checkpoint holds, so the next launch repeats it; W&B's file is torn, or left empty."""
     began, launches = time.monotonic(), len(files(run))
     while not (
         complete_checkpoints(run / "checkpoints")
@@ -41,12 +42,17 @@ def kill_between_checkpoints(launch: forked.Launch, run: Path) -> None:
     ):
         assert launch.alive() and time.monotonic() < began + 240, launch.output()
         time.sleep(0.002)
+    children = psutil.Process(launch.ranks[0].pid).children(recursive=True)
     launch.kill()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, alive
+    (path,) = files(run)[-1].glob("*.wandb")
+    os.truncate(path, 0 if left == "empty" else path.stat().st_size - 5)
 
 
 @pytest.mark.parametrize(
     "modes",
-    ["offline kill, offline", "offline kill, offline kill, offline", "online, offline", "offline kill, online",
+    ["offline kill, offline", "offline kill, offline kill empty, offline", "online, offline", "offline kill, online",
      "online kill, offline kill, online"],
 )  # fmt: skip
 def test_each_step_of_all_launches_stands_in_wandb_once_and_in_order(small_data, tmp_path, modes):
@@ -61,7 +67,7 @@ def test_each_step_of_all_launches_stands_in_wandb_once_and_in_order(small_data,
             options = (*COMMON, "--tracking.wandb", mode.split()[0], "--train.max_steps", stop)
             launch = forked.Launch(recipe, *options, world_size=1, before=partial(with_variables, variables))
             if "kill" in mode:
-                kill_between_checkpoints(launch, run)
+                kill_between_checkpoints(launch, run, mode.split()[-1])
             else:
                 assert launch.wait(300) == [0], launch.output()
             printed = launch.output()

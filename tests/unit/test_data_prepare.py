@@ -202,7 +202,7 @@ def test_other_settings_or_another_source_are_refused(
     source.write_text("other " * 100)
     assert main(argv) == 2
     assert "the source files have changed since" in capsys.readouterr().err
-    assert main(["--source", str(source), "--out", str(tmp_path), "--vocab-size", "258"]) == 2
+    assert main(["--source", str(corpus), "--out", str(tmp_path), "--vocab-size", "258"]) == 2
     assert "not made by `llmtrain prepare`" in capsys.readouterr().err
 
 
@@ -372,7 +372,8 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
         for _ in range(60_000_000 // len(record)):
             stream.write(record)
     argv = ["--source", str(source), "--out", str(tmp_path / "set"), "--tokenizer", str(tmp_path)]
-    argv += ["--shard-bytes", str(1 << 30), "--processes", "1"]
+    # All documents are the same one, so all are on one side.
+    argv += ["--shard-bytes", str(1 << 30), "--processes", "1", "--validation-fraction", "0"]
     # VmHWM, not ru_maxrss, for the process itself: the latter counts what pytest held when it forked.
     code = (
         "import re, resource, sys\nfrom llmtrain.data.prepare import main\ncode = main(sys.argv[1:])\n"
