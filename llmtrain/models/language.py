@@ -34,6 +34,11 @@ class LanguageModel(nn.Module):
         """After a forward pass in training: this rank's part of the load-balancing loss, if it is to be added."""
         self._chunk = chunk
         self._form = HeadForm.of(hf.config)
+        if hf.base_model is hf:
+            raise ModelError(
+                f"model: {type(hf).__name__} cannot be asked for its hidden state without its logits (it has no "
+                f"{hf.base_model_prefix!r}), and the loss needs it. Train another family."
+            )
         head = hf.get_output_embeddings()  # type: ignore[operator]
         if not isinstance(head, nn.Linear):
             raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(head).__name__}).")
