@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llmtrain.config.load import parse
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
@@ -19,6 +21,7 @@ from llmtrain.errors import UserError
 from llmtrain.parity.compare import KINDS, Verdict, compare
 from llmtrain.parity.plan import Wanted, degrees_text, resolve_in, small_run, usual_ranks, wanted
 from llmtrain.parity.ranks import WORKER, RankError, Ranks, ending_on_sigterm
+from llmtrain.parity.trace import Trace
 
 DESCRIPTION = """\
 Train a small copy of the run's model under the run's own DeepSpeed JSON, on a few ranks of this machine, and compare
@@ -54,7 +57,7 @@ def main(argv: list[str], worker: str = WORKER) -> int:
         except Exception:  # a bug, here or in what we stand on: that is no word about the user's training
             traceback.print_exc()
             codes.append(NO_ANSWER)
-    code = next(code for code in (PARTS, NO_ANSWER, SAME) if code in codes)
+    code = worst_of(codes)
     print(_LAST_LINES[code], flush=True)
     return code
 
@@ -79,11 +82,7 @@ def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool
 
 def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int, cpu: bool, worker: str) -> int:
     """One world size: SAME, PARTS or NO_ANSWER. Start the ranks, make the references meanwhile, compare."""
-    import torch
-
-    from llmtrain.parity.hints import hint
     from llmtrain.parity.reference import orders, train_plainly
-    from llmtrain.parity.trace import Trace
     from llmtrain.parity.worker import PLAN
 
     one = next(iter(plans.values()))
@@ -101,20 +100,48 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
     except RankError as error:
         print(f"  NO ANSWER  {error}", flush=True)
         return NO_ANSWER
-    passed = True
-    for name, resolved in plans.items():
-        got = Trace.load(str(folder / f"{name}.trace"))
-        split = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
-        verdict = compare(got, references[name], fp32=name == "fp32", split=split)
-        instead = (
-            f" in place of {user.precision}, which DeepSpeed has on GPUs only"
-            if name != user.precision and name != "fp32"
-            else ""
-        )
-        likely = "" if verdict.passed else hint(got, references[name][0], verdict, resolved.run.optim.clip_norm or 0.0)
-        print("\n".join(report(f"{name} against plain PyTorch in {name}{instead}", verdict, likely)), flush=True)
-        passed = passed and verdict.passed
-    return SAME if passed else PARTS
+    codes = [_tell(user, name, resolved, Trace.load(str(folder / f"{name}.trace")), references[name], device)
+             for name, resolved in plans.items()]  # fmt: skip
+    return worst_of(codes)
+
+
+def worst_of(codes: list[int]) -> int:
+    """Another training is an answer, whatever else has none."""
+    return next(code for code in (PARTS, NO_ANSWER, SAME) if code in codes)
+
+
+def _tell(user: Wanted, name: str, resolved: ResolvedRun, got: Trace, want: list[Trace], device: torch.device) -> int:
+    """One comparison, printed: SAME, PARTS or NO_ANSWER."""
+    from llmtrain.parity.hints import hint
+    from llmtrain.parity.ties import tie
+
+    split = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
+    verdict = compare(got, want, fp32=name == "fp32", split=split)
+    instead = (
+        f" in place of {user.precision}, which DeepSpeed has on GPUs only"
+        if name != user.precision and name != "fp32"
+        else ""
+    )
+    title = f"{name} against plain PyTorch in {name}{instead}"
+    found = tie(got, want, verdict, resolved, device, split=split) if name == "fp32" and not verdict.passed else None
+    if found is not None and found.proves:
+        print("\n".join([*report(title, found.verdict), f"        {found.line()}"]), flush=True)
+        return SAME
+    likely = "" if verdict.passed else hint(got, want[0], verdict, resolved.run.optim.clip_norm or 0.0)
+    if found is not None:
+        likely = f"{found.line()}. Nothing is proved so: choose other weights with --train.seed 1"
+    print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict)]), flush=True)
+    return NO_ANSWER if found is not None else SAME if verdict.passed else PARTS
+
+
+def bluntness(name: str, verdict: Verdict) -> list[str]:
+    """What a comparison in half precision cannot see, as a line of the report; none in fp32."""
+    moved = verdict.worst.get("movement")
+    if name == "fp32" or moved is None or moved.tolerated < 0.1:
+        return []
+    return [
+        f"        blunt: in {name} a movement may be off by {moved.tolerated:.0%}; the fp32 comparison is the sharp one"
+    ]
 
 
 def report(title: str, verdict: Verdict, likely: str = "") -> list[str]:
@@ -175,8 +202,6 @@ def _whole_numbers(text: str) -> list[int]:
 def _on_cpu(wish: str, ranks: int) -> bool:
     if wish == "cpu":
         return True
-    import torch
-
     there = torch.cuda.device_count()
     if wish == "cuda" and there < ranks:
         rule = f"{ranks} ranks need a GPU each, and this machine has {there}"

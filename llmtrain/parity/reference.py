@@ -9,7 +9,8 @@ import math
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from llmtrain.models.build import DTYPES, load_config
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
+
+_NUDGE = 2.5e-7
+"""Relative: two units in the last place of fp32. It moves a loss by about as much as another order of summation."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,15 @@ class Order:
     """transformers' implementation: they round at other places."""
     halves: bool
     """Each matrix product is the sum of two, over one half of the inputs and the other."""
+    nudge: int = 0
+    """Above 0: the weights of each step are those of the masters but for a few units in the last place, drawn anew."""
+
+
+def nudged(resolved: ResolvedRun, count: int) -> list[Order]:
+    """More orders, which show what rounding can do to a choice that is nearly even."""
+    return [
+        replace(order, nudge=1 + index) for index, order in zip(range(count), cycle(orders(resolved)), strict=False)
+    ]
 
 
 def orders(resolved: ResolvedRun) -> list[Order]:
@@ -76,9 +89,9 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     trace = Trace()
     trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
     for step in range(steps):
-        _copy(masters, model)
+        _copy(masters, model, order.nudge and order.nudge * 1_000_003 + step)
         loss = _forward_backward(model, tokens, resolved, step, order, device)
-        norm = optimizer.step(rate_of_step(run.schedule, step + 1, steps))
+        norm = optimizer.step(rate_of_step(run.schedule, step + 1, resolved.max_steps or steps))
         trace.losses.append(loss)
         if run.optim.name != "muon":  # there DeepSpeed reports the norm of the update
             trace.norms.append(norm)
@@ -133,11 +146,16 @@ def _halve_products(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _copy(masters: dict[str, Tensor], model: nn.Module) -> None:
+def _copy(masters: dict[str, Tensor], model: nn.Module, nudge: int) -> None:
+    draw = torch.Generator().manual_seed(nudge)
     for name, parameter in model.named_parameters():
-        if name in masters:
-            parameter.copy_(masters[name])
-            parameter.grad = None
+        if name not in masters:
+            continue
+        value = masters[name]
+        if nudge:
+            value = value * (1 + _NUDGE * torch.randn(value.shape, generator=draw).to(value.device))
+        parameter.copy_(value)
+        parameter.grad = None
 
 
 def _forward_backward(

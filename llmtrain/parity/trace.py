@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ class Trace:
     """AdamW's first moment after step 1: (1 - beta1) x the clipped gradient. Muon's matrices have none."""
     skipped: list[int] = field(default_factory=list)
     """Steps whose update the engine left out."""
+
+    def until(self, step: int) -> Trace:
+        """Its first steps."""
+        return replace(self, losses=self.losses[:step], norms=self.norms[:step], parameters=self.parameters[: step + 1])
 
     def save(self, path: str) -> None:
         torch.save(vars(self), path)

@@ -1,0 +1,81 @@
+"""Where two experts have equal scores, rounding decides: that is no fault of the ranks, and no excuse for one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.config.run import RunConfig
+from llmtrain.parity import command, reference
+from llmtrain.parity.plan import Wanted
+from llmtrain.parity.trace import Trace
+from llmtrain.topology import Degrees
+from tests.helpers.parity import Form, resolved
+
+RUN = resolved(Form(family="mixtral", steps=3))
+CPU = torch.device("cpu")
+COPY = reference._copy
+USER = Wanted(run=RunConfig(deepspeed="ds.json"), tree={}, degrees=Degrees(), precision="fp32")
+
+
+@pytest.fixture(params=[1, 2], ids=lambda step: f"step {step}")
+def even_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """At this step the routers' first two experts have the same scores for every token."""
+    copies: dict[int, int] = {}
+
+    def copy(masters: dict[str, torch.Tensor], model: Any, nudge: int) -> None:
+        copies[id(masters)] = step = copies.get(id(masters), 0) + 1
+        if step == request.param:
+            for name in masters:
+                if name.endswith("mlp.gate.weight"):
+                    masters[name][1:] = masters[name][:1]
+        COPY(masters, model, nudge)
+
+    monkeypatch.setattr(reference, "_copy", copy)
+    yield request.param
+    trained.cache_clear()
+
+
+@functools.cache
+def trained(nudge: int) -> Trace:
+    order = replace(reference.orders(RUN)[0], nudge=nudge)
+    return reference.train_plainly(RUN, 3, order, CPU)
+
+
+def told(got: Trace, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    want = [trained(0), trained(0), trained(0)]  # they agree: all chose alike
+    code = command._tell(USER, "fp32", RUN, got, want, CPU)
+    return code, capsys.readouterr().out
+
+
+def test_a_choice_that_is_nearly_even_is_no_failure(even_from: int, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = told(trained(99), capsys)
+    assert f"from step {even_from} on rounding decides" in text, text
+    if even_from == 1:
+        assert code == command.NO_ANSWER and "--train.seed 1" in text
+    else:
+        assert code == command.SAME and "PASS" in text and "FAIL" not in text
+
+
+def test_it_excuses_no_fault(even_from: int, capsys: pytest.CaptureFixture[str]) -> None:
+    faulty = replace(trained(99), losses=[loss + 1 for loss in trained(99).losses])
+    code, text = told(faulty, capsys)
+    assert code == command.PARTS and "FAIL" in text and "rounding decides" not in text, text
+
+
+def test_rounding_alone_decides_nothing_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    trained.cache_clear()
+    code, text = told(trained(99), capsys)
+    assert code == command.SAME and "rounding" not in text, text
+
+
+def test_a_blunt_comparison_says_so() -> None:
+    from llmtrain.parity.compare import Difference, Verdict
+
+    moved = Verdict(worst={"movement": Difference(kind="movement", step=5, got=0.2, tolerated=0.44)})
+    assert "44%" in command.bluntness("bf16", moved)[0] and not command.bluntness("fp32", moved)
