@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -50,6 +51,10 @@ def test_doctor_calls_a_build_dead_when_it_is(build):
     builder.kill()
     builder.wait()
     assert list(probe.look_ops({})["locks"]) == [str(lock)]
+    held = os.open(lock.parents[1], os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)  # as a run does that builds; in another container its processes are not seen
+    assert probe.look_ops({})["locks"] == {}
+    os.close(held)
 
 
 def test_doctor_lists_memory_of_ended_runs_only(tmp_path: Path):
