@@ -154,7 +154,7 @@ def losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows(run) if "loss" in row}
 
 
-def wait_for_step(process: subprocess.Popen[str] | Launch, run: Path, step: int, timeout_s: float = 90) -> None:
+def wait_for_step(process: subprocess.Popen[str] | Launch, run: Path, step: int, timeout_s: float = 240) -> None:
     """Until the run has logged a step."""
     deadline = time.monotonic() + timeout_s
     while max(losses(run), default=-1) < step:
