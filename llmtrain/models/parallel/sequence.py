@@ -106,7 +106,7 @@ class Exchange:
             kwargs["position_ids"] = self.places_BT
         with _groups_of(module, query.shape[1] // key.shape[1]):
             output, weights = inner(module, query, key, value, *args, **kwargs)
-        return self.to_columns(output), weights
+        return self.to_columns(output).contiguous(), weights  # some families view it
 
 
 @contextlib.contextmanager
