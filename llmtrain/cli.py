@@ -14,7 +14,7 @@ from llmtrain.errors import UserError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("llmtrain.init", "write recipes and DeepSpeed files to a folder, to start from"),
-    "config": ("llmtrain.config.commands", "check a run's configuration, or show it resolved"),
+    "config": ("llmtrain.check", "check a run's configuration, or show it resolved"),
     "prepare": ("llmtrain.data.prepare", "make a data folder from text, code, jsonl, parquet"),
     "launch": (
         "llmtrain.cluster.launch.command",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from llmtrain.check import examine
 from llmtrain.cluster.hosts.environment import load_secrets
 from llmtrain.cluster.watch import watched
 from llmtrain.config.load import load
@@ -18,7 +19,8 @@ def main(argv: list[str]) -> int:
         load_secrets()
         resolved = load(argv, world_size, source)
         watched.begin(stall_timeout_s=stall_timeout_s(resolved), run_dir=str(resolved.run.train.run_dir))
-        # Only now torch and DeepSpeed: a mistake in the configuration is answered in a fraction of a second.
+        # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
+        resolved = examine(resolved)
         from llmtrain.loop import train
 
         return train(resolved)

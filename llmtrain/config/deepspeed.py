@@ -183,22 +183,27 @@ def deep_check(exact: dict[str, Any], path: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from deepspeed.utils import logger
 
-    logger.setLevel(logging.ERROR)
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it would tell that there is no process group yet
     single = copy.deepcopy(exact)
     # Without a process group DeepSpeed takes the world for one rank.
     single["train_batch_size"] = single["train_micro_batch_size_per_gpu"] * single["gradient_accumulation_steps"]
     try:
         DeepSpeedConfig(single)
     except (ValueError, TypeError, AssertionError, KeyError, AttributeError, DeepSpeedConfigError) as error:
-        raise _told_by_deepspeed(error, path) from error
+        raise _told_by_deepspeed(error, single, path) from error
+    finally:
+        logger.setLevel(level)
 
 
-def _told_by_deepspeed(error: Exception, path: str) -> ConfigError:
-    details = getattr(error, "errors", None)  # pydantic tells which key
+def _told_by_deepspeed(error: Exception, tree: dict[str, Any], path: str) -> ConfigError:
+    details = getattr(error, "errors", None)  # pydantic tells which key of the section
     if callable(details):
         problems = Problems()
         for item in details():
             key = ".".join(str(part) for part in item["loc"]) or "deepspeed"
+            sections = [name for name in tree if lookup(tree, f"{name}.{key}") == item.get("input")]
+            key = f"{sections[0]}.{key}" if len(sections) == 1 and item["loc"] else key
             problems.add(key, item.get("input"), f"DeepSpeed says: {item['msg']}", "correct this value", path)
         return problems.error()
     text = str(error) or type(error).__name__

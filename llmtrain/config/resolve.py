@@ -64,6 +64,7 @@ def resolve(
         pipeline_partition=facts.pipeline_partition,
         max_steps=max_steps,
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
+        places=dict(places),
         notes=(*ignored, *facts.notes, *notes, *more_notes),
     )
 

@@ -182,9 +182,9 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
             data_vocab[path] = vocab
         _check_length(key, path, manifest or {}, run, places.get(key), problems)
     model = _read_model_config(run, places, problems)
-    # A run that has checkpoints of its own goes on from them; the one that it began from may be gone by now.
-    if run.resume not in ("auto", "none") and not glob(f"{escape(str(run.train.run_dir))}/checkpoints/step-*"):
+    if run.resume not in ("auto", "none") and not _has_checkpoints(run):
         _exists("resume", run.resume, "write auto, none or the path of a checkpoint", places, problems)
+    _check_run_dir(run, places, problems)
     model_vocab = (model or {}).get("vocab_size")
     for path, vocab in data_vocab.items():
         if isinstance(model_vocab, int) and model_vocab < vocab:
@@ -213,6 +213,31 @@ def _check_length(
             remedy = f"lower data.sequence_length to {found - 1} or less, or {remedy}" if found > 2 else remedy
             rule = f"its {split} split ({found} tokens) does not fill one sequence of data.sequence_length {length}"
             problems.add(key, path, rule, remedy, place)
+
+
+def starts_from_model(run: RunConfig) -> bool:
+    """Whether the parameters come from the model section, and not from a checkpoint."""
+    return run.resume in ("auto", "none") and not _has_checkpoints(run)
+
+
+def _has_checkpoints(run: RunConfig) -> bool:
+    """The run goes on from its own checkpoints; what it began from may be gone by now."""
+    return bool(glob(f"{escape(str(run.train.run_dir))}/checkpoints/step-*"))
+
+
+def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
+    """The run's folder is one, or can be made. (Whether it can be written is known on rank 0's host alone.)"""
+    for key, path in (("train.run_dir", run.train.run_dir), ("checkpoint.dir", run.checkpoint.dir)):
+        if path is None:
+            continue
+        nearest = next((p for p in (Path(path), *Path(path).parents) if os.path.exists(p)), Path("/"))
+        rule = None
+        if not os.path.isdir(nearest):
+            rule = f"{nearest} is a file, so no folder can be there"
+        elif os.path.realpath(nearest).split("/")[1] in ("proc", "sys"):
+            rule = f"{os.path.realpath(nearest)} belongs to the kernel, and no folder can be made there"
+        if rule:
+            problems.add(key, path, rule, "give the path of a folder, which may be new", places.get(key))
 
 
 def _exists(key: str, path: str, remedy: str, places: Places, problems: Problems) -> bool:

@@ -220,6 +220,8 @@ class ResolvedRun:
     """Optimizer steps of the whole run (from max_steps and max_tokens); None when only max_minutes limits it."""
     expert_parallel: dict[str, Any] = field(default_factory=dict)
     """The JSON's section of that name: what DeepSpeed's expert parallelism reads beside the degree."""
+    places: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> where the user wrote it, for messages."""
     notes: tuple[str, ...] = ()
     """What was filled in or adapted, for the user to read."""
 

@@ -20,6 +20,7 @@ from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import base_optimizer
 from llmtrain.errors import ModelError, TrainingStopped
+from llmtrain.models.language import compare_losses
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.experts import RoutingFigures
 from llmtrain.models.parallel.mesh import Mesh
@@ -196,14 +197,7 @@ class Stepper:
 
     def _compare_losses(self, ours: float, theirs: float) -> None:
         """Raises ModelError when the loss in chunks is not the one of transformers' logits."""
-        hf = self.engine.module.hf
-        tolerance = 1e-4 if hf.dtype == torch.float32 else 3e-2
-        if not abs(ours - theirs) <= tolerance * max(1.0, abs(theirs)):
-            raise ModelError(
-                f"model: the loss of {type(hf).__name__} computed in chunks is {ours:.6f}, from its own logits "
-                f"{theirs:.6f}. Its head does something to the logits that is not known here; the run would train on "
-                "a wrong loss."
-            )
+        compare_losses(self.engine.module.hf, ours, theirs)
 
     def check_isolation(self, inputs: Tensor) -> None:
         """Prove on `inputs` [1, T], as two documents in a row, that nothing of the first reaches the second.

@@ -26,7 +26,7 @@ from llmtrain.engine.fragments import (
 from llmtrain.errors import ModelError
 from llmtrain.models.checksum import as_int64, checksum, checksum_part
 from llmtrain.models.region import Region
-from llmtrain.models.source import ParameterSource, RandomSource
+from llmtrain.models.source import ParameterSource, RandomSource, refuse_other_shapes
 from llmtrain.models.tensorfile import numel
 
 Key = tuple[str, str]
@@ -226,24 +226,4 @@ def check_names(engine: Any, source: ParameterSource) -> None:
     Raises:
         ModelError: the source lacks a parameter, has one more, or one of another shape.
     """
-    shapes = whole_shapes(engine)
-    available = set(source.order())
-    missing = sorted(shapes.keys() - available)
-    if missing:
-        raise ModelError(
-            f"{source.origin} lacks {len(missing)} of the model's {len(shapes)} parameters, first "
-            f"{', '.join(missing[:3])}. They would stay random. Check that the model's configuration is the one of "
-            "these weights."
-        )
-    surplus = sorted(available - shapes.keys())
-    if surplus:
-        raise ModelError(
-            f"{source.origin} holds {len(surplus)} tensors that the model has no place for, first "
-            f"{', '.join(surplus[:3])}. Check that the model's configuration is the one of these weights."
-        )
-    for name, shape in shapes.items():
-        if source.shape(name) != shape:
-            raise ModelError(
-                f"{source.origin}: {name} has shape {list(source.shape(name))} there, but the model's configuration "
-                f"makes it {list(shape)}. Use the configuration that these weights were made with."
-            )
+    refuse_other_shapes(source, whole_shapes(engine))

@@ -90,6 +90,17 @@ class LanguageModel(nn.Module):
         return {"use_cache": False, **({"output_router_logits": False} if has_routers else {})}
 
 
+def compare_losses(hf: Any, ours: float, theirs: float) -> None:
+    """Raises ModelError when the loss in chunks is not the one of transformers' logits, by more than rounding."""
+    tolerance = 1e-4 if hf.dtype == torch.float32 else 3e-2
+    if not abs(ours - theirs) <= tolerance * max(1.0, abs(theirs)):
+        raise ModelError(
+            f"model: the loss of {type(hf).__name__} computed in chunks is {ours:.6f}, from its own logits "
+            f"{theirs:.6f}. Its head does something to the logits that is not known here; the run would train on "
+            "a wrong loss."
+        )
+
+
 @contextlib.contextmanager
 def documents_in_rows(positions: Tensor | None) -> Iterator[None]:
     """Tell transformers which tokens of a row belong together: those of a document, or all without `positions`.

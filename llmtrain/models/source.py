@@ -309,6 +309,34 @@ class SafetensorsSource:
                 raise self._wrong(f"{held.path} holds {name}, which {INDEX} does not list.")
 
 
+def refuse_other_shapes(source: ParameterSource, shapes: dict[str, tuple[int, ...]]) -> None:
+    """The source must hold the model's parameters, whose names and shapes are given.
+
+    Raises:
+        ModelError: the source lacks a parameter, has one more, or one of another shape.
+    """
+    available = set(source.order())
+    missing = sorted(shapes.keys() - available)
+    if missing:
+        raise ModelError(
+            f"{source.origin} lacks {len(missing)} of the model's {len(shapes)} parameters, first "
+            f"{', '.join(missing[:3])}. They would stay random. Check that the model's configuration is the one of "
+            "these weights."
+        )
+    surplus = sorted(available - shapes.keys())
+    if surplus:
+        raise ModelError(
+            f"{source.origin} holds {len(surplus)} tensors that the model has no place for, first "
+            f"{', '.join(surplus[:3])}. Check that the model's configuration is the one of these weights."
+        )
+    for name, shape in shapes.items():
+        if source.shape(name) != shape:
+            raise ModelError(
+                f"{source.origin}: {name} has shape {list(source.shape(name))} there, but the model's configuration "
+                f"makes it {list(shape)}. Use the configuration that these weights were made with."
+            )
+
+
 def refuse_escape(folder: Path, path: Path) -> Path:
     """`path`, a file of a model folder, unless it is a link to somewhere else.
 

@@ -12,10 +12,11 @@ import yaml
 
 from llmtrain.config.deepspeed import DEGREE_KEYS
 from llmtrain.config.ds_json import lookup
+from tests.helpers.prepared import write_prepared
 
 RUN: dict[str, Any] = {
     "deepspeed": "ds.json",
-    "model": {"config": {"model_type": "llama", "hidden_size": 64, "vocab_size": 512}},
+    "model": {"config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}},
     "data": {"path": "data/x", "sequence_length": 128},
     "train": {"global_batch": 8, "micro_batch": 2, "max_steps": 100},
 }
@@ -47,8 +48,9 @@ def write(
     ds: dict[str, Any] | str | None = None,
 ) -> None:
     """Write run.yaml, ds.json and data/x. A dict changes the standard file, a string replaces it."""
-    (folder / "data/x").mkdir(parents=True, exist_ok=True)
-    (folder / "data/x/manifest.json").write_text(json.dumps({"vocab_size": 512}))
+    if not (folder / "data/x").exists():
+        documents = [[list(range(1, 500))] * 4]
+        write_prepared(folder / "data/x", documents, documents, vocab_size=512)
     text = run if isinstance(run, str) else yaml.safe_dump(merged(RUN, run or {}), sort_keys=False)
     (folder / "run.yaml").write_text(text)
     text = ds if isinstance(ds, str) else json.dumps(merged(DS, ds or {}))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +18,8 @@ class Wrong:
     ds: dict[str, Any] | str | None = None
     argv: list[str] = field(default_factory=list)
     ranks: int = 2
+    before: Callable[[Path], object] | None = None
+    """Called with the folder of the run's files."""
 
 
 YAML = "deepspeed: ds.json\nmodel: {pretrained: null}\n"
@@ -140,6 +144,11 @@ CASES = [
     ),
     Wrong("no such checkpoint", ('resume = "ck"', "no such file", "write auto, none"), {"resume": "ck"}),
     # the JSON
+    Wrong(
+        "a scale below 0",
+        ("fp16.loss_scale = -1", "DeepSpeed says", "must be >= 0", "correct this value"),
+        ds={"fp16": {"enabled": True, "loss_scale": -1}, "bf16": {"enabled": False}},
+    ),
     Wrong("no such JSON", ('deepspeed = "zz.json"', "no such file", "llmtrain init DIR"), {"deepspeed": "zz.json"}),
     Wrong("broken JSON", ("not valid JSON", "ds.json, line 1", "missing comma"), ds='{"bf16": {"enabled": true'),
     Wrong("JSON list", ('deepspeed = "ds.json"', "one object", "llmtrain init DIR"), ds="[1]"),

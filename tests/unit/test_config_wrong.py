@@ -13,25 +13,40 @@ import pytest
 from llmtrain.cli import main
 from tests.helpers.config_workplace import write
 from tests.helpers.wrong_configurations import CASES, Wrong
+from tests.helpers.wrong_models import MODEL_CASES
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_wrong_config(
-    case: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path, case.run, case.ds)
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", [*CASES, *MODEL_CASES], ids=lambda c: c.name)
+def test_wrong_config_is_told_by_check_and_by_train_alike(
+    case: Wrong, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(here, case.run, case.ds)
+    if case.before:
+        case.before(here)
     code = main(["config", "check", "run.yaml", f"--world-size={case.ranks}", *case.argv])
     told = capsys.readouterr()
     assert (code, told.out) == (2, ""), told
     assert told.err.startswith("error: ")
     assert "Traceback" not in told.err
-    for words in (*case.says, "rule:", "remedy:"):
+    for words in case.says:
         assert words in told.err, f"{words!r} is not in:\n{told.err}"
+    if "--world-size" in case.argv:
+        return
+    monkeypatch.setenv("WORLD_SIZE", str(case.ranks))
+    monkeypatch.setattr("llmtrain.loop.train", lambda resolved: pytest.fail("train begins what check refuses"))
+    assert main(["train", "--config", "run.yaml", *case.argv]) == 2
+    launched = capsys.readouterr().err.replace("WORLD_SIZE, set by the launcher", "--world-size")
+    assert launched == told.err
 
 
 def test_there_are_enough_ways_to_be_wrong() -> None:
-    assert len({case.name for case in CASES}) == len(CASES) >= 30
+    assert len({case.name for case in [*CASES, *MODEL_CASES]}) == len(CASES) + len(MODEL_CASES) >= 120
 
 
 def test_independent_mistakes_are_told_together(

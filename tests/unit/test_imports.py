@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("checkpoint",),
     ("sites",),
-    ("begin", "consistency", "generate", "init", "parity", "saving"),
+    ("begin", "check", "consistency", "generate", "init", "parity", "saving"),
     ("finish",),
     ("loop",),
     ("train",),
@@ -45,7 +45,7 @@ LIGHT = (
     "cli",
     "__main__",
 )
-# `config check --deep` asks the installed DeepSpeed, inside one function.
+# `config check` and `train` ask the installed DeepSpeed, inside one function.
 MAY_ASK_DEEPSPEED = "config/deepspeed.py"
 LAZY_DISPATCH = ("cli", "__main__")
 # Which other parts of cluster a part of it may import; `messages` is a contract of two of them.

@@ -1,27 +1,55 @@
-"""`llmtrain config check` and `llmtrain config show`: what a run will do, before it costs anything."""
+"""What a run will do, before it costs anything: `llmtrain config check|show`, and what `llmtrain train` asks first."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 from llmtrain import units
 from llmtrain.config.batch import Batch
 from llmtrain.config.deepspeed import deep_check
-from llmtrain.config.load import dump, parse, resolve
+from llmtrain.config.load import dump, load
 from llmtrain.config.problems import closest, stop
+from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
 
 USAGE = """\
-usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N] [--deep]
+usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N]
        llmtrain config show  RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N]
 
-check   checks YAML, DeepSpeed JSON and paths against each other; no GPU, no network, no torch
-show    prints the resolved YAML and the exact dict that DeepSpeed will get
+check   does all that `llmtrain train` does before it needs a device: YAML, DeepSpeed JSON, paths, DeepSpeed's own
+        checks, the model without its weights, the data's shards; no GPU, no network, some seconds
+show    prints the resolved YAML and the exact dict that DeepSpeed will get, in a fraction of a second
 
 --world-size N   ranks to check for (default: WORLD_SIZE, or 1)
---deep           lets the installed DeepSpeed check the dict too (takes seconds)
 """
+
+
+def examine(resolved: ResolvedRun) -> ResolvedRun:
+    """Everything that can be known of a run without its device and its other ranks; what is found is in the notes.
+
+    `config check` and every rank of `train` call it, so that both refuse the same. It imports torch and DeepSpeed:
+    `load`, which does not, comes first.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the dict, or the values do not go with the model.
+        ModelError: transformers cannot build the model, or the folder's weights are not whole.
+        DataError: the prepared data cannot be used for this run.
+    """
+    from llmtrain.data.loader import TrainData, check_vocabulary
+    from llmtrain.models.build import load_config
+    from llmtrain.models.check import check_model, check_weights
+
+    run = resolved.run
+    deep_check(resolved.deepspeed, run.deepspeed)
+    notes = check_model(resolved)
+    vocabulary = load_config(run.model).get_text_config(decoder=True).vocab_size
+    for manifest in TrainData(run.data).manifests:
+        check_vocabulary(manifest, vocabulary)
+    if starts_from_model(run):
+        check_weights(run.model)
+    return replace(resolved, notes=(*resolved.notes, *notes))
 
 
 def main(argv: list[str]) -> int:
@@ -43,18 +71,16 @@ def main(argv: list[str]) -> int:
         remedy = f"write llmtrain config {action} RUN.yaml"
         raise stop(f"llmtrain config {action}", rest[:1], "needs the run's YAML first", remedy)
     yaml_path, rest = rest[0], rest[1:]
-    deep = "--deep" in rest
-    world_size, source, rest = _world_size([word for word in rest if word != "--deep"])
-    parsed = parse(["--config", yaml_path, *rest])
-    resolved = resolve(parsed.run, world_size, source, places=parsed.places)
-    if deep:
-        deep_check(resolved.deepspeed, resolved.run.deepspeed)
+    world_size, source, rest = _world_size(rest)
+    resolved = load(["--config", yaml_path, *rest], world_size, source)
     if action == "show":
         print(f"# {yaml_path}, resolved for {world_size} rank(s)\n{dump(resolved.run)}")
         print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")
-    print(summary(resolved))
-    if action == "check":
-        print(f"ok: {yaml_path} with {resolved.run.deepspeed}{' (DeepSpeed agrees)' if deep else ''}")
+        print(summary(resolved))
+    else:
+        resolved = examine(resolved)
+        print(summary(resolved))
+        print(f"ok: {yaml_path} with {resolved.run.deepspeed}")
     return 0
 
 

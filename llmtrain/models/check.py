@@ -1,0 +1,202 @@
+"""What is wrong with a run's model, as far as it can be known without a device and without other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmtrain.config.problems import Problems
+from llmtrain.config.run import ModelConfig, ResolvedRun
+from llmtrain.errors import ModelError
+from llmtrain.models.build import decoder_layers, load_config, skeleton
+from llmtrain.models.fields import check_fields
+from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
+from llmtrain.models.layout import FolderLayout
+from llmtrain.models.loss import IGNORE
+from llmtrain.models.parallel import balance
+from llmtrain.models.parallel.experts import check_stages
+from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
+from llmtrain.models.structure.probe import probe_copy
+
+_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+_TOKENS = 16  # of the rehearsal: sizes that do not fit show at any length
+_SHAPES = re.compile(r"must match|cannot be multiplied|is invalid for input of size|[Ss]izes of tensors|expected size")
+"""What torch says of sizes that do not fit. All else that may go wrong on the meta device is no news of the model."""
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' own remarks: training makes them, too."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+@_quietly()
+def check_model(resolved: ResolvedRun) -> tuple[str, ...]:
+    """Build the run's model on the meta device and let tokens through. Returns notes for the user.
+
+    Raises:
+        ConfigError: a field of `model.config`, or a value of the run that does not go with the model.
+        ModelError: transformers cannot build it.
+    """
+    run, model = resolved.run, resolved.run.model
+    problems = Problems()
+    if isinstance(model.config, dict):
+        check_fields(model.config, resolved.places, problems)
+        problems.raise_if_any()
+    key = "model.pretrained" if model.pretrained else "model.config"
+    _load_config(resolved, key, problems)
+    flash = model.attention in _FLASH_PACKAGES
+    hf = skeleton(model, attention="eager" if flash else model.attention)
+    if flash:
+        _check_flash(hf, resolved, problems)
+    config = hf.config.get_text_config(decoder=True)
+    heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
+        legal = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        name = config.attribute_map.get("num_key_value_heads", "num_key_value_heads")
+        rule = f"each of them serves equally many of the {heads} attention heads"
+        problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {legal}", resolved.places.get(key))
+    problems.raise_if_any()
+    notes = _check_length(hf, config, key, resolved, problems)
+    problems.raise_if_any()
+    if resolved.degrees.pipeline > 1:
+        _check_stages(hf, resolved)
+    _check_copy(hf, key, model.loss_chunk_tokens)
+    _rehearse(skeleton(model), key, min(_TOKENS, run.data.sequence_length))
+    return notes
+
+
+def _load_config(resolved: ResolvedRun, key: str, problems: Problems) -> None:
+    """Let the family's own class check the fields against each other, and tell its words without its stack."""
+    try:
+        load_config(resolved.run.model)
+    except ModelError as error:
+        if error.__cause__ is None:
+            raise
+        said = str(error.__cause__).strip().splitlines()[-1].strip()
+        said = re.sub(r"^\w*(Error|Exception): ", "", said)
+        given = resolved.run.model.pretrained or resolved.run.model.config
+        name = given.get("model_type") if isinstance(given, dict) else given
+        problems.add(key, name, f"transformers says: {said}", "correct what it names", resolved.places.get(key))
+        raise problems.error() from error
+
+
+def check_weights(model: ModelConfig) -> None:
+    """The folder that the run starts from holds every parameter, in its shape. Raises ModelError."""
+    if model.pretrained is not None:
+        hf = skeleton(model)
+        with contextlib.closing(SafetensorsSource(model.pretrained, FolderLayout(hf))) as source:
+            refuse_other_shapes(source, {name: tuple(p.shape) for name, p in hf.named_parameters()})
+
+
+def _check_flash(hf: nn.Module, resolved: ResolvedRun, problems: Problems) -> None:
+    attention = resolved.run.model.attention
+    package, place = _FLASH_PACKAGES[attention], resolved.places.get("model.attention")
+    remedy = "set model.attention to sdpa, which picks the fastest kernel of the device"
+    if not getattr(hf, "_supports_flash_attn", True):
+        problems.add("model.attention", attention, f"{type(hf).__name__} does not take it", remedy, place)
+    elif not any(importlib.util.find_spec(name) for name in (package, "kernels")):
+        rule = f"its package {package} is not installed here"
+        problems.add("model.attention", attention, rule, f"install it, or {remedy}", place)
+
+
+def _check_length(hf: nn.Module, config: Any, key: str, resolved: ResolvedRun, problems: Problems) -> tuple[str, ...]:
+    """A sequence may not have more positions than a table of them; beyond what rotary ones were made for: a note."""
+    length, place = resolved.run.data.sequence_length, resolved.places.get("data.sequence_length")
+    longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        return ()
+    name = f"{key}.{config.attribute_map.get('max_position_embeddings', 'max_position_embeddings')}"
+    if length <= longest:
+        return ()
+    if _has_table(hf, longest):
+        problems.add(
+            "data.sequence_length", length, f"the model has a table of {longest} positions ({name})",
+            f"set it to {longest} or less" + (f", or raise {name}" if key == "model.config" else ""), place,
+        )  # fmt: skip
+        return ()
+    more = f"; set {name} to {length} if that is meant" if key == "model.config" else ""
+    return (
+        f"data.sequence_length {length} is more than the {longest} positions that the model is made for ({name}): it "
+        f"trains, but servers read that number, and rotary positions beyond it are new to pretrained weights{more}",
+    )
+
+
+def _has_table(hf: nn.Module, longest: int) -> bool:
+    """Whether positions are looked up in a table of about that many rows: learned, or computed once."""
+    words = hf.get_input_embeddings()  # type: ignore[operator]
+    tables: list[torch.Tensor] = [
+        module.weight for module in hf.modules() if isinstance(module, nn.Embedding) and module is not words
+    ]
+    tables += [buffer for buffer in hf.buffers() if buffer.dim() == 2]
+    return any(longest <= table.shape[0] <= longest + 8 for table in tables)  # OPT and XGLM have two rows more
+
+
+def _check_stages(hf: Any, resolved: ResolvedRun) -> None:
+    """As many layers as the stages of the pipeline ask for. Raises ModelError."""
+    check_stages(hf.config)
+    layers, stages = len(decoder_layers(hf)), resolved.degrees.pipeline
+    asked = resolved.pipeline_partition
+    if isinstance(asked, tuple):
+        balance.given(asked, layers, stages)
+    else:
+        balance.uniform(layers, stages)
+
+
+def _check_copy(hf: Any, key: str, chunk: int) -> None:
+    """What a small copy of the model shows: it does not see the tokens that it should predict, and our loss is its own.
+
+    Raises ModelError. Where no small copy of the model works, nothing is known.
+    """
+    try:
+        small = probe_copy(hf)
+    except ModelError:
+        return
+    language = LanguageModel(small, chunk)  # refuses a head that is no linear layer, as training does
+    try:
+        ids = torch.arange(12).unsqueeze(0) + 3
+        other, labels = ids.clone(), ids.roll(-1, dims=1)
+        other[0, -1] += 1
+        with torch.no_grad():
+            logits, changed = (language.logits(each)[:, :-1] for each in (ids, other))
+            ours = float(language(ids, labels.masked_fill(labels == ids[0, 0], IGNORE))) / (ids.shape[1] - 1)
+    except Exception:  # the copy's sizes do not go together, or it asks for more than tokens
+        return
+    if not torch.allclose(logits, changed, atol=1e-5):
+        raise ModelError(
+            f"{key}: {type(hf).__name__} reads in both directions, so it sees the token that it should predict. "
+            "Take a decoder, such as llama or qwen3."
+        )
+    theirs = float(nn.functional.cross_entropy(logits.float().flatten(0, 1), labels[:, :-1].flatten()))
+    compare_losses(hf, ours, theirs)
+
+
+def _rehearse(hf: nn.Module, key: str, tokens: int) -> None:
+    """Let tokens through the model on the meta device: sizes that do not fit show there. Raises ModelError."""
+    hf.to("meta")
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    forward: Callable[..., Any] = hf
+    try:
+        with torch.no_grad(), documents_in_rows(None):
+            forward(input_ids=ids, use_cache=False)
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and _SHAPES.search(text := str(error).splitlines()[0]):
+            raise ModelError(
+                f"{key}: the sizes of this {type(hf).__name__} do not go together: a forward pass ends with: {text}. "
+                "Compare heads, widths and what else its configuration counts with those of a published model."
+            ) from error
+    except Exception:  # a model may do what the meta device cannot: nothing is known then
+        return

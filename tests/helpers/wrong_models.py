@@ -1,0 +1,137 @@
+"""Configurations whose model, data or folder is wrong, and what the message about each must hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.prepared import write_prepared
+from tests.helpers.wrong_configurations import Wrong
+
+
+def _shard_gone(folder: Path) -> None:
+    (folder / "data/x/train-00000.bin").unlink()
+
+
+def _short_data(folder: Path) -> None:
+    write_prepared(folder / "data/short", [[[1, 2, 3]]], [[[4, 5]]], vocab_size=512)
+
+
+def _weightless(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 512, "n_layer": 1}))
+
+
+def _model(**fields: Any) -> dict[str, Any]:
+    return {"model": {"config": fields}}
+
+
+GPT2 = {"model_type": "gpt2", "num_hidden_layers": ..., "n_layer": 2, "n_head": 4}
+
+MODEL_CASES = [
+    # the model against its family
+    Wrong(
+        "typo in the model",
+        ("model.config.num_hiden_layers = 2", "line ", "LlamaConfig", "did you mean num_hidden_layers?"),
+        _model(num_hiden_layers=2),
+    ),
+    Wrong(
+        "typo in the model on the command line",
+        ("model.config.hiden_size = 32", "command line", "did you mean hidden_size?"),
+        argv=["--model.config.hiden_size", "32"],
+    ),
+    Wrong(
+        "typo in rotary positions",
+        ("model.config.rope_parameters.rope_thetta = 10000", "did you mean rope_theta?"),
+        _model(rope_parameters={"rope_type": "default", "rope_thetta": 1e4}),
+    ),
+    Wrong(
+        "typo in a model within the model",
+        ("model.config.text_config.hiden_size = 8", "Gemma3TextConfig", "did you mean hidden_size?"),
+        {
+            "model": {
+                "config": {
+                    "model_type": "gemma3",
+                    "hidden_size": ...,
+                    "num_hidden_layers": ...,
+                    "vocab_size": ...,
+                    "text_config": {"hiden_size": 8},
+                }
+            }
+        },
+    ),
+    Wrong(
+        "a setting of generation",
+        ("model.config.temperature = 0.7", "setting of generation", "remove it"),
+        _model(temperature=0.7),
+    ),
+    Wrong(
+        "text for the number of layers",
+        ('model.config.num_hidden_layers = "two"', "must be a whole number", "family's default, 32"),
+        _model(num_hidden_layers="two"),
+    ),
+    Wrong("number in quotes", ('hidden_size = "64"', "remove the quotes: 64"), _model(hidden_size="64")),
+    Wrong("a size with an exponent", ("hidden_size = 64.0", "whole number", "write 64"), _model(hidden_size=6.4e1)),
+    Wrong("no layers", ("num_hidden_layers = 0", "at least 1", "correct the number"), _model(num_hidden_layers=0)),
+    Wrong("no heads", ("num_attention_heads = 0", "at least 1", "correct the number"), _model(num_attention_heads=0)),
+    Wrong("a negative width", ("intermediate_size = -8", "at least 1"), _model(intermediate_size=-8)),
+    Wrong("activation unknown", ('hidden_act = "sillu"', "did you mean silu?"), _model(hidden_act="sillu")),
+    Wrong(
+        "heads that do not divide the width",
+        ("model.config", "not a multiple of the number of attention heads (7)", "correct what it names"),
+        _model(num_attention_heads=7),
+    ),
+    Wrong(
+        "key/value heads that do not divide the heads",
+        ("model.config.num_key_value_heads = 3", "equally many of the 4 attention heads", "set it to one of 1, 2, 4"),
+        _model(num_attention_heads=4, num_key_value_heads=3),
+    ),
+    Wrong("model type unknown", ('model_type = "lama"', "did you mean llama?"), _model(model_type="lama")),
+    Wrong("model type that is no decoder", ('model_type = "t5"', "no causal"), _model(model_type="t5")),
+    Wrong(
+        "model that reads in both directions",
+        ("BertLMHeadModel reads in both directions", "Take a decoder"),
+        _model(model_type="bert", num_attention_heads=4),
+    ),
+    Wrong(
+        "sequence longer than learned positions",
+        ("data.sequence_length = 128", "a table of 64 positions (model.config.n_positions)", "set it to 64 or less"),
+        _model(**GPT2, n_positions=64),
+    ),
+    Wrong(
+        "flash attention without its package",
+        ('model.attention = "flash_attention_2"', "flash_attn is not installed", "set model.attention to sdpa"),
+        {"model": {"attention": "flash_attention_2"}},
+    ),
+    Wrong(
+        "more stages than layers",
+        ("pipeline.stages = 4", "the model has 2", "at most 2 stages"),
+        ds={"pipeline": {"stages": 4}},
+        ranks=4,
+    ),
+    Wrong(
+        "folder without weights",
+        ("model.pretrained", "no model.safetensors"),
+        {"model": {"config": ..., "pretrained": "model"}},
+        before=_weightless,
+    ),
+    # the data and the run's folder
+    Wrong("a shard is gone", ("train-00000.bin", "is missing", "prepare it again"), before=_shard_gone),
+    Wrong(
+        "too little data",
+        ("data/short", "do not fill one sequence", "lower that"),
+        {"data": {"path": "data/short"}},
+        before=_short_data,
+    ),
+    Wrong(
+        "run folder below a file",
+        ('train.run_dir = "run.yaml/x"', "run.yaml is a file", "path of a folder"),
+        {"train": {"run_dir": "run.yaml/x"}},
+    ),
+    Wrong(
+        "run folder in /proc",
+        ('train.run_dir = "/proc/x"', "belongs to the kernel", "path of a folder"),
+        {"train": {"run_dir": "/proc/x"}},
+    ),
+]
