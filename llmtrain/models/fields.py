@@ -110,6 +110,9 @@ class _Section:
             except (TypeError, ValueError) as error:
                 self._wrong_type(key, value, field, error)
                 return
+        if "drop" in name and isinstance(field.default, (int, float)) and not _is_share(value):
+            self._add(key, value, "a dropout is a number from 0 to 1", f"{field.default} is the family's default")
+            return
         common = {self._family.attribute_map.get(count, count) for count in _COUNTS}
         if type(value) is int:
             default = field.default if isinstance(field.default, int) else 0
@@ -169,6 +172,10 @@ class _Section:
     def _add(self, key: str, value: Any, rule: str, remedy: str) -> None:
         dotted = f"{self._prefix}.{key}"
         self._problems.add(dotted, value, rule, remedy, self._places.get(dotted, self._places.get(self._prefix)))
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, (int, float)) and 0 <= value <= 1)  # some drop, or do not
 
 
 def _is_number(text: str) -> bool:
