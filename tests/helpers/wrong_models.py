@@ -120,7 +120,7 @@ MODEL_CASES = [
     Wrong("a shard is gone", ("train-00000.bin", "is missing", "prepare it again"), before=_shard_gone),
     Wrong(
         "too little data",
-        ("data/short", "do not fill one sequence", "lower that"),
+        ("data/short", "fill one sequence", "lower"),
         {"data": {"path": "data/short"}},
         before=_short_data,
     ),
