@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#2563a8", "#d9622b", "#2f855a", "#718096"
+MARKED_BELOW = 10
+"""Points of a curve that is too short for an average: each gets a mark."""
 _STYLE: Any = {
     "figure.dpi": 150,
     "font.size": 10,
@@ -53,29 +56,41 @@ class Curves:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean over a centred window of about a fiftieth of the curve (at least 5 points), narrower at the ends.
+    """Mean over a centred window of about a fiftieth of the curve (at least 5 points).
 
-    Centred, because a running average lags behind a loss that falls fast.
+    Centred, because a running average lags behind a loss that falls fast. Within half a window of an end there is no
+    centred one: there stands the straight line through the last whole window (as Savitzky and Golay's filter does it),
+    so that the curve does not end on the raw last value.
     """
     reach = max(2, len(values) // 100)
+    width = 2 * reach + 1
+    if len(values) < width:
+        return list(values)
     sums = [0.0, *accumulate(values)]
-    averaged = []
-    for index in range(len(values)):
-        near = min(reach, index, len(values) - 1 - index)
-        averaged.append((sums[index + near + 1] - sums[index - near]) / (2 * near + 1))
-    return averaged
+    means = [(sums[start + width] - sums[start]) / width for start in range(len(values) - width + 1)]
+    squares = reach * (reach + 1) * width / 3  # of the distances from the middle
+
+    def line(window: Sequence[float], mean: float, distances: range) -> list[float]:
+        slope = sum((index - reach) * value for index, value in enumerate(window)) / squares
+        return [mean + slope * distance for distance in distances]
+
+    head = line(values[:width], means[0], range(-reach, 0))
+    return [*head, *means, *line(values[-width:], means[-1], range(1, reach + 1))]
 
 
-def draw(curves: Curves) -> dict[str, bytes]:
-    """PNG files by name (loss, throughput, memory, learning_rate); a plot without any data is left out."""
+def draw(curves: Curves, *, norm: str = "gradient") -> dict[str, bytes]:
+    """PNG files by name (loss, throughput, memory, learning_rate); a plot without any data is left out.
+
+    `norm`: what `grad_norm` is the norm of.
+    """
     import matplotlib
 
     pictures = {}
-    painters = {
+    painters: dict[str, tuple[Callable[[Curves], Figure], tuple[str, ...]]] = {
         "loss": (_loss, ("loss", "eval/loss")),
         "throughput": (_throughput, ("tokens_per_s",)),
         "memory": (_memory, ("max_memory_gib",)),
-        "learning_rate": (_learning_rate, ("lr", "grad_norm")),
+        "learning_rate": (partial(_learning_rate, norm=norm), ("lr", "grad_norm")),
     }
     with matplotlib.rc_context(_STYLE):
         for name, (paint, needs) in painters.items():
@@ -101,7 +116,7 @@ def _figure(rows: int) -> tuple[Figure, list[Axes]]:
 
 def _line(axes: Axes, curve: Curve, *, color: str, label: str) -> None:
     """The raw values, light, under their average; few points get no average but marks."""
-    if len(curve.steps) < 10:
+    if len(curve.steps) < MARKED_BELOW:
         axes.plot(curve.steps, curve.values, color=color, marker="o", markersize=4, label=label)
         return
     axes.plot(curve.steps, curve.values, color=color, alpha=0.3, linewidth=0.8)
@@ -188,7 +203,7 @@ def _memory(curves: Curves) -> Figure:
     return figure
 
 
-def _learning_rate(curves: Curves) -> Figure:
+def _learning_rate(curves: Curves, norm: str) -> Figure:
     parts = [name for name in ("lr", "grad_norm") if curves[name]]
     figure, axes = _figure(len(parts))
     for part, name in zip(axes, parts, strict=True):
@@ -198,8 +213,8 @@ def _learning_rate(curves: Curves) -> Figure:
             part.set_ylim(bottom=0)
             part.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
         else:
-            _line(part, curves["grad_norm"], color=_GREEN, label="gradient norm")
-            part.set_ylabel("gradient norm")
-    axes[0].set_title(" and ".join({"lr": "Learning rate", "grad_norm": "gradient norm"}[n] for n in parts))
+            _line(part, curves["grad_norm"], color=_GREEN, label=f"{norm} norm")
+            part.set_ylabel(f"{norm} norm")
+    axes[0].set_title(" and ".join({"lr": "Learning rate", "grad_norm": f"{norm} norm"}[n] for n in parts))
     _finish(axes, curves)
     return figure

@@ -1,31 +1,27 @@
-"""`llmtrain report RUN`: plots as PNG and one self-contained HTML page from a run's local files."""
+"""`llmtrain report RUN ...`: one self-contained HTML page, and plots as PNG, from the local files of runs."""
 
 from __future__ import annotations
 
 import argparse
-import base64
-import html
 import json
 import math
+import shlex
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmtrain import foreign, log, units
+from llmtrain.config import strict_yaml
 from llmtrain.errors import UserError
 from llmtrain.tracking.local import read_rows, write_atomic
 from llmtrain.tracking.metrics import perplexity
-from llmtrain.tracking.plots import Curve, Curves, draw
+from llmtrain.tracking.page import page, table
+from llmtrain.tracking.plots import MARKED_BELOW, Curve, Curves, draw, smooth
 
 _EVENTS_SHOWN = 200
-_TITLES = {
-    "loss": "Training and validation loss over optimizer steps",
-    "throughput": "Throughput over optimizer steps",
-    "memory": "Peak memory over optimizer steps",
-    "learning_rate": "Learning rate and gradient norm over optimizer steps",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +32,16 @@ class Run:
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
     environment: dict[str, Any]
+    settings: dict[str, str]
+    """Of config.yaml by dotted key, with the precision and the ZeRO stage of deepspeed.json; `norm`: what `grad_norm`
+    is the norm of."""
     unreadable_lines: int
+
+    def shown_settings(self) -> dict[str, str]:
+        """The command first, then the settings that are not null."""
+        argv = self.environment.get("argv")
+        said = {"command": shlex.join(map(str, argv))} if isinstance(argv, list) else {}
+        return said | {key: value for key, value in self.settings.items() if key != "norm" and value != "null"}
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """The events of one kind, in order."""
@@ -62,17 +67,41 @@ def load(run_dir: Path) -> Run:
         name=run_dir.resolve().name,
         rows=rows,
         events=events,
-        environment=_environment(run_dir / "environment.json"),
+        environment=_json(run_dir / "environment.json"),
+        settings=_settings(run_dir),
         unreadable_lines=bad_rows + bad_events,
     )
 
 
-def _environment(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> dict[str, Any]:
     try:
         found = foreign.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _settings(run_dir: Path) -> dict[str, str]:
+    try:
+        tree = strict_yaml.parse((run_dir / "config.yaml").read_text(), "config.yaml").tree
+    except (OSError, ValueError, RecursionError):
+        tree = None
+    settings = dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
+    given = _json(run_dir / "deepspeed.json")
+    zero = given.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    on = [name for name in ("bf16", "fp16") if isinstance(given.get(name), dict) and given[name].get("enabled")]
+    if given:
+        settings |= {"precision": (on or ["fp32"])[0], "ZeRO stage": str(stage)}
+    return settings | ({"norm": "update"} if settings.get("optim.name") == "muon" and stage else {})
+
+
+def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _finite(value: Any) -> float | None:
@@ -104,6 +133,8 @@ def curves_of(run: Run) -> Curves:
 def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
     """The run in figures: pairs of label and text."""
     facts = [("Steps", f"{max(float(row['step']) for row in run.rows):,.0f}")]
+    if parameters := _finite(run.environment.get("parameters")):
+        facts.append(("Parameters of the model", f"{parameters:,.0f}"))
     if tokens := curves["tokens"]:
         facts.append(("Training tokens", f"{tokens.values[-1]:,.0f}"))
     if train := curves["loss"]:
@@ -112,7 +143,9 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
         last, best = evaluation.values[-1], min(evaluation.values)
         facts.append(("Validation loss, last", f"{last:.4f} (perplexity {perplexity(last):.2f})"))
         facts.append(("Validation loss, best", f"{best:.4f} (perplexity {perplexity(best):.2f})"))
-    facts += [(f"Loss of a {name} model", f"{value:.4f}") for name, value in curves.baselines.items()]
+    facts += [
+        (f"Loss of a {name} model", f"{value:.4f}{_measured_on(run)}") for name, value in curves.baselines.items()
+    ]
     if speed := curves["tokens_per_s"]:
         facts.append(("Tokens/s, median", f"{statistics.median(speed.values):,.0f}"))
     for kind, label in (("causal", "causal"), ("noncausal", "non-causal")):
@@ -130,6 +163,12 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
     if skipped := curves["skipped_steps"]:
         facts.append(("Skipped steps", f"{skipped.values[-1]:.0f}"))
     return facts + _history(run)
+
+
+def _measured_on(run: Run) -> str:
+    """Of the baselines: counted on the training tokens, measured on so many of the validation split."""
+    tokens = _finite(run.of_kind("baselines")[-1].get("validation_tokens"))
+    return "" if tokens is None else f" (first {tokens:,.0f} validation tokens)"
 
 
 def _history(run: Run) -> list[tuple[str, str]]:
@@ -152,42 +191,56 @@ def _history(run: Run) -> list[tuple[str, str]]:
     return facts
 
 
-_CSS = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a202c; background: #f5f7fa; margin: 0; }
-main { max-width: 60rem; margin: 0 auto; padding: 2rem 1.5rem 4rem; }
-h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 2.5rem 0 .75rem; }
-.sub { color: #4a5568; margin: .25rem 0 1.5rem; }
-.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr));
-  background: #fff; border: 1px solid #e2e8f0; border-radius: 8px; overflow: hidden; margin: 0; }
-.facts div { box-shadow: 0 0 0 .5px #e2e8f0; padding: .6rem .9rem; }
-.facts dt { color: #4a5568; font-size: .8rem; }
-.facts dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-img { display: block; width: 100%; background: #fff; border: 1px solid #e2e8f0; border-radius: 8px; margin-top: 1rem; }
-table { border-collapse: collapse; width: 100%; background: #fff; font-size: .87rem; }
-th, td { text-align: left; vertical-align: top; padding: .4rem .7rem; border-bottom: 1px solid #e2e8f0; }
-td:nth-child(-n+2) { white-space: nowrap; font-variant-numeric: tabular-nums; }
-td:last-child { overflow-wrap: anywhere; }
-.wide { overflow-x: auto; border: 1px solid #e2e8f0; border-radius: 8px; }
-"""
+# Of each chart: its title, its unit, whether its axis begins at 0, and (metric, what its curve is called).
+_CHARTS = (
+    ("Loss", "nats/token", False, (("loss", "training"), ("eval/loss", "validation"))),
+    ("Throughput, all devices", "tokens/s", True, (("tokens_per_s", "tokens/s"),)),
+    ("Model FLOPs utilization", "share of the peak", True, (("mfu_causal", "causal"), ("mfu_noncausal", "non-causal"))),
+    ("Peak memory of rank 0", "GiB", True, (("max_memory_gib", "memory"),)),
+    ("Learning rate", "1", True, (("lr", "learning rate"),)),
+    ("Gradient norm", "1", False, (("grad_norm", "norm"),)),
+)
+_SMOOTHED = ("loss", "tokens_per_s", "grad_norm")
+_POINTS_SHOWN = 1500
 
 
-def page(run: Run, facts: list[tuple[str, str]], pictures: dict[str, bytes]) -> str:
-    """The HTML page, everything embedded: it can be sent as one file."""
-    escape = html.escape
-    cells = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in facts)
-    images = "".join(
-        f'<img alt="{escape(_TITLES[name])}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-        for name, png in pictures.items()
-    )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)} · llmtrain report</title><style>{_CSS}</style></head><body><main>"
-        f'<h1>{escape(run.name)}</h1><p class="sub">{escape(_period(run))}</p>'
-        f'<dl class="facts">{cells}</dl><h2>Curves</h2>{images}{_event_table(run)}</main></body></html>\n'
-    )
+def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
+    """What page.py draws: one chart for each metric that a run has, the curves of all runs in it."""
+    all_curves = [curves_of(run) for run in runs]
+    charts = []
+    for number, (title, unit, zero, metrics) in enumerate(_CHARTS):
+        series: list[dict[str, Any]] = []
+        for index, (run, curves) in enumerate(zip(runs, all_curves, strict=True)):
+            for order, (metric, called) in enumerate(metrics):
+                color = index if len(runs) > 1 else order
+                name = f"{run.name}: {called}" if len(runs) > 1 else called
+                series += _series(metric, curves[metric], name, color, dash=order > 0 and len(runs) > 1)
+        if not series:
+            continue
+        if metrics[0][0] == "grad_norm" and all(run.settings.get("norm") == "update" for run in runs):
+            title = "Norm of the update (Muon)"
+        levels = {f"{name} model": y for c in all_curves for name, y in c.baselines.items()} if number == 0 else {}
+        marks = all_curves[0].resumes if len(runs) == 1 else []
+        lines = [{"name": name, "y": y} for name, y in levels.items()]
+        about = {"id": f"chart{number}", "title": title, "unit": unit, "zero": zero}
+        charts.append({**about, "series": series, "levels": lines, "marks": list(marks)})
+    return charts
+
+
+def _series(metric: str, curve: Curve, name: str, color: int, *, dash: bool) -> list[dict[str, Any]]:
+    """One curve; where it is noisy, its average and faintly itself."""
+    if not curve:
+        return []
+    every = -(-len(curve.steps) // _POINTS_SHOWN)
+    shown = sorted({*range(0, len(curve.steps), every), len(curve.steps) - 1})
+    x = [curve.steps[index] for index in shown]
+    about = {"color": color, "x": x, "dash": dash}
+    few = len(x) < MARKED_BELOW
+    raw = {**about, "name": name, "y": [curve.values[i] for i in shown], "dots": few or metric == "eval/loss"}
+    if few or metric not in _SMOOTHED:
+        return [raw]
+    average = smooth(curve.values)
+    return [{**about, "name": f"{name}, smoothed", "y": [average[i] for i in shown]}, {**raw, "faint": True}]
 
 
 def _clock(unix_s: Any) -> str:
@@ -205,37 +258,51 @@ def _period(run: Run) -> str:
     return f"Training run, {_clock(min(times))} to {_clock(max(times))} UTC"
 
 
-def _event_table(run: Run) -> str:
-    if not run.events:
-        return ""
+def _events(run: Run) -> tuple[str, str]:
+    """Heading and table of what happened."""
     shown = run.events[-_EVENTS_SHOWN:]
-    lines = []
+    rows = []
     for event in shown:
         rest = {key: value for key, value in event.items() if key not in ("time_unix_s", "kind", "step")}
         detail = ", ".join(
             f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in rest.items()
         )
         step = _finite(event.get("step"))
-        columns = (
-            _clock(event.get("time_unix_s")),
-            "" if step is None else f"{step:,.0f}",
-            str(event.get("kind", "")),
-            detail if len(detail) <= 500 else detail[:500] + "…",
-        )
-        lines.append("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in columns) + "</tr>")
+        at = "" if step is None else f"{step:,.0f}"
+        said = detail if len(detail) <= 500 else detail[:500] + "…"
+        rows.append((_clock(event.get("time_unix_s")), at, str(event.get("kind", "")), said))
     note = f" (the last {_EVENTS_SHOWN} of {len(run.events)})" if len(run.events) > len(shown) else ""
-    return (
-        f'<h2>Events{note}</h2><div class="wide"><table><thead><tr><th>Time (UTC)</th><th>Step</th><th>Event</th>'
-        f"<th>Details</th></tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-    )
+    return f"Events of {run.name}{note}", table(("Time (UTC)", "Step", "Event", "Details"), rows)
 
 
-def write_report(run_dir: Path, out: Path) -> list[Path]:
-    """Draw the run's report into `out`; the page comes first in the list. UserError for what cannot be used."""
-    run = load(run_dir)
-    curves = curves_of(run)
-    pictures = draw(curves)
-    text = page(run, facts_of(run, curves), pictures)
+def _side_by_side(runs: list[Run], columns: list[dict[str, str]], *, mark: bool) -> str:
+    """A row for each key that a column has, in the order in which they come."""
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [(key, *(column.get(key, "") for column in columns)) for key in keys]
+    return table(("", *(run.name for run in runs)) if len(runs) > 1 else (), rows, mark=mark)
+
+
+def page_of(runs: list[Run]) -> str:
+    """The page of one run, or of several side by side."""
+    facts = [dict(facts_of(run, curves_of(run))) for run in runs]
+    settings = _side_by_side(runs, [run.shown_settings() for run in runs], mark=True)
+    tables = [("Figures", _side_by_side(runs, facts, mark=False)), ("Settings", settings)]
+    tables += [_events(run) for run in runs if run.events]
+    names = ", ".join(run.name for run in runs)
+    return page(names, "; ".join(dict.fromkeys(_period(run) for run in runs)), tables, charts_of(runs))
+
+
+def write_report(run_dirs: list[Path], out: Path) -> list[Path]:
+    """Write the report into `out`: the page, and for a single run its plots as PNG. Returns the files, the page first.
+
+    UserError for what cannot be used.
+    """
+    runs = [load(run_dir) for run_dir in run_dirs]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=str(run_dir)) for run, run_dir in zip(runs, run_dirs, strict=True)]
+    norm = "update" if runs[0].settings.get("norm") == "update" else "gradient"
+    pictures = draw(curves_of(runs[0]), norm=norm) if len(runs) == 1 else {}
+    text = page_of(runs)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / "index.html", text.encode())
@@ -248,10 +315,12 @@ def write_report(run_dir: Path, out: Path) -> list[Path]:
 
 def main(argv: list[str]) -> int:
     """The command `llmtrain report`; 0 on success. Raises UserError."""
-    parser = argparse.ArgumentParser(prog="llmtrain report", description="Plots and one HTML page of a run.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, such as runs/NAME")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/report)")
+    parser = argparse.ArgumentParser(prog="llmtrain report", description="Curves and figures of runs as one HTML page.")
+    parser.add_argument(
+        "run", type=Path, nargs="+", metavar="RUN", help="a run's folder, such as runs/NAME; several: side by side"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: report/ in the first RUN)")
     args = parser.parse_args(argv)
-    for path in write_report(args.run, args.out or args.run / "report"):
+    for path in write_report(args.run, args.out or args.run[0] / "report"):
         log.info(str(path))
     return 0

@@ -17,14 +17,14 @@ from llmtrain.tracking.plots import smooth
 from llmtrain.tracking.report import curves_of, facts_of, load, main
 
 
-def make_run(run_dir: Path, steps: int = 40) -> Path:
+def make_run(run_dir: Path, steps: int = 40, loss: float = 2) -> Path:
     metrics = JsonLines(run_dir / "metrics.jsonl")
     for step in range(1, steps + 1):
         metrics.write(
             {
                 "step": step,
                 "tokens": step * 100,
-                "loss": 2 + 4 / step if step != 7 else math.nan,
+                "loss": loss + 4 / step if step != 7 else math.nan,
                 "lr": 1e-3 / step,
                 "grad_norm": math.inf if step == 3 else 1.0,
                 "tokens_per_s": 1000.0 + step,
@@ -40,13 +40,24 @@ def make_run(run_dir: Path, steps: int = 40) -> Path:
     metrics.write({"step": steps, "eval/loss": 2.5, "eval/perplexity": math.exp(2.5)})
     metrics.close()
     events = JsonLines(run_dir / "events.jsonl")
-    events.write({"time_unix_s": 1.7e9, "kind": "baselines", "unigram_loss": 5.5, "bigram_loss": 3.25})
+    events.write(
+        {"time_unix_s": 1.7e9, "kind": "baselines", "unigram_loss": 5.5, "bigram_loss": 3.25, "validation_tokens": 999}
+    )
     events.write({"time_unix_s": 1.7e9, "kind": "save", "step": 20, "path": "<script>alert(1)</script> & co"})
     events.write({"time_unix_s": 1.7e9, "kind": "resume", "step": 20})
     events.close()
     (run_dir / "environment.json").write_text(
-        json.dumps({"versions": {"torch": "9.9"}, "ranks": [{"rank": 0, "device": "cpu"}]})
+        json.dumps(
+            {
+                "versions": {"torch": "9.9"},
+                "ranks": [{"rank": 0, "device": "cpu"}],
+                "argv": ["launch/train.py", "--config", "a b.yaml"],
+                "parameters": 984320,
+            }
+        )
     )
+    (run_dir / "config.yaml").write_text("optim: {name: muon, lr: 0.001}\ntrain: {global_batch: null}\n")
+    (run_dir / "deepspeed.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
     return run_dir
 
 
@@ -67,23 +78,29 @@ def png_size(data: bytes) -> tuple[int, int]:
 
 
 class Page(html.parser.HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.images: list[str] = []
-        self.text = ""
+        self.text, self.scripts = "", [""]
+        self.feed(path.read_text())
+        assert self.open == []
+        self.charts = {chart["title"]: chart for chart in json.loads(self.scripts[-2])}
 
     def handle_starttag(self, tag, attrs) -> None:
-        if tag == "img":
-            self.images.append(dict(attrs)["src"])
-        elif tag != "meta":
+        assert tag != "img" and not any(name in ("src", "href") for name, _ in attrs), "all is in the file"
+        if tag == "script":
+            self.scripts.append("")
+        if tag != "meta":
             self.open.append(tag)
 
     def handle_endtag(self, tag) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data) -> None:
-        self.text += data + "\n"
+        if self.open[-1:] == ["script"]:
+            self.scripts[-1] += data
+        else:
+            self.text += data + "\n"
 
 
 def test_report_of_a_run(tmp_path, capsys):
@@ -97,14 +114,32 @@ def test_report_of_a_run(tmp_path, capsys):
         width, height = png_size((out / name).read_bytes())
         assert width >= 1000 and height >= 500
     text = (out / "index.html").read_text()
-    page = Page()
-    page.feed(text)
-    assert page.open == []
-    assert len(page.images) == 4
-    assert all(source.startswith("data:image/png;base64,") for source in page.images)
-    assert "<script" not in text and "http://" not in text and "https://" not in text
-    for words in ("my <run>", "2.5000 (perplexity 12.18)", "5.5000", "MFU 40.0%", "torch 9.9", "1 (cpu)", "& co"):
-        assert words in page.text
+    assert "<script>alert" not in text and "https://" not in text and "prefers-color-scheme: dark" in text
+    page = Page(out / "index.html")
+    for words in ("my <run>", "2.5000 (perplexity 12.18)", "MFU 40.0%", "torch 9.9", "1 (cpu)", "& co",
+                  "5.5000 (first 999 validation tokens)", "984,320", "launch/train.py --config 'a b.yaml'",
+                  "optim.name\nmuon", "ZeRO stage\n2", "precision\nbf16"):  # fmt: skip
+        assert words in page.text, words
+    loss = page.charts["Loss"]
+    assert [series["name"] for series in loss["series"]] == ["training, smoothed", "training", "validation"]
+    smoothed, raw, validation = loss["series"]
+    assert raw["x"][-1] == 40 and raw["y"][-1] == 2.1 and smoothed["y"][-1] != raw["y"][-1]
+    assert (validation["x"], validation["y"], loss["marks"]) == ([40], [2.5], [20])
+    assert loss["levels"] == [{"name": "unigram model", "y": 5.5}, {"name": "bigram model", "y": 3.25}]
+    assert "Norm of the update (Muon)" in page.charts
+
+
+def test_several_runs_stand_side_by_side(tmp_path, capsys):
+    first, second = make_run(tmp_path / "a/run", loss=2.0), make_run(tmp_path / "b/run", loss=1.0)
+    (second / "config.yaml").write_text("optim: {name: adamw, lr: 0.001}\ntrain: {global_batch: null}\n")
+    assert main([str(first), str(second), "--out", str(tmp_path / "both")]) == 0
+    assert [path.name for path in (tmp_path / "both").iterdir()] == ["index.html"]
+    page = Page(tmp_path / "both/index.html")
+    names = [series["name"] for series in page.charts["Loss"]["series"]]
+    assert names[0] == f"{first}: training, smoothed" and len(names) == 6 and str(second) in names[3]
+    assert "optim.name\nmuon\nadamw" in page.text and "global_batch" not in page.text
+    assert '<tr class="differs"><td>optim.name' in (tmp_path / "both/index.html").read_text()
+    assert not (first / "report").exists()
 
 
 def test_facts_and_curves_say_what_the_files_say(tmp_path):
@@ -170,3 +205,10 @@ def test_smoothing_keeps_length_and_ends_and_does_not_lag():
     assert smooth([3.0]) == [3.0]
     noisy = [1.0, -1.0] * 200
     assert max(abs(value) for value in smooth(noisy)[10:-10]) < 0.3
+
+
+@pytest.mark.parametrize("count", [5, 40, 1000])
+def test_the_smoothed_curve_does_not_end_on_the_raw_last_value(count):
+    flat = [1.0] * count
+    assert smooth([*flat[:-1], 5.0])[-1] < 4 and smooth([5.0, *flat[1:]])[0] < 4
+    assert len(smooth(flat)) == count and smooth(flat) == pytest.approx(flat)
