@@ -32,11 +32,10 @@ launch/hostfile.local:
 data/stdlib/manifest.json: | $(VENV)/.run
 	$(BIN)/llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib
 
-# The hostfile names this machine only, so the launcher needs neither ssh nor a look-up of its address.
+# VERBOSE=1 shows DeepSpeed's launcher's own lines, and the tracebacks of all ranks after a fault.
 train: $(VENV)/.run launch/hostfile.local data/stdlib/manifest.json
-	deepspeed --hostfile launch/hostfile.local --no_ssh_check --master_addr 127.0.0.1 \
-	  --master_port $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])') \
-	  launch/train.py --config launch/recipes/quickstart.yaml
+	@llmtrain launch --hostfile launch/hostfile.local --max-restarts 0 $(if $(VERBOSE),--verbose) -- \
+	  launch/recipes/quickstart.yaml
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -18,13 +18,14 @@ from llmtrain.models.build import ModelFacts
 from llmtrain.tracking.environment import describe_environment, write_environment
 
 
-def write_run_files(folder: RunDirectory, resolved: ResolvedRun, ranks: Ranks) -> dict[str, Any]:
+def write_run_files(folder: RunDirectory, resolved: ResolvedRun, ranks: Ranks, sizes: ModelFacts) -> dict[str, Any]:
     """config.yaml, deepspeed.json and environment.json, as used. Returns the environment (rank 0; else empty)."""
     if ranks.rank != 0:
         return {}
     (folder.path / "config.yaml").write_text(dump(resolved.run))
     (folder.path / "deepspeed.json").write_text(json.dumps(resolved.deepspeed, indent=2) + "\n")
     environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats])
+    environment["parameters"] = sizes.parameters
     write_environment(folder.path, environment)
     return environment
 
@@ -36,8 +37,10 @@ def announce(
     train, length = resolved.run.train, resolved.run.data.sequence_length
     log.info(
         f"{units.count(sizes.parameters)} parameters, {resolved.precision}, ZeRO {resolved.zero_stage}, "
-        f"{resolved.world_size} rank(s) on {device_name(device)}; {train.global_batch} x {length} tokens a step "
-        f"({train.micro_batch} x {train.accumulation} x {resolved.data_parallel} ranks); run folder {folder.path}"
+        f"{resolved.world_size} rank{'' if resolved.world_size == 1 else 's'} on {device_name(device)}; "
+        f"{units.count((train.global_batch or 0) * length)} tokens a step ({train.global_batch} sequences of {length}: "
+        f"micro-batch {train.micro_batch} x accumulation {train.accumulation} x {resolved.data_parallel} data-parallel "
+        f"ranks); run folder {folder.path}"
     )
     for line in (*resolved.notes, *lines):
         log.info(line)

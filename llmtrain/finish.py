@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from llmtrain import log, units
-from llmtrain.checkpoint.format import complete_checkpoints
+from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import ResolvedRun
@@ -17,6 +19,7 @@ from llmtrain.tracking.tracker import Tracker
 
 _BASELINE_TOKENS = 20_000_000
 """Counting n-grams of more training tokens than this would hold up the end of a run."""
+_BASELINE_VALIDATION_TOKENS = 262_144
 
 
 def finish(
@@ -26,11 +29,12 @@ def finish(
     tracker: Tracker,
     validation_loss: float | None,
     device: torch.device,
-) -> None:
+) -> str:
     """Print the run's result; write the Hugging Face folder and the sample if the run asks for them.
 
     `validation_loss` is None with train.eval off: then there is nothing to compare unigrams and bigrams with, either.
-    `device`: this rank's, for the sample; the others still hold their shards of the model.
+    `device`: this rank's, for the sample; the others still hold their shards of the model. Returns where everything
+    lies: lines to print when all else is done.
     """
     run = resolved.run
     newest = complete_checkpoints(folder.checkpoints)[0]
@@ -43,7 +47,7 @@ def finish(
     if validation_loss is None:
         log.info("no validation loss: train.eval is off")
     else:
-        log.info(f"validation loss {validation_loss:.4f} (perplexity {perplexity(validation_loss):.2f})")
+        log.info(f"validation loss {validation_loss:.4f} nats/token (perplexity {perplexity(validation_loss):.2f})")
         _print_baselines(resolved, data, tracker)
     if run.train.export and run.train.sample_prompt is not None:
         sampling = Sampling(max_tokens=64, seed=run.train.seed)
@@ -51,8 +55,13 @@ def finish(
         tracker.event("sample", text=text)
         log.info(f"sample: {text}")
         lines.append(("more text", f'llmtrain generate {folder.path} --prompt "..."'))
-    for what, where in lines:
-        log.info(f"{what:<13} {where}")
+    return "\n".join(f"{what:<13} {where}" for what, where in lines)
+
+
+def stopped(checkpoints: Path, step: int, reason: str | None) -> str:
+    """The last line of a run that was asked to stop: what was saved, and where."""
+    where = step_folder(checkpoints, step)
+    return f"stopped ({reason}) at step {step}, saved in {where}; the same command continues"
 
 
 def _print_baselines(resolved: ResolvedRun, data: TrainData, tracker: Tracker) -> None:
@@ -60,9 +69,14 @@ def _print_baselines(resolved: ResolvedRun, data: TrainData, tracker: Tracker) -
     train_tokens = sum(stream.tokens for stream in data.streams("train"))
     if train_tokens > _BASELINE_TOKENS:
         return
-    unigram, bigram = ngram_baselines(data, sequences=resolved.run.train.eval_sequences)
-    tracker.event("baselines", unigram_loss=unigram, bigram_loss=bigram)
+    # So many whatever train.eval_sequences is: the figures of two runs on the same data are to be the same.
+    length = resolved.run.data.sequence_length
+    sequences = min(data.validation_sequences, max(1, _BASELINE_VALIDATION_TOKENS // length))
+    unigram, bigram = ngram_baselines(data, sequences=sequences)
+    counted = {"train_tokens": train_tokens, "validation_tokens": sequences * length}
+    tracker.event("baselines", unigram_loss=unigram, bigram_loss=bigram, **counted)
     log.info(
-        f"for comparison, on the same {units.count(train_tokens)} training tokens: "
-        f"a unigram model {unigram:.4f}, a bigram model {bigram:.4f}"
+        f"for comparison: a unigram model {unigram:.4f} nats/token, a bigram model {bigram:.4f} nats/token "
+        f"(counts of the same {units.count(train_tokens)} training tokens, measured on the first "
+        f"{units.count(sequences * length)} validation tokens)"
     )

@@ -1,4 +1,4 @@
-"""Plain log lines: standard output on rank 0, warnings on standard error. Standard library only."""
+"""Plain log lines: standard output on rank 0, warnings on standard error. A live line where there is a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def rank() -> int:
 def info(message: str) -> None:
     """One line on standard output, from rank 0 only."""
     if rank() == 0:
-        print(message, flush=True)
+        try:
+            print(message, flush=True)
+        except BrokenPipeError:  # `| head` has read enough: the work goes on
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
 
 
 def warn(message: str) -> None:
@@ -35,6 +38,34 @@ def warn_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         warn(message)
+
+
+class LiveLine:
+    """A bar and a text at the bottom of the terminal; what is printed meanwhile stands above them.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        words = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        columns = (BarColumn(bar_width=12), TextColumn("{task.description}", markup=False, table_column=words))
+        self._bar = Progress(
+            *columns, console=Console(file=sys.stdout), transient=True, expand=True, auto_refresh=False
+        )
+        self._task = self._bar.add_task("", total=1.0, visible=False)
+
+    def show(self, text: str, share: float | None) -> None:
+        """`share`: of the work that is done, 0 to 1; None where nobody knows. No text: off the screen."""
+        if not text:
+            self._bar.stop()
+            return
+        self._bar.start()
+        total = None if share is None else 1.0
+        self._bar.update(self._task, description=text, completed=share or 0.0, total=total, visible=True, refresh=True)
 
 
 _LINE_EVERY_S = 10.0

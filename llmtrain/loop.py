@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain import log
+from llmtrain import log, units
 from llmtrain.begin import announce, max_memory_gib, write_run_files
 from llmtrain.checkpoint.folder import CheckpointFolder, open_checkpoints
 from llmtrain.checkpoint.load import resume
@@ -33,7 +33,7 @@ from llmtrain.engine.fragments import loss_scale_state, optimizer_step
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.engine.step import StepResult, learning_rate_factor, seed_step
 from llmtrain.errors import TrainingStopped
-from llmtrain.finish import finish
+from llmtrain.finish import finish, stopped
 from llmtrain.models.build import facts, initial_weights
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.saving import Saving
@@ -102,6 +102,7 @@ class Training:
         if not resumed.weights_only:
             saved = resumed.trainer  # made by other tools, it may lack what they do not know
             self.position = Position(**{key: saved.get(key) or 0 for key in asdict(self.position)})
+            heart.at_step(self.position.step)
             self.wandb_id = saved.get("wandb_id") or self.wandb_id
             applied = self.position.step - self.position.skipped_steps
             self.uncounted_steps = optimizer_step(self.engine) - applied
@@ -240,13 +241,13 @@ class Training:
             return
         self.skipped_in_a_row += 1
         log.warn(
-            f"step {self.position.step} skipped: non-finite {what}; samples {_shortened(named)} "
+            f"step {self.position.step} skipped: non-finite {what}; samples {units.some(named)} "
             f"({self.skipped_in_a_row} in a row)"
         )
         if self.skipped_in_a_row >= self.run.fault.max_skipped:
             raise TrainingStopped(
                 f"{self.skipped_in_a_row} steps in a row were skipped for a non-finite {what}; fault.max_skipped is "
-                f"{self.run.fault.max_skipped}. Last samples: {_shortened(named)}. Look at them, lower optim.lr, or "
+                f"{self.run.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, lower optim.lr, or "
                 f"resume from an earlier checkpoint in {self.folder.checkpoints}."
             )
 
@@ -319,19 +320,10 @@ def train(resolved: ResolvedRun) -> int:
         training = Training(resolved, ranks, folder, checkpoints, wishes)
         heart.phase("resume")
         lines = training.resume_or_start()
-        heart.at_step(training.position.step)
         training.check_loss()
-        environment = write_run_files(folder, resolved, ranks)
+        environment = write_run_files(folder, resolved, ranks, training.model_facts)
         describe(resolved, training.wandb_id, experts=getattr(training.engine.module, "routing", None) is not None)
-        tracker = Tracker(
-            folder.path,
-            tracking=run.tracking,
-            run_id=training.wandb_id,
-            config={"run": asdict(run), "deepspeed": resolved.deepspeed, "environment": environment},
-            total_steps=resolved.max_steps,
-            enabled=ranks.rank == 0,
-            start_step=training.position.step,
-        )
+        tracker = _tracker(training, environment)
         saving = stack.enter_context(
             Saving(training.engine, checkpoints, resolved, ranks, tracker, saved_step=training.saved_step)
         )
@@ -344,7 +336,7 @@ def train(resolved: ResolvedRun) -> int:
             except TrainingStopped:
                 saving.settle()
                 raise
-            status = _conclude(training, tracker, saving, complete)
+            status, told = _conclude(training, tracker, saving, complete)
         except TrainingStopped as error:
             tracker.event("stop", step=training.position.step, complete=False, reason=str(error))
             raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
@@ -353,27 +345,42 @@ def train(resolved: ResolvedRun) -> int:
             raise
         finally:
             tracker.close(status)
+        log.info(told)  # the last words: closing W&B may have printed
     return 0
 
 
-def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bool) -> Status:
-    """What follows the last step: the last save, the validation loss, what rank 0 says and exports."""
-    position = training.position
+def _tracker(training: Training, environment: dict[str, Any]) -> Tracker:
+    return Tracker(
+        training.folder.path,
+        tracking=training.run.tracking,
+        run_id=training.wandb_id,
+        config={"run": asdict(training.run), "deepspeed": training.resolved.deepspeed, "environment": environment},
+        total_steps=training.resolved.max_steps,
+        enabled=training.ranks.rank == 0,
+        start_step=training.position.step,
+        norm="update" if training.run.optim.name == "muon" and training.resolved.zero_stage else "gradient",
+        show=messages.show_progress(),
+    )
+
+
+def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bool) -> tuple[Status, str]:
+    """What follows the last step: the last save, the validation loss, rank 0's export; returns rank 0's last words."""
+    position, ranks, told = training.position, training.ranks, ""
+    tracker.end_progress()
     with heart.during("save"):
         saving.last(position.step, training.trainer_state, exports=complete and training.run.train.export)
     validation_loss = training.evaluate(tracker) if complete and training.run.train.eval else None
-    if training.ranks.rank == 0:
+    if ranks.rank == 0:
         reason = None if complete else training.wishes.stop_reason or "another rank was asked to stop"
         tracker.event("stop", step=position.step, complete=complete, reason=reason)
         if complete:
             heart.phase("export")
-            device = training.ranks.device
-            finish(training.resolved, training.folder, training.data, tracker, validation_loss, device)
+            told = finish(training.resolved, training.folder, training.data, tracker, validation_loss, ranks.device)
         else:
-            log.info(f"stopped ({reason}) at step {position.step}; the same command continues")
+            told = stopped(training.checkpoints.path, position.step, reason)
         messages.emit("end", status="complete" if complete else "stopped", code=0, reason=reason)
     watched.left(0)
-    return "finished" if complete else "stopped"
+    return "finished" if complete else "stopped", told
 
 
 def _leave() -> None:
@@ -381,8 +388,3 @@ def _leave() -> None:
     heart.phase("end")
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _shortened(samples: list[int]) -> str:
-    shown = ", ".join(map(str, samples[:8]))
-    return shown if len(samples) <= 8 else f"{shown}, ... ({len(samples)} in all)"

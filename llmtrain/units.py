@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 GIB = 1024**3
 
 
@@ -31,3 +33,9 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
     return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def some(numbers: Sequence[int]) -> str:
+    """'1, 2, 3'; of many the first eight, and how many there are."""
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown}, ... ({len(numbers)} in all)"

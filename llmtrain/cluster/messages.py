@@ -4,6 +4,7 @@ Nothing is printed unless LLMTRAIN_SUPERVISED is 1, so a user who starts a job b
 
     kind        fields
     place       ranks: list of {rank, host, local_rank, device, pid}; once, when the ranks have met
+    progress    text ("": no more), share (0 to 1, or None): in place of lines on standard output, where TERMINAL is 1
     checkpoint  step: of a checkpoint that is complete
     fault       what, host, ranks, step, cause, signature, text: see `Explanation` in `watch.explain.facts`
     end         status: complete | stopped | refused | failed (the hosts' fault, not the user's), code: of the process,
@@ -15,19 +16,24 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 MARK = "llmtrain:: "
 SUPERVISED = "LLMTRAIN_SUPERVISED"
 LAUNCH = "LLMTRAIN_LAUNCH"
 """Environment variable of every process of a launch, on every host: a word that no other launch has."""
-KINDS = ("place", "checkpoint", "fault", "end")
+TERMINAL = "LLMTRAIN_TERMINAL"
+"""1 where the supervisor has a terminal, on which it shows the progress itself."""
+VERBOSE = "LLMTRAIN_VERBOSE"
+"""1: ranks that fail because another one is gone show their tracebacks, too."""
+KINDS = ("place", "progress", "checkpoint", "fault", "end")
 
 
 def emit(kind: str, **fields: Any) -> None:
     """Tell the supervisor, if there is one. One write, so that lines of several ranks do not mix."""
     assert kind in KINDS, kind
-    if os.environ.get(SUPERVISED) != "1":
+    if not supervised():
         return
     line = f"{MARK}{json.dumps({'kind': kind, **fields}, separators=(',', ':'))}\n"
     try:
@@ -35,6 +41,18 @@ def emit(kind: str, **fields: Any) -> None:
         os.write(sys.stdout.fileno(), line.encode())
     except (OSError, ValueError):  # the supervisor is gone, or standard output is no file: nobody to tell
         return
+
+
+def supervised() -> bool:
+    """Whether a supervisor hears."""
+    return os.environ.get(SUPERVISED) == "1"
+
+
+def show_progress() -> Callable[[str, float | None], None] | None:
+    """What shows progress on the supervisor's terminal; None where it has none."""
+    if not supervised() or os.environ.get(TERMINAL) != "1":
+        return None
+    return lambda text, share: emit("progress", text=text, share=share)
 
 
 def parse(line: str) -> dict[str, Any] | None:

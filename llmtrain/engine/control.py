@@ -22,6 +22,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from llmtrain import log
+from llmtrain.cluster import messages
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.build import Ranks
 from llmtrain.errors import UserError
@@ -63,7 +65,17 @@ class Wishes:
         if number == signal.SIGUSR1:
             self.save_now = True
         else:
-            self._stop(signal.Signals(number).name)
+            self._acknowledge(number)
+            self._stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+    def _acknowledge(self, number: int) -> None:
+        """At once, once, from rank 0; a supervisor has said so itself."""
+        if self.stop_reason is None and log.rank() == 0 and not messages.supervised():
+            line = "\r\x1b[K" if os.isatty(2) else ""  # takes the place of a live line
+            what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            # Not print(): a handler may have interrupted one.
+            with contextlib.suppress(OSError):
+                os.write(2, f"{line}{what}: the run finishes this step, saves and leaves\n".encode())
 
     def _watch(self) -> None:
         """Look once a second for what sends no signal."""

@@ -1,17 +1,16 @@
-"""Progress on the terminal: one live line on a tty, one plain line per log point elsewhere."""
+"""Progress on the terminal: one live line where there is one, one plain line per log point elsewhere."""
 
 from __future__ import annotations
 
-import shutil
 import sys
-import threading
 import time
 from collections import deque
-from typing import Any, TextIO, cast
+from collections.abc import Callable
+from typing import Any, TextIO
 
 from llmtrain import units
+from llmtrain.log import LiveLine
 
-_ERASE_LINE = "\r\x1b[K"
 _RATE_WINDOW = 20  # log points over which the time per step is averaged for the ETA
 
 
@@ -21,27 +20,32 @@ def _number(row: dict[str, Any], key: str) -> float | None:
 
 
 class Console:
-    """Prints rows of metrics. `close` (or an exit without it) leaves the terminal as it was."""
+    """Prints rows of metrics.
 
-    def __init__(self, *, total_steps: int | None, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+    Args:
+        total_steps: of the run, where that is known.
+        norm: what `grad_norm` is the norm of. With Muon, DeepSpeed's ZeRO clips and measures the update.
+        show: takes the progress text ("": no more) and the share that is done, for a terminal that another process
+            owns. Without it a terminal at standard output gets a live line.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int | None,
+        norm: str = "gradient",
+        show: Callable[[str, float | None], None] | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._stream = stream
         self._total_steps = total_steps
+        self._norm = norm
         self._points: deque[tuple[float, float]] = deque(maxlen=_RATE_WINDOW)
-        self._lock = threading.RLock()
         self._line = ""
-        self._shown = False
-        self._live = self._stream.isatty()
-        self._replaced: list[tuple[str, TextIO]] = []
-        if self._live and stream is None:
-            # Other parts print messages; they have to appear above the live line, not within it.
-            for name in ("stdout", "stderr"):
-                original = getattr(sys, name)
-                if original.isatty():
-                    self._replaced.append((name, original))
-                    setattr(sys, name, cast(TextIO, _AboveLine(original, self)))
+        self._show = LiveLine().show if show is None and stream is None and sys.stdout.isatty() else show
 
     def update(self, row: dict[str, Any]) -> None:
-        """Show a row of metrics: evaluations stay on the screen; on a tty, progress replaces itself."""
+        """Show a row of metrics: evaluations stay on the screen; on a terminal, progress replaces itself."""
         step = _number(row, "step")
         if step is None:
             return
@@ -50,46 +54,20 @@ class Console:
         if "loss" in row:
             self._points.append((step, time.monotonic()))
             self._line = self._progress(step, row)
-            if self._live:
-                self.draw()
-            else:
+            if self._show is None:
                 self._print(self._line)
+            else:
+                self._show(self._line, None if self._total_steps is None else step / self._total_steps)
 
     def close(self) -> None:
-        """Leave the last progress line on the screen and give the streams back."""
-        with self._lock:
-            if self._shown:
-                self._stream.write("\n")
-                self._stream.flush()
-            self._shown = False
-            self._line = ""
-        for name, original in self._replaced:
-            setattr(sys, name, original)
-        self._replaced = []
-
-    def draw(self) -> None:
-        """Put the progress line on the bottom line of the terminal."""
-        with self._lock:
-            if self._live and self._line:
-                width = shutil.get_terminal_size().columns - 1
-                self._stream.write(_ERASE_LINE + self._line[:width])
-                self._stream.flush()
-                self._shown = True
-
-    def erase(self) -> None:
-        """Take the progress line off the terminal."""
-        with self._lock:
-            if self._shown:
-                self._stream.write(_ERASE_LINE)
-                self._stream.flush()
-                self._shown = False
+        """Leave the last progress line on the screen. A second call does nothing."""
+        if self._show is not None and self._line:
+            self._show("", None)
+            self._print(self._line)
+        self._show = None
 
     def _print(self, text: str) -> None:
-        with self._lock:
-            self.erase()
-            self._stream.write(text + "\n")
-            self._stream.flush()
-            self.draw()
+        print(text, file=self._stream or sys.stdout, flush=True)
 
     def _step(self, step: float) -> str:
         if self._total_steps is None:
@@ -97,28 +75,28 @@ class Console:
         return f"step {step:{len(str(self._total_steps))}.0f}/{self._total_steps}"
 
     def _evaluation(self, step: float, row: dict[str, Any]) -> str:
-        text = f"{self._step(step)}  eval loss {row['eval/loss']:.4f}"
+        text = f"{self._step(step)}  validation loss {row['eval/loss']:.4f} nats/token"
         perplexity = _number(row, "eval/perplexity")
         return text if perplexity is None else f"{text}  perplexity {perplexity:.2f}"
 
     def _progress(self, step: float, row: dict[str, Any]) -> str:
         # What matters most comes first: a narrow terminal cuts the end off.
-        parts = [self._step(step), f"loss {row['loss']:.4f}"]
+        parts = [self._step(step), f"loss {row['loss']:.4f} nats/token"]
         if (speed := _number(row, "tokens_per_s")) is not None:
-            parts.append(f"{units.count(speed)} tok/s")
+            parts.append(f"{units.count(speed)} tokens/s")
         if (eta_s := self._eta_s(step)) is not None:
-            parts.append(f"ETA {units.duration(eta_s)}")
+            parts.append(f"{units.duration(eta_s)} left")
         for key, form in (
-            ("lr", "lr {:.1e}"),
-            ("grad_norm", "grad {:.2f}"),
-            ("max_memory_gib", "{:.1f} GiB"),
+            ("lr", "learning rate {:.1e}"),
+            ("grad_norm", self._norm + " norm {:.2f}"),
+            ("max_memory_gib", "memory {:.1f} GiB"),
             ("mfu_causal", "MFU {:.1%}"),
-            ("loss_scale", "scale {:g}"),
+            ("loss_scale", "loss scale {:g}"),
         ):
             if (value := _number(row, key)) is not None:
                 parts.append(form.format(value))
         if skipped := _number(row, "skipped_steps"):
-            parts.append(f"skipped {skipped:.0f}")
+            parts.append(f"skipped {skipped:.0f} step{'' if skipped == 1 else 's'}")
         return "  ".join(parts)
 
     def _eta_s(self, step: float) -> float | None:
@@ -127,22 +105,3 @@ class Console:
             return None
         per_step_s = (self._points[-1][1] - first_s) / (step - first_step)
         return max(self._total_steps - step, 0) * per_step_s
-
-
-class _AboveLine:
-    """A terminal stream whose text goes above the live line."""
-
-    def __init__(self, stream: TextIO, console: Console) -> None:
-        self._stream = stream
-        self._console = console
-
-    def write(self, text: str) -> int:
-        self._console.erase()
-        written = self._stream.write(text)
-        if text.endswith("\n"):
-            self._stream.flush()
-            self._console.draw()
-        return written
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +22,9 @@ class Tracker:
     """Metrics and events of one launch.
 
     `config` is what W&B shows as the configuration (YAML, DeepSpeed dict, environment); secrets in it are
-    redacted. `start_step` is the step of the checkpoint that training goes on from (0: a new run):
-    rows of later steps, from before a crash, are dropped, because training writes them again. With
-    `enabled=False` (ranks other than 0) every call is a no-op. No method raises for a full disk or a failing
-    W&B.
+    redacted. `norm` and `show` are those of `Console`. `start_step` is the step of the checkpoint that training goes
+    on from (0: a new run): rows of later steps, from before a crash, are dropped, because training writes them again.
+    With `enabled=False` (ranks other than 0) every call is a no-op. No method raises for a full disk or a failing W&B.
     """
 
     def __init__(
@@ -37,6 +37,8 @@ class Tracker:
         total_steps: int | None,
         enabled: bool,
         start_step: int = 0,
+        norm: str = "gradient",
+        show: Callable[[str, float | None], None] | None = None,
     ) -> None:
         self._open = enabled
         if not enabled:
@@ -52,7 +54,7 @@ class Tracker:
             log.warn(f"{metrics} keeps rows after step {start_step} that this launch repeats ({error.strerror}).")
         self._metrics = JsonLines(metrics)
         self._events = JsonLines(run_dir / "events.jsonl")
-        self._console = Console(total_steps=total_steps)
+        self._console = Console(total_steps=total_steps, norm=norm, show=show)
         self._wandb = WandbSink(run_dir, tracking=tracking, run_id=run_id, config=config, start_step=start_step)
         if dropped:
             self.event("rewind", step=start_step, dropped_rows=dropped)
@@ -75,6 +77,11 @@ class Tracker:
         """Write one event: start, resume, save, skip, stop, fault, baselines, ... Secrets are redacted."""
         if self._open:
             self._events.write({"time_unix_s": time.time(), "kind": kind, **redact(fields)})
+
+    def end_progress(self) -> None:
+        """The last step is done: its line stays on the screen, and what comes now stands below it."""
+        if self._open:
+            self._console.close()
 
     def close(self, status: Status = "finished") -> None:
         """Write everything out. Takes at most 20 s, whatever W&B does. A second call does nothing."""

@@ -99,7 +99,7 @@ def test_ctrl_c_saves_on_all_hosts(lab3: Lab, small_data: str, tmp_path: Path) -
         assert environ["NCCL_DEBUG"] == 'a "b" $(c)' and "WANDB_API_KEY" not in environ
         run.interrupt()
         assert run.finish() == 130
-        assert "3 of 3 ranks were asked" in run.text
+        assert "3 ranks are asked" in run.text
         assert run.newest_checkpoint() == run.step() >= 3
         run.assert_nothing_left()
         for host in lab3.hosts:

@@ -79,7 +79,7 @@ def test_the_batch_script_saves_before_its_time_is_over_and_is_queued_again(
             job.wait()
     text = log.read_text()
     assert (tmp_path / "scontrol.log").read_text() == "requeue 77\n"
-    assert "rank 1 -> " in text and "2 of 2 ranks were asked to save and leave" in text
+    assert "rank 1 -> " in text and "2 ranks are asked to save and leave" in text
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["tracking"]["name"] == word
     assert not (tmp_path / "x").exists()
 

@@ -110,7 +110,7 @@ def test_before_its_time_is_over_it_saves_and_is_queued_again(lab3: Lab, small_d
     stopped = job.wait_for(r"^stopped \(SIGTERM\) at step (\d+)")
     assert job.wait_for(r"^resumed from .* at step (\d+)$")[1] == stopped[1]
     assert job.shown("Restarts") == "1"
-    assert "launch: 3 of 3 ranks were asked to save and leave" in job.text
+    assert "launch: 3 ranks are asked to save and leave" in job.text
     slurm.ask("scancel", job.id)
     assert job.ended() == "CANCELLED"
     job.assert_nothing_left()

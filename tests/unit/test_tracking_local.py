@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -169,34 +170,51 @@ ROW = {"loss": 3.25, "lr": 3e-4, "grad_norm": 0.5, "tokens_per_s": 12345.0, "max
 
 def test_plain_lines_where_there_is_no_terminal():
     stream = io.StringIO()
-    console = Console(total_steps=100, stream=stream)
+    console = Console(total_steps=100, norm="update", stream=stream)
     console.update({"step": 10, **ROW})
     time.sleep(0.01)
     console.update({"step": 20, **ROW})
     console.update({"step": 20, "eval/loss": 3.0, "eval/perplexity": 20.09})
     console.close()
     first, second, evaluation = stream.getvalue().splitlines()
-    assert first == "step  10/100  loss 3.2500  12.3k tok/s  lr 3.0e-04  grad 0.50  1.5 GiB"
-    assert "ETA" in second
-    assert evaluation == "step  20/100  eval loss 3.0000  perplexity 20.09"
+    assert first == (
+        "step  10/100  loss 3.2500 nats/token  12.3k tokens/s  learning rate 3.0e-04  update norm 0.50  memory 1.5 GiB"
+    )
+    assert second.split("  ")[4].endswith("s left")
+    assert evaluation == "step  20/100  validation loss 3.0000 nats/token  perplexity 20.09"
     assert "\x1b" not in stream.getvalue()
 
 
-def test_the_live_line_replaces_itself_and_messages_stand_above_it(monkeypatch):
+def test_the_live_line_is_off_the_screen_before_what_is_said_last(monkeypatch):
     screen = Tty()
     monkeypatch.setattr(sys, "stdout", screen)
-    console = Console(total_steps=None)
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(total_steps=4)
     console.update({"step": 1, **ROW})
     print("saved", "checkpoint")
     console.update({"step": 2, **ROW})
     console.close()
+    print("last")
     assert sys.stdout is screen
     text = screen.getvalue()
-    # What the terminal shows: an erase sequence starts its line again.
-    shown = [line.split("\r\x1b[K")[-1] for line in text.split("\n")]
-    assert shown[0] == "saved checkpoint"
-    assert shown[1].startswith("step 2  loss 3.2500")
-    assert shown[2:] == [""]
+    # What stays on the terminal: an erase sequence empties the line that it stands in.
+    shown = [re.sub(r"\x1b\[[?\d;]*[a-zA-Z]|\r", "", line.split("\x1b[2K")[-1]).strip() for line in text.split("\n")]
+    assert text.count("step 1/4") == 2 and "━" in text  # drawn again below the message
+    kept = [line for line in shown if line]
+    assert kept[0] == "saved checkpoint" and kept[-1] == "last"
+    assert kept[-2].endswith("memory 1.5 GiB") and kept[-2].startswith("step 2/4  loss 3.2500")
+
+
+def test_another_process_shows_the_progress():
+    shown = []
+    stream = io.StringIO()
+    console = Console(total_steps=4, show=lambda *given: shown.append(given), stream=stream)
+    console.update({"step": 2, **ROW})
+    console.update({"step": 2, "eval/loss": 3.0})
+    console.close()
+    line = shown[0][0]
+    assert line.startswith("step 2/4  loss") and shown == [(line, 0.5), ("", None)]
+    assert stream.getvalue().splitlines() == ["step 2/4  validation loss 3.0000 nats/token", line]
 
 
 @pytest.mark.parametrize("key", ["WANDB_API_KEY", "apiKey", "hf_token", "db.password", "AWS_SECRET_ACCESS_KEY"])

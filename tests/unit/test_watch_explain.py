@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -223,6 +224,17 @@ def test_each_cause_names_who_differs(name):
     assert (found.cause, found.host, found.ranks) == (name.split(",")[0], host, ranks), found.text
     assert words in found.text and found.text.startswith("fault after step 2")
     assert found.text.endswith(".") and "\n" not in found.text
+
+
+@pytest.mark.parametrize("name", [name for name, (_, (_, odd), _) in CASES.items() if odd])
+def test_several_ranks_that_differ_are_told_in_the_plural(name):
+    """Each rank of the case has a twin on its host, which does the same."""
+    facts = CASES[name][0]
+    twins = [replace(rank, rank=rank.rank + 10, pid=rank.pid + 10) for rank in facts.ranks]
+    text = explain(replace(facts, ranks=(*facts.ranks, *twins))).text
+    assert re.search(r"ranks \d", text), text
+    assert not re.search(r"ranks [\d, -]+( on [\w-]+)? (still )?(\w+s|was)\b", text), text
+    assert not re.search(r"\bit (is|waits|does|go)\b|\bits (next|checkpoint)|by itself|holds it", text), text
 
 
 def test_the_others_are_told_by_where_they_wait():

@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from llmtrain import log
 from llmtrain.cluster.doctor.command import quick
 from llmtrain.cluster.doctor.report import print_report
 from llmtrain.cluster.hosts.environment import SECRETS_VARIABLE, deliver, remove
@@ -73,6 +74,7 @@ class Launch:
         self._wishes: list[int] = []
         """Signals that the user sent, in their order."""
         self._words = options.words
+        self._live: log.LiveLine | None = None
 
     def run(self) -> int:
         """Until the job is complete, asked to leave, refused, or not to be restarted. Raises UserError."""
@@ -92,7 +94,8 @@ class Launch:
                 if outcome.kind == "fault" and not (attempt.ranks and attempt.fault):
                     _say(f"error: {outcome.text}")  # else the watch has printed it
                 if not decision.restart:
-                    return self._close(decision.code, decision.text if outcome.kind != "refused" else "")
+                    told = (attempt.end or {}).get("status") in ("refused", "stopped")  # by rank 0
+                    return self._close(decision.code, "" if told else decision.text)
                 problem = self._prepare_restart(attempt, outcome.signature, decision.wait_s)
                 if self._wishes:
                     return self._close(_code_of(self._wishes[0]), "asked to stop before the restart")
@@ -211,6 +214,8 @@ class Launch:
                 self._end_by_force(plan, job)
         for message in job.rest():
             self._hear(plan, attempt, message)
+        if self._live is not None:
+            self._live.show("", None)
         return code
 
     def _on_wish(self, plan: Plan, attempt: Attempt, job: Job, count: int) -> bool:
@@ -225,14 +230,17 @@ class Launch:
             _say("launch: ending all processes")
             return True
         ranks = len(attempt.ranks)
+        again = "; Ctrl-C again ends it at once" if attempt.asked == signal.SIGINT else ""
+        _say(
+            f"launch: {ranks} rank{' is' if ranks == 1 else 's are'} asked to save and leave{again}"
+        )  # first: a host may take long to answer
         if self._slurm:
             # It may take a minute, and a second Ctrl-C is to be heard meanwhile.
             threading.Thread(target=self._ask_by_slurm, args=(job,), name="ask", daemon=True).start()
-            reached = ranks
-        else:
-            reached = reach.signal_ranks(plan.names, self._mark, attempt.ranks, signal.SIGTERM)
-        again = "; Ctrl-C again ends it at once" if attempt.asked == signal.SIGINT else ""
-        _say(f"launch: {reached} of {ranks} ranks were asked to save and leave{again}")
+            return False
+        reached = reach.signal_ranks(plan.names, self._mark, attempt.ranks, attempt.asked)
+        if reached < ranks:
+            _say(f"warning: {reached} of {ranks} ranks were reached; the others learn of it at the next step")
         return False
 
     def _ask_by_slurm(self, job: Job) -> None:
@@ -255,10 +263,12 @@ class Launch:
 
     def _hear(self, plan: Plan, attempt: Attempt, message: dict[str, Any]) -> None:
         attempt.hear(message, time.monotonic())
+        if message["kind"] == "progress":
+            self._live = self._live or log.LiveLine()
+            self._live.show(str(message.get("text") or ""), message.get("share"))
         if message["kind"] == "place":
             self._supervisor.met(time.monotonic())
-            for line in place_lines(plan, attempt.ranks):
-                _say(line)
+            _say("\n".join(place_lines(plan, attempt.ranks)))
 
     def _prepare_restart(self, attempt: Attempt, signature: str, wait_s: float) -> str | None:
         """Wait, find the hosts, choose those with which the run can go on; a sentence if there are none."""

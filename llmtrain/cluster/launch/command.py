@@ -48,6 +48,9 @@ def _options(argv: list[str]) -> Options:
     parser.add_argument(
         "--dry-run", action="store_true", help="print hosts, ranks, command, environment; start nothing"
     )
+    parser.add_argument(
+        "--verbose", action="store_true", help="show DeepSpeed's launcher's lines, and the tracebacks of all ranks"
+    )
     parser.add_argument("run", nargs=argparse.REMAINDER, metavar="-- RUN.yaml ...", help="as for `llmtrain train`")
     given = parser.parse_args(argv)
     words = [word for index, word in enumerate(given.run) if index or word != "--"]
@@ -71,6 +74,7 @@ def _options(argv: list[str]) -> Options:
         min_hosts=least,
         env_file=given.env_file,
         dry_run=given.dry_run,
+        verbose=given.verbose,
     )
 
 

@@ -18,6 +18,11 @@ _REST_S = 12.0
 """After the process has ended: the watch of a host may hold its output a little longer, and tell of a fault."""
 
 
+def on_terminal() -> bool:
+    """Whether what the job prints, errors too, goes to a terminal."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
+
+
 class Job:
     """A started job. Ctrl-C on the terminal does not reach it: what is to happen is decided by the supervisor.
 
@@ -27,7 +32,13 @@ class Job:
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._process = subprocess.Popen(
-            argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+            argv,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            # On a terminal nothing may write into the live line behind launch's back.
+            stderr=subprocess.STDOUT if on_terminal() else None,
+            start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, name="job-output", daemon=True)
         self._reader.start()
@@ -54,8 +65,11 @@ class Job:
                 self._messages.put(message)
                 continue
             with contextlib.suppress(OSError, ValueError):  # the terminal is gone: the job is not
-                sys.stdout.buffer.write(raw)
-                sys.stdout.buffer.flush()
+                if on_terminal():
+                    print(raw.decode("utf-8", "replace"), end="", flush=True)
+                else:
+                    sys.stdout.buffer.write(raw)
+                    sys.stdout.buffer.flush()
 
     def take(self, wait_s: float) -> list[dict[str, Any]]:
         """The messages since the last call; waits for the first one at most `wait_s`."""

@@ -20,6 +20,7 @@ from llmtrain.cluster.hosts.environment import Travel, deepspeed_env, for_pdsh, 
 from llmtrain.cluster.hosts.here import is_alone
 from llmtrain.cluster.hosts.hostfile import Host, include_of, render
 from llmtrain.cluster.launch import slurm
+from llmtrain.cluster.launch.job import on_terminal
 from llmtrain.errors import ConfigError
 from llmtrain.redact import redact_argv
 
@@ -43,6 +44,8 @@ class Options:
     min_hosts: int
     env_file: str | None
     dry_run: bool
+    verbose: bool = False
+    """Show DeepSpeed's launcher's own lines, and the tracebacks of ranks that fail because another one is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ class Plan:
     words: tuple[str, ...]
     """Of launch/train.py: --config RUN.yaml and the overrides."""
     travel: Travel
+    verbose: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -75,10 +79,12 @@ def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequenc
     """
     given = read_env_file(options.env_file) if options.env_file else {}
     ours = {messages.SUPERVISED: "1", messages.LAUNCH: mark}
+    ours |= {messages.VERBOSE: "1"} if options.verbose else {}
+    ours |= {messages.TERMINAL: "1"} if on_terminal() else {}
     if "WANDB_RUN_ID" not in os.environ:  # a restart before the first checkpoint goes on in the same run, too
         extra["WANDB_RUN_ID"] = mark
     travel = travelling(os.environ, {**extra, **given, **ours})
-    return Plan(hosts=tuple(hosts), words=tuple(words or options.words), travel=travel)
+    return Plan(hosts=tuple(hosts), words=tuple(words or options.words), travel=travel, verbose=options.verbose)
 
 
 def check(plan: Plan) -> None:
@@ -123,6 +129,8 @@ def command(plan: Plan, folder: Path | str, address: str, port: int | str) -> li
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", f"{folder}/hosts", "--no_ssh_check"),
         *(("--include", only) if only else ()),
+        # Of a fault launch tells itself, and errors of the launcher's are no more than "exits with return code".
+        *(() if plan.verbose else ("--log_level", "critical")),
         # Without this a single host is taken for the machine at hand, whatever its name is.
         *(() if plan.alone or len(plan.hosts) > 1 else ("--force_multi",)),
         *("--master_addr", "127.0.0.1" if plan.alone else address, "--master_port", str(port)),

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from llmtrain import log
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch.ending import MARK
+from llmtrain.cluster.watch.explain.cause import is_echo
 from llmtrain.cluster.watch.explain.facts import Frame
 from llmtrain.cluster.watch.explain.wording import own_line, place
 from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, make_folder, read_json, write_json
@@ -128,6 +129,8 @@ def told_how_it_ends() -> Iterator[None]:
         raise
     except Exception as error:
         failed(error)
+        if _folder is not None and os.environ.get(messages.VERBOSE) != "1" and is_echo(_words(error)):
+            raise SystemExit(1) from None  # the watch explains who has gone: tracebacks of the others would bury that
         raise
 
 
@@ -141,12 +144,16 @@ def failed(error: BaseException) -> None:
     _has_failed = True  # the first place that sees it knows the phase
     lines = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(error.__traceback__))]
     frame = own_line(lines)
-    said = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {said[0] if said else ''}".removesuffix(": ")[:500]
     try:
-        write_error(_folder, log.rank(), text, place(frame) if frame else "", heart.in_phase())
+        write_error(_folder, log.rank(), _words(error), place(frame) if frame else "", heart.in_phase())
     except OSError:
         return
+
+
+def _words(error: BaseException) -> str:
+    """The last line of its traceback."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0] if said else ''}".removesuffix(": ")[:500]
 
 
 def _start_agent(folder: Path, stall_s: float, run_dir: str) -> None:

@@ -28,7 +28,7 @@ class Cause:
     ranks: Sequence[RankFacts]
     """Those that differ."""
     says: str
-    """One or two sentences: what is wrong and why."""
+    """One or two sentences: what is wrong and why. `<is|are>`: for one of `ranks`, for several."""
     remedy: str
     host: str = ""
     """The host that differs, where it is not that of `ranks`."""
@@ -41,9 +41,14 @@ def live(facts: JobFacts) -> list[RankFacts]:
     return [r for r in facts.ranks if r.state not in ("dead", "left", "unknown")]
 
 
+def is_echo(error: str) -> bool:
+    """Whether an exception of this text comes of another rank's end."""
+    return bool(_SECONDARY.search(error))
+
+
 def is_secondary(rank: RankFacts) -> bool:
     """It died because another one had gone: an error of communication, or the launcher's SIGTERM."""
-    return rank.signal in ("SIGTERM", "SIGINT", "SIGHUP") or (bool(rank.error) and bool(_SECONDARY.search(rank.error)))
+    return rank.signal in ("SIGTERM", "SIGINT", "SIGHUP") or is_echo(rank.error)
 
 
 def minority(ranks: Sequence[RankFacts], key: Callable[[RankFacts], object]) -> list[RankFacts]:

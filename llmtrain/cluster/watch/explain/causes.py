@@ -63,7 +63,7 @@ def _aborted(facts: JobFacts) -> Cause | None:
         name="collective_mismatch",
         ranks=aborted,
         detail=call(first),
-        says=f"{who(aborted)} was ended by the communication library {'in' if first.inside else 'after'} "
+        says=f"{who(aborted)} <was|were> ended by the communication library {'in' if first.inside else 'after'} "
         f"{call(first)}, in {first.phase}{stands(first)}: other ranks were in another collective.",
         remedy=OTHER_WAY,
     )
@@ -85,7 +85,7 @@ def _dead(facts: JobFacts) -> Cause | None:
         return Cause(
             name="killed_while_stopping",
             ranks=chosen,
-            says=f"{who(chosen)} was asked to stop and killed before its checkpoint was written.",
+            says=f"{who(chosen)} <was|were> asked to stop and killed before <its|their> checkpoint was written.",
             remedy="DeepSpeed's launcher kills 30 s after its signal: send SIGTERM to the ranks instead, or allow more "
             "time. " + AGAIN,
         )
@@ -93,7 +93,7 @@ def _dead(facts: JobFacts) -> Cause | None:
         return Cause(
             name="out_of_memory",
             ranks=chosen,
-            says=f"{who(chosen)} was killed in {first.phase}, and the kernel of {first.host} has ended {oom} "
+            says=f"{who(chosen)} <was|were> killed in {first.phase}, and the kernel of {first.host} has ended {oom} "
             f"process{'es' if oom > 1 else ''} for lack of memory since the job began.",
             remedy="Give the host more memory, run fewer ranks on it, or lower train.micro_batch; `dmesg` on the host "
             "names the process.",
@@ -108,7 +108,7 @@ def _dead(facts: JobFacts) -> Cause | None:
             "below Python.",
             remedy="Look at its output and at the kernel log; `llmtrain doctor` checks the host.",
         )
-    how = f"was ended by {first.signal}" if first.signal else "has gone without a word"
+    how = f"<was|were> ended by {first.signal}" if first.signal else "<has|have> gone without a word"
     return Cause(
         name="killed",
         ranks=chosen,
@@ -127,7 +127,7 @@ def _raised(first: RankFacts, chosen: Sequence[RankFacts]) -> Cause:
             ranks=chosen,
             detail=first_words(first.error),
             says=f"{who(chosen)} failed in {first.phase}{at}: {first.error}. No rank died of itself, so a connection "
-            "broke or a collective took longer than fault.timeout_s.",
+            "broke or a collective took longer than fault.timeout_s (LLMTRAIN_VERBOSE=1 shows the tracebacks).",
             remedy="`llmtrain doctor` checks the network; a slow file server or host is told by the stragglers in "
             "events.jsonl.",
         )

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from llmtrain.cluster.watch.explain.causes import CAUSES
 from llmtrain.cluster.watch.explain.facts import Explanation, JobFacts
 from llmtrain.cluster.watch.explain.wording import where
+
+
+def numbered(text: str, count: int) -> str:
+    """ "<is|are>" as it stands for so many."""
+    return re.sub(r"<([\w ]+)\|([\w ]+)>", r"\1" if count == 1 else r"\2", text)
 
 
 def explain(facts: JobFacts) -> Explanation:
@@ -17,10 +24,10 @@ def explain(facts: JobFacts) -> Explanation:
         for r in facts.ranks
         if r.rank not in odd and r.state not in ("dead", "left", "unknown") and r.host != cause.host
     ]
-    parts = [cause.says]
+    parts = [numbered(cause.says, len(cause.ranks))]
     if waiting := where(others):
         parts.append(f"{'The others' if odd else 'The ranks'}: {waiting}.")
-    parts.append(cause.remedy)
+    parts.append(numbered(cause.remedy, len(cause.ranks)))
     began = f"no progress for {facts.stalled_s:.0f} s" if facts.trigger == "pause" else "fault"
     return Explanation(
         what=facts.trigger,

@@ -22,9 +22,9 @@ def _stopped(facts: JobFacts) -> Cause | None:
     return Cause(
         name="stopped",
         ranks=stopped,
-        says=f"{who(stopped)} is stopped (SIGSTOP, or a debugger holds it) in {stopped[0].phase}, and has not moved "
-        f"for {max(r.idle_s for r in stopped):.0f} s.",
-        remedy=f"On {stopped[0].host}, `kill -CONT {pids}` {lets} it go on; ask who stops processes there.",
+        says=f"{who(stopped)} <is|are> stopped (SIGSTOP, or a debugger holds <it|them>) in {stopped[0].phase}, and "
+        f"<has|have> not moved for {max(r.idle_s for r in stopped):.0f} s.",
+        remedy=f"On {stopped[0].host}, `kill -CONT {pids}` {lets} <it|them> go on; ask who stops processes there.",
     )
 
 
@@ -36,7 +36,8 @@ def _left_early(facts: JobFacts) -> Cause | None:
     return Cause(
         name="left_early",
         ranks=left,
-        says=f"{who(left)} has ended by itself (exit code {left[0].code}) while others still wait in a collective.",
+        says=f"{who(left)} <has|have> ended by <itself|themselves> (exit code {left[0].code}) while others still wait "
+        "in a collective.",
         remedy=_SAME_BATCHES,
     )
 
@@ -49,7 +50,9 @@ def _disk(facts: JobFacts) -> Cause | None:
         return None
     first = at[0]
     how = (
-        "waits for a disk or a file server that does not answer" if first.state == "disk" else "reads or writes a file"
+        "<waits|wait> for a disk or a file server that does not answer"
+        if first.state == "disk"
+        else "<reads|read> or <writes|write> a file"
     )
     kernel = f" (kernel: {first.waits_in})" if first.waits_in else ""
     return Cause(
@@ -96,7 +99,7 @@ def _uneven(facts: JobFacts) -> Cause | None:
             return Cause(
                 name="uneven_batches",
                 ranks=fewer,
-                says=f"{who(fewer)} is at step {fewer[0].step + 1}, the others at step "
+                says=f"{who(fewer)} <is|are> at step {fewer[0].step + 1}, the others at step "
                 f"{(ahead if fewer is behind else behind)[0].step + 1}, and all wait for each other.",
                 remedy=_SAME_BATCHES,
             )
@@ -106,10 +109,10 @@ def _uneven(facts: JobFacts) -> Cause | None:
     return Cause(
         name="slow_data" if ask else "uneven_batches",
         ranks=odd,
-        says=f"{who(odd)} is in {odd[0].phase}{stands(odd[0])}, for {odd[0].idle_s:.0f} s, while the others wait for "
-        "it in a step.",
-        remedy=f"It waits for its next batch: look at the file server and the disks of {odd[0].host}, and whether each "
-        "rank has equally many batches."
+        says=f"{who(odd)} <is|are> in {odd[0].phase}{stands(odd[0])}, for {odd[0].idle_s:.0f} s, while the others wait "
+        "for <it|them> in a step.",
+        remedy=f"<It waits|They wait> for <its|their> next batch: look at the file server and the disks of "
+        f"{odd[0].host}, and whether each rank has equally many batches."
         if ask
         else _SAME_BATCHES,
     )
@@ -134,8 +137,8 @@ def _expert(facts: JobFacts) -> Cause | None:
     return Cause(
         name="experts_not_leaves",
         ranks=odd,
-        says=f"{who(odd)} waits in {call(odd[0])}, the others elsewhere, in {odd[0].phase} of a mixture of experts "
-        "under ZeRO 3: an expert got tokens on some ranks only, so only they gather its parameters.",
+        says=f"{who(odd)} <waits|wait> in {call(odd[0])}, the others elsewhere, in {odd[0].phase} of a mixture of "
+        "experts under ZeRO 3: an expert got tokens on some ranks only, so only they gather its parameters.",
         remedy="The block that holds the experts must be a ZeRO 3 leaf module (zero_optimization.leaf_module in the "
         "DeepSpeed JSON): then all its parameters are gathered together.",
     )
@@ -168,15 +171,15 @@ def _one_computes(facts: JobFacts) -> Cause | None:
         return Cause(
             name="slow_host",
             ranks=free,
-            says=f"{who(free)} still computes in {first.phase}{stands(first)}, for {first.idle_s:.0f} s.",
-            remedy=f"Either it is much slower (look for other processes, heat and memory on {first.host}) or it is in "
-            "a loop without an end.",
+            says=f"{who(free)} still <computes|compute> in {first.phase}{stands(first)}, for {first.idle_s:.0f} s.",
+            remedy=f"Either <it is|they are> much slower (look for other processes, heat and memory on {first.host}) "
+            "or <it is|they are> in a loop without an end.",
         )
     return Cause(
         name="one_waits",
         ranks=free,
-        says=f"{who(free)} is in {first.phase}{stands(first)} and has done nothing for {first.idle_s:.0f} s"
-        f"{f' (kernel: {first.waits_in})' if first.waits_in else ''}.",
+        says=f"{who(free)} <is|are> in {first.phase}{stands(first)} and <has|have> done nothing for "
+        f"{first.idle_s:.0f} s{f' (kernel: {first.waits_in})' if first.waits_in else ''}.",
         remedy="That line waits for something outside the job: a lock, a device, a process, a server.",
     )
 
@@ -206,8 +209,8 @@ def _behind(facts: JobFacts) -> Cause | None:
     return Cause(
         name="behind",
         ranks=behind,
-        says=f"{who(behind)} has begun {fewest} collectives, others up to {most}: in {first.phase}{stands(first)} it "
-        f"does not come to the next, since {first.idle_s:.0f} s.",
+        says=f"{who(behind)} <has|have> begun {fewest} collectives, others up to {most}: in {first.phase}"
+        f"{stands(first)} <it does|they do> not come to the next, since {first.idle_s:.0f} s.",
         remedy="That line waits for the device, for a file or for something outside the job.",
     )
 
