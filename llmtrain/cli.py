@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import select
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "parity": ("llmtrain.parity.command", "hold a small copy of a run against plain PyTorch in one process"),
     "generate": ("llmtrain.generate", "print a continuation of a prompt"),
     "report": ("llmtrain.tracking.report", "draw a run's loss, throughput and memory"),
-    "checkpoint": ("llmtrain.checkpoint.commands", "list, verify and export checkpoints"),
+    "checkpoint": ("llmtrain.checkpoint.commands", "list, verify, compare, convert and delete checkpoints"),
 }
 
 
@@ -40,7 +41,26 @@ def main(argv: list[str] | None = None) -> int:
 
     Any other exception is a bug and keeps its traceback.
     """
-    words = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return _main(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in the buffer
+        return 141  # as a program that SIGPIPE ends
+
+
+def _reader_is_gone() -> bool:
+    """Whether it was standard output that broke: `| head` has read enough."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0

@@ -87,7 +87,7 @@ def type_name(kind: Any) -> str:
 
 def help_text() -> str:
     """What `--help` prints: every override with type, default and meaning."""
-    lines = ["usage: --config RUN.yaml [--SECTION.FIELD VALUE ...]", ""]
+    lines = ["usage: llmtrain train --config RUN.yaml [--SECTION.FIELD VALUE ...]", ""]
     for key, (kind, default, doc) in _walk().items():
         lines += [f"  --{key}  ({type_name(kind)}; default: {default})", f"      {doc}"]
     return "\n".join(lines)

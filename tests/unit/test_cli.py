@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,13 @@ def test_python_dash_m() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "llmtrain config" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("prepare", "--help")])
+def test_a_reader_that_has_read_enough_gets_no_traceback(words: tuple[str, ...]) -> None:
+    """`llmtrain ... | head`: the reading end is closed before a word is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "llmtrain", *words], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode in (0, 141) and done.stderr == ""  # argparse itself keeps silent of it
