@@ -1,0 +1,82 @@
+"""The first ten minutes of somebody who has the README and one text file, word for word from its section."""
+
+from __future__ import annotations
+
+import random
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+
+from llmtrain.checkpoint.format import complete_checkpoints
+from tests.helpers.launching import finish, kill_tree, rows, wait_for_step
+from tests.runs.test_docs import ROOT, Workplace, blocks, small_quickstart
+
+
+def play(size: int) -> str:
+    """One document in the shape of the tiny-Shakespeare file: speakers and their lines, blank lines between."""
+    rng = random.Random(1)
+    words = ["".join(rng.choices("aeioutnshrdlcmw", k=rng.randint(2, 8))) for _ in range(700)]
+    parts, length = [], 0
+    while length < size:
+        lines = (" ".join(rng.choices(words, k=rng.randint(4, 9))).capitalize() for _ in range(rng.randint(1, 6)))
+        parts.append(f"{rng.choice(words).capitalize()}:\n" + ",\n".join(lines) + ".\n")
+        length += len(parts[-1]) + 1
+    return "\n".join(parts)
+
+
+def section(title: str) -> list[str]:
+    """The commands of a section of README.md."""
+    text = (ROOT / "README.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    found = [block for block in blocks("README.md", "bash") if block in text]
+    return [line for block in found for line in block.splitlines()] + re.findall(r"`(llmtrain generate [^`]*)`", text)
+
+
+@pytest.fixture
+def place(small_data: str, tmp_path: Path) -> Workplace:
+    made = Workplace(tmp_path / "clone", small_data)
+    recipe = small_quickstart().replace("max_steps: 6", "max_steps: 240").replace("log_every: 2", "log_every: 5")
+    recipe = recipe.replace("eval_every: 3", "eval_every: 120").replace("every_steps: 3", "every_steps: 100")
+    (made.path / "launch/recipes/quickstart.yaml").write_text(recipe)
+    return made
+
+
+def test_the_newcomers_path(place: Workplace) -> None:
+    prepare, check, train, generate = section("Your own text")
+    source = place.path / shlex.split(prepare)[shlex.split(prepare).index("--source") + 1].replace("**/*", "play")
+    source.parent.mkdir(exist_ok=True)
+    source.write_text(play(1_100_000))
+    for other in place.path.glob("my_text/part"):
+        other.rename(place.path / "not_used")  # one file is all that there is
+
+    assert "validation" in place.run(prepare)
+    assert "ok" in place.run(check)
+    run = place.path / "runs/mine"
+
+    process = place.start(f"exec {train}")
+    try:
+        wait_for_step(process, run, 20)
+        process.send_signal(signal.SIGINT)
+        code, output = finish(process, 60)
+    finally:
+        if process.poll() is None:
+            kill_tree(process)
+    assert code == 0 and "the same command continues" in output, output
+    stopped = int(complete_checkpoints(run / "checkpoints")[0].name[5:])
+    assert 20 <= stopped < 240
+
+    output = place.run(train)
+    assert f"at step {stopped}" in output and rows(run)[-1]["step"] == 240, output
+    losses = [row["loss"] for row in rows(run) if "loss" in row]
+    assert losses[-1] < losses[0]
+    assert (run / "export" / "model.safetensors").is_file()
+
+    prompt = shlex.split(generate)[-1]
+    output = place.run(f"{generate} --max-tokens 20")
+    assert f"\n{prompt}" in output and "of step 240" in output, output
+    place.run("llmtrain checkpoint to-hf runs/mine exported")
+    assert (place.path / "exported" / "config.json").is_file()
+    place.run("llmtrain report runs/mine")
+    assert "<svg" in (run / "report/index.html").read_text() or (run / "report/loss.png").is_file()
