@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmtrain.check import examine
 from llmtrain.config import ds_keys
 from llmtrain.config.load import load
 from llmtrain.config.reference import schema
-from llmtrain.errors import ConfigError
+from llmtrain.errors import ConfigError, UserError
+from llmtrain.models import build
 from tests.helpers.config_workplace import merged, write
 
 WEIRD: list[Any] = [
@@ -57,6 +60,31 @@ def test_no_value_makes_a_traceback(where: tuple[str, str], value: Any, weird_fo
         load(["--config", "run.yaml"], 2)
     except ConfigError as error:
         assert "remedy:" in str(error)
+
+
+LLAMA_FIELDS = [
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "rope_parameters", "rope_scaling",
+    "eos_token_id", "max_position_embeddings", "attention_dropout", "initializer_range", "dtype", "id2label",
+    "architectures",
+]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(key=st.sampled_from(LLAMA_FIELDS), value=st.sampled_from([*WEIRD, 7, 64, 3.0, "64", {"rope_type": "yarn"}]))
+def test_no_value_in_the_model_makes_a_traceback_in_check_or_in_the_model(
+    key: str, value: Any, weird_folder: Path
+) -> None:
+    """Whatever stands in `model.config`: check refuses it, or the model that it lets through computes a loss."""
+    write(weird_folder, {"model": {"config": {"num_attention_heads": 4, "intermediate_size": 32, key: value}}})
+    try:
+        resolved = examine(load(["--config", "run.yaml"], 2))
+    except UserError as error:
+        assert "Traceback" not in str(error)
+        return
+    model = build.construct(build.load_config(resolved.run.model), "sdpa", torch.float32)
+    tokens = torch.randint(0, 512, (1, resolved.run.data.sequence_length))
+    model(input_ids=tokens, labels=tokens).loss.backward()
 
 
 @pytest.fixture(scope="module")
