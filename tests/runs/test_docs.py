@@ -70,7 +70,8 @@ class Workplace:
         for name in ("ds_configs", "tools", "launch/train.py", "launch/env.example"):
             (path / name).symlink_to(ROOT / name)
         for recipe in (ROOT / "launch/recipes").glob("*.yaml"):
-            (path / "launch/recipes" / recipe.name).write_text(recipe.read_text())
+            text = recipe.read_text().replace("sequence_length: 4096", "sequence_length: 128")  # small data, too
+            (path / "launch/recipes" / recipe.name).write_text(text)
         (path / "launch/recipes/quickstart.yaml").write_text(small_quickstart())
         (path / "launch/hostfile.local").write_text("localhost slots=2\n")
         (path / ".venv/bin").mkdir(parents=True)
