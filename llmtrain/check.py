@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from dataclasses import replace
 
-from llmtrain import units
+from llmtrain import completion, units
 from llmtrain.config.batch import Batch
 from llmtrain.config.deepspeed import deep_check
 from llmtrain.config.load import dump, load
@@ -57,6 +58,11 @@ def main(argv: list[str]) -> int:
 
     Raises: ConfigError.
     """
+    parser = argparse.ArgumentParser(prog="llmtrain config")
+    parser.add_argument("action", choices=["check", "show"])
+    parser.add_argument("run")
+    parser.add_argument("--world-size")
+    completion.offer_run(parser)
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from llmtrain import log
+from llmtrain import completion, log
 from llmtrain.errors import UserError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -61,6 +61,9 @@ def _reader_is_gone() -> bool:
 
 
 def _main(words: list[str]) -> int:
+    if completion.ASKED in os.environ:
+        command = completion.command_of_line(COMMANDS)
+        return _command(command)([]) if command in COMMANDS else 0
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import foreign, log
+from llmtrain import completion, foreign, log
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.exporting import MARK, export_hf
 from llmtrain.checkpoint.listing import find_checkpoints
@@ -183,6 +183,7 @@ def main(argv: list[str]) -> int:
         help="among the likeliest tokens that have this probability together",
     )
     option("--seed", type=int, default=usual.seed, help="seed of the sampling")
+    completion.offer(parser)
     args = vars(parser.parse_args(argv))
     path, prompt = args.pop("folder"), args.pop("prompt")
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:

@@ -7,7 +7,7 @@ import filecmp
 import shutil
 from pathlib import Path
 
-from llmtrain import log
+from llmtrain import completion, log
 from llmtrain.errors import UserError
 
 _SHIPPED = Path(__file__).parent / "shipped"
@@ -25,6 +25,7 @@ def main(argv: list[str]) -> int:
     """The command line behind `llmtrain init`; 0 on success. Raises UserError, and then nothing was written."""
     parser = argparse.ArgumentParser(prog="llmtrain init", description="Write recipes and DeepSpeed files to a folder.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there; no file of it is changed")
+    completion.offer(parser)
     folder: Path = parser.parse_args(argv).folder
     pairs = [(file, folder / file.relative_to(_SHIPPED)) for file in _files(_SHIPPED)]
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from llmtrain import completion
 from llmtrain.check import examine
 from llmtrain.cluster.hosts.environment import load_secrets
 from llmtrain.cluster.watch import watched
@@ -13,6 +14,7 @@ from llmtrain.config.run import ResolvedRun
 
 def main(argv: list[str]) -> int:
     """Train as the command line says. Returns the exit code; raises UserError."""
+    completion.offer_run()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
     with watched.told_how_it_ends():

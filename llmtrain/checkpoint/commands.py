@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from llmtrain import completion
 from llmtrain.checkpoint.listing import find_checkpoints, rows, step_folders, table
 from llmtrain.errors import CheckpointError
 
@@ -122,10 +123,10 @@ def _lookers(add: Callable[..., argparse.ArgumentParser]) -> None:
     diff = add("diff", _diff, "configuration, layout, and the largest difference of each tensor; exit code 1 if any")
     diff.add_argument("a", **_PATH)
     diff.add_argument("b", **_PATH)
-    prune = add("prune", _prune, "delete older checkpoints and what killed processes left")
+    prune = add("prune", _prune, "delete all but the newest good checkpoints, and the leftovers of killed processes")
     prune.add_argument("run_folder", metavar="run", type=Path, help="run folder")
-    prune.add_argument("--keep", type=int, required=True, help="so many of the newest good checkpoints stay")
-    prune.add_argument("--dry-run", action="store_true", help="say it, do not do it")
+    prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest good ones stay")
+    prune.add_argument("--dry-run", action="store_true", help="show what would be deleted, delete nothing")
 
 
 def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -174,6 +175,7 @@ def main(argv: list[str]) -> int:
 
     _lookers(add)
     _converters(add)
+    completion.offer(parser)
     args = parser.parse_args(argv)
     try:
         code = args.run(args)

@@ -22,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from llmtrain import log, units
+from llmtrain import completion, log, units
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize
 from llmtrain.data.manifest import SPLITS, Manifest, Shard, write_atomically
@@ -346,7 +346,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """`llmtrain prepare`: returns the exit code; a user's mistake is one message on standard error."""
-    values = vars(_parser().parse_args(argv))
+    parser = _parser()
+    completion.offer(parser)
+    values = vars(parser.parse_args(argv))
     sources, validation = tuple(values.pop("source")), tuple(values.pop("validation_source", ()))
     settings = PrepareSettings(sources=sources, validation_sources=validation, **values)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from llmtrain import completion
 from llmtrain.config.load import parse
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
@@ -186,6 +187,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default="auto",
         help="auto: cuda with a GPU for each rank, else cpu",
     )
+    completion.offer_run(parser)
     args, overrides = parser.parse_known_args(argv)
     if not 1 <= args.steps <= 1000:
         raise stop("--steps", args.steps, "must be from 1 to 1000", "write --steps 20", "command line")

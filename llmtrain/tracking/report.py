@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain import foreign, log, units
+from llmtrain import completion, foreign, log, units
 from llmtrain.config import strict_yaml
 from llmtrain.errors import UserError
 from llmtrain.tracking.local import read_rows, write_atomic
@@ -320,6 +320,7 @@ def main(argv: list[str]) -> int:
         "run", type=Path, nargs="+", metavar="RUN", help="a run's folder, such as runs/NAME; several: side by side"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: report/ in the first RUN)")
+    completion.offer(parser)
     args = parser.parse_args(argv)
     for path in write_report(args.run, args.out or args.run[0] / "report"):
         log.info(str(path))

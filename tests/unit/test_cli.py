@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,7 @@ def test_the_words_after_the_command_reach_it(monkeypatch: pytest.MonkeyPatch) -
 def test_the_door_imports_no_command() -> None:
     code = "import sys, llmtrain.cli; print(*[m for m in sys.modules if m.startswith('llmtrain')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    light = {"llmtrain", "llmtrain.cli", "llmtrain.errors", "llmtrain.log", "llmtrain.units"}
+    light = {"llmtrain", "llmtrain.cli", "llmtrain.errors", "llmtrain.log", "llmtrain.completion", "llmtrain.units"}
     assert set(done.stdout.split()) <= light
 
 
@@ -98,3 +99,24 @@ def test_a_reader_that_has_read_enough_gets_no_traceback(words: tuple[str, ...])
     done = subprocess.run([sys.executable, "-m", "llmtrain", *words], stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert done.returncode in (0, 141) and done.stderr == ""  # argparse itself keeps silent of it
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("llmtrain ge", {"generate "}),
+        ("llmtrain generate --te", {"--temperature "}),
+        ("llmtrain train --schedule.na", {"--schedule.name "}),
+        ("llmtrain train --schedule.name ", {"cosine", "linear", "wsd", "constant"}),
+        ("llmtrain config ch", {"check "}),
+        ("llmtrain launch --hostfile hosts --optim.dec", {"--optim.decay "}),
+        ("llmtrain checkpoint ver", {"verify "}),
+        ("llmtrain prepare --source stdlib --form", {"--format "}),
+    ],
+)
+def test_the_shell_completes(line: str, offered: set[str]) -> None:
+    """As argcomplete's shell function asks: the answer goes to file descriptor 8."""
+    env = {**os.environ, "_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    command = f"{shlex.quote(sys.executable)} -m llmtrain 8>&1 9>/dev/null >/dev/null 2>&1"
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=120)
+    assert set(done.stdout.splitlines()) == offered, done

@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "foreign", "units", "topology"),
     ("log", "redact"),
     ("config",),
+    ("completion",),
     ("plan", "cluster", "data", "models", "tracking"),
     ("engine",),
     ("checkpoint",),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from llmtrain import completion
 from llmtrain.cluster.doctor import build_ops, checks, compare, fabric, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Survey
 from llmtrain.cluster.doctor.report import Report, print_report
@@ -128,7 +129,9 @@ def _sorted(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding
 
 def main(argv: list[str]) -> int:
     """0: no red cell. 1: a red cell. Raises ConfigError for the hostfile, the configuration and the command line."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    completion.offer(parser)
+    args = parser.parse_args(argv)
     hosts = select(read_hostfile(args.hostfile), args.include, args.exclude)
     started = time.monotonic()
     report = quick(hosts, args.config, overrides=args.overrides, port=args.master_port, ssh_port=args.ssh_port)

@@ -6,6 +6,7 @@ import argparse
 import os
 import secrets
 
+from llmtrain import completion
 from llmtrain.cluster.hosts.hostfile import Host, read_hostfile, select
 from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.attempts import Launch
@@ -52,6 +53,7 @@ def _options(argv: list[str]) -> Options:
         "--verbose", action="store_true", help="show DeepSpeed's launcher's lines, and the tracebacks of all ranks"
     )
     parser.add_argument("run", nargs=argparse.REMAINDER, metavar="-- RUN.yaml ...", help="as for `llmtrain train`")
+    completion.offer_run(parser)
     given = parser.parse_args(argv)
     words = [word for index, word in enumerate(given.run) if index or word != "--"]
     if not words:
