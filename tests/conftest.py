@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.helpers.ranks import RankPool
+
+_FOR_RANKS = ("GLOO_", "NCCL_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE")
+_BEFORE = {name: value for name, value in os.environ.items() if name.startswith(_FOR_RANKS)}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """No module that a test imports sets what the ranks of every later test inherit: one had sent the lab's to `lo`."""
+    now = {name: value for name, value in os.environ.items() if name.startswith(_FOR_RANKS)}
+    if now != _BEFORE:
+        raise pytest.UsageError(f"a test module changed the environment while it was imported: {now} was {_BEFORE}")
 
 
 @pytest.fixture(scope="module")

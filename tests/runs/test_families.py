@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.launching import REPO
-from tools.families.__main__ import read
-from tools.families.table import text_of
+from tools.families.table import read, text_of
 
 
 def outcomes(folder: Path, families: str, forms: str, *words: str) -> dict[tuple[str, str, str], dict[str, Any]]:

@@ -17,11 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+# Before anything imports torch; nothing else may import this file, for the variables would stay in its process.
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from tools.families.cell import FORMS, Ended, parity, train, write_run
 from tools.families.configs import families, has_experts, tiny
+from tools.families.table import read, write_page
 
 REPO = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = REPO / "docs/families.jsonl", REPO / "docs/families.md"
@@ -32,8 +34,6 @@ PARITY_STEPS = 5
 def main() -> None:
     args = _arguments()
     if args.table:
-        from tools.families.table import write_page
-
         write_page(args.results, PAGE)
         return
     chosen = args.families or families()
@@ -43,11 +43,6 @@ def main() -> None:
         data = _prepare(Path(folder))
         for family in chosen:
             _family(family, args, done, Path(folder), data)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a results file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _arguments() -> argparse.Namespace:

@@ -27,6 +27,11 @@ of the family could be made. not run: no result yet. -: a model without experts.
 """
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a results file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def write_page(results: Path, page: Path) -> None:
     """The page says what the results say, and no more."""
     rows = [json.loads(line) for line in results.read_text().splitlines()]
