@@ -155,7 +155,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
                 decay=case.decay,  # type: ignore[arg-type]
                 clip_norm=0.0 if case.optimizer == "muon" else case.clip,
             ),
-            schedule=ScheduleConfig(name="cosine", warmup_steps=3),
+            schedule=ScheduleConfig(name="cosine", warmup_steps=min(3, case.steps - 1)),
             train=TrainConfig(
                 global_batch=GLOBAL_BATCH,
                 micro_batch=GLOBAL_BATCH // degrees.data // case.accumulation,
@@ -292,7 +292,7 @@ def plain_pytorch(case: Case) -> Trace:
         fused=False,
         foreach=False,
     )
-    schedule = ScheduleConfig(name="cosine", warmup_steps=3)
+    schedule = ScheduleConfig(name="cosine", warmup_steps=min(3, case.steps - 1))
     trace = Trace([], [])
     for step, batch in zip(range(case.steps), batches(case, (0, 1), 1), strict=False):
         (micro,) = batch.micro_batches
