@@ -16,6 +16,7 @@ from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import decoder_layers, load_config, skeleton
 from llmtrain.models.fields import check_fields
+from llmtrain.models.frozen import tensor_shapes
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.loss import IGNORE
@@ -95,11 +96,11 @@ def _load_config(resolved: ResolvedRun, key: str, problems: Problems) -> None:
 
 
 def check_weights(model: ModelConfig) -> None:
-    """The folder that the run starts from holds every parameter, in its shape. Raises ModelError."""
+    """The folder that the run starts from holds every tensor of the model, in its shape. Raises ModelError."""
     if model.pretrained is not None:
         hf = skeleton(model)
         with contextlib.closing(SafetensorsSource(model.pretrained, FolderLayout(hf))) as source:
-            refuse_other_shapes(source, {name: tuple(p.shape) for name, p in hf.named_parameters()})
+            refuse_other_shapes(source, tensor_shapes(hf))
 
 
 def _check_flash(hf: nn.Module, resolved: ResolvedRun, problems: Problems) -> None:
