@@ -127,7 +127,7 @@ def test_bf16(pools, small_data, stage):
 
 
 def test_heads_that_do_not_divide_are_refused(pools, small_data):
-    with pytest.raises(RankFailed, match=r"tensor_parallel.autotp_size: 2 ranks .* 3 key/value heads"):
+    with pytest.raises(RankFailed, match=r"(?s)tensor_parallel.autotp_size = 2 .*num_key_value_heads is 3"):
         pools(2).run(run_case, case_of(small_data, "gqa_uneven", stage=1))
 
 
