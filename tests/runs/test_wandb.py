@@ -38,6 +38,7 @@ def kill_between_checkpoints(launch: forked.Launch, run: Path, left: str) -> Non
         complete_checkpoints(run / "checkpoints")
         and rows(run)[-1]["step"] % 5 == 3
         and len(files(run)) > launches
+        and list(files(run)[-1].glob("*.wandb"))  # W&B makes the folder first
         and read_back(files(run)[-1])["rows"]
     ):
         assert launch.alive() and time.monotonic() < began + 240, launch.output()
