@@ -37,7 +37,8 @@ def configure(config: Any, ids: dict[str, int | None]) -> None:
     token stays what it was in training: some families compute positions from it, and transformers never trains its
     row, so that it must not become the end token, whose row is trained.
     """
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else []
+    now = getattr(config, "eos_token_id", None)  # the configuration around several models has none of its own
+    ends = now if isinstance(now, list) else []
     eos = ids.get("eos_token_id")
     if eos is not None and eos not in ends:
         config.eos_token_id = eos
@@ -49,8 +50,8 @@ def configure(config: Any, ids: dict[str, int | None]) -> None:
 
 def generation_settings(config: Any, ids: dict[str, int | None]) -> dict[str, Any]:
     """generation_config.json of a configured model: its special tokens; the end token pads where none is named."""
-    eos = config.eos_token_id
+    eos = getattr(config, "eos_token_id", None)
     pad = ids.get("pad_token_id")
     first = eos[0] if isinstance(eos, list) else eos
-    settings = {"bos_token_id": config.bos_token_id, "eos_token_id": eos, "pad_token_id": first if pad is None else pad}
+    settings = {"bos_token_id": getattr(config, "bos_token_id", None), "eos_token_id": eos, "pad_token_id": first if pad is None else pad}
     return {name: value for name, value in settings.items() if value is not None}
