@@ -53,5 +53,6 @@ def generation_settings(config: Any, ids: dict[str, int | None]) -> dict[str, An
     eos = getattr(config, "eos_token_id", None)
     pad = ids.get("pad_token_id")
     first = eos[0] if isinstance(eos, list) else eos
-    settings = {"bos_token_id": getattr(config, "bos_token_id", None), "eos_token_id": eos, "pad_token_id": first if pad is None else pad}
+    bos = getattr(config, "bos_token_id", None)
+    settings = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": first if pad is None else pad}
     return {name: value for name, value in settings.items() if value is not None}
