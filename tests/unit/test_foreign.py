@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llmtrain.checkpoint.native.files import Files
+from llmtrain.checkpoint.native.settings import optimizer_lines
 from llmtrain.cli import main
 from llmtrain.data.shards import PreparedSet
 from llmtrain.errors import DataError
@@ -161,3 +165,22 @@ def test_a_few_hundred_bytes_that_stand_for_endless_values(tmp_path, capsys):
         words = ["checkpoint", "from-deepspeed", tmp_path / "theirs", tmp_path / "out", "--model", model]
         assert "its pickle stands for values" in refused(capsys, *words)
         assert not (tmp_path / "out").exists()
+
+
+def test_strange_settings_of_an_optimizer_are_no_traceback():
+    """They are read for the report alone; what is no number of Adam's is not shown as one."""
+    good = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    strange = [{"betas": None}, {"betas": (0.9,)}, {"eps": "x"}, {"weight_decay": [1]}, {"initial_lr": "1"}]
+
+    def lines(*groups, **state):
+        optimizer = {"param_groups": list(groups), "state": {}}
+        model = SimpleNamespace(tree={"optimizer": optimizer, **state})
+        return "\n".join(optimizer_lines(Files(Path("x"), models=[model])))
+
+    assert "decay: all" in lines(good) and "betas: [0.9, 0.95]" in lines(good)
+    for change in strange:
+        assert "are not in it" in lines({**good, **change})
+    two = [good, {**good, "weight_decay": 0.0}]
+    assert "decay: matrices" in lines(*two, param_shapes=[{"a": (2, 2)}, {"b": (2,)}])
+    assert "cannot say" in lines(*two, param_shapes=[{"a": (2,)}, {"b": (2, 2)}])
+    assert "cannot say" in lines(*two), "nothing tells which parameters a group has"

@@ -97,6 +97,7 @@ def import_deepspeed(
         source = _resolve(files, target, names, weights_only=weights_only)
         step = _step(files, source.state, weights_only=weights_only)
         trainer = _trainer(source, step, config)
+        optimizer = ["weights only: no optimizer state was taken"] if weights_only else optimizer_lines(files)
         layout = {"world_size": files.ranks(), "zero_stage": _stage(files), "precision": source.precision()}
     reader = _Reader(source)
     moments = {} if weights_only else source.moments()
@@ -117,7 +118,7 @@ def import_deepspeed(
             },
             advance=bar.advance,
         )
-    return _report(source, path, layout, trainer, reader, weights_only=weights_only)
+    return _report(source, path, layout, trainer, reader, optimizer)
 
 
 @contextlib.contextmanager
@@ -295,7 +296,12 @@ def _loss_scale(source: _Import) -> dict[str, float]:
 
 
 def _report(
-    source: _Import, path: Path, layout: dict[str, Any], trainer: dict[str, Any], reader: _Reader, *, weights_only: bool
+    source: _Import,
+    path: Path,
+    layout: dict[str, Any],
+    trainer: dict[str, Any],
+    reader: _Reader,
+    optimizer: list[str],
 ) -> list[str]:
     files, shapes = source.files, source.target.shapes
     form = "universal" if files.universal else f"ZeRO {layout['zero_stage']} x {layout['world_size']} ranks"
@@ -311,11 +317,8 @@ def _report(
         lines.append(f"{units.count(reader.compared)} elements agree with the module's own copy of them")
     for alias, name in source.target.aliases.items():
         lines.append(f"tied once: {alias} is {name}")
-    if weights_only:
-        lines.append("weights only: no optimizer state was taken")
-        if not files.zero and not files.universal and layout["precision"] != "fp32":
-            lines.append(f"the weights are the {layout['precision']} copies; there were no fp32 masters")
-    else:
-        lines += optimizer_lines(files)
+    lines += optimizer
+    if not source.kinds and not files.zero and not files.universal and layout["precision"] != "fp32":
+        lines.append(f"the weights are the {layout['precision']} copies; there were no fp32 masters")
     lines.append("not recorded by DeepSpeed, so not carried over: tokens, data order, W&B id, schedule")
     return [*lines, f"wrote {path}, read back and equal"]

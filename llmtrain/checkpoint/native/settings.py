@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -10,35 +9,40 @@ from torch import Tensor
 from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.scan import shown
 
-_KEYS = ("betas", "eps", "weight_decay")
-
 
 def optimizer_lines(files: Files) -> list[str]:
     """Lines of a report: the settings of the checkpoint's optimizer, to paste, and what they do not say.
 
-    Nothing where a file has no parameter groups or groups without settings, as universal checkpoints of other tools.
+    Where the file has no parameter groups, or groups without the settings of Adam, one line says so.
     """
-    groups = [group for group in _groups(files) if all(key in group for key in ("lr", *_KEYS))]
-    if not groups:
+    groups = _groups(files)
+    if not groups or not all(map(_complete, groups)):
         return ["the optimizer's settings are not in it: lr, betas, eps and weight decay are what the run says"]
-    first = max(groups, key=lambda group: _number(group["weight_decay"]))
-    decays = _decay(files, groups)
+    first = max(groups, key=lambda group: group["weight_decay"])
     rates = [group.get("initial_lr", group["lr"]) for group in groups]
-    lines = ["its optimizer, for the YAML of the run:", "  optim:", "    name: adamw"]
     peak = "" if "initial_lr" in first else "  # of the last step: a schedule's peak is not recorded"
+    lines = ["its optimizer, for the YAML of the run:", "  optim:", "    name: adamw"]
     lines.append(f"    lr: {shown(first.get('initial_lr', first['lr']))}{peak}")
-    lines.append(f"    betas: [{', '.join(shown(beta) for beta in list(first['betas'])[:2])}]")
+    lines.append(f"    betas: [{', '.join(map(shown, first['betas']))}]")
     lines += [f"    {key}: {shown(first[key])}" for key in ("eps", "weight_decay")]
-    if decays is not None:
+    if decays := _decay(files, groups):
         lines.append(f"    decay: {decays}")
     else:
-        lines.append("  # which parameters decay cannot be said by optim.decay: weight_decay by group is "
-                     + ", ".join(shown(group["weight_decay"]) for group in groups))  # fmt: skip
-    if len({shown(rate) for rate in rates}) > 1:
+        by_group = ", ".join(shown(group["weight_decay"]) for group in groups)
+        lines.append(f"  # optim.decay cannot say which parameters decay; weight_decay by group is {by_group}")
+    if len(set(rates)) > 1:
         lines.append("  # its groups have several learning rates, llmtrain has one: " + ", ".join(map(shown, rates)))
-    if any(shown(group[key]) != shown(first[key]) for group in groups for key in ("eps",)):
-        lines.append("  # its groups have several values of eps")
+    if len({(*group["betas"], group["eps"]) for group in groups}) > 1:
+        lines.append("  # its groups differ in betas or eps, llmtrain has one of each")
     return lines
+
+
+def _complete(group: dict[str, Any]) -> bool:
+    """Whether a foreign group has Adam's settings, as numbers."""
+    betas = group.get("betas")
+    numbers = [group.get("lr"), group.get("initial_lr", 0.0), group.get("eps"), group.get("weight_decay")]
+    numbers += betas if isinstance(betas, (list, tuple)) and len(betas) == 2 else [None]
+    return all(type(number) in (int, float) for number in numbers)
 
 
 def _groups(files: Files) -> list[dict[str, Any]]:
@@ -56,31 +60,28 @@ def _groups(files: Files) -> list[dict[str, Any]]:
 
 
 def _decay(files: Files, groups: list[dict[str, Any]]) -> str | None:
-    """`all`, `matrices`, or None where neither is what the groups do."""
-    values = {_number(group["weight_decay"]) for group in groups}
+    """`all`, `matrices`, or None where neither is what the groups do, or the files do not tell."""
+    values = {group["weight_decay"] for group in groups}
     if len(values) == 1:
         return "all"
     if len(values) != 2 or min(values) != 0:
         return None
-    for group, dimensions in zip(groups, _dimensions(files, groups), strict=False):
-        if any((_number(group["weight_decay"]) > 0) != (count >= 2) for count in dimensions):
+    for group, dimensions in zip(groups, _dimensions(files, groups), strict=True):
+        if not dimensions or any((group["weight_decay"] > 0) != (count >= 2) for count in dimensions):
             return None
     return "matrices"
 
 
-def _dimensions(files: Files, groups: list[dict[str, Any]]) -> Iterator[list[int]]:
-    """For each group, how many dimensions its parameters have, where the files tell."""
+def _dimensions(files: Files, groups: list[dict[str, Any]]) -> list[list[int]]:
+    """For each group, how many dimensions its parameters have; an empty list where the files do not tell."""
     named = files.state.get("param_shapes")
     if isinstance(named, list) and len(named) == len(groups):
-        yield from ([len(shape) for shape in group.values()] for group in named)
-        return
+        return [[len(shape) for shape in group.values()] for group in named]
     optimizer = files.state.get("optimizer")
     inner = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else {}
+    found = []
     for group in groups:
         entries = [(inner.get("state") or {}).get(number) for number in group.get("params") or []]
-        moments = [entry["exp_avg"] for entry in entries if isinstance(entry, dict) and "exp_avg" in entry]
-        yield [moment.dim() for moment in moments if isinstance(moment, Tensor)]
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
+        moments = [entry.get("exp_avg") for entry in entries if isinstance(entry, dict)]
+        found.append([moment.dim() for moment in moments if isinstance(moment, Tensor)])
+    return found
