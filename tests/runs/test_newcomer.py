@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shlex
@@ -9,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from llmtrain.checkpoint.format import complete_checkpoints
 from tests.helpers.launching import finish, kill_tree, rows, wait_for_step
@@ -72,6 +74,10 @@ def test_the_newcomers_path(place: Workplace) -> None:
     losses = [row["loss"] for row in rows(run) if "loss" in row]
     assert losses[-1] < losses[0]
     assert (run / "export" / "model.safetensors").is_file()
+    words = AutoTokenizer.from_pretrained(run / "export")
+    for name in ("config.json", "generation_config.json"):  # Llama's own defaults are words of this vocabulary
+        told = json.loads((run / "export" / name).read_text())
+        assert (told["bos_token_id"], told["eos_token_id"]) == (words.bos_token_id, words.eos_token_id), name
 
     prompt = shlex.split(generate)[-1]
     output = place.run(f"{generate} --max-tokens 20")
