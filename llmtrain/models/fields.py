@@ -90,12 +90,12 @@ class _Section:
         """The class of a configuration within this one, such as text_config."""
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        specification = self._family.sub_configs_defaults.get(key)
-        if specification is None:
-            return None
-        if hasattr(specification.config_class, "attribute_map"):
-            return specification.config_class
-        kind = value.get("model_type", specification.model_type)
+        within = self._family.sub_configs.get(key)
+        if within is None or hasattr(within, "attribute_map"):
+            return within
+        # AutoConfig: the section tells the kind, else the family does (transformers 5.17 cannot say which).
+        default = getattr(self._family, "sub_configs_defaults", {}).get(key)
+        kind = value.get("model_type", getattr(default, "model_type", None))
         return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401  # a mapping without get
 
     def _check_value(self, key: str, value: Any) -> None:
