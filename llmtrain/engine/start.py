@@ -16,7 +16,7 @@ from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.build import Ranks, build_engine, check_device
 from llmtrain.engine.control import together
 from llmtrain.engine.fragments import refresh
-from llmtrain.engine.pipeline_step import make_stepper
+from llmtrain.engine.pipeline_step import PipelineStepper, make_stepper
 from llmtrain.engine.step import Stepper
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ModelError, UserError
@@ -54,7 +54,9 @@ def prove_loss(stepper: Stepper, row: Tensor, ranks: Ranks, *, isolate_documents
     Raises: AgreedError, on all ranks.
     """
     few = row[:_PROVED_TOKENS].unsqueeze(0)
-    with together(ranks), _failures_in_transformers():
+    # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
+    failures = contextlib.nullcontext() if isinstance(stepper, PipelineStepper) else _failures_in_transformers()
+    with together(ranks), failures:
         stepper.check_head(few)
         if isolate_documents:
             stepper.check_isolation(few[:, : few.shape[1] // 2 * 2])

@@ -153,6 +153,14 @@ def decoder_layers(hf: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda m: sum(1 for _ in m.parameters()))
 
 
+def layer_configs(text: Any) -> list[Any]:
+    """The configuration of each layer where they differ (`per_layer_config`), else the only one.
+
+    Of what differs from layer to layer, transformers lets nobody ask the whole.
+    """
+    return list(text.per_layer_config) if text.is_heterogeneous else [text]
+
+
 def facts(model: ModelConfig) -> ModelFacts:
     """Sizes, from the skeleton."""
     hf = skeleton(model)
@@ -161,7 +169,7 @@ def facts(model: ModelConfig) -> ModelFacts:
     tied = hf.get_output_embeddings().weight is embedding
     total = sum(p.numel() for p in hf.parameters())
     matrices = sum(p.numel() for p in hf.parameters() if p.dim() >= 2) - idle_parameters(hf, hf.config)
-    widths = [_attention_width(layer) for layer in (text.per_layer_config if text.is_heterogeneous else [text])]
+    widths = [_attention_width(layer) for layer in layer_configs(text)]
     return ModelFacts(
         parameters=total,
         matmul_parameters=matrices if tied else matrices - embedding.numel(),

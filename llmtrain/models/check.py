@@ -14,7 +14,7 @@ from torch import nn
 from llmtrain.config.problems import Problems
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
-from llmtrain.models.build import decoder_layers, load_config, skeleton
+from llmtrain.models.build import decoder_layers, layer_configs, load_config, skeleton
 from llmtrain.models.fields import check_fields
 from llmtrain.models.frozen import tensor_shapes
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
@@ -27,7 +27,10 @@ from llmtrain.models.structure.probe import probe_copy
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _TOKENS = 16  # of the rehearsal: sizes that do not fit show at any length
-_SHAPES = re.compile(r"must match|cannot be multiplied|is invalid for input of size|[Ss]izes of tensors|expected size")
+_SHAPES = re.compile(
+    r"must match|cannot be multiplied|is invalid for input of size|[Ss]izes of tensors|expected size"
+    r"|index k out of range"
+)
 """What torch says of sizes that do not fit. All else that may go wrong on the meta device is no news of the model."""
 
 
@@ -64,18 +67,15 @@ def check_model(resolved: ResolvedRun) -> tuple[str, ...]:
     if flash:
         _check_flash(hf, resolved, problems)
     config = hf.config.get_text_config(decoder=True)
-    heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
-    if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
-        legal = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-        name = config.attribute_map.get("num_key_value_heads", "num_key_value_heads")
-        rule = f"each of them serves equally many of the {heads} attention heads"
-        problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {legal}", resolved.places.get(key))
+    _check_heads(config, key, resolved, problems)
     problems.raise_if_any()
     notes = _check_length(hf, config, key, resolved, problems)
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
         _check_stages(hf, resolved)
     _check_copy(hf, key, model.loss_chunk_tokens)
+    if run.train.export:
+        _check_export(hf)
     _rehearse(skeleton(model), key, min(_TOKENS, run.data.sequence_length))
     return notes
 
@@ -101,6 +101,18 @@ def check_weights(model: ModelConfig) -> None:
         hf = skeleton(model)
         with contextlib.closing(SafetensorsSource(model.pretrained, FolderLayout(hf))) as source:
             refuse_other_shapes(source, tensor_shapes(hf))
+
+
+def _check_heads(text: Any, key: str, resolved: ResolvedRun, problems: Problems) -> None:
+    """A key/value head serves equally many attention heads, in every layer."""
+    for config in layer_configs(text):
+        heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+        if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads and heads % kv_heads:
+            legal = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+            name = text.attribute_map.get("num_key_value_heads", "num_key_value_heads")
+            rule = f"each of them serves equally many of the {heads} attention heads"
+            problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {legal}", resolved.places.get(key))
+            return
 
 
 def _check_flash(hf: nn.Module, resolved: ResolvedRun, problems: Problems) -> None:
@@ -183,6 +195,14 @@ def _check_copy(hf: Any, key: str, chunk: int) -> None:
         )
     theirs = float(nn.functional.cross_entropy(logits.float().flatten(0, 1), labels[:, :-1].flatten()))
     compare_losses(hf, ours, theirs)
+
+
+def _check_export(hf: Any) -> None:
+    """The folder that the run ends with can be written. Raises ModelError."""
+    try:
+        FolderLayout(hf)
+    except ModelError as error:
+        raise ModelError(f"{error} Set train.export to false: training and its checkpoints need no folder.") from error
 
 
 def _rehearse(hf: nn.Module, key: str, tokens: int) -> None:

@@ -95,7 +95,7 @@ class _Section:
             return within
         # AutoConfig: the section tells the kind, else the family does (transformers 5.17 cannot say which).
         default = getattr(self._family, "sub_configs_defaults", {}).get(key)
-        kind = value.get("model_type", getattr(default, "model_type", None))
+        kind = str(value.get("model_type", getattr(default, "model_type", None)))
         return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401  # a mapping without get
 
     def _check_value(self, key: str, value: Any) -> None:

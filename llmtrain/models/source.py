@@ -256,11 +256,10 @@ class SafetensorsSource:
         return found
 
     def _whole_shape(self, name: str, layout: FolderLayout | None) -> tuple[int, ...]:
-        parts = self._parts[name]
-        if len(parts) == 1 and parts[0][1].start == 0:
-            return self.file_of[parts[0][0]].entries[parts[0][0]].shape
-        assert layout is not None
-        return layout.shapes[name]
+        assert layout is not None  # without one, no parameter has parts
+        (tensor, part), *others = self._parts[name]
+        shape = self.file_of[tensor].entries[tensor].shape
+        return layout.shapes[name] if others or shape == part.shape else shape
 
     def _weight_map(self) -> dict[str, str] | None:
         """The index {tensor: file name}, or None where there is a single file."""

@@ -217,10 +217,11 @@ def _precisions(user: Wanted, cpu: bool) -> list[str]:
 
 
 def _words(fields: dict[str, Any]) -> str:
-    from llmtrain.models.build import load_config
+    from llmtrain.models.build import layer_configs, load_config
 
     config = load_config(ModelConfig(config=fields)).get_text_config()
     parts = [fields["model_type"], f"{config.num_hidden_layers} layers", f"width {config.hidden_size}"]
-    if heads := getattr(config, "num_attention_heads", None):
-        parts.append(f"{heads} / {getattr(config, 'num_key_value_heads', None) or heads} heads")
+    layer = layer_configs(config)[0]
+    if heads := getattr(layer, "num_attention_heads", None):
+        parts.append(f"{heads} / {getattr(layer, 'num_key_value_heads', None) or heads} heads")
     return ", ".join([*parts, "tied" if getattr(config, "tie_word_embeddings", False) else "untied"])

@@ -95,7 +95,10 @@ class Launched:
 
     def finish(self, within_s: float = MET_S) -> int:
         """Its exit code."""
-        code = self.process.wait(within_s)
+        try:
+            code = self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not ended within {within_s:.0f} s:\n{self.text[-6000:]}") from None
         self._reader.join(5)
         return code
 

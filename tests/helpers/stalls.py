@@ -43,6 +43,23 @@ def raises(rank: int) -> None:
         _at_step(Stepper, "step", step)
 
 
+def fails_in_transformers(rank: int) -> None:
+    """On the first stage of a pipeline, in the forward pass that proves the loss."""
+    watched(rank)
+    if rank == 0:
+        from transformers.models.llama import modeling_llama
+
+        from llmtrain.engine.pipeline_step import PipelineStepper
+
+        check = PipelineStepper.check_head
+
+        def check_head(self: PipelineStepper, inputs: Any) -> None:
+            modeling_llama.apply_rotary_pos_emb = None
+            check(self, inputs)
+
+        PipelineStepper.check_head = check_head  # type: ignore[method-assign]
+
+
 def crashes(rank: int) -> None:
     watched(rank)
     if rank == 1:

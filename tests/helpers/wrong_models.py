@@ -73,6 +73,16 @@ MODEL_CASES = [
     ),
     Wrong("number in quotes", ('hidden_size = "64"', "remove the quotes: 64"), _model(hidden_size="64")),
     Wrong("a size with an exponent", ("hidden_size = 64.0", "whole number", "write 64"), _model(hidden_size=6.4e1)),
+    Wrong(
+        "a model whose folder cannot be written at the end",
+        ("HrmText", "no cut of a parameter into consecutive parts", "Set train.export to false"),
+        _model(model_type="hrm_text", num_key_value_heads=...),
+    ),
+    Wrong(
+        "more experts for a token than there are",
+        ("do not go together", "index k out of range"),
+        _model(model_type="mixtral", num_local_experts=4, num_experts_per_tok=8),
+    ),
     Wrong("no layers", ("num_hidden_layers = 0", "at least 1", "correct the number"), _model(num_hidden_layers=0)),
     Wrong("no heads", ("num_attention_heads = 0", "at least 1", "correct the number"), _model(num_attention_heads=0)),
     Wrong("a negative width", ("intermediate_size = -8", "at least 1"), _model(intermediate_size=-8)),

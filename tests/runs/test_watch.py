@@ -7,6 +7,7 @@ tests/cluster/test_watch_hosts.py.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -150,6 +151,16 @@ def test_an_exception_is_told_with_its_line_and_its_phase(small_data, tmp_path):
     told = [s for s in sessions if "fault" in s["summary"]]
     assert len(told) == 1 and told[0]["summary"]["fault"] == event["text"]
     assert {s["id"] for s in sessions} == {told[0]["id"]}
+
+
+def test_a_stage_that_fails_in_its_first_forward_pass_ends_the_run(small_data, tmp_path):
+    """It had waited for the other stage, to agree on the message, which waited for its activations."""
+    stages = tmp_path / "stages.json"
+    stages.write_text(json.dumps({"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}))
+    overrides = ("--deepspeed", str(stages), "--model.config.tie_word_embeddings", "false")
+    event = explained(small_data, tmp_path, stalls.fails_in_transformers, *overrides)
+    assert (event["cause"], event["ranks"], event["step"]) == ("exception", [0], 0), event["text"]
+    assert "TypeError: 'NoneType' object is not callable at" in event["text"]
 
 
 def test_a_file_server_that_does_not_answer(small_data, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from pathlib import Path
@@ -272,6 +273,16 @@ def test_fused_parameters_are_read_in_slices_of_their_files(tmp_path):
     )
     source.read("model.layers.0.mlp.experts.gate_up_proj", 2 * 1024 + 100, 2 * 1024 + 600)
     assert touched == [f"model.layers.0.mlp.experts.2.{part}_proj.weight" for part in ("gate", "up")]
+
+
+def test_an_only_expert_comes_back_with_its_own_shape(tmp_path):
+    """Its file's tensor [in, out] is the whole parameter [1, in, out]: a mixture of one is Hunyuan's default."""
+    source = new_model("qwen3_moe", num_experts=1, num_experts_per_tok=1)
+    report = export_hf(checkpoint_of(source, tmp_path / "run", "fp32"), tmp_path / "out", check="logits")
+    assert any("round trip" in line for line in report.lines)
+    layout = layout_of(source)
+    with contextlib.closing(SafetensorsSource(tmp_path / "out", layout)) as folder:
+        assert {name: folder.shape(name) for name in folder.order()} == layout.shapes
 
 
 def test_a_model_whose_files_cannot_be_followed_is_refused_by_name():

@@ -8,6 +8,7 @@ launcher sets. The rest (parity's ranks, checkpoints and their writers, export) 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -23,6 +24,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tools.lab.namespaces import PR_SET_PDEATHSIG
 
 FORMS: dict[str, dict[str, Any]] = {
     "zero3": {"zero_optimization": {"stage": 3}},
@@ -101,14 +104,14 @@ def parity(recipe: Path, steps: int, limit_s: float) -> Ended:
 def _judged(codes: list[int | None], output: str) -> tuple[str, str]:
     if "Traceback (most recent call last)" in output:
         return "traceback", _last_of_traceback(output)
-    if None in codes:
-        return "time-out", output.strip().splitlines()[-1] if output.strip() else ""
-    if not any(codes):
+    if all(code == 0 for code in codes):
         return "passes", ""
     if "error: after step" in output:
         return "stopped", _after(output, "error: ")
     if set(codes) & {2, 3}:
         return "refused", _after(output, "error: ")
+    if not any(codes):
+        return "time-out", output.strip().splitlines()[-1] if output.strip() else ""
     return f"exit code {codes}", output.strip()[-300:]
 
 
@@ -149,7 +152,7 @@ def _run(starts: list[Callable[[], int]], log: Path, limit_s: float) -> tuple[li
     pids = [_fork(start, log) for start in starts]
     codes: dict[int, int] = {}
     first_end = math.inf
-    while len(codes) < len(pids) and time.monotonic() < min(began + limit_s, first_end + 30):
+    while len(codes) < len(pids) and time.monotonic() < min(began + limit_s, first_end + 10):
         for pid in pids:
             if pid not in codes:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -180,6 +183,7 @@ def _fork(start: Callable[[], int], log: Path, before: Callable[[], Any] | None 
     code = 1
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a job that is killed leaves no model in memory
         if before is not None:
             before()
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -27,12 +27,14 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"), 2),
     **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("hidden_size_per_layer_input", "index_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), 8),
     **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), 8),
     "query_pre_attn_scalar": 16,
     "first_k_dense_replace": 1,
-    "vocab_size": 512,
+    "index_n_heads": 2,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 512),
 }
 
 
@@ -57,7 +59,7 @@ def _small_fields(config: Any) -> dict[str, Any]:
     given = config.to_dict()
     kinds = len(set(given.get("layer_types") or ()))
     for key, value in given.items():
-        sub = getattr(config, key, None)
+        sub = vars(config).get(key)  # getattr raises for what differs from layer to layer
         if isinstance(value, dict) and hasattr(sub, "model_type"):
             fields[key] = _small_fields(sub)
         elif type(value) is int and _SIZES.get(key) == _LAYERS and kinds > 1 and "layer" in key:
@@ -94,6 +96,7 @@ _DECODERS = [
     "xmod",
 ]
 _OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"n_group": 1, "num_experts_per_tok": 2},
     "bamba": _MAMBA,
     "codegen": {"rotary_dim": 4},
     "cpmant": {"dim_ff": 64, "dim_head": 8},
@@ -105,7 +108,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _MAMBA,
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},

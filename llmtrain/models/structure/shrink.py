@@ -108,6 +108,10 @@ def _shrink_heads(size_of: _Sizes, fields: dict[str, Any], kv_heads: int) -> int
     if fields.get("text_config"):
         text = fields["text_config"].get("model_type")
         raise ModelError(f"model: {kind} is a text model together with others: use its text model by itself ({text}).")
+    own = {key for layer in fields.get("per_layer_config", {}).values() for key in layer}
+    if own - {"head_dim"}:
+        differing = ", ".join(sorted(own - {"head_dim"}))
+        raise ModelError(f"model: no small copy of a {kind} model can be made: its layers differ in {differing}.")
     if not isinstance(hidden, int) or not isinstance(heads, int):
         raise ModelError(
             f"model: no small copy of a {kind} model can be made: its configuration has no hidden_size or no "
