@@ -29,7 +29,7 @@ _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flas
 _TOKENS = 16  # of the rehearsal: sizes that do not fit show at any length
 _SHAPES = re.compile(
     r"must match|cannot be multiplied|is invalid for input of size|[Ss]izes of tensors|expected size"
-    r"|index k out of range"
+    r"|k not in range"
 )
 """What torch says of sizes that do not fit. All else that may go wrong on the meta device is no news of the model."""
 

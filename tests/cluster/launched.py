@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from tests.helpers.launching import RECIPE, REPO, environment
 from tools.lab.lab import Lab, LabHost
 
 MET_S, FAULT_S = 240.0, 90.0  # limits for a test machine with other work
+EVERY = 5  # steps between checkpoints
+DETECTED_S, GONE_S = 15.0, 10.0  # what docs/cluster.md promises
 
 
 def write_recipe(folder: Path, data: str) -> Path:
@@ -157,3 +160,47 @@ class Launched:
         for host in self.lab.hosts:
             folders = host.run(["sh", "-c", "ls -d /dev/shm/llmtrain-watch-* 2>/dev/null || true"]).stdout
             assert folders == "", (host.name, folders)
+
+
+def kill_rank(run: Launched, host: LabHost) -> None:
+    random.choice(run.ranks_on(host)).kill()
+
+
+def kill_all_ranks(run: Launched, host: LabHost) -> None:
+    for rank in run.ranks_on(host):
+        rank.kill()
+
+
+def cut(run: Launched, host: LabHost) -> None:
+    host.cut()
+
+
+def one_fault(run: Launched, kind: str, host: LabHost, nth: int) -> dict[str, float]:
+    """Inject a fault into a run that goes on, and hold what follows against the promises. The times in seconds."""
+    begin = len(run.lines)
+    at_step, injected = run.step(), time.monotonic()
+    {"rank": kill_rank, "host": kill_all_ranks, "link": cut}[kind](run, host)
+    told = run.wait_for(r"error: fault after step", begin, FAULT_S)
+    assert host.name in run.lines[told][1], run.lines[told][1]
+    while any(run.ranks_on(each) for each in run.lab.hosts):
+        assert time.monotonic() - run.lines[told][0] < FAULT_S
+        time.sleep(0.1)
+    gone_s = time.monotonic() - run.lines[told][0]
+    gone = run.wait_for(rf"launch: restart {nth} of", told, FAULT_S)
+    again = run.wait_for(r"launch: restarting from step", gone, FAULT_S)
+    resumed = int(re.search(r"from step (\d+)", run.lines[again][1])[1])  # type: ignore[index]
+    fault = run.rows("events.jsonl", "fault")[-1]
+    assert fault["step"] - resumed <= EVERY, (fault["step"], resumed)
+    assert fault["step"] >= at_step
+    if kind == "link":
+        assert f"without {host.name}" in run.lines[again][1]
+    met = run.wait_for(r"^rank 0 -> node-1", again)
+    run.wait_for_step(fault["step"] + 1)
+    detected_s = run.lines[told][0] - injected
+    assert detected_s <= DETECTED_S and gone_s <= GONE_S, (kind, detected_s, gone_s)
+    return {
+        "detected": detected_s,
+        "gone": gone_s,
+        "restarted": run.lines[met][0] - run.lines[gone][0],
+        "redone": fault["step"] - resumed,
+    }

@@ -6,73 +6,21 @@ import os
 import random
 import re
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cluster.launched import FAULT_S, Launched, write_recipe
-from tools.lab.lab import Lab, LabHost
+from tests.cluster.launched import EVERY, Launched, one_fault, write_recipe
+from tools.lab.lab import Lab
 
 pytestmark = pytest.mark.timeout(1500)  # a start takes 12 s on an idle machine, and minutes on one that is not
 
-EVERY = 5  # steps between checkpoints
-DETECTED_S, GONE_S = 15.0, 10.0  # what docs/cluster.md promises
 
-
-def kill_rank(run: Launched, host: LabHost) -> None:
-    random.choice(run.ranks_on(host)).kill()
-
-
-def kill_all_ranks(run: Launched, host: LabHost) -> None:
-    for rank in run.ranks_on(host):
-        rank.kill()
-
-
-def cut(run: Launched, host: LabHost) -> None:
-    host.cut()
-
-
-def one_fault(run: Launched, kind: str, host: LabHost, nth: int) -> dict[str, float]:
-    """Inject a fault into a run that goes on, and hold what follows against the promises. The times in seconds."""
-    begin = len(run.lines)
-    at_step, injected = run.step(), time.monotonic()
-    {"rank": kill_rank, "host": kill_all_ranks, "link": cut}[kind](run, host)
-    told = run.wait_for(r"error: fault after step", begin, FAULT_S)
-    assert host.name in run.lines[told][1], run.lines[told][1]
-    while any(run.ranks_on(each) for each in run.lab.hosts):
-        assert time.monotonic() - run.lines[told][0] < FAULT_S
-        time.sleep(0.1)
-    gone_s = time.monotonic() - run.lines[told][0]
-    gone = run.wait_for(rf"launch: restart {nth} of", told, FAULT_S)
-    again = run.wait_for(r"launch: restarting from step", gone, FAULT_S)
-    resumed = int(re.search(r"from step (\d+)", run.lines[again][1])[1])  # type: ignore[index]
-    fault = run.rows("events.jsonl", "fault")[-1]
-    assert fault["step"] - resumed <= EVERY, (fault["step"], resumed)
-    assert fault["step"] >= at_step
-    if kind == "link":
-        assert f"without {host.name}" in run.lines[again][1]
-    met = run.wait_for(r"^rank 0 -> node-1", again)
-    run.wait_for_step(fault["step"] + 1)
-    detected_s = run.lines[told][0] - injected
-    assert detected_s <= DETECTED_S and gone_s <= GONE_S, (kind, detected_s, gone_s)
-    return {
-        "detected": detected_s,
-        "gone": gone_s,
-        "restarted": run.lines[met][0] - run.lines[gone][0],
-        "redone": fault["step"] - resumed,
-    }
-
-
-@pytest.mark.parametrize(
-    "faults",
-    [(("rank", 1),), pytest.param((("rank", 1), ("host", 2), ("link", 2)), marks=pytest.mark.slow)],
-    ids=["a-rank", "a-rank-a-host-and-a-link"],
-)
-def test_what_is_lost_is_explained_and_the_run_goes_on(
-    lab3: Lab, small_data: str, tmp_path: Path, faults: tuple[tuple[str, int], ...]
-) -> None:
+@pytest.mark.slow
+def test_what_is_lost_is_explained_and_the_run_goes_on(lab3: Lab, small_data: str, tmp_path: Path) -> None:
+    """A rank alone: test_own_folders.py."""
+    faults = (("rank", 1), ("host", 2), ("link", 2))
     recipe = write_recipe(tmp_path, small_data)
     with Launched(lab3, recipe, "--max-restarts", "3", "--min-hosts", "2") as run:
         first = run.wait_for(r"^rank 2 -> node-3")
@@ -90,17 +38,18 @@ def test_what_is_lost_is_explained_and_the_run_goes_on(
         run.assert_nothing_left()
 
 
-def test_ctrl_c_saves_on_all_hosts(lab3: Lab, small_data: str, tmp_path: Path) -> None:
-    with Launched(lab3, write_recipe(tmp_path, small_data), "--env-file", str(secret(tmp_path))) as run:
+def test_a_preempt_file_on_one_host_makes_the_whole_job_leave(lab3: Lab, small_data: str, tmp_path: Path) -> None:
+    """And the variables of a run, secrets among them, are where they belong and gone with it."""
+    options = ("--preempt-file", "/tmp/spot notice", "--env-file", str(secret(tmp_path)))
+    with Launched(lab3, write_recipe(tmp_path, small_data), *options) as run:
         run.wait_for_step(3)
         shown = " ".join(word for host in lab3.hosts for p in host.processes() for word in cmdline(p))
         assert "correct-horse" not in shown and "LLMTRAIN_SECRETS" in shown
         environ = run.ranks_on(lab3.hosts[1])[0].environ()
         assert environ["NCCL_DEBUG"] == 'a "b" $(c)' and "WANDB_API_KEY" not in environ
-        run.interrupt()
-        assert run.finish() == 130
-        assert "3 ranks are asked" in run.text
-        assert run.newest_checkpoint() == run.step() >= 3
+        lab3.hosts[2].run(["touch", "/tmp/spot notice"])
+        assert run.finish() == 75
+        assert run.newest_checkpoint() == run.step() >= 3 and "restart" not in run.text
         run.assert_nothing_left()
         for host in lab3.hosts:
             assert list((host.home / ".llmtrain" / "secrets").iterdir()) == []
@@ -117,16 +66,6 @@ def cmdline(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def test_a_preempt_file_on_one_host_makes_the_whole_job_leave(lab3: Lab, small_data: str, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, small_data)
-    with Launched(lab3, recipe, "--preempt-file", "/tmp/spot notice") as run:
-        run.wait_for_step(3)
-        lab3.hosts[2].run(["touch", "/tmp/spot notice"])
-        assert run.finish() == 75
-        assert run.newest_checkpoint() == run.step() >= 3 and "restart" not in run.text
-        run.assert_nothing_left()
 
 
 def losses_of(run: Launched) -> dict[int, float]:

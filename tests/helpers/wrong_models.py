@@ -76,11 +76,11 @@ MODEL_CASES = [
     Wrong(
         "a model whose folder cannot be written at the end",
         ("HrmText", "no cut of a parameter into consecutive parts", "Set train.export to false"),
-        _model(model_type="hrm_text", num_key_value_heads=...),
+        _model(model_type="hrm_text", num_attention_heads=4),
     ),
     Wrong(
         "more experts for a token than there are",
-        ("do not go together", "index k out of range"),
+        ("do not go together", "k not in range for dimension"),
         _model(model_type="mixtral", num_local_experts=4, num_experts_per_tok=8),
     ),
     Wrong("no layers", ("num_hidden_layers = 0", "at least 1", "correct the number"), _model(num_hidden_layers=0)),
