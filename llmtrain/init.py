@@ -29,6 +29,9 @@ def main(argv: list[str]) -> int:
     folder: Path = parser.parse_args(argv).folder
     pairs = [(file, folder / file.relative_to(_SHIPPED)) for file in _files(_SHIPPED)]
     try:
+        for parent in {parent for _, new in pairs for parent in new.parents}:
+            if parent.exists() and not parent.is_dir():
+                raise UserError(f"{parent}: it is a file, and init writes a folder of that name. Give an empty folder.")
         if other := [new for old, new in pairs if new.exists() and not filecmp.cmp(old, new, shallow=False)]:
             raise UserError(f"{other[0]}: there is another file of that name, which init does not replace. Give an "
                             "empty folder.")  # fmt: skip

@@ -21,10 +21,17 @@ def rank() -> int:
 def info(message: str) -> None:
     """One line on standard output, from rank 0 only."""
     if rank() == 0:
-        try:
-            print(message, flush=True)
-        except BrokenPipeError:  # `| head` has read enough: the work goes on
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+        put(message)
+
+
+def put(message: str) -> None:
+    """One line on standard output. Where nobody reads it any more, or its disk is full, the work goes on."""
+    try:
+        print(message, flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+    except OSError:
+        return
 
 
 def warn(message: str) -> None:

@@ -32,7 +32,7 @@ from llmtrain.data.records import Document, Rejection, read_piece
 from llmtrain.data.settings import PrepareSettings
 from llmtrain.data.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
 from llmtrain.data.split import cut_above
-from llmtrain.data.worker import UNFINISHED, WorkerSettings, unit_record_path
+from llmtrain.data.worker import UNFINISHED, WorkerSettings, unit_record_path, write_held_out
 from llmtrain.data.workplace import REJECTED, already_complete, clear, locked, start_or_continue
 from llmtrain.errors import DataError, UserError
 
@@ -167,8 +167,8 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path) -> list[dict[st
     with progress:
         for validation in (True, False):  # first what no unit for training may hold
             todo = [unit for unit in work if unit.validation is validation and unit.index not in records]
-            held_out = sorted({digest for record in records.values() for digest in record.get("hashes", ())})
-            given = replace(worker_settings, held_out=tuple(held_out))
+            held_out = [unit.index for unit in work if unit.validation and not validation]
+            given = replace(worker_settings, held_out=write_held_out(out, held_out) if held_out else None)
             run_units(todo, given, processes, progress.under_way, keep)
     return [records[unit.index] for unit in work]
 

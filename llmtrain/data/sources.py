@@ -99,7 +99,7 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
     if source == STDLIB and not os.path.exists(source):
         return _stdlib_files()
     if os.path.isdir(source):
-        if _is_saved_dataset(source):
+        if _is_saved_dataset(source, option):
             return _dataset_files(source)
         paths = glob.glob(os.path.join(glob.escape(source), "**"), recursive=True)
         root = source
@@ -164,11 +164,11 @@ def _stdlib_files() -> list[SourceFile]:
 # --- saved `datasets` folders: Arrow IPC streams next to a state.json that lists them -------------
 
 
-def _is_saved_dataset(folder: str) -> bool:
+def _is_saved_dataset(folder: str, option: str) -> bool:
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         splits = _read_json(os.path.join(folder, "dataset_dict.json")).get("splits", [])
         named = " or ".join(os.path.join(folder, str(split)) for split in splits)
-        raise DataError(f"--source {folder}: it holds several splits of a dataset; name the one to use: {named}")
+        raise DataError(f"{option} {folder}: it holds several splits of a dataset; name the one to use: {named}")
     return os.path.isfile(os.path.join(folder, "state.json")) and os.path.isfile(
         os.path.join(folder, "dataset_info.json")
     )

@@ -12,7 +12,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,42 @@ class WorkerSettings:
     validation_fraction: float
     cut_bytes: int
     """A document above this size is cut for the split (split.py)."""
-    held_out: tuple[str, ...] = ()
-    """Hashes of the documents of --validation-source: no unit for training may hold them."""
+    held_out: str | None = None
+    """File that `write_held_out` wrote: the documents of --validation-source, which no unit for training may hold."""
     reject_limit: int
     """Give a unit up after this many rejections: the run will stop anyway, and the list must not fill the memory."""
 
 
 def unit_record_path(out: Path, index: int) -> Path:
     return out / UNFINISHED / f"unit-{index:05d}.json"
+
+
+def _hashes_path(out: Path, index: int) -> Path:
+    return out / UNFINISHED / f"unit-{index:05d}.hashes"
+
+
+def write_held_out(out: Path, units: Iterable[int]) -> str:
+    """Gather what these finished units for validation hold into one file, [2, documents] uint64; returns its path."""
+    hashes = b"".join(_hashes_path(out, index).read_bytes() for index in units)
+    high, low = np.frombuffer(hashes, dtype=">u8").reshape(-1, 2).T.astype(np.uint64)
+    order = np.argsort(high)
+    path = out / UNFINISHED / "held_out.npy"
+    np.save(path, np.stack([high[order], low[order]]))
+    return str(path)
+
+
+class _HeldOut:
+    """Hashes of 128 bits, in a file that all workers map."""
+
+    def __init__(self, path: str | None) -> None:
+        table: np.ndarray = np.empty((2, 0), np.uint64) if path is None else np.load(path, mmap_mode="r")
+        self._high, self._low = table
+
+    def __contains__(self, hashed: int) -> bool:
+        high, low = divmod(hashed, 1 << 64)
+        at = int(np.searchsorted(self._high, np.uint64(high)))
+        same = slice(at, at + int(np.searchsorted(self._high[at:], np.uint64(high), side="right")))
+        return bool((self._low[same] == np.uint64(low)).any())
 
 
 class _ShardWriter:
@@ -105,8 +133,8 @@ class _Written:
     cut: int = 0
     left_out: int = 0
     """Documents for training that are in --validation-source, too."""
-    hashes: list[str] = field(default_factory=list)
-    """Of a unit for validation."""
+    hashes: bytearray = field(default_factory=bytearray)
+    """Of a unit for validation, 16 bytes each."""
     lowest_draw: float = 1.0
     """The smallest validation fraction that would hold one of the documents out whole."""
 
@@ -131,9 +159,10 @@ def process_unit(
             "content": f"{written.content:032x}",
             "cut": written.cut,
             "left_out": written.left_out,
-            "hashes": written.hashes,
             "lowest_draw": written.lowest_draw,
         }
+        if unit.validation:
+            _hashes_path(out, unit.index).write_bytes(written.hashes)
         write_atomically(unit_record_path(out, unit.index), json.dumps(record).encode())
         return record
     except OSError as error:
@@ -154,7 +183,7 @@ def _write_documents(
     progress: Callable[[int], None],
 ) -> _Written:
     written = _Written()
-    held_out = frozenset(settings.held_out)
+    held_out = _HeldOut(settings.held_out)
     batch: list[tuple[Piece, Document, Split, str]] = []
     filled = 0
 
@@ -193,15 +222,15 @@ def _write_documents(
 
 
 def _sides(
-    unit: Unit, document: Document, settings: WorkerSettings, held_out: frozenset[str], written: _Written
+    unit: Unit, document: Document, settings: WorkerSettings, held_out: _HeldOut, written: _Written
 ) -> list[tuple[Split, str]]:
     """The document's text by split, counted in `written`; nothing when --validation-source has the document."""
-    digest = xxhash.xxh3_128_hexdigest(document.data)
-    written.content = (written.content + int(digest, 16)) % (1 << 128)
+    hashed = xxhash.xxh3_128_intdigest(document.data)
+    written.content = (written.content + hashed) % (1 << 128)
     if unit.validation:
-        written.hashes.append(digest)
+        written.hashes += hashed.to_bytes(16, "big")
         return [("validation", document.text)]
-    if digest in held_out:
+    if hashed in held_out:
         written.left_out += 1
         return []
     sides = parts(document.text, document.data, settings.validation_fraction, settings.cut_bytes)

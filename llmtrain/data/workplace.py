@@ -30,10 +30,11 @@ def locked(out: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another") from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"--out {out}: another `llmtrain prepare` is at work in it; wait for it") from error
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise DataError(f"--out {out}: another `llmtrain prepare` is at work in it; wait for it") from error
+    try:  # from here on, what is unfinished in it is ours
         yield
     except OSError as error:
         raise DataError(

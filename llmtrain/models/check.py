@@ -198,9 +198,16 @@ def _check_copy(hf: Any, key: str, chunk: int) -> None:
 
 
 def _check_export(hf: Any) -> None:
-    """The folder that the run ends with can be written. Raises ModelError."""
+    """The folder that the run ends with can be written and loaded. Raises ModelError."""
+    from transformers import AutoModelForCausalLM
+
     try:
         FolderLayout(hf)
+        if type(hf.config) not in AutoModelForCausalLM._model_mapping:
+            raise ModelError(
+                f"model: transformers makes a {type(hf).__name__} of a part of its configuration, "
+                f"{type(hf.config).__name__}, from which it loads no causal language model."
+            )
     except ModelError as error:
         raise ModelError(f"{error} Set train.export to false: training and its checkpoints need no folder.") from error
 

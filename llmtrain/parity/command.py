@@ -65,20 +65,26 @@ def main(argv: list[str], worker: str = WORKER) -> int:
 
 def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool, worker: str) -> Iterator[int]:
     """The outcome of each world size."""
-    from llmtrain.parity.small import attention_here, small_model  # from here on it takes torch's seconds
+    from llmtrain.models.check import check_model
+    from llmtrain.parity.small import attention_here, small_model
 
     fields, shrunk_by = small_model(user.run.model, user.degrees)
     attention = attention_here(fields, user.run.model.attention, cpu=cpu)
     user = replace(user, run=replace(user.run, model=replace(user.run.model, attention=attention)))
     print(f"{args.run} with {user.run.deepspeed}: {_words(fields)}, {args.steps} steps", flush=True)
-    for ranks in worlds:
-        with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as folder:
+    with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as made:
+        every = {}  # before any rank starts: a world size that is refused would hide that another one has failed
+        for ranks in worlds:
+            folder = Path(made) / f"{ranks}-ranks"
+            folder.mkdir(exist_ok=True)
             run = small_run(user, fields, shrunk_by, ranks, args.steps, cpu=cpu)
-            plans = {
-                precision: resolve_in(Path(folder), user, run, shrunk_by, ranks, precision)
+            every[folder] = plans = {
+                precision: resolve_in(folder, user, run, shrunk_by, ranks, precision)
                 for precision in _precisions(user, cpu)
             }
-            yield _check(Path(folder), user, plans, args.steps, cpu, worker)
+            check_model(plans["fp32"])  # what training refuses before its ranks meet is not compared either
+        for folder, plans in every.items():
+            yield _check(folder, user, plans, args.steps, cpu, worker)
 
 
 def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int, cpu: bool, worker: str) -> int:

@@ -120,6 +120,7 @@ def small_run(
             max_steps=steps,
             max_tokens=None,
             max_minutes=None,
+            export=False,
         ),
         fault=replace(run.fault, timeout_s=min(120.0, run.fault.timeout_s)),
     )

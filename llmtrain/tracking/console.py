@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from llmtrain import units
+from llmtrain import log, units
 from llmtrain.log import LiveLine
 
 _RATE_WINDOW = 20  # log points over which the time per step is averaged for the ETA
@@ -67,7 +67,10 @@ class Console:
         self._show = None
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream or sys.stdout, flush=True)
+        if self._stream is None:
+            log.put(text)
+        else:
+            print(text, file=self._stream, flush=True)
 
     def _step(self, step: float) -> str:
         if self._total_steps is None:

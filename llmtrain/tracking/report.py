@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import statistics
 import time
@@ -105,9 +104,13 @@ def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _finite(value: Any) -> float | None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number with hundreds of digits
+        return None
+    return number if abs(number) <= _MOST else None
 
 
 def curves_of(run: Run) -> Curves:
@@ -202,6 +205,7 @@ _CHARTS = (
 )
 _SMOOTHED = ("loss", "tokens_per_s", "grad_norm")
 _POINTS_SHOWN = 1500
+_MOST = 1e300  # a sum of such values is one, too
 
 
 def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
@@ -219,12 +223,19 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
             continue
         if metrics[0][0] == "grad_norm" and all(run.settings.get("norm") == "update" for run in runs):
             title = "Norm of the update (Muon)"
-        levels = {f"{name} model": y for c in all_curves for name, y in c.baselines.items()} if number == 0 else {}
+        levels = _levels(all_curves) if number == 0 else {}
         marks = all_curves[0].resumes if len(runs) == 1 else []
         lines = [{"name": name, "y": y} for name, y in levels.items()]
         about = {"id": f"chart{number}", "title": title, "unit": unit, "zero": zero}
         charts.append({**about, "series": series, "levels": lines, "marks": list(marks)})
     return charts
+
+
+def _levels(all_curves: list[Curves]) -> dict[str, float]:
+    """The baselines on which all runs agree: of runs on several data sets, no line is that of all curves."""
+    names = all_curves[0].baselines
+    values = {name: {curves.baselines.get(name) for curves in all_curves} for name in names}
+    return {f"{name} model": names[name] for name, found in values.items() if len(found) == 1}
 
 
 def _series(metric: str, curve: Curve, name: str, color: int, *, dash: bool) -> list[dict[str, Any]]:
@@ -305,7 +316,7 @@ def write_report(run_dirs: list[Path], out: Path) -> list[Path]:
     text = page_of(runs)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / "index.html", text.encode())
+        write_atomic(out / "index.html", text.encode(errors="replace"))
         for name, png in pictures.items():
             write_atomic(out / f"{name}.png", png)
     except OSError as error:

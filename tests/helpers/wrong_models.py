@@ -79,6 +79,24 @@ MODEL_CASES = [
         _model(model_type="hrm_text", num_attention_heads=4),
     ),
     Wrong(
+        "a model whose folder could not be loaded again",
+        ("Emu3ForCausalLM of a part of its configuration, Emu3TextConfig", "Set train.export to false"),
+        _model(
+            model_type="emu3",
+            **dict.fromkeys(("hidden_size", "num_hidden_layers", "vocab_size"), ...),
+            vq_config={"hidden_size": 32, "num_attention_heads": 1},
+            text_config={
+                "vocab_size": 512,
+                "pad_token_id": 0,
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "intermediate_size": 64,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+            },
+        ),
+    ),
+    Wrong(
         "more experts for a token than there are",
         ("do not go together", "k not in range for dimension"),
         _model(model_type="mixtral", num_local_experts=4, num_experts_per_tok=8),

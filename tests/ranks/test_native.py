@@ -18,7 +18,7 @@ from llmtrain.checkpoint.format import Manifest, read_trainer
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.native.files import open_files
 from llmtrain.checkpoint.native.importing import import_deepspeed
-from llmtrain.checkpoint.native.names import Target, hf_names
+from llmtrain.checkpoint.native.names import Target, hf_names, read_names
 from llmtrain.checkpoint.native.state import MOMENTS, State, add_copies
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.native.unnamed import add_unnamed
@@ -339,19 +339,19 @@ def test_layers_of_a_pipeline_are_recognised_or_asked_for(tmp_path):
         want |= {f"{index + 3}.layer.{suffix}": f"transformer.h.{index}.{suffix}" for suffix in suffixes}
     want |= {"6.weight": "transformer.ln_f.weight", "6.bias": "transformer.ln_f.bias"}
     theirs = {name: target.shapes[hf] for name, hf in want.items()}
-    assert hf_names(theirs, target, None, tmp_path) == want
+    assert hf_names(theirs, target, {}, tmp_path) == want
 
     renamed = {name.replace("attn.c_attn", "qkv"): shape for name, shape in theirs.items()}
     with pytest.raises(
         CheckpointError, match=r"0 of its pipeline layers look like one of the 3 decoder .*--names FILE"
     ):
-        hf_names(renamed, target, None, tmp_path)
+        hf_names(renamed, target, {}, tmp_path)
     file = tmp_path / "names.json"
     file.write_text(json.dumps({name.replace("attn.c_attn", "qkv"): hf for name, hf in want.items()}))
-    assert hf_names(renamed, target, file, tmp_path).keys() == renamed.keys()
+    assert hf_names(renamed, target, read_names(file), tmp_path).keys() == renamed.keys()
     file.write_text(json.dumps({"nothing": "transformer.wte.weight"}))
     with pytest.raises(CheckpointError, match="'nothing' is no parameter"):
-        hf_names(renamed, target, file, tmp_path)
+        hf_names(renamed, target, read_names(file), tmp_path)
 
 
 def test_unnamed_state_that_fits_in_two_ways_is_refused(tmp_path):

@@ -73,9 +73,7 @@ def commands() -> dict[str, str]:
     for page in [REPO / "README.md", *(REPO / "docs").glob("*.md")]:
         text = re.sub(r"`[^`\n]+\n[^`\n]+`", lambda code: code[0].replace("\n", " "), page.read_text())
         for line in text.splitlines():
-            for python, name, words in re.findall(
-                r"(python tools/bench/)?(\w+\.py)((?: +--[a-z-]+(?: [\w.,-]+)?)*)", line
-            ):
+            for python, name, words in COMMAND.findall(line):
                 if (BENCH / name).is_file() and (python or words):
                     found[name + words] = line
     return found

@@ -1,4 +1,4 @@
-"""The first thing that people try: one text file, and nothing but the README's commands."""
+"""One text file without validation data. With it, by the README alone: test_newcomer.py."""
 
 from __future__ import annotations
 
@@ -62,22 +62,6 @@ def train(clone: Path, arguments: list[str]) -> tuple[int, str]:
     code = launch.wait(180)[0]
     assert code is not None, launch.output()
     return code, launch.output()
-
-
-def test_one_text_file_trains_by_the_readme_alone(
-    clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(clone)
-    given = commands()
-    assert [words[0] for words in given][:3] == ["prepare", "config", "train"]
-    assert main(given[0]) == 0
-    assert re.search(r"validation 1 document, [\d.]+k tokens \([45]\.\d%\)", capsys.readouterr().out)
-    assert main(given[1]) == 0
-    code, output = train(clone, [*given[2], *SMALL])
-    assert code == 0, output
-    run = clone / option(given[2], "--train.run_dir")
-    assert [row["step"] for row in rows(run) if "eval/loss" in row] == [3, 6]
-    assert "a bigram model" in output and (run / "export/model.safetensors").is_file()
 
 
 def test_without_validation_data_config_check_and_train_agree_and_eval_off_trains(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from llmtrain.errors import UserError
 from llmtrain.parity.command import main
 from tests.helpers.launching import REPO, environment, finish, gone
 from tests.helpers.launching import tree as processes
+from tests.helpers.leftovers import unused_shared_memory
 
 MODEL = {
     "model_type": "llama",
@@ -68,13 +68,8 @@ def left_in(folder: Path) -> list[str]:
     return [path.name for path in (folder / "tmp").glob("llmtrain-parity-*")]
 
 
-def shared_memory() -> set[str]:
-    """What lies there, but for the heartbeats of runs, which parity has none of: another user's may begin meanwhile."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("llmtrain-watch-")}
-
-
 def test_a_run_that_trains_as_plain_pytorch_does(tmp_path: Path) -> None:
-    before = shared_memory()
+    before = unused_shared_memory()
     code, output = finish(start(tmp_path, str(recipe(tmp_path)), "--steps", "5", "--optim.weight_decay", "0.2"))
     assert code == 0, output
     lines = output.splitlines()
@@ -86,7 +81,7 @@ def test_a_run_that_trains_as_plain_pytorch_does(tmp_path: Path) -> None:
     ]
     figures = dict(re.findall(r"^ {8}(\w[\w ]*?)  +([\d.e-]+) of", output, flags=re.M))
     assert set(figures) == {"loss", "gradient norm", "gradient", "movement", "parameter"}
-    assert not left_in(tmp_path) and shared_memory() <= before
+    assert not left_in(tmp_path) and unused_shared_memory() <= before
 
 
 def test_a_fault_in_the_ranks_is_exit_code_1_and_a_message(tmp_path: Path) -> None:

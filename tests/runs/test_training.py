@@ -22,13 +22,14 @@ from tests.helpers.launching import (
     wait_for_step,
     write_recipe,
 )
+from tests.helpers.leftovers import unused_shared_memory
 
 
 @pytest.fixture(scope="module")
 def undisturbed(small_data, tmp_path_factory):
     """An undisturbed run of 240 steps."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    before = set(os.listdir("/dev/shm")), set(os.listdir("/tmp"))
+    before = unused_shared_memory(), set(os.listdir("/tmp"))
     output = train(write_recipe(folder, small_data))
     return folder / "run", output, before
 
@@ -49,8 +50,7 @@ def test_run_directory_and_output(undisturbed):
 
 def test_nothing_is_left_behind(undisturbed):
     _, _, (shm, tmp) = undisturbed
-    # sem.mp-*: semaphores that other processes on the machine hold for a moment while they are made
-    assert {name for name in set(os.listdir("/dev/shm")) - shm if not name.startswith("sem.mp-")} == set()
+    assert unused_shared_memory() <= shm
     left = set(os.listdir("/tmp")) - tmp
     assert not {name for name in left if "llmtrain" in name or "deepspeed" in name or "torch" in name}, left
 

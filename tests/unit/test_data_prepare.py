@@ -162,6 +162,19 @@ def test_a_killed_worker_is_named_and_nothing_hangs(corpus: Path, tmp_path: Path
     assert not list(out.rglob("*.tmp"))
 
 
+def test_a_second_prepare_is_refused_and_leaves_the_files_of_the_first_alone(
+    corpus: Path, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "set"
+    process = start(arguments(corpus, out, "--processes", "1"))
+    wait_for_records(out, 1, process)
+    assert main(arguments(corpus, out, "--processes", "1")) == 2
+    assert "another `llmtrain prepare` is at work in it" in capsys.readouterr().err
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert contents(out) == contents(reference)
+
+
 def test_a_full_disk_is_said_and_leaves_no_half_shard(corpus: Path, reference: Path, tmp_path: Path) -> None:
     """A limit on the file size stands for the full disk: the same failing write."""
     out = tmp_path / "set"

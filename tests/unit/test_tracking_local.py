@@ -273,3 +273,17 @@ def test_importing_the_package_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_training_goes_on_when_nobody_reads_its_lines_or_their_disk_is_full(monkeypatch):
+    """`llmtrain train ... | head`, and `> log` on a full disk."""
+    for stream in (open("/dev/full", "w"), None):  # noqa: SIM115
+        if stream is None:
+            reader, writer = os.pipe()
+            os.close(reader)
+            stream = os.fdopen(writer, "w")
+        monkeypatch.setattr(sys, "stdout", stream)
+        console = Console(total_steps=3)
+        for step in (1, 2, 3):
+            console.update({"step": step, "loss": 2.0})
+        console.close()

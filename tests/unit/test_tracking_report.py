@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
 import math
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -15,6 +15,7 @@ from llmtrain.errors import UserError
 from llmtrain.tracking.local import JsonLines
 from llmtrain.tracking.plots import smooth
 from llmtrain.tracking.report import curves_of, facts_of, load, main
+from tests.helpers.pages import Page
 
 
 def make_run(run_dir: Path, steps: int = 40, loss: float = 2) -> Path:
@@ -77,32 +78,6 @@ def png_size(data: bytes) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
-class Page(html.parser.HTMLParser):
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text, self.scripts = "", [""]
-        self.feed(path.read_text())
-        assert self.open == []
-        self.charts = {chart["title"]: chart for chart in json.loads(self.scripts[-2])}
-
-    def handle_starttag(self, tag, attrs) -> None:
-        assert tag != "img" and not any(name in ("src", "href") for name, _ in attrs), "all is in the file"
-        if tag == "script":
-            self.scripts.append("")
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data) -> None:
-        if self.open[-1:] == ["script"]:
-            self.scripts[-1] += data
-        else:
-            self.text += data + "\n"
-
-
 def test_report_of_a_run(tmp_path, capsys):
     run_dir = make_run(tmp_path / "my <run>")
     assert main([str(run_dir)]) == 0
@@ -142,6 +117,20 @@ def test_several_runs_stand_side_by_side(tmp_path, capsys):
     assert not (first / "report").exists()
 
 
+def test_runs_on_several_data_have_no_common_baselines(tmp_path, capsys):
+    runs = [make_run(tmp_path / name) for name in ("a", "b")]
+    with open(runs[1] / "events.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "baselines", "unigram_loss": 7.0, "bigram_loss": 3.25}) + "\n")
+    assert main([*map(str, runs), "--out", str(tmp_path / "both")]) == 0
+    page = Page(tmp_path / "both/index.html")
+    assert page.charts["Loss"]["levels"] == [{"name": "bigram model", "y": 3.25}]
+
+
+def test_a_name_that_is_no_unicode_has_a_report(tmp_path):
+    run_dir = make_run(tmp_path / os.fsdecode(b"run-\xff"))
+    assert main([str(run_dir)]) == 0 and (run_dir / "report/index.html").exists()
+
+
 def test_facts_and_curves_say_what_the_files_say(tmp_path):
     run = load(make_run(tmp_path))
     curves = curves_of(run)
@@ -164,7 +153,10 @@ def test_a_step_that_stands_twice_counts_once_and_the_later_row_wins(tmp_path):
 def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path):
     run_dir = make_run(tmp_path)
     with open(run_dir / "metrics.jsonl", "ab") as file:
-        file.write(b'\xff\xfe\n[1, 2]\n{"step": "x", "loss": 1}\n{"step": 41, "lo')
+        file.write(b'\xff\xfe\n[1, 2]\n{"step": "x", "loss": 1}\n')
+        file.write(b'{"step": 41, "loss": %s}\n' % (b"9" * 400))  # one value is left out of a good line
+        file.writelines(b'{"step": %d, "loss": 1.7e308, "lr": 1.5}\n' % step for step in range(42, 80))
+        file.write(b'{"step": 80, "lo')
     (run_dir / "events.jsonl").write_bytes(b'{"kind": "resume", "step": null}\n{"time_unix_s": 1e99}\n{"ki')
     (run_dir / "environment.json").write_text("[")
     assert main([str(run_dir), "--out", str(tmp_path / "elsewhere")]) == 0

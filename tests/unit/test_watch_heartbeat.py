@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from llmtrain.cluster.watch import ending, folder, observe, proc
+from llmtrain.cluster.watch import ending, folder, observe, proc, watched
 from llmtrain.cluster.watch.heartbeat import PHASES, Heartbeat, named, read
 from llmtrain.cluster.watch.link import Server, answers, call, wait
 
@@ -214,3 +214,41 @@ def test_a_line_that_is_no_json_ends_the_connection():
         assert server.lines["node-2"].closed
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_shown"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:546] Connection closed by peer [127.0.0.1]:30512"), False),
+        (KeyError("timeout"), True),
+        (FileNotFoundError(2, "No such file or directory", "/data/peers/x.bin"), True),
+        (EOFError("Ran out of input"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_what_is_said_of_a_lost_peer_is_left_to_the_watch(tmp_path, monkeypatch, error, is_shown):
+    """It explains who has gone; any other traceback is the explanation."""
+    monkeypatch.setattr(watched, "_folder", tmp_path)
+    monkeypatch.setattr(watched, "_has_failed", False)
+    monkeypatch.setattr(watched.heart, "is_leaving", lambda: False)
+    monkeypatch.delenv("LLMTRAIN_VERBOSE", raising=False)
+
+    def end() -> type[BaseException]:
+        with pytest.raises((SystemExit, type(error))) as ended, watched.told_how_it_ends():
+            raise error
+        return ended.type
+
+    assert end() is type(error), "there is no watch that could tell it"
+    (tmp_path / folder.AGENT).write_text("{}")
+    assert end() is (type(error) if is_shown else SystemExit)
+    assert type(error).__name__ in (tmp_path / "rank-00000.error").read_text()
+
+
+def test_the_reason_that_nccl_gives_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(watched, "_folder", tmp_path)
+    monkeypatch.setattr(watched, "_has_failed", False)
+    monkeypatch.setattr(watched.heart, "is_leaving", lambda: False)
+    text = "NCCL error in: NCCLUtils.cpp:94, invalid usage\nncclInvalidUsage: ...\nLast error:\nDuplicate GPU detected"
+    assert not watched.failed(RuntimeError(text))
+    kept = (tmp_path / "rank-00000.error").read_text()
+    assert "invalid usage Duplicate GPU detected" in kept

@@ -83,6 +83,15 @@ def test_nothing_after_the_end_of_the_run_is_a_fault(cluster):
     assert cluster.until_verdict(100)[0] is None and not cluster.judge.waits(cluster.now)
 
 
+def test_ranks_that_say_that_they_end_and_stay_are_ended_without_a_fault(cluster):
+    """They hang in a library's clean-up, say, and would hold their GPUs for ever."""
+    for rank in cluster.ranks:
+        rank.update(code=0, phase="end")
+    cluster.steps = False
+    verdict, after_s = cluster.until_verdict(1000)
+    assert verdict.trigger == "leave" and "still there 6" in verdict.text and 595 < after_s < 610
+
+
 def test_a_rank_that_ended_while_others_train_is_still_a_fault(cluster):
     cluster.ranks[0].update(state="left", code=0)
     cluster.steps = False

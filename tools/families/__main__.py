@@ -124,18 +124,22 @@ def _cell(
     family: str, form: str, command: str, attention: str, model: dict[str, Any], args: argparse.Namespace, folder: Path,
     data: str,
 ) -> tuple[Ended, str]:  # fmt: skip
-    """(how it ended, the attention with which): a user who is told to use eager attention does so."""
+    """(how it ended, the attention with which): a user who is told to use eager attention, or no export, does so."""
+    export = True
     while True:
         with tempfile.TemporaryDirectory(prefix=f"{family}-{form}-", dir=folder) as place:
-            recipe = write_run(Path(place), model, form, attention, data)
+            recipe = write_run(Path(place), model, form, attention, data, export=export)
             ended = train(recipe, args.limit_s) if command == "train" else parity(recipe, PARITY_STEPS, args.limit_s)
             if args.keep_logs and ended.outcome != "passes":
                 args.keep_logs.mkdir(parents=True, exist_ok=True)
                 log = (Path(place) / f"{command}.log").read_text(errors="replace")
                 (args.keep_logs / f"{family}-{form}-{command}-{attention}.log").write_text(log)
-        if ended.outcome != "refused" or attention == "eager" or "model.attention to eager" not in ended.reason:
+        if ended.outcome == "refused" and attention != "eager" and "model.attention to eager" in ended.reason:
+            attention = "eager"
+        elif ended.outcome == "refused" and export and "train.export to false" in ended.reason:
+            export = False
+        else:
             return ended, attention
-        attention = "eager"
 
 
 def _import(family: str) -> None:

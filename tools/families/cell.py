@@ -51,7 +51,9 @@ class Ended:
     cpu_s: float
 
 
-def write_run(folder: Path, model: dict[str, Any], form: str, attention: str, data: str) -> Path:
+def write_run(
+    folder: Path, model: dict[str, Any], form: str, attention: str, data: str, *, export: bool = True
+) -> Path:
     """run.yaml and ds.json of a cell; returns the former."""
     (folder / "ds.json").write_text(json.dumps(FORMS[form]))
     run = {
@@ -59,7 +61,7 @@ def write_run(folder: Path, model: dict[str, Any], form: str, attention: str, da
         "model": {"config": model, "attention": attention},
         "data": {"path": data, "sequence_length": 32},
         "train": {"run_dir": str(folder / "run"), "micro_batch": 2, "accumulation": 2 if form == "pp2" else 1,
-                  "max_steps": STEPS, "log_every": 1, "eval_sequences": 4},
+                  "max_steps": STEPS, "log_every": 1, "eval_sequences": 4, "export": export},
         "schedule": {"warmup_steps": 2},
         "tracking": {"wandb": "disabled"},
     }  # fmt: skip

@@ -101,6 +101,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "cpmant": {"dim_ff": 64, "dim_head": 8},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},

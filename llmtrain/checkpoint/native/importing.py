@@ -16,7 +16,7 @@ from llmtrain import units
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.format import PARAM, step_folder
 from llmtrain.checkpoint.native.files import Files, find_tag, open_files
-from llmtrain.checkpoint.native.names import Target, hf_names
+from llmtrain.checkpoint.native.names import Target, hf_names, read_names
 from llmtrain.checkpoint.native.scan import Record, shown
 from llmtrain.checkpoint.native.settings import optimizer_lines
 from llmtrain.checkpoint.native.state import (
@@ -150,13 +150,14 @@ def _config(folder: Path, chosen: Path, model: Path | None) -> Path:
 def _resolve(files: Files, target: Target, names: Path | None, *, weights_only: bool) -> _Import:
     """Find every tensor and give it its Hugging Face name."""
     state, kinds = State(), () if weights_only else MOMENTS
-    add_copies(state, files, target.frozen)
+    given = read_names(names)
+    add_copies(state, files, target.frozen | given.keys())
     if files.universal:
         add_universal(state, files, kinds)
     elif files.zero:
         add_zero(state, files, kinds)
         place_tied(state, files)
-    found = hf_names(state.shapes, target, names, files.folder)
+    found = hf_names(state.shapes, target, given, files.folder)
     if not (files.universal or files.zero or weights_only):
         trained = [name for name in state.copies if name in found and found[name] not in target.frozen]
         add_unnamed(state, files, trained, kinds)

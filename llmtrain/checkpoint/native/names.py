@@ -47,15 +47,21 @@ class Target:
         return cls(model, tensor_shapes(model), aliases, set(frozen_tensors(model)))
 
 
-def hf_names(theirs: Shapes, target: Target, names_file: Path | None, where: Path) -> dict[str, str]:
+def hf_names(theirs: Shapes, target: Target, given: dict[str, str], where: Path) -> dict[str, str]:
     """Their name -> Hugging Face name, of every parameter of the model class; shapes are compared.
 
+    Args:
+        given: what the user says of it (`read_names`); empty: the names themselves are asked.
+
     Raises:
-        CheckpointError: a key is missing, left over, of another shape, or could be two; the remedy is `names_file`, a
-            JSON object {their name: Hugging Face name}.
+        CheckpointError: a key is missing, left over, of another shape, or could be two.
     """
-    if names_file is not None:
-        found = _given(names_file, theirs, where)
+    found = given
+    if given:
+        if unknown := [name for name in given if name not in theirs]:
+            raise CheckpointError(
+                f"--names: {unknown[0]!r} is no parameter of {where}; it has {', '.join(list(theirs)[:5])}, ..."
+            )
     elif all(_LAYER_NAME.fullmatch(name) or name.startswith(_TIED) for name in theirs):
         found = _pipeline(theirs, target, where)
     else:
@@ -82,17 +88,15 @@ def _check(found: dict[str, str], theirs: Shapes, target: Target, where: Path) -
 _REMEDY = "Is --model the configuration that it was trained with? If names differ: --names FILE, JSON {theirs: ours}."
 
 
-def _given(file: Path, theirs: Shapes, where: Path) -> dict[str, str]:
+def read_names(file: Path | None) -> dict[str, str]:
+    """A user's JSON object {their name: Hugging Face name}; empty without a file. Raises CheckpointError."""
+    if file is None:
+        return {}
     try:
         found = foreign.loads(read_file(file))
         assert isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
     except (OSError, ValueError, AssertionError) as error:
         raise CheckpointError(f"{file}: it is no JSON object of names: {error}.") from error
-    unknown = [name for name in found if name not in theirs]
-    if unknown:
-        raise CheckpointError(
-            f"{file}: {unknown[0]!r} is no parameter of {where}; it has {', '.join(list(theirs)[:5])}, ..."
-        )
     return found
 
 

@@ -100,7 +100,7 @@ class State:
 def add_copies(state: State, files: Files, frozen: Iterable[str] = ()) -> None:
     """The module's own tensors: from the model file, or from the layer files of a PipelineModule.
 
-    `frozen`: names (but for a prefix) of buffers that belong to the model's weights; others are left out.
+    `frozen`: ends of the names of buffers that belong to the model's weights; others are left out.
     """
     named: list[tuple[str, PickleFile, Any]] = []
     if files.layers:

@@ -203,7 +203,8 @@ def _shm(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]
     left = sum(shm["left"].values())
     if left > GIB or (left and shm["free"] < need):
         what = f"{size(left)} of /dev/shm are left from DeepSpeed runs that ended"
-        fix = survey.on(host.name, shlex.join(["rm", *shm["left"]]))
+        # Processes of other containers that share /dev/shm are not seen from here.
+        fix = "when no run is there, in no container either: " + survey.on(host.name, shlex.join(["rm", *shm["left"]]))
         yield Finding(host=host.name, check="shm", level="yellow", what=what, fix=fix)
     if shm["free"] < need:
         what = f"/dev/shm has {size(shm['free'])} free of {size(shm['total'])}; slots={host.slots} needs {size(need)}"

@@ -16,6 +16,7 @@ _MORE_NEWS_S = 1.5
 """After a first dead rank: what else has happened is on its way."""
 _STEPS_WITHOUT_S = 8.0
 _OTHERS_LEAVE_S = 30.0
+_ALL_LEAVE_S = 600.0  # what follows a run's last word (closing W&B, ending libraries) has no pace, but is no hours
 """Ranks that stay when one has left with a mistake of the user's or by a signal to the job are then ended."""
 
 
@@ -57,6 +58,7 @@ class Judge:
         self._step = -1
         self._first_dead_s: float | None = None
         self._first_left_s: float | None = None
+        self._leaving_s: float | None = None
 
     @property
     def hosts(self) -> list[Host]:
@@ -107,8 +109,13 @@ class Judge:
         self._looked_s = now
         ranks = self.ranks()
         live = [r for r in ranks if _lives(r)]
-        if live and (all(r.state == "stopped" for r in live) or all(r.code is not None for r in live)):
-            self._progress_s = now  # the whole job was suspended, by its user; or all that is left of it is leaving
+        leaving = bool(live) and all(r.code is not None for r in live)
+        if not leaving:
+            self._leaving_s = None
+        elif self._leaving_s is None:
+            self._leaving_s = now
+        if leaving or (live and all(r.state == "stopped" for r in live)):
+            self._progress_s = now  # all that is left of the job is leaving; or it was suspended, by its user
         fault = None if self.ended else self._dead(ranks, live, now) or self._lost(now)
         return fault or self._left(ranks, live, now) or self._stalled(now)
 
@@ -167,6 +174,9 @@ class Judge:
         return Verdict("silent_host") if lost else None
 
     def _stalled(self, now: float) -> Verdict | None:
+        if self._leaving_s is not None and now - self._leaving_s > _ALL_LEAVE_S:
+            text = f"the ranks have said that they end, and are still there {now - self._leaving_s:.0f} s later"
+            return Verdict("leave", text=text)
         stalled_s = self.stalled_s(now)
         return Verdict("stall", stalled_s=stalled_s) if stalled_s > self._stall_s else None
 

@@ -14,6 +14,7 @@ from typing import Any
 from llmtrain.cluster.watch import proc
 from llmtrain.cluster.watch.ending import Process
 from llmtrain.cluster.watch.explain.facts import RankFacts, parse_stacks
+from llmtrain.cluster.watch.folder import write_json
 from llmtrain.cluster.watch.heartbeat import Beat, read
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -204,10 +205,7 @@ class HostRanks:
 
 def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> None:
     """The exception that ends a rank; before it leaves. Raises OSError."""
-    path = folder / f"rank-{rank:05d}.error"
-    new = path.with_suffix(".new-error")
-    new.write_text(json.dumps({"error": error, "at": at, "phase": phase}))
-    os.rename(new, path)
+    write_json(folder / f"rank-{rank:05d}.error", {"error": error, "at": at, "phase": phase})
 
 
 def _content(handle: int) -> bytes:

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -128,32 +129,37 @@ def told_how_it_ends() -> Iterator[None]:
         left(130)
         raise
     except Exception as error:
-        failed(error)
-        if _folder is not None and os.environ.get(messages.VERBOSE) != "1" and is_echo(_words(error)):
-            raise SystemExit(1) from None  # the watch explains who has gone: tracebacks of the others would bury that
+        told = failed(error)
+        # What torch and its libraries say of a peer that has gone: the watch explains who, and tracebacks of the others
+        # would bury that.
+        distant = isinstance(error, (RuntimeError, ConnectionError)) and is_echo(_words(error))
+        if told and distant and os.environ.get(messages.VERBOSE) != "1":
+            raise SystemExit(1) from None
         raise
 
 
-def failed(error: BaseException) -> None:
-    """This rank ends by an exception that is a bug. Its last line is kept for the others."""
+def failed(error: BaseException) -> bool:
+    """This rank ends by an exception that is a bug. Its words are kept for the others; whether the watch has them."""
     global _has_failed
-    if _folder is None or _has_failed or heart.is_leaving():
-        return
-    if isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
-        return
+    if _folder is None or heart.is_leaving() or isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
+        return False
+    if _has_failed:
+        return True
     _has_failed = True  # the first place that sees it knows the phase
     lines = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(error.__traceback__))]
     frame = own_line(lines)
     try:
         write_error(_folder, log.rank(), _words(error), place(frame) if frame else "", heart.in_phase())
     except OSError:
-        return
+        return False
+    return (_folder / AGENT).exists()
 
 
 def _words(error: BaseException) -> str:
-    """The last line of its traceback."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0] if said else ''}".removesuffix(": ")[:500]
+    """The last line of its traceback; of NCCL's the reason, too, which stands below."""
+    first, *more = str(error).strip().splitlines() or [""]
+    said = " ".join([first, *(line for before, line in pairwise(more) if before.startswith("Last error"))])
+    return f"{type(error).__name__}: {said}".removesuffix(": ")[:500]
 
 
 def _start_agent(folder: Path, stall_s: float, run_dir: str) -> None:
