@@ -9,11 +9,12 @@ from dataclasses import replace
 
 from llmtrain import completion, units
 from llmtrain.config.batch import Batch
-from llmtrain.config.deepspeed import deep_check
+from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.load import dump, load
 from llmtrain.config.problems import closest, stop
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
+from llmtrain.errors import ConfigError
 
 USAGE = """\
 usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N]
@@ -43,6 +44,7 @@ def examine(resolved: ResolvedRun) -> ResolvedRun:
     from llmtrain.models.check import check_model, check_weights
 
     run = resolved.run
+    name_cpu()
     deep_check(resolved.deepspeed, run.deepspeed)
     notes = check_model(resolved)
     vocabulary = load_config(run.model).get_text_config(decoder=True).vocab_size
@@ -75,12 +77,12 @@ def main(argv: list[str]) -> int:
         return 0
     if not rest or rest[0].startswith("-"):
         remedy = f"write llmtrain config {action} RUN.yaml"
-        raise stop(f"llmtrain config {action}", rest[:1], "needs the run's YAML first", remedy)
+        raise ConfigError(f"llmtrain config {action}: the run's YAML comes first; {remedy}")
     yaml_path, rest = rest[0], rest[1:]
     world_size, source, rest = _world_size(rest)
     resolved = load(["--config", yaml_path, *rest], world_size, source)
     if action == "show":
-        print(f"# {yaml_path}, resolved for {world_size} rank(s)\n{dump(resolved.run)}")
+        print(f"# {yaml_path}, resolved for {world_size} rank{'' if world_size == 1 else 's'}\n{dump(resolved.run)}")
         print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")
         print(summary(resolved))
     else:

@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
         "folder", type=Path, metavar="RUN_OR_FOLDER", help="run folder, checkpoint or Hugging Face folder"
     )
     option = parser.add_argument
-    option("--prompt", default="", help="text to continue")
+    option("--prompt", default=argparse.SUPPRESS, help="text to continue (default: none, the model begins)")
     option(
         "--max-tokens",
         type=_number(int, "at least 1", lambda n: n >= 1),
@@ -185,7 +185,7 @@ def main(argv: list[str]) -> int:
     option("--seed", type=int, default=usual.seed, help="seed of the sampling")
     completion.offer(parser)
     args = vars(parser.parse_args(argv))
-    path, prompt = args.pop("folder"), args.pop("prompt")
+    path, prompt = args.pop("folder"), args.pop("prompt", "")
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
         generate(_hf_folder(path, Path(scratch)), prompt, Sampling(**args), stream=True)
     return 0

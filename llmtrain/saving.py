@@ -46,10 +46,9 @@ class Saving:
 
     def __enter__(self) -> Saving:
         self._saver.check_shares()  # now: a form that has its shards wrong must not train until its first save
-        if self._settings.every_steps or self._settings.every_minutes:
-            self._saver.prepare()
-            if shortage := self._saver.shortage(self._settings.keep):
-                log.warn(shortage)
+        self._saver.prepare()
+        if shortage := self._saver.shortage(self._settings.keep):
+            log.warn(shortage)
         return self
 
     def __exit__(
@@ -128,17 +127,24 @@ class Saving:
                 self._saver.begin(step, trainer_state())
             except CheckpointError as error:
                 self._tracker.event("save_failed", step=step, error=str(error))
-                raise
+                raise CheckpointError(f"{error} {self._lost(step)}") from error
             outcome = self._saver.drain()
             assert outcome is not None
             if outcome.error and attempt:
                 self._tracker.event("save_failed", step=step, error=outcome.error)
-                raise CheckpointError(f"the last checkpoint, at step {step}, failed: {outcome.error}")
+                raise CheckpointError(
+                    f"the last checkpoint, at step {step}, failed: {outcome.error}. {self._lost(step)}"
+                )
             if not outcome.error:
                 self._report(outcome)
                 return
             self._tracker.event("save_failed", step=step, error=outcome.error)
             log.warn(f"checkpoint at step {step} failed and is tried once more: {outcome.error}")
+
+    def _lost(self, step: int) -> str:
+        """What a failed last save means, and what to do."""
+        before = f"step {self._saved_step}" if self._saved_step else "the beginning"
+        return f"The training up to step {step} is not saved. Mend that, and the same command goes on from {before}."
 
     def _report(self, outcome: Outcome | None) -> None:
         if outcome is None:

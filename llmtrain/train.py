@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 
-from llmtrain import completion
+from llmtrain import completion, log
 from llmtrain.check import examine
 from llmtrain.cluster.hosts.environment import load_secrets
 from llmtrain.cluster.watch import watched
+from llmtrain.config.in_use import refuse_if_in_use
 from llmtrain.config.load import load
 from llmtrain.config.run import ResolvedRun
 
@@ -20,6 +21,8 @@ def main(argv: list[str]) -> int:
     with watched.told_how_it_ends():
         load_secrets()
         resolved = load(argv, world_size, source)
+        if log.rank() == 0:
+            refuse_if_in_use(str(resolved.run.train.run_dir))
         watched.begin(stall_timeout_s=stall_timeout_s(resolved), run_dir=str(resolved.run.train.run_dir))
         # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
         resolved = examine(resolved)

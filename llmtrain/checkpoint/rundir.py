@@ -6,11 +6,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 
-from llmtrain import foreign
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.retain import leftovers, remove
+from llmtrain.config.in_use import in_use
 from llmtrain.errors import CheckpointError
 
 
@@ -94,12 +95,13 @@ def claim(folder: Path, key: str, locks: contextlib.ExitStack) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
         locks.callback(os.close, handle)
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.2)  # a launch that only looks (`refuse_if_in_use`) holds it for a moment
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise CheckpointError(
-            f"{key}: {folder} is in use by another launch{_holder(folder)}. "
-            f"Wait for it, stop it, or give this run another {key}."
-        ) from None
+        raise CheckpointError(in_use(folder, key)) from None
     except OSError as error:
         raise CheckpointError(f"{key}: {folder} cannot be used: {error.strerror}. Give another folder.") from error
 
@@ -108,11 +110,3 @@ def tidy(checkpoints: Path) -> None:
     """Delete what killed saves and deletions left."""
     with leftovers(checkpoints) as found:
         remove(found)
-
-
-def _holder(run_dir: Path) -> str:
-    try:
-        environment = foreign.loads((run_dir / "environment.json").read_bytes())
-        return f" (process {environment['pid']} on {environment['host']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""

@@ -9,6 +9,7 @@ checkpoint there gets the files of that host's ranks, trainer.json, and the mani
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import secrets
@@ -131,9 +132,20 @@ class Saver:
             self._share_memory(sum(share[2] for share in shares if share[3] == _boot()))
 
     def shortage(self, keep: int) -> str | None:
-        """Why a folder of this run will have no room for `keep` checkpoints and the next one. After `prepare`."""
-        mine = space.will_lack(self._folder.path, self._need_bytes, keep) if self._folder.leads else None
-        return next((text for text in self._all(mine) if text), None)
+        """Why a folder of this run will have no room for `keep` checkpoints and the next one. After `prepare`.
+
+        Raises:
+            CheckpointError: on every rank alike: it has no room for a single one, and all training would be lost.
+        """
+        none = few = None
+        if self._folder.leads:
+            with contextlib.suppress(OSError):  # the save will tell
+                none = space.lacks(self._folder.path, self._need_bytes)
+            few = space.will_lack(self._folder.path, self._need_bytes, keep)
+        said = self._all((none, few))
+        if reason := next((none for none, _ in said if none), None):
+            raise CheckpointError(f"{reason} Make room, or set checkpoint.dir to a larger disk. Nothing was trained.")
+        return next((few for _, few in said if few), None)
 
     def begin(self, step: int, trainer: dict[str, Any]) -> None:
         """Start to save step `step`. Training may go on, but for the optimizer: see `before_update`.

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import copy
+import glob
+import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,6 +31,17 @@ _FORCED: dict[str, Any] = {
     "steps_per_print": NEVER,
 }
 _NOT_FOR_DEEPSPEED = ("optimizer", "scheduler", "checkpoint", "wandb", "tensorboard", "csv_monitor", "comet")
+_ACCELERATORS = (
+    "/dev/nvidia*",
+    "/dev/kfd",
+    "/dev/dxg",
+    "/dev/dri",
+    "/dev/davinci*",
+    "/dev/accel*",
+    "/dev/hl*",
+    "/dev/hpu*",
+)
+"""Device files of NVIDIA, AMD, Windows' Linux, Intel and others."""
 DEGREE_KEYS = {
     "pipeline": "pipeline.stages",
     "tensor": "tensor_parallel.autotp_size",
@@ -170,6 +183,12 @@ def exact_dict(facts: Facts, path: str, batch: Batch, clip_norm: float) -> tuple
     # DeepSpeed's throughput timer is on by default and synchronises the device twice a step; ours does not.
     exact.setdefault("timers", {"throughput": {"enabled": False}})
     return exact, notes
+
+
+def name_cpu() -> None:
+    """Tell DeepSpeed that there is only the CPU, where no accelerator can be: it would guess that, with a warning."""
+    if not any(glob.glob(node) for node in _ACCELERATORS):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def deep_check(exact: dict[str, Any], path: str) -> None:

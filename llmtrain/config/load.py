@@ -146,7 +146,8 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         rule = f"no such file (looked from {Path.cwd()})"
         raise stop("--config", path, rule, "give the path of a run's YAML; `llmtrain init DIR` writes some") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the path
-        raise stop("--config", path, f"cannot be read: {error}", "give the path of a run's YAML") from None
+        said = error.strerror if isinstance(error, OSError) else error
+        raise stop("--config", path, f"cannot be read: {said}", "give the path of a run's YAML") from None
     document = strict_yaml.parse(text, path)
     tree = {} if document.tree is None else document.tree
     if not isinstance(tree, dict):

@@ -134,5 +134,9 @@ def _broken(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
     lines = text.rstrip().splitlines() or [""]
     number = min(mark.line + 1 if mark else len(lines), len(lines))
     what = getattr(error, "problem", None) or str(error).splitlines()[0]
+    line = lines[number - 1]
+    if "\t" in line[: len(line) - len(line.lstrip())]:
+        rule = "not valid YAML: a tab in the indentation"
+        return stop("YAML", line.replace("\t", "\\t"), rule, "indent with blanks", f"{name}, line {number}")
     remedy = "look at the indentation, colons and quotes on this line and the one above"
     return stop("YAML", lines[number - 1].strip(), f"not valid YAML: {what}", remedy, f"{name}, line {number}")

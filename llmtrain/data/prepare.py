@@ -90,7 +90,11 @@ def _plan(settings: PrepareSettings, files: list[SourceFile], validation: list[S
     unit_bytes = settings.shard_bytes or unit_bytes_for(total)
     work = plan_units(files, unit_bytes)
     work += plan_units(validation, unit_bytes, first_index=len(work), validation=True)
-    log.info(f"{len(files) + len(validation)} files, {units.size(total)}, in {len(work)} shards")
+    count = len(files) + len(validation)
+    log.info(
+        f"{count} file{'' if count == 1 else 's'}, {units.size(total)}, in {len(work)} shard"
+        f"{'' if len(work) == 1 else 's'}"
+    )
     return work
 
 
@@ -192,8 +196,9 @@ def _stop_if_too_many(settings: PrepareSettings, out: Path, records: dict[int, d
         return
     _write_rejected(out, [records[index] for index in sorted(records)])
     shown = "".join(f"\n  {_place(entry)}: {entry['reason']}" for entry in rejected[:5])
+    so_far = f"{len(rejected)} bad record{'' if len(rejected) == 1 else 's'} so far"
     raise DataError(
-        f"{len(rejected)} bad records so far, --max-rejected is {settings.max_rejected}:{shown}\n"
+        f"{so_far}, --max-rejected is {settings.max_rejected}:{shown}\n"
         f"All found so far are listed in {out / REJECTED}. Mend the source, or allow them with --max-rejected N "
         "and run the same command again: finished shards are kept"
     )
@@ -314,13 +319,16 @@ def _parser() -> argparse.ArgumentParser:
         "--source",
         nargs="+",
         required=True,
+        default=argparse.SUPPRESS,
         metavar="SOURCE",
         help="files, folders or globs (text, code, jsonl, parquet; .gz and .zst too), a saved `datasets` folder, "
         "or stdlib: the running Python's own standard library",
     )
-    add("--out", required=True, metavar="FOLDER", help="the prepared folder")
-    add("--tokenizer", metavar="FOLDER", help="Hugging Face folder with a tokenizer.json")
-    add("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the source instead")
+    add("--out", required=True, default=argparse.SUPPRESS, metavar="FOLDER", help="the prepared folder")
+    given = "Hugging Face folder with a tokenizer.json"
+    add("--tokenizer", default=argparse.SUPPRESS, metavar="FOLDER", help=given)
+    trained = "train a byte-level BPE of N tokens on the source instead"
+    add("--vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help=trained)
     add("--field", default="text", help="the field (jsonl) or column (parquet, datasets) that holds the text")
     add("--format", default="auto", choices=["auto", "text", "jsonl", "parquet"], help="auto: by the file name")
     add(
@@ -338,9 +346,11 @@ def _parser() -> argparse.ArgumentParser:
         help="take validation from these instead (as --source; a file or document in both is for validation alone)",
     )
     add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="a longer document is rejected")
-    add("--shard-bytes", type=int, metavar="N", help="input bytes per shard (default: a 64th, 1 to 256 MiB)")
+    shard = "input bytes per shard (default: a 64th, 1 to 256 MiB)"
+    add("--shard-bytes", type=int, default=argparse.SUPPRESS, metavar="N", help=shard)
     add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
-    add("--processes", type=int, metavar="N", help="worker processes (default: all cores)")
+    all_cores = "worker processes (default: all cores)"
+    add("--processes", type=int, default=argparse.SUPPRESS, metavar="N", help=all_cores)
     return parser
 
 

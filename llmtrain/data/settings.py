@@ -57,6 +57,11 @@ class PrepareSettings:
             raise DataError(
                 "give exactly one of --tokenizer FOLDER (a Hugging Face tokenizer) and --vocab-size N (train one here)"
             )
+        if self.vocab_size is not None and self.vocab_size < tokenize.LEAST_VOCABULARY:
+            raise DataError(
+                f"--vocab-size {self.vocab_size}: a byte-level BPE needs at least {tokenize.LEAST_VOCABULARY} (256 "
+                "bytes and the separator)"
+            )
         if self.validation_sources and self.validation_fraction:
             raise DataError(
                 "give either --validation-source (its documents are for validation, all of --source for training) or "

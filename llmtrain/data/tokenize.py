@@ -27,21 +27,18 @@ _FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-_BYTES = 256  # a byte-level BPE has a token for every byte
+LEAST_VOCABULARY = 257
+"""Of a byte-level BPE: a token for every byte, and the separator."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     """Train a byte-level BPE of exactly `vocab_size` tokens (separator included) and save it as a Hugging Face folder.
 
     The result depends on the texts alone, not on the number of cores: merges are chosen by count, then by id.
-    Raises DataError when vocab_size cannot hold the bytes or the texts are too few for so many tokens.
+    Raises DataError when the texts are too few for so many tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < _BYTES + 1:
-        raise DataError(
-            f"--vocab-size {vocab_size}: a byte-level BPE needs at least {_BYTES + 1} (256 bytes and the separator)"
-        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -141,19 +141,21 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
     if tokens := curves["tokens"]:
         facts.append(("Training tokens", f"{tokens.values[-1]:,.0f}"))
     if train := curves["loss"]:
-        facts.append(("Training loss, first to last", f"{train.values[0]:.4f} → {train.values[-1]:.4f}"))
+        facts.append(("Training loss, first to last", f"{train.values[0]:.4f} → {train.values[-1]:.4f} nats/token"))
     if evaluation := curves["eval/loss"]:
         last, best = evaluation.values[-1], min(evaluation.values)
-        facts.append(("Validation loss, last", f"{last:.4f} (perplexity {perplexity(last):.2f})"))
-        facts.append(("Validation loss, best", f"{best:.4f} (perplexity {perplexity(best):.2f})"))
+        facts.append(("Validation loss, last", f"{last:.4f} nats/token (perplexity {perplexity(last):.2f})"))
+        facts.append(("Validation loss, best", f"{best:.4f} nats/token (perplexity {perplexity(best):.2f})"))
     facts += [
-        (f"Loss of a {name} model", f"{value:.4f}{_measured_on(run)}") for name, value in curves.baselines.items()
+        (f"Loss of a {name} model", f"{value:.4f} nats/token{_measured_on(run)}")
+        for name, value in curves.baselines.items()
     ]
     if speed := curves["tokens_per_s"]:
         facts.append(("Tokens/s, median", f"{statistics.median(speed.values):,.0f}"))
     for kind, label in (("causal", "causal"), ("noncausal", "non-causal")):
         if flops := curves[f"model_tflops_per_s_{kind}"]:
-            text = f"{statistics.median(flops.values):.4g} TFLOP/s"
+            median = statistics.median(flops.values)
+            text = f"{median:.4g} TFLOP/s" if median >= 0.1 else f"{1000 * median:.4g} GFLOP/s"
             if mfu := curves[f"mfu_{kind}"]:
                 text += f", MFU {statistics.median(mfu.values):.1%}"
             facts.append((f"Model FLOP/s, median ({label})", text))

@@ -23,7 +23,14 @@ class Wrong:
 
 
 YAML = "deepspeed: ds.json\nmodel: {pretrained: null}\n"
+
+
+def _tab(folder: Path) -> None:
+    (folder / "run.yaml").write_text("model:\n\tconfig: {}\n")
+
+
 CASES = [
+    Wrong("a tab in the YAML", ("a tab in the indentation", "indent with blanks", "line 2"), before=_tab),
     # the YAML and the command line: names
     Wrong("typo in a field", ("optim.lrr = 0.001", "line ", "did you mean optim.lr?"), {"optim": {"lrr": 0.001}}),
     Wrong("field in the wrong section", ("train.lr = 0.001", "did you mean optim.lr?"), {"train": {"lr": 0.001}}),

@@ -97,6 +97,14 @@ def test_a_full_and_a_read_only_disk_cost_checkpoints_and_not_the_run(small_data
     assert sorted(losses(small_disk)) == list(range(1, max(losses(small_disk)) + 1))  # no step was lost to it
 
 
+def test_a_disk_without_room_for_one_checkpoint_is_refused_before_training(small_data, tmp_path, small_disk):
+    (small_disk / "checkpoints/ballast").write_bytes(b"x" * (6 << 20))
+    launch = Launch(write_recipe(tmp_path, small_data), "--checkpoint.every_steps", "null")
+    assert launch.wait(90) == [2, 2], launch.output()[-3000:]
+    assert "or set checkpoint.dir to a larger disk. Nothing was trained." in launch.output()
+    assert not rows(small_disk)
+
+
 def test_a_run_that_will_fill_its_disk_says_so_at_its_start(small_data, tmp_path, small_disk):
     launch = Launch(write_recipe(tmp_path, small_data), "--train.max_steps", "1", "--checkpoint.keep", "1000")
     assert launch.wait(90) == [0, 0], launch.output()[-3000:]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cli import main
 from tests.helpers.config_workplace import write
 from tests.helpers.wrong_configurations import CASES, Wrong
@@ -47,6 +48,20 @@ def test_wrong_config_is_told_by_check_and_by_train_alike(
     assert main(["train", "--config", "run.yaml", *case.argv]) == 2
     launched = capsys.readouterr().err.replace("WORLD_SIZE, set by the launcher", "--world-size")
     assert launched == told.err
+
+
+def test_a_run_folder_in_use_is_told_before_anything_slow(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(here, {"train": {"run_dir": "held"}}, {})
+    with RunDirectory("held"):
+        monkeypatch.setattr("llmtrain.train.examine", lambda _: pytest.fail("this takes seconds"))
+        assert main(["train", "--config", "run.yaml"]) == 2
+        assert "held is in use by another launch" in capsys.readouterr().err
+        (here / "hosts").write_text("localhost slots=2\n")
+        assert main(["launch", "--hostfile", "hosts", "--", "run.yaml"]) == 2
+        assert "held is in use by another launch" in capsys.readouterr().err
+        assert main(["config", "check", "run.yaml"]) == 0, "which disturbs nobody"
 
 
 def test_there_are_enough_ways_to_be_wrong() -> None:

@@ -91,8 +91,8 @@ def test_report_of_a_run(tmp_path, capsys):
     text = (out / "index.html").read_text()
     assert "<script>alert" not in text and "https://" not in text and "prefers-color-scheme: dark" in text
     page = Page(out / "index.html")
-    for words in ("my <run>", "2.5000 (perplexity 12.18)", "MFU 40.0%", "torch 9.9", "1 (cpu)", "& co",
-                  "5.5000 (first 999 validation tokens)", "984,320", "launch/train.py --config 'a b.yaml'",
+    for words in ("my <run>", "2.5000 nats/token (perplexity 12.18)", "MFU 40.0%", "torch 9.9", "1 (cpu)", "& co",
+                  "5.5000 nats/token (first 999 validation tokens)", "984,320", "launch/train.py --config 'a b.yaml'",
                   "optim.name\nmuon", "ZeRO stage\n2", "precision\nbf16"):  # fmt: skip
         assert words in page.text, words
     loss = page.charts["Loss"]
@@ -140,7 +140,7 @@ def test_facts_and_curves_say_what_the_files_say(tmp_path):
     facts = dict(facts_of(run, curves))
     assert facts["Steps"] == "40"
     assert facts["Training tokens"] == "4,000"
-    assert facts["Training loss, first to last"] == "6.0000 → 2.1000"
+    assert facts["Training loss, first to last"] == "6.0000 → 2.1000 nats/token"
     assert (facts["Checkpoints saved"], facts["Resumes"], facts["Skipped steps"]) == ("1", "1", "1")
     assert facts["Model FLOP/s, median (non-causal)"] == "1.2 TFLOP/s, MFU 48.0%"
 

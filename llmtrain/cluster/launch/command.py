@@ -11,6 +11,8 @@ from llmtrain.cluster.hosts.hostfile import Host, read_hostfile, select
 from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.attempts import Launch
 from llmtrain.cluster.launch.plan import Options, check, describe, make_plan
+from llmtrain.config.deepspeed import name_cpu
+from llmtrain.config.in_use import refuse_if_in_use
 from llmtrain.config.load import load
 from llmtrain.errors import ConfigError
 
@@ -28,6 +30,9 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         print(describe(plan, options))
         return 0
+    if plan.alone:
+        name_cpu()
+    refuse_if_in_use(str(resolved.run.train.run_dir))
     return Launch(options, resolved, mark).run()
 
 

@@ -1,0 +1,42 @@
+"""Whether another launch works in a run's folder: told at once, before anything slow begins.
+
+The lock is flock on the folder itself (checkpoint/rundir.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+from llmtrain import foreign
+from llmtrain.errors import ConfigError
+
+
+def refuse_if_in_use(run_dir: str) -> None:
+    """Raises ConfigError when a launch holds the run's folder. It makes and keeps nothing."""
+    with contextlib.suppress(OSError):  # it is not there, or has no locks: whoever takes it will tell
+        handle = os.open(run_dir, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(in_use(Path(run_dir), "train.run_dir")) from None
+        finally:
+            os.close(handle)
+
+
+def in_use(folder: Path, key: str) -> str:
+    """What a user is told who starts a second launch; `key`: the option that names the folder."""
+    return (
+        f"{key}: {folder} is in use by another launch{_holder(folder)}. "
+        f"Wait for it, stop it, or give this run another {key}."
+    )
+
+
+def _holder(run_dir: Path) -> str:
+    try:
+        environment = foreign.loads((run_dir / "environment.json").read_bytes())
+        return f" (process {environment['pid']} on {environment['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
