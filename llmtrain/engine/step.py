@@ -78,6 +78,8 @@ class Stepper:
         self._mesh = mesh
         self._own_tokens = int(mesh.place.tensor == 0)  # the ranks of a tensor-parallel group have the same loss
         self._attention = _attention_order(ranks.device)
+        self._must_look = engine.zero_optimization_stage() == 3
+        """Whether it is not yet known that ZeRO 3 takes every gradient."""
 
     def forward_backward(self, micro: MicroBatch, agreement: Callable[[], Agreement]) -> Tensor:
         """One micro-batch of a global batch whose counted tokens all ranks agree on. The agreement is asked for after
@@ -135,7 +137,22 @@ class Stepper:
 
     def _update(self) -> None:
         """DeepSpeed's step."""
+        if self._must_look:
+            self._refuse_lost_gradients()
+            self._must_look = False
         self._guarded(self.engine.step)
+
+    def _refuse_lost_gradients(self) -> None:
+        """ZeRO 3 takes a gradient where the module of the parameter is called, and drops what else there is of one.
+
+        Raises: ModelError, on all ranks alike.
+        """
+        lost = [name for name, parameter in self.engine.module.named_parameters() if parameter.grad is not None]
+        if lost:
+            raise ModelError(
+                f"model: ZeRO 3 would drop the gradients of {len(lost)} parameters in silence, first of {lost[0]}: "
+                "other code than the forward method of its module uses it. Set zero_optimization.stage to 2 or less."
+            )
 
     def _guarded(self, step: Callable[[], Any]) -> None:
         """Raises TrainingStopped, on all ranks alike, when fp16 has no smaller loss scale left."""

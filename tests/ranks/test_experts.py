@@ -18,6 +18,7 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.log import rank
+from llmtrain.models.parallel import expert_parallel, experts
 from tests.gpu.test_syncs import recorded_waits
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import (
@@ -180,6 +181,40 @@ def test_ranks_that_choose_different_experts_do_not_wait_for_each_other(pools, s
         assert largest_difference(got.parameters, want.parameters) < 1e-6
         half = 3 * 4 * GLOBAL_BATCH * LENGTH // 2  # steps, layers, half of the tokens
         assert tokens == counted == [half, 2 * half, half, 0]
+
+
+JETMOE = {"model_type": "jetmoe", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "kv_channels": 16,
+          "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+          "max_position_embeddings": 64}  # fmt: skip
+"""Its attention never calls its block of experts, but two methods of it."""
+
+
+def as_a_leaf(case: Case) -> str:
+    """What a first step says where the block is one that ZeRO 3 gathers when it is called."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    def mark(blocks: list[experts.ExpertBlock]) -> None:
+        for block in blocks:
+            set_z3_leaf_module(block.module, True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_parallel, "set_leaf_modules", mark)
+        _, stepper, ranks = make_engine(case)
+        try:
+            train_steps(case, stepper, ranks, 0, 1)
+        except UserError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_zero_3_has_the_gradients_of_a_block_that_is_never_called(pools, small_data):
+    """On a GPU, DeepSpeed drops what it did not take, and says nothing."""
+    want = plain_pytorch(Case(data=small_data, model=JETMOE, steps=3))
+    got = pools(2).run(run_case, case := Case(data=small_data, model=JETMOE, stage=3, steps=3))[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    for text in pools(2).run(as_a_leaf, case):
+        assert "ZeRO 3 would drop the gradients of 8 parameters" in text and ".self_attention.experts." in text
 
 
 def refused_list(case: Case) -> str:

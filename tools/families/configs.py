@@ -25,7 +25,9 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("head_dim", "v_head_dim"), 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(
+        ("num_experts_per_token", "num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"), 2
+    ),
     **dict.fromkeys(("n_group", "topk_group"), 1),
     **dict.fromkeys(("hidden_size_per_layer_input", "index_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
@@ -104,7 +106,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": _MAMBA,
     "helium": {"head_dim": 8},

@@ -126,12 +126,15 @@ def set_leaf_modules(blocks: list[ExpertBlock]) -> None:
     """Tell ZeRO 3 to gather the parameters of a whole block when the block begins, not where it uses them.
 
     Where each expert is a module of its own, ranks whose tokens choose different experts would gather different
-    parameters at the same time, and wait for each other for ever (DeepSpeed #7461).
+    parameters at the same time, and wait for each other for ever (DeepSpeed #7461). Experts of one parameter have no
+    such choice, and a family may never call their block itself (JetMoE's attention calls `map` and `reduce` of it):
+    what is inside would get no gradient.
     """
     from deepspeed.utils import set_z3_leaf_module
 
     for block in blocks:
-        set_z3_leaf_module(block.module, True)
+        if any(isinstance(part, nn.ModuleList) for part in block.experts):
+            set_z3_leaf_module(block.module, True)
 
 
 @dataclass(frozen=True, kw_only=True)
