@@ -193,7 +193,7 @@ def as_a_leaf(case: Case) -> str:
     """What a first step says where the block is one that ZeRO 3 gathers when it is called."""
     from deepspeed.utils import set_z3_leaf_module
 
-    def mark(blocks: list[experts.ExpertBlock]) -> None:
+    def mark(_: nn.Module, blocks: list[experts.ExpertBlock]) -> None:
         for block in blocks:
             set_z3_leaf_module(block.module, True)
 

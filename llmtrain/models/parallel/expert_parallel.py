@@ -43,7 +43,7 @@ def prepare_experts(hf: Any, resolved: ResolvedRun, device: torch.device, mesh: 
     blocks = expert_blocks(hf)
     if resolved.zero_stage in (1, 2) and resolved.data_parallel > 1:
         for block in blocks:
-            if any(isinstance(part, nn.ModuleList) for part in block.experts):
+            if block.are_modules:
                 raise ModelError(
                     f"model: the experts of {block.name} are modules of their own, and one that gets no token on a "
                     "rank has no gradient there: ZeRO 1 and 2 of DeepSpeed 0.19 then add gradients of different "
@@ -54,7 +54,7 @@ def prepare_experts(hf: Any, resolved: ResolvedRun, device: torch.device, mesh: 
         share_experts(hf, resolved, device)
         blocks = shared_blocks(hf)
     elif resolved.zero_stage == 3:
-        set_leaf_modules(blocks)
+        set_leaf_modules(hf, blocks)
     return Routing(blocks, hf.config, mesh.data_and_sequence) if blocks else None
 
 

@@ -32,6 +32,11 @@ class ExpertBlock:
     count: int
     """E: of the whole model, also where a rank holds some of them only."""
 
+    @property
+    def are_modules(self) -> bool:
+        """Whether each expert is a module of its own, in a list."""
+        return any(isinstance(part, nn.ModuleList) for part in self.experts)
+
 
 def expert_blocks(hf: nn.Module) -> list[ExpertBlock]:
     """The blocks of experts in the order of the layers; none in a dense model."""
@@ -122,19 +127,23 @@ def check_stages(config: Any) -> None:
         )
 
 
-def set_leaf_modules(blocks: list[ExpertBlock]) -> None:
-    """Tell ZeRO 3 to gather the parameters of a whole block when the block begins, not where it uses them.
+def set_leaf_modules(hf: nn.Module, blocks: list[ExpertBlock]) -> None:
+    """Tell ZeRO 3 to gather the parameters of all experts when they begin, not where it uses them.
 
     Where each expert is a module of its own, ranks whose tokens choose different experts would gather different
-    parameters at the same time, and wait for each other for ever (DeepSpeed #7461). Experts of one parameter have no
-    such choice, and a family may never call their block itself (JetMoE's attention calls `map` and `reduce` of it):
-    what is inside would get no gradient.
+    parameters at the same time, and wait for each other for ever (DeepSpeed #7461). A loop over the experts of one
+    parameter calls its activation once for each that was chosen: ZeRO 3 counts such calls, too, and compares them.
+    There the block is not marked: JetMoE's attention never calls it, only `map` and `reduce` of it, and what is inside
+    would get no gradient.
     """
     from deepspeed.utils import set_z3_leaf_module
 
     for block in blocks:
-        if any(isinstance(part, nn.ModuleList) for part in block.experts):
-            set_z3_leaf_module(block.module, True)
+        for module in (block.module,) if block.are_modules else block.experts:
+            set_z3_leaf_module(module, True)
+    for module in hf.modules():  # LongCat-Flash has more experts in one matrix than in the other: it is no block
+        if sum(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False)) > 1:
+            set_z3_leaf_module(module, True)
 
 
 @dataclass(frozen=True, kw_only=True)
