@@ -256,9 +256,10 @@ class SafetensorsSource:
         return found
 
     def _whole_shape(self, name: str, layout: FolderLayout | None) -> tuple[int, ...]:
-        assert layout is not None  # without one, no parameter has parts
         (tensor, part), *others = self._parts[name]
         shape = self.file_of[tensor].entries[tensor].shape
+        if layout is None or name not in layout.shapes:  # a surplus tensor is only what its file says
+            return shape
         return layout.shapes[name] if others or shape == part.shape else shape
 
     def _weight_map(self) -> dict[str, str] | None:
