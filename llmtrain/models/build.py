@@ -66,7 +66,9 @@ def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
         raise
     except Exception as error:
         key = "model.pretrained" if model.pretrained else "model.config"
-        raise ModelError(f"{key}: {given!r} is not a model configuration: {error}") from error
+        name = given.get("model_type") if isinstance(given, dict) else given
+        said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+        raise ModelError(f"{key}: {name} is not a model configuration: {said}") from error
 
 
 def refuse_code(file: Path, fields: Any) -> None:

@@ -98,8 +98,10 @@ def shard_model(
     experts = {path: modules[path] for path in _fused_experts(anatomy, modules)}
     check_degree(shared, degree, {path: _expert_width(path, module) for path, module in experts.items()})
     hf.whole_shapes = tensor_shapes(hf)  # type: ignore[assignment]
-    words = Words.of(modules[""].config.get_text_config().vocab_size, group)
-    shares = _map_shares(modules, shared, rank, degree) | _word_shares(modules, anatomy, words)
+    tables = {path: modules[path] for path in (anatomy.embedding, anatomy.head) if path in modules}
+    # Each by its own rows: Moshi's embedding has one more than there are words.
+    words = {path: Words.of(next(table.parameters()).shape[0], group) for path, table in tables.items()}
+    shares = _map_shares(modules, shared, rank, degree) | _word_shares(tables, words)
     for module in experts.values():
         shares |= _expert_shares(module, rank, degree)
     shares |= _norm_shares(modules, shared, rank, degree)
@@ -126,9 +128,9 @@ def shard_model(
     for module in experts.values():
         _sum_around(module, group)
     if isinstance(embedding := modules.get(anatomy.embedding), nn.Embedding):
-        share_embedding(embedding, words)
+        share_embedding(embedding, words[anatomy.embedding])
     if isinstance(head := modules.get(anatomy.head), nn.Linear):
-        head.words = words  # type: ignore[assignment]  # see head_forward of models/language.py
+        head.words = words[anatomy.head]  # type: ignore[assignment]  # see head_forward of models/language.py
 
 
 def check_degree(shared: Projections, degree: int, expert_widths: dict[str, int] | None = None) -> None:
@@ -171,15 +173,15 @@ def _map_shares(modules: dict[str, Any], shared: Projections, rank: int, degree:
     return found
 
 
-def _word_shares(modules: dict[str, Any], anatomy: Anatomy, words: Words) -> _Shares:
+def _word_shares(tables: dict[str, nn.Module], words: dict[str, Words]) -> _Shares:
     """Rows of the embedding and of the head; the two may be one parameter."""
     found: _Shares = {}
-    for path in (anatomy.embedding, anatomy.head):
-        for parameter in modules[path].parameters() if path in modules else ():
-            shape = tuple(parameter.shape)
+    for path, table in tables.items():
+        for parameter in table.parameters():
+            shape, mine = tuple(parameter.shape), words[path]
             inner = math.prod(shape[1:])
-            share = Share(shape=shape, region=Region(words.first * inner, words.count * inner))
-            found[parameter] = share, (words.count, *shape[1:])
+            share = Share(shape=shape, region=Region(mine.first * inner, mine.count * inner))
+            found[parameter] = share, (mine.count, *shape[1:])
     return found
 
 
