@@ -127,6 +127,11 @@ def head_forward(
     form: HeadForm | None = None,
 ) -> Tensor:
     """The head as it was (logits) without labels; with labels the summed loss."""
+    if labels is not None and hidden.shape[-1] != head.in_features:
+        raise ModelError(
+            f"model: its head takes {head.in_features} features, and its decoder gives {hidden.shape[-1]}: a layer "
+            "between the two is not known here, and the loss needs it. Train another family."
+        )
     words = getattr(head, "words", None)  # this rank's part of the vocabulary, if a tensor-parallel group shares it
     if words is not None:
         if labels is None or form is None:

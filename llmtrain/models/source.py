@@ -98,7 +98,13 @@ class RandomSource:
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            module.apply(self._model._init_weights)  # type: ignore[arg-type]
+            try:
+                module.apply(self._model._init_weights)  # type: ignore[arg-type]
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ModelError(
+                    f"model.config: transformers cannot initialise a {type(self._model).__name__} part by part "
+                    f"({type(error).__name__}: {error}). Start from a folder with weights instead (model.pretrained)."
+                ) from error
         values: dict[str, Tensor] = {f"{block}.{name}" if block else name: t for name, t in named_tensors(module)}
         for name, value in values.items():
             if name in self._shapes and bool(torch.isnan(value).any()):

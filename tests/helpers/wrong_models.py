@@ -97,6 +97,18 @@ MODEL_CASES = [
         ),
     ),
     Wrong(
+        "a layer between decoder and head",
+        ("its head takes 96 features, and its decoder gives 64",),
+        _model(
+            model_type="rembert",
+            is_decoder=True,
+            num_attention_heads=4,
+            intermediate_size=64,
+            input_embedding_size=16,
+            output_embedding_size=96,
+        ),
+    ),
+    Wrong(
         "more experts for a token than there are",
         ("do not go together", "k not in range for dimension"),
         _model(model_type="mixtral", num_local_experts=4, num_experts_per_tok=8),
