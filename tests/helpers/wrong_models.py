@@ -99,14 +99,19 @@ MODEL_CASES = [
     Wrong(
         "a layer between decoder and head",
         ("its head takes 96 features, and its decoder gives 64",),
-        _model(
-            model_type="rembert",
-            is_decoder=True,
-            num_attention_heads=4,
-            intermediate_size=64,
-            input_embedding_size=16,
-            output_embedding_size=96,
-        ),
+        {
+            "model": {
+                "attention": "eager",
+                "config": {
+                    "model_type": "rembert",
+                    "is_decoder": True,
+                    "num_attention_heads": 4,
+                    "intermediate_size": 64,
+                    "input_embedding_size": 16,
+                    "output_embedding_size": 96,
+                },
+            }
+        },
     ),
     Wrong(
         "more experts for a token than there are",
