@@ -70,7 +70,7 @@ def _fields(config: Any, model_type: str) -> dict[str, Any]:
 
 
 def _prove(fields: dict[str, Any]) -> None:
-    """It can be built, and a few tokens go through it, forth and back. Raises ModelError."""
+    """It can be built, and a few tokens go through it, forth and back, the same way each time. Raises ModelError."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(ModelConfig(config=fields))
@@ -79,6 +79,15 @@ def _prove(fields: dict[str, Any]) -> None:
             hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
             ids = torch.arange(16).unsqueeze(0) % config.get_text_config().vocab_size
             hf(input_ids=ids, use_cache=False).logits.sum().backward()
+            seen = []
+            for seed in (1, 2):
+                torch.manual_seed(seed)
+                seen.append(hf.train()(input_ids=ids, use_cache=False).logits.detach())
     except Exception as error:  # whatever transformers' code makes of sizes that nobody has tried
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ModelError(f"model: a small copy of a {fields['model_type']} model does not run ({reason}).") from error
+    if not torch.equal(*seen):
+        raise ModelError(
+            f"model: a {fields['model_type']} model draws random numbers in training besides dropout (a router that "
+            "samples its experts), so no two trainings of it are the same, and nothing can be compared."
+        )

@@ -97,8 +97,12 @@ def _general(row: dict[str, Any]) -> str:
     text = re.sub(
         r"\b[A-Z]\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration|LMHead|Decoder|ForCausal)\b", "MODEL", text
     )
-    text = re.sub(r"^(model: )an? \w+ config", r"\1a MODEL config", text)
-    text = re.sub(r"/tmp/\S*/(famtree\w*/|(?=\w+\.json))|/tmp/famtree\w*/", "", text)
+    text = re.sub(r"\b(an?|of a|takes the experts of a) [\w-]+ (model|config)\b", r"\1 MODEL \2", text)
+    text = re.sub(r"(wraps a text model together with others|several lists of layers) \([^)]*\)", r"\1", text)
+    text = re.sub(r"[\w-]+ is a text model together .*? \([\w-]+\)", "MODEL is a text model together with others", text)
+    text = re.sub(r"initialise its parameter \S+\.", "initialise all of its parameters.", text)
+    text = re.sub(r"(transformers makes the file's) \S+", r"\1 tensors", text)
+    text = re.sub(r"/tmp/\S*/(?=\w+\.(json|yaml))", "", text)
     text = re.sub(r"(same MoE module\(s\)).*", r"\1", text)
     text = re.sub(
         r"(?<=loss of MODEL computed in chunks is )\d+\.\d+, from its own logits \d+\.\d+", "N, from its own M", text
