@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from llmtrain import completion, log
+from llmtrain import completion
 from llmtrain.check import examine
 from llmtrain.cluster.hosts.environment import load_secrets
 from llmtrain.cluster.watch import watched
@@ -21,8 +21,7 @@ def main(argv: list[str]) -> int:
     with watched.told_how_it_ends():
         load_secrets()
         resolved = load(argv, world_size, source)
-        if log.rank() == 0:
-            refuse_if_in_use(str(resolved.run.train.run_dir))
+        refuse_if_in_use(str(resolved.run.train.run_dir))  # rank 0 takes the folder when all ranks have met: later
         watched.begin(stall_timeout_s=stall_timeout_s(resolved), run_dir=str(resolved.run.train.run_dir))
         # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
         resolved = examine(resolved)
