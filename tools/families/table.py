@@ -18,7 +18,7 @@ _INTRO = """\
 
 Each causal language model that transformers registers, as a tiny model with random weights on two CPU ranks, through
 the real commands: ten steps of `llmtrain train` with a save, validation and export, and `llmtrain parity` over five
-steps. `python -m tools.families` runs it (for two hours, in pieces if need be) and writes [families.jsonl](families.jsonl),
+steps. `python -m tools.families` runs it (two hours, or in pieces) and writes [families.jsonl](families.jsonl),
 which holds each outcome with its date, versions and reason; `python -m tools.families --table` makes this page of it.
 """
 _LEGEND = """\
