@@ -71,8 +71,13 @@ def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_check", lambda *_: command.SAME)
 
 
-def parity(folder: Path, model: dict[str, Any], capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+
+
+def parity(
+    folder: Path, model: dict[str, Any], capfd: pytest.CaptureFixture[str], *words: str, json_of_run: Any = ZERO_1
+) -> tuple[int, str]:
+    (folder / "ds.json").write_text(json.dumps(json_of_run))
     run = folder / "run.yaml"
     run.write_text(json.dumps({
         "deepspeed": str(folder / "ds.json"), "model": {"config": model}, "data": {"path": "none"},
@@ -114,6 +119,27 @@ def test_flash_attention_becomes_on_a_cpu_what_the_family_has(
 def test_a_copy_that_does_not_run_is_refused_with_what_to_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, text = parity(tmp_path, {"model_type": "mamba"}, capfd, "--model.attention", "eager")
     assert code == 2 and "training itself needs none" in text and "give model.config sizes of your own" in text, text
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [("cpmant", "reads in both directions"), ("phimoe", "draws random numbers in training besides dropout")],
+)
+def test_what_training_refuses_or_nobody_can_compare_is_refused(
+    tmp_path: Path, family: str, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, text = parity(tmp_path, {"model_type": family}, capfd, "--model.attention", "eager")
+    assert code == 2 and says in text and "PASS" not in text, text
+
+
+def test_a_world_size_that_is_refused_is_told_before_any_rank_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hide that another one has failed."""
+    monkeypatch.setattr(command, "_check", lambda *_: pytest.fail("ranks start"))
+    shared = {**ZERO_1, "tensor_parallel": {"autotp_size": 2}}
+    code, text = parity(tmp_path, {"model_type": "llama"}, capfd, "--ranks", "2,3", json_of_run=shared)
+    assert code == 2 and "autotp_size" in text, text
 
 
 def test_a_bug_is_no_word_about_the_training(
