@@ -98,10 +98,10 @@ def shard_model(
     experts = {path: modules[path] for path in _fused_experts(anatomy, modules)}
     check_degree(shared, degree, {path: _expert_width(path, module) for path, module in experts.items()})
     hf.whole_shapes = tensor_shapes(hf)  # type: ignore[assignment]
-    tables = {path: modules[path] for path in (anatomy.embedding, anatomy.head) if path in modules}
-    # Each by its own rows: Moshi's embedding has one more than there are words.
-    words = {path: Words.of(next(table.parameters()).shape[0], group) for path, table in tables.items()}
-    shares = _map_shares(modules, shared, rank, degree) | _word_shares(tables, words)
+    weights = {path: next(modules[path].parameters(), None) for path in (anatomy.embedding, anatomy.head)}
+    # Each by its own rows: Moshi's embedding has one more than there are words. Another stage's table has none.
+    words = {path: Words.of(weight.shape[0], group) for path, weight in weights.items() if weight is not None}
+    shares = _map_shares(modules, shared, rank, degree) | _word_shares(modules, words)
     for module in experts.values():
         shares |= _expert_shares(module, rank, degree)
     shares |= _norm_shares(modules, shared, rank, degree)
@@ -173,12 +173,12 @@ def _map_shares(modules: dict[str, Any], shared: Projections, rank: int, degree:
     return found
 
 
-def _word_shares(tables: dict[str, nn.Module], words: dict[str, Words]) -> _Shares:
+def _word_shares(modules: dict[str, Any], words: dict[str, Words]) -> _Shares:
     """Rows of the embedding and of the head; the two may be one parameter."""
     found: _Shares = {}
-    for path, table in tables.items():
-        for parameter in table.parameters():
-            shape, mine = tuple(parameter.shape), words[path]
+    for path, mine in words.items():
+        for parameter in modules[path].parameters():
+            shape = tuple(parameter.shape)
             inner = math.prod(shape[1:])
             share = Share(shape=shape, region=Region(mine.first * inner, mine.count * inner))
             found[parameter] = share, (mine.count, *shape[1:])
