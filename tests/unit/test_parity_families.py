@@ -53,7 +53,7 @@ REFUSED = {
         "qwen3_5_moe"
     ),
     r"recurrent and state-space models do without heads": "blt falcon_mamba mamba mamba2 rwkv xlstm",
-    r"no small copy of a .* model can be made: Class validation error": "dots3_note_text xlnet",
+    r"no small copy of a .* model can be made: (Class validation error|its layers differ in)": "dots3_note_text xlnet",
     r"has no num_hidden_layers": "prophetnet",
     r"a small copy of a .* model does not run": "deepseek_v2 gemma3n_text plbart xmod zamba",
     # Their configuration class cannot be built as it stands, by nobody: it wants fields that are None by default.
@@ -62,6 +62,17 @@ REFUSED = {
         "ministral musicgen musicgen_melody nemotron qwen4_exp qwen4_exp_text reformer"
     ),
     r"is not a model configuration": "gemma4_assistant",
+    # What training refuses is refused here, in the same words.
+    r"reads in both directions": "cpmant xlm",
+    r"reads in both directions|computed in chunks": (
+        "bert bert-generation big_bird camembert data2vec-text electra ernie inkling_text megatron-bert "
+        "modernbert-decoder recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta "
+        "xlm-roberta-xl"
+    ),
+    r"checkpoints hold floating-point tensors only": "deepseek_v4",
+    r"without its logits": "llama4_text",
+    # What training allows, and nobody can compare.
+    r"draws random numbers in training": "phimoe",
 }
 """Why a family is refused with its default configuration."""
 
