@@ -2,20 +2,30 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SLOTS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-ifeq ($(filter-out 0,$(SLOTS)),)
+# A rank for each GPU: those of CUDA_VISIBLE_DEVICES where that is set, else all; without any, 2 ranks on the CPU.
+ifeq ($(origin CUDA_VISIBLE_DEVICES),undefined)
+SLOTS := $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true))
+else
+comma := ,
+SLOTS := $(filter-out 0,$(words $(subst $(comma), ,$(CUDA_VISIBLE_DEVICES))))
+endif
+ifeq ($(SLOTS),)
 export DS_ACCELERATOR ?= cpu
 endif
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-slow lint install gpu-check gpu-check-checkpoints clean
+.PHONY: train test test-slow lint install gpu-check gpu-check-checkpoints clean launch/hostfile.local
 
-# torch goes first and alone: with its version there, pip fetches no other build of it.
+# DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
+$(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
+
+# torch goes first and alone: with its version there, pip fetches no other build of it. PyPI's is for CUDA 13 (driver 580
+# or newer); make TORCH_INDEX=https://download.pytorch.org/whl/cu126 takes the one for CUDA 12.6, /cpu the one without.
 $(VENV)/.run: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q 'torch>=2.11,<2.14' -c constraints.txt
+	$(BIN)/python -m pip install -q 'torch>=2.11,<2.14' -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/python -m pip install -q setuptools
 	$(BIN)/python -m pip install -q --no-build-isolation -e . -c constraints.txt
 	touch $@
@@ -27,7 +37,7 @@ $(VENV)/.dev: $(VENV)/.run
 install: $(VENV)/.dev
 
 launch/hostfile.local:
-	echo "localhost slots=$(if $(filter-out 0,$(SLOTS)),$(SLOTS),2)" > $@
+	@echo "localhost slots=$(or $(SLOTS),2)" > $@
 
 data/stdlib/manifest.json: | $(VENV)/.run
 	$(BIN)/llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib

@@ -26,9 +26,10 @@ from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
 from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
-from llmtrain.engine.build import Ranks, device_name, join_process_group
+from llmtrain.engine.build import Ranks, join_process_group
 from llmtrain.engine.collectives import count_collectives, describe, introduce
 from llmtrain.engine.control import Agree, AgreedError, Wishes, from_rank_0, together
+from llmtrain.engine.device import device_name
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.engine.step import StepResult, learning_rate_factor, seed_step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,16 @@ from tests.helpers.ranks import RankPool
 
 _FOR_RANKS = ("GLOO_", "NCCL_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE")
 _BEFORE = {name: value for name, value in os.environ.items() if name.startswith(_FOR_RANKS)}
+
+
+_GPU = Path(__file__).parent / "gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """On the CPU, whatever this machine has: expectations are exact, and ranks outnumber GPUs. tests/gpu runs alone."""
+    paths = [Path(str(arg).partition("::")[0]).resolve() for arg in config.args]
+    if not paths or not all(path.is_relative_to(_GPU) for path in paths):
+        os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

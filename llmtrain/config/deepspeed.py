@@ -186,8 +186,11 @@ def exact_dict(facts: Facts, path: str, batch: Batch, clip_norm: float) -> tuple
 
 
 def name_cpu() -> None:
-    """Tell DeepSpeed that there is only the CPU, where no accelerator can be: it would guess that, with a warning."""
-    if not any(glob.glob(node) for node in _ACCELERATORS):
+    """Tell DeepSpeed that there is only the CPU, where no accelerator can be: it would guess that, with a warning.
+
+    Its launcher would also show the ranks all GPUs again where an empty CUDA_VISIBLE_DEVICES hides them.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(glob.glob(node) for node in _ACCELERATORS):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 

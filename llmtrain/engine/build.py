@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -23,10 +21,10 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
 
-from llmtrain.cluster.doctor.probe import users_of
 from llmtrain.config.run import OptimConfig, ResolvedRun
+from llmtrain.engine.device import own_device
+from llmtrain.engine.op_builds import op_build_lock
 from llmtrain.engine.rendezvous import Meeting, RendezvousError, Seat, meet
-from llmtrain.errors import ConfigError
 from llmtrain.log import warn
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
@@ -60,25 +58,23 @@ def join_process_group(
 
     Raises:
         RendezvousError: the ranks do not come together, or they differ; on every rank that came.
-        ConfigError: an environment variable names a network interface that this host does not have.
+        ConfigError: an environment variable names a network interface that this host does not have; there is no
+            device for this rank, or torch cannot use it.
     """
     for key, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(key, value)
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
+    device = own_device()
+    if device.type == "cpu":
         # DeepSpeed's shared-memory all-reduce leaves 69 MB a rank in /dev/shm for ever; gloo carries it instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
             local = int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
-        device = torch.device("cpu")
         _keep_freed_memory()
-    else:
-        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-        device = torch.device(accelerator.current_device_name())
     backend = accelerator.communication_backend_name()
-    meeting = meet(device=device_name(device), backend=backend, settings=settings or {}, limit_s=start_timeout_s)
+    meeting = meet(device=device, backend=backend, settings=settings or {}, limit_s=start_timeout_s)
     # NCCL makes a group's connections at its first use, and asks the store for them: a slow rank counts as elsewhere.
     meeting.store.set_timeout(timedelta(seconds=max(timeout_s, start_timeout_s)))
     control = _connect_all(meeting, backend, device, start_timeout_s)
@@ -114,11 +110,6 @@ def _connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: 
         ) from error
 
 
-def device_name(device: torch.device) -> str:
-    """As its driver names it; "cpu" without one."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def _keep_freed_memory() -> None:
     """Let glibc keep what is freed: by default each step maps its large tensors anew, and the kernel zeroes every page.
 
@@ -151,22 +142,6 @@ def apply_group_timeout(timeout_s: float) -> None:
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-
-
-def check_device(resolved: ResolvedRun) -> None:
-    """Refuse a precision that this machine's device lacks. Raises ConfigError."""
-    accelerator = get_accelerator()
-    name = accelerator.device_name()
-    supported = {
-        "fp32": True,
-        "bf16": accelerator.is_bf16_supported(),
-        "fp16": accelerator.is_fp16_supported(),
-    }
-    if not supported[resolved.precision]:
-        raise ConfigError(
-            f"{resolved.run.deepspeed}: {resolved.precision}.enabled is true, but the device ({name}) does not "
-            f"support {resolved.precision}. Set {resolved.precision}.enabled to false, or use bf16."
-        )
 
 
 def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str, Any]]:
@@ -214,7 +189,7 @@ def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.
         _set_newton_schulz_dtype(resolved.precision)
         return MuonWithAuxAdam(parameters, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
     if resolved.offload_optimizer:
-        with _op_build_lock():
+        with op_build_lock():
             try:
                 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -253,39 +228,6 @@ def _set_newton_schulz_dtype(precision: str) -> None:
         return torch.float32
 
     original_muon.ns_compute_dtype = fp32 if precision == "fp32" else theirs
-
-
-@contextlib.contextmanager
-def _op_build_lock() -> Iterator[None]:
-    """One op build at a time on this machine, and none that waits for the dead.
-
-    torch guards a build with a file that a killed process leaves behind; every later run then waits for
-    ever, in silence. We hold a lock that the kernel releases with its process: whoever has it knows that
-    nobody else of ours builds. A torch lock file that is still there is that of a program which does not know our lock
-    (another DeepSpeed script, `doctor --build-ops`), which has it open, or stale.
-    """
-    from torch.utils.cpp_extension import _get_build_directory
-
-    folder = Path(_get_build_directory("cpu_adam", verbose=False))
-    with _open_folder(folder.parent) as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        stale = folder / "lock"
-        with contextlib.suppress(FileNotFoundError):  # the other build is done
-            if users := users_of(str(stale)):
-                warn(f"waiting for the build of process {users[0]}, which has the lock {stale}")
-            else:
-                stale.unlink()
-                warn(f"removed {stale}: a killed process left it behind")
-        yield
-
-
-@contextlib.contextmanager
-def _open_folder(folder: Path) -> Iterator[int]:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
 
 
 def build_engine(model: LanguageModel, resolved: ResolvedRun, mesh: Mesh) -> deepspeed.DeepSpeedEngine:

@@ -21,10 +21,12 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from llmtrain import log
 from llmtrain.cluster import messages
+from llmtrain.engine.device import device_id, device_name
 from llmtrain.engine.interfaces import choose_interfaces
 from llmtrain.errors import UserError
 from llmtrain.redact import redact
@@ -73,14 +75,14 @@ class Meeting:
     """All ranks in order."""
 
 
-def meet(*, device: str, backend: str, settings: Mapping[str, Any], limit_s: float) -> Meeting:
+def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], limit_s: float) -> Meeting:
     """Wait for all ranks of the launch and make sure that they run the same thing.
 
     Takes RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment, and sets the interface that
     each backend uses where the user has not.
 
     Args:
-        device: of this rank, as its driver names it.
+        device: of this rank.
         backend: that of the device's collectives, "nccl" or "gloo".
         settings: what must be the same on all ranks; any nesting of dicts and lists.
         limit_s: how long rank 0 waits for the others, and they for it.
@@ -96,7 +98,7 @@ def meet(*, device: str, backend: str, settings: Mapping[str, Any], limit_s: flo
         rank=rank,
         host=socket.gethostname(),
         local_rank=int(os.environ["LOCAL_RANK"]),
-        device=device,
+        device=device_name(device),
         pid=os.getpid(),
     )
     store = _serve(world_size) if _serves(rank) else _connect(seat, limit_s)
@@ -105,6 +107,7 @@ def meet(*, device: str, backend: str, settings: Mapping[str, Any], limit_s: flo
     installed = {**versions(), "python": ".".join(platform.python_version_tuple()[:2])}
     about = {
         "seat": asdict(seat),
+        "device_id": device_id(device),
         "interface": interface,
         "versions": {name: installed[name] for name in _COMPARED},
         "settings": _flat({**settings, "WORLD_SIZE": world_size}),
@@ -225,7 +228,8 @@ def _gather(store: dist.TCPStore, about: dict[str, Any], world_size: int, limit_
             "ask `llmtrain doctor --hostfile HOSTS`."
         )
     else:
-        problem, kind = _differences([came[rank] for rank in range(world_size)]), RanksDiffer
+        everyone = [came[rank] for rank in range(world_size)]
+        problem, kind = _differences(everyone) or _shared_devices(everyone), RanksDiffer
     seats = [came[rank]["seat"] for rank in sorted(came)]
     store.set(_key("verdict"), json.dumps({"problem": problem, "differ": kind is RanksDiffer, "seats": seats}))
     if problem:
@@ -336,6 +340,21 @@ def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
             told = "; ".join(f"{key} is {_by_value(key, what, everyone)}" for key in wrong[:_SHOWN])
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             return f"the ranks do not run the same thing: {told}{more}. {remedy}: they would part during training."
+    return ""
+
+
+def _shared_devices(everyone: Sequence[Mapping[str, Any]]) -> str:
+    """Ranks of one host on one GPU, where NCCL would refuse its start with words of its own; empty without any."""
+    by_device: dict[tuple[str, str], list[int]] = {}
+    for each in everyone:
+        if each["device_id"]:
+            by_device.setdefault((each["seat"]["host"], each["device_id"]), []).append(each["seat"]["rank"])
+    for (host, _), ranks in by_device.items():
+        if len(ranks) > 1:
+            return (
+                f"ranks {_spans(ranks)} have the same GPU of {host}: it has fewer GPUs than slots in the hostfile. Set "
+                "slots to the number of its GPUs, or show each task a GPU of its own."
+            )
     return ""
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from llmtrain.config.run import ResolvedRun
-from llmtrain.engine.build import Ranks, build_engine, check_device
+from llmtrain.engine.build import Ranks, build_engine
 from llmtrain.engine.control import together
+from llmtrain.engine.device import check_device
 from llmtrain.engine.fragments import refresh
 from llmtrain.engine.pipeline_step import PipelineStepper, make_stepper
 from llmtrain.engine.step import Stepper

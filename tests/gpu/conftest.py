@@ -15,7 +15,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     import torch
 
     if not torch.cuda.is_available() and not ON_CPU:
-        pytest.skip("no CUDA device")
+        pytest.skip(
+            "no CUDA device" if os.environ.get("DS_ACCELERATOR") != "cpu" else "`make gpu-check` runs tests/gpu"
+        )
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ class RankPool:
 
 def _context() -> Any:
     """Forked from a process that has imported everything; spawned where there is CUDA, which survives no fork."""
-    if Path("/dev/nvidiactl").exists():
+    if os.environ.get("DS_ACCELERATOR") != "cpu" and Path("/dev/nvidiactl").exists():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

@@ -32,15 +32,15 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
 
 
 def test_the_build_of_another_program_keeps_its_lock(build, capsys):
-    from llmtrain.engine.build import _op_build_lock
+    from llmtrain.engine.op_builds import op_build_lock
 
     lock, builder = build
-    with _op_build_lock():
+    with op_build_lock():
         assert lock.exists()
     assert f"waiting for the build of process {builder.pid}" in capsys.readouterr().err
     builder.kill()
     builder.wait()
-    with _op_build_lock():
+    with op_build_lock():
         assert not lock.exists()
     assert "a killed process left it behind" in capsys.readouterr().err
 
@@ -51,7 +51,7 @@ def test_doctor_calls_a_build_dead_when_it_is(build):
     builder.kill()
     builder.wait()
     assert list(probe.look_ops({})["locks"]) == [str(lock)]
-    held = os.open(lock.parents[1], os.O_RDONLY)
+    held = os.open(lock.parents[1] / probe.BUILD_LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)  # as a run does that builds; in another container its processes are not seen
     assert probe.look_ops({})["locks"] == {}
     os.close(held)

@@ -7,14 +7,20 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from llmtrain.cluster.doctor.checks import STALE_S, Finding, Survey
+from llmtrain.cluster.doctor.probe import BUILD_LOCK
 from llmtrain.cluster.hosts.ssh import on_hosts
 
 LIMIT_S = 600.0
 
-# Removes what a dead build left, then builds. A build that is going on has a young lock: DeepSpeed waits for it.
+# Removes what a dead build left, then builds. A build that is going on has a young lock: DeepSpeed waits for it. Hosts
+# that share the folder build one after the other: all but the first find the op there.
 _PROGRAM = """
-import json, os, sys, time
+import fcntl, json, os, sys, time
 ask = json.loads(sys.argv[1])
+from torch.utils.cpp_extension import _get_build_directory
+folder = os.path.dirname(_get_build_directory("cpu_adam", verbose=False))
+held = os.open(os.path.join(folder, ask["lock"]), os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.flock(held, fcntl.LOCK_EX)
 for path in ask["locks"]:
     if os.path.exists(path) and time.time() - os.stat(path).st_mtime > ask["stale_s"]:
         os.unlink(path)
@@ -38,7 +44,7 @@ def build(survey: Survey, ssh_port: int | None = None) -> tuple[list[str], list[
     # Hosts that want the same share one call of on_hosts, which bounds how many are asked at a time.
     alike: dict[str, list[str]] = {}
     for host, (missing, locks) in wanted.items():
-        text = json.dumps({"ops": missing, "locks": sorted(locks), "stale_s": STALE_S})
+        text = json.dumps({"ops": missing, "locks": sorted(locks), "stale_s": STALE_S, "lock": BUILD_LOCK})
         alike.setdefault(text, []).append(host)
     for text, hosts in alike.items():
         built, failed = _build_on(survey, hosts, text, ssh_port)

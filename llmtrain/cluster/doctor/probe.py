@@ -24,6 +24,8 @@ import time
 from typing import Any
 
 MARK = "llmtrain-facts "
+BUILD_LOCK = "llmtrain-build.lock"
+"""In torch's folder of extensions: locked by whoever of ours builds an op there (engine/op_builds.py)."""
 LIMIT_S = 12.0
 """For all questions together: what a dead file server keeps is left out, and its name told."""
 Facts = dict  # Python 3.8 knows no dict[str, ...] at run time
@@ -228,10 +230,13 @@ def users_of(path: str) -> list[int]:
 
 
 def is_held(folder: str) -> bool:
-    """Whether a run of ours builds an op in it (engine/build.py): also in a container whose processes are not seen."""
-    handle = os.open(folder, os.O_RDONLY)
+    """Whether a run of ours builds an op in it: also in a container, or on a host, whose processes are not seen."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        handle = os.open(os.path.join(folder, BUILD_LOCK), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:

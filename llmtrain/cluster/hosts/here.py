@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import psutil
 
 from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.errors import ConfigError
 
 
 def is_alone(hosts: Sequence[Host]) -> bool:
@@ -17,6 +19,25 @@ def is_alone(hosts: Sequence[Host]) -> bool:
     With others beside it, DeepSpeed's launcher (pdsh) reaches this machine through ssh too.
     """
     return len(hosts) == 1 and is_here(hosts[0].name)
+
+
+def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
+    """This machine with the devices that CUDA_VISIBLE_DEVICES leaves it: DeepSpeed's launcher overwrites the variable.
+
+    `host`: as the hostfile has it, with devices from 0 on. Raises ConfigError for what no launcher can keep.
+    """
+    shown = environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not shown.strip() or environ.get("DS_ACCELERATOR") == "cpu":
+        return host
+    words = [word.strip() for word in shown.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES is {shown!a}, and DeepSpeed's launcher, which sets it anew for each rank, knows "
+            "devices by number only: give the numbers that `nvidia-smi -L` shows, or start a single rank on a part of "
+            "a GPU (MIG) with `llmtrain train`"
+        )
+    devices = sorted({int(word) for word in words})[: host.slots]
+    return replace(host, slots=len(devices), devices=tuple(devices))
 
 
 def is_here(name: str) -> bool:

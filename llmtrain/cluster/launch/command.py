@@ -7,6 +7,7 @@ import os
 import secrets
 
 from llmtrain import completion
+from llmtrain.cluster.hosts.here import is_alone, on_visible_devices
 from llmtrain.cluster.hosts.hostfile import Host, read_hostfile, select
 from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.attempts import Launch
@@ -92,4 +93,7 @@ def _hosts(given: argparse.Namespace) -> tuple[Host, ...]:
         return select(slurm.hosts_of(os.environ), given.include, given.exclude)
     if given.hostfile is None:
         raise ConfigError("--hostfile is missing: give a file with a line `NAME slots=COUNT` for each host")
-    return select(read_hostfile(given.hostfile), given.include, given.exclude)
+    hosts = select(read_hostfile(given.hostfile), given.include, given.exclude)
+    if is_alone(hosts) and not given.include and not given.exclude:
+        return (on_visible_devices(hosts[0], os.environ),)
+    return hosts

@@ -1,0 +1,106 @@
+"""Which device a rank computes on, and whether this machine's driver and torch can use it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from llmtrain.config.run import ResolvedRun
+from llmtrain.errors import ConfigError
+
+_BUILDS = (
+    "Install a build of torch for it: `make clean`, then `make install "
+    "TORCH_INDEX=https://download.pytorch.org/whl/cu126` (CUDA 12.6 runs on drivers from 525 on, a build for CUDA 13 "
+    "on drivers from 580 on)"
+)
+_BF16_CAPABILITY = 8
+"""Compute capability from which NVIDIA's GPUs have bf16 (Ampere); torch counts older ones, which emulate it."""
+
+
+def own_device() -> torch.device:
+    """This rank's device, made the current one: a GPU by LOCAL_RANK, or the CPU. Raises ConfigError."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        _refuse_idle_gpus()
+        return torch.device("cpu")
+    index = device_index(
+        int(os.environ["LOCAL_RANK"]), _ranks_of_this_host(), accelerator.device_count(), accelerator.device_name()
+    )
+    try:
+        accelerator.set_device(index)
+    except RuntimeError as error:
+        if "driver" not in str(error):
+            raise
+        raise ConfigError(
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, and this machine's driver cannot run "
+            f"it: {str(error).splitlines()[0]} {_BUILDS}; or update the driver."
+        ) from error
+    return torch.device(accelerator.current_device_name())
+
+
+def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") -> int:
+    """Which of the `visible` devices a rank takes, as one of `ranks` on its host. Raises ConfigError.
+
+    A scheduler may show each task its own device only (srun --gpus-per-task=1, Kubernetes): then that is the one.
+    That two ranks do not share one is seen when they meet (rendezvous.py).
+    """
+    if local_rank < visible:
+        return local_rank
+    if visible == 1:
+        return 0
+    raise ConfigError(
+        f"this host has {visible} {kind} devices for {ranks} ranks (CUDA_VISIBLE_DEVICES is "
+        f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): set its slots in the hostfile to {visible}."
+    )
+
+
+def _ranks_of_this_host() -> int:
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
+
+
+def _refuse_idle_gpus() -> None:
+    """A CPU build of torch, or a driver that does not answer, would train on the processor without a word."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if os.environ.get("DS_ACCELERATOR") or hidden or not Path("/dev/nvidia0").exists():
+        return
+    what = (
+        f"torch {torch.__version__} is a build without CUDA. Install one with it: `make clean`, then `make install "
+        "TORCH_INDEX=https://download.pytorch.org/whl/cu126` (without TORCH_INDEX: the newest CUDA)"
+        if torch.version.cuda is None and torch.version.hip is None
+        else f"torch {torch.__version__} cannot use them: `nvidia-smi` shows whether the driver answers. {_BUILDS}"
+    )
+    raise ConfigError(
+        f"this machine has NVIDIA GPUs (/dev/nvidia0), but {what}; or set DS_ACCELERATOR=cpu to train on the processor."
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """As its driver names it; "cpu" without one."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def device_id(device: torch.device) -> str:
+    """What no other device of this host has: a GPU's UUID; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def check_device(resolved: ResolvedRun) -> None:
+    """Refuse a precision that this machine's device lacks. Raises ConfigError."""
+    accelerator = get_accelerator()
+    name = accelerator.device_name()
+    supported = {"fp32": True, "bf16": _has_bf16(), "fp16": accelerator.is_fp16_supported()}
+    if not supported[resolved.precision]:
+        other = "fp16 (ds_configs/fp16.json)" if resolved.precision == "bf16" and name != "cpu" else "bf16"
+        raise ConfigError(
+            f"{resolved.run.deepspeed}: {resolved.precision}.enabled is true, but the device ({name}) does not "
+            f"support {resolved.precision}. Set {resolved.precision}.enabled to false, or use {other}."
+        )
+
+
+def _has_bf16() -> bool:
+    if torch.version.cuda is not None and get_accelerator().device_name() == "cuda":
+        return torch.cuda.get_device_capability()[0] >= _BF16_CAPABILITY
+    return bool(get_accelerator().is_bf16_supported())

@@ -1,0 +1,258 @@
+"""An ordinary machine with NVIDIA GPUs, simulated: a driver and pip, no CUDA toolkit, GPUs hidden or few."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmtrain.cluster.hosts.here import on_visible_devices
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+EIGHT = Host(name="localhost", slots=8, devices=tuple(range(8)), line=1)
+OLD_DRIVER = (
+    "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by downloading "
+    "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx\nAlternatively, go to ..."
+)
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def eight_gpus(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine whose nvidia-smi lists 8 GPUs."""
+    program(tmp_path / "bin/nvidia-smi", 'for i in 0 1 2 3 4 5 6 7; do echo "GPU $i: NVIDIA H100 (UUID: GPU-$i)"; done')
+    kept = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "MAKEFLAGS")}
+    return {**kept, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+
+
+def make(folder: Path, env: dict[str, str], *words: str) -> str:
+    argv = ["make", "--no-print-directory", "-C", str(folder), "-f", str(ROOT / "Makefile"), *words]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("visible", "slots", "accelerator"),
+    [(None, "8", ""), ("4,5", "2", ""), ("0", "1", ""), ("", "2", "cpu")],
+)
+def test_make_train_takes_the_gpus_that_are_visible(tmp_path, eight_gpus, visible, slots, accelerator):
+    folder = tmp_path / "clone"
+    (folder / "launch").mkdir(parents=True)
+    (folder / "launch/hostfile.local").write_text("localhost slots=3\n")  # of an earlier day, with other GPUs
+    (folder / "more.mk").write_text("show:\n\t@echo [$$DS_ACCELERATOR]\n")
+    env = eight_gpus if visible is None else {**eight_gpus, "CUDA_VISIBLE_DEVICES": visible}
+    make(folder, env, "launch/hostfile.local")
+    assert (folder / "launch/hostfile.local").read_text() == f"localhost slots={slots}\n"
+    assert make(folder, env, "-f", str(folder / "more.mk"), "show") == f"[{accelerator}]\n"
+
+
+STUB = """case "$*" in
+  "-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python";;
+  *) echo "DS_IGNORE_CUDA_DETECTION=$DS_IGNORE_CUDA_DETECTION $*" >> "$LOG";;
+esac"""
+
+
+def test_make_install_asks_for_no_cuda_toolkit_and_takes_the_build_of_torch_that_is_named(tmp_path, eight_gpus):
+    for name in ("constraints.txt", "pyproject.toml"):
+        (tmp_path / name).write_text("")
+    program(tmp_path / "stub/python3", STUB)
+    env = {**eight_gpus, "LOG": str(tmp_path / "log"), "PYTHON": str(tmp_path / "stub/python3")}
+    make(tmp_path, env, "install", "TORCH_INDEX=https://example.org/cu126")
+    torch, _, *deepspeed = (tmp_path / "log").read_text().splitlines()
+    assert "torch>=2.11" in torch and "--index-url https://example.org/cu126" in torch
+    assert len(deepspeed) == 2 and all("--no-build-isolation -e" in line for line in deepspeed)
+    assert all(line.startswith("DS_IGNORE_CUDA_DETECTION=1 ") for line in deepspeed)
+
+
+SETUP = """
+import runpy, sys, torch, torch.utils.cpp_extension
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.version.cuda = "13.0"
+torch.utils.cpp_extension.CUDA_HOME = None
+sys.argv = ["setup.py", "egg_info", "--egg-base", sys.argv[1]]
+sys.path.insert(0, "")
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_deepspeeds_setup_runs_with_a_driver_and_no_toolkit(tmp_path, eight_gpus):
+    from importlib.metadata import version
+
+    env = {k: v for k, v in eight_gpus.items() if k != "CUDA_HOME"}
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"]
+    wanted = ["--no-binary", ":all:", f"deepspeed=={version('deepspeed')}", "-d", str(tmp_path)]
+    subprocess.run([*pip, *wanted], env={**env, "DS_IGNORE_CUDA_DETECTION": "1", "DS_ACCELERATOR": "cpu"}, check=True)
+    with tarfile.open(next(tmp_path.glob("deepspeed-*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    folder = next(path for path in tmp_path.glob("deepspeed-*") if path.is_dir())
+    argv = [sys.executable, "-c", SETUP, str(tmp_path)]
+    for ignored, ends in (("", 1), ("1", 0)):
+        variables = {**env, **({"DS_IGNORE_CUDA_DETECTION": ignored} if ignored else {})}
+        done = subprocess.run(argv, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == ends, done.stderr[-2000:]
+        assert ("CUDA_HOME does not exist" in done.stderr) == bool(ends)
+
+
+@pytest.mark.parametrize(
+    ("environ", "slots", "devices"),
+    [
+        ({}, 8, tuple(range(8))),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, 2, (4, 5)),
+        ({"CUDA_VISIBLE_DEVICES": " 5, 4 "}, 2, (4, 5)),
+        ({"CUDA_VISIBLE_DEVICES": "4,5", "DS_ACCELERATOR": "cpu"}, 8, tuple(range(8))),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 8, tuple(range(8))),
+    ],
+)
+def test_launch_keeps_to_the_visible_devices(environ: dict[str, str], slots: int, devices: tuple[int, ...]):
+    host = on_visible_devices(EIGHT, environ)
+    assert (host.slots, host.devices) == (slots, devices)
+
+
+def test_a_hostfile_with_fewer_slots_takes_the_first_visible_devices():
+    two = Host(name="localhost", slots=1, devices=(0,), line=1)
+    assert on_visible_devices(two, {"CUDA_VISIBLE_DEVICES": "6,7"}).devices == (6,)
+
+
+@pytest.mark.parametrize("shown", ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-GPU-1/1/0", "0,x"])
+def test_devices_that_the_launcher_cannot_name_are_refused(shown: str):
+    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES is .* by number only"):
+        on_visible_devices(EIGHT, {"CUDA_VISIBLE_DEVICES": shown})
+
+
+def test_launch_hands_the_visible_devices_to_deepspeed(tmp_path, capsys, monkeypatch):
+    from llmtrain.cli import main
+
+    (tmp_path / "hosts").write_text("localhost slots=8\n")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    (tmp_path / "manifest.json").write_text("{}")
+    run = ["launch/recipes/quickstart.yaml", "--data.path", str(tmp_path)]
+    assert main(["launch", "--hostfile", str(tmp_path / "hosts"), "--dry-run", "--", *run]) == 0
+    told = capsys.readouterr().out
+    assert "--include localhost:4,5" in told and "1 host, 2 ranks" in told
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "ranks", "visible", "index"),
+    [(0, 8, 8, 0), (7, 8, 8, 7), (3, 8, 1, 0), (0, 1, 1, 0), (2, 3, 2, None), (8, 16, 8, None)],
+)
+def test_the_device_of_a_rank(monkeypatch, local_rank, ranks, visible, index):
+    from llmtrain.engine.device import device_index
+
+    if index is not None:
+        assert device_index(local_rank, ranks, visible) == index
+        return
+    with pytest.raises(ConfigError, match=rf"{visible} cuda devices for {ranks} ranks .*slots in the hostfile to"):
+        device_index(local_rank, ranks, visible)
+
+
+class FakeCuda:
+    """DeepSpeed's accelerator on a machine with one GPU whose driver may be too old."""
+
+    def __init__(self, error: str = "") -> None:
+        self._error = error
+
+    def device_name(self) -> str:
+        return "cuda"
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, index: int) -> None:
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+
+def test_a_driver_older_than_torchs_cuda_is_named_with_the_build_that_it_runs(monkeypatch):
+    import torch
+
+    from llmtrain.engine import device
+
+    monkeypatch.setattr(device, "get_accelerator", lambda: FakeCuda(OLD_DRIVER))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError) as refused:
+        device.own_device()
+    assert "built for CUDA 13.0" in str(refused.value) and "found version 12040" in str(refused.value)
+    assert "TORCH_INDEX=https://download.pytorch.org/whl/cu126" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "cuda", "refused"),
+    [
+        ({}, None, "is a build without CUDA"),
+        ({}, "13.0", "`nvidia-smi` shows whether the driver answers"),
+        ({"DS_ACCELERATOR": "cpu"}, None, ""),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "13.0", ""),
+    ],
+)
+def test_a_machine_with_gpus_does_not_train_on_the_processor_in_silence(monkeypatch, environ, cuda, refused):
+    import torch
+
+    from llmtrain.engine import device
+
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device.Path, "exists", lambda self: str(self) == "/dev/nvidia0")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(device, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu"))
+    if not refused:
+        assert device.own_device().type == "cpu"
+        return
+    with pytest.raises(ConfigError, match=refused):
+        device.own_device()
+
+
+@pytest.mark.parametrize(("capability", "passes"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch, capability, passes):
+    import torch
+
+    from llmtrain.engine import device
+
+    run: Any = SimpleNamespace(precision="bf16", run=SimpleNamespace(deepspeed="zero1.json"))
+    monkeypatch.setattr(device, "get_accelerator", FakeCuda)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    if passes:
+        device.check_device(run)
+        return
+    with pytest.raises(ConfigError, match=r"bf16.enabled is true, but the device \(cuda\).*or use fp16"):
+        device.check_device(run)
+
+
+def test_two_ranks_on_one_gpu_are_named_when_they_meet():
+    from llmtrain.engine.rendezvous import _shared_devices
+
+    def rank(number: int, host: str, uuid: str) -> dict[str, Any]:
+        return {"seat": {"rank": number, "host": host}, "device_id": uuid}
+
+    own = [rank(0, "a", "GPU-1"), rank(1, "a", "GPU-2"), rank(2, "b", "GPU-1"), rank(3, "b", "")]
+    assert _shared_devices(own) == ""
+    assert _shared_devices([*own, rank(4, "a", "GPU-2")]).startswith("ranks 1, 4 have the same GPU of a:")
+
+
+def test_these_tests_run_on_the_cpu_also_where_there_are_gpus():
+    assert os.environ["DS_ACCELERATOR"] == "cpu" and os.environ["CUDA_VISIBLE_DEVICES"] == ""
