@@ -184,22 +184,26 @@ def _masks_for(places_BT: Tensor) -> Iterator[None]:
     from transformers import masking_utils
 
     arguments = masking_utils._preprocess_mask_arguments
-    packed = masking_utils.packed_sequence_compatibility_function
+    # transformers 5.17 has none: its masks take distances in the row, also within documents, and need no positions.
+    packed = getattr(masking_utils, "packed_sequence_compatibility_function", None)
 
     def of_whole_rows(config: Any, inputs_embeds: Tensor, *args: Any, **kwargs: Any) -> Any:
         whole = inputs_embeds[:, :1].expand(-1, places_BT.shape[1], -1)  # only its shape is read
         return arguments(config, whole, *args, **kwargs)
 
     def within_documents(mask_function: Any, position_ids: Tensor, packed_sequence_mask: Tensor) -> Any:
+        assert packed is not None
         return packed(mask_function, places_BT, packed_sequence_mask)
 
     masking_utils._preprocess_mask_arguments = of_whole_rows
-    masking_utils.packed_sequence_compatibility_function = within_documents
+    if packed is not None:
+        masking_utils.packed_sequence_compatibility_function = within_documents
     try:
         yield
     finally:
         masking_utils._preprocess_mask_arguments = arguments
-        masking_utils.packed_sequence_compatibility_function = packed
+        if packed is not None:
+            masking_utils.packed_sequence_compatibility_function = packed
 
 
 def check_attention(hf: Any) -> None:
