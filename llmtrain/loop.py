@@ -29,7 +29,7 @@ from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, 
 from llmtrain.engine.build import Ranks, join_process_group
 from llmtrain.engine.collectives import count_collectives, describe, introduce
 from llmtrain.engine.control import Agree, AgreedError, Wishes, from_rank_0, together
-from llmtrain.engine.device import device_name
+from llmtrain.engine.device import device_name, use_deterministic_kernels
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.engine.step import StepResult, learning_rate_factor, seed_step
@@ -302,6 +302,8 @@ def train(resolved: ResolvedRun) -> int:
     # torch 2.13 renames collectives that DeepSpeed 0.19.8 calls; nobody here can act on it.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     count_collectives()
+    if run.train.deterministic:
+        use_deterministic_kernels()
     heart.phase("rendezvous")
     ranks = join_process_group(
         run.fault.timeout_s,

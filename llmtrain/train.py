@@ -23,11 +23,18 @@ def main(argv: list[str]) -> int:
         resolved = load(argv, world_size, source)
         refuse_if_in_use(str(resolved.run.train.run_dir))  # rank 0 takes the folder when all ranks have met: later
         watched.begin(stall_timeout_s=stall_timeout_s(resolved), run_dir=str(resolved.run.train.run_dir))
+        _set_variables(resolved)
         # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
         resolved = examine(resolved)
         from llmtrain.loop import train
 
         return train(resolved)
+
+
+def _set_variables(resolved: ResolvedRun) -> None:
+    """What torch and its libraries read once, when they start."""
+    if resolved.run.train.deterministic:  # without it cuBLAS may add in any order, and torch refuses its products
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def stall_timeout_s(resolved: ResolvedRun) -> float:

@@ -96,6 +96,9 @@ class TrainConfig:
     """The run's folder. Default: runs/NAME, where NAME is the YAML's file name."""
     seed: int = 0
     """Seed of the initial weights and of dropout."""
+    deterministic: bool = False
+    """On a GPU, use only kernels that add in a fixed order: two runs are then equal to the last digit, also across a
+    resume. Attention's backward pass becomes slower. On the CPU nothing changes: it always does."""
     global_batch: int | None = None
     """Sequences per optimizer step over all ranks. Or from the JSON (train_batch_size)."""
     micro_batch: int | None = None

@@ -87,6 +87,15 @@ def device_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
+def use_deterministic_kernels() -> None:
+    """Only kernels that add in a fixed order, from now on. CUBLAS_WORKSPACE_CONFIG must be set before cuBLAS starts.
+
+    An operation that has no such kernel raises torch's RuntimeError, which names it.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write each new tensor once more
+
+
 def check_device(resolved: ResolvedRun) -> None:
     """Refuse a precision that this machine's device lacks. Raises ConfigError."""
     accelerator = get_accelerator()

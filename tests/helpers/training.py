@@ -77,6 +77,8 @@ class Case:
     compile_layers: bool = False
     mlp_tile_tokens: int | None = None
     isolate_documents: bool = False
+    length: int = LENGTH
+    """Tokens of a sequence."""
     steps: int = 20
     clip: float = 1.0
     lr: float = 3e-4
@@ -103,7 +105,7 @@ def resume_from(engine: Any, run: RunConfig, folder: str, now: dict[str, Any], r
 
 def case_data(case: Case) -> DataConfig:
     """What the case trains on."""
-    return DataConfig(path=case.data, sequence_length=LENGTH, isolate_documents=case.isolate_documents)
+    return DataConfig(path=case.data, sequence_length=case.length, isolate_documents=case.isolate_documents)
 
 
 def case_degrees(case: Case, world_size: int) -> Degrees:
@@ -174,7 +176,7 @@ def uneven(batch: StepBatch) -> StepBatch:
     for micro in batch.micro_batches:
         labels = micro.labels.clone()
         for row, index in enumerate(micro.sample_indices):
-            labels[row, 1 + (index * 7) % (LENGTH - 1) :] = -100
+            labels[row, 1 + (index * 7) % (labels.shape[1] - 1) :] = -100
         micros.append(replace(micro, labels=labels))
     counted = sum(int((m.labels >= 0).sum()) for m in micros)
     return StepBatch(micro_batches=micros, counted_tokens=counted, first_index=batch.first_index)

@@ -256,3 +256,37 @@ def test_two_ranks_on_one_gpu_are_named_when_they_meet():
 
 def test_these_tests_run_on_the_cpu_also_where_there_are_gpus():
     assert os.environ["DS_ACCELERATOR"] == "cpu" and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_deterministic_training_is_asked_for_before_torchs_libraries_start(tmp_path, monkeypatch):
+    import torch
+
+    from llmtrain import train
+    from llmtrain.engine.device import use_deterministic_kernels
+    from llmtrain.errors import UserError
+
+    seen: list[str | None] = []
+
+    def look(resolved: Any) -> None:
+        seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        raise UserError("far enough")
+
+    (tmp_path / "manifest.json").write_text("{}")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is as before afterwards
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(train, "examine", look)
+    paths = ["--data.path", str(tmp_path), "--train.run_dir", str(tmp_path / "run")]
+    words = ["--config", "launch/recipes/quickstart.yaml", *paths]
+    for more in ([], ["--train.deterministic", "true"]):
+        with pytest.raises(UserError, match="far enough"):
+            train.main([*words, *more])
+    assert seen == [None, ":4096:8"]
+    try:
+        use_deterministic_kernels()
+        assert (
+            torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
