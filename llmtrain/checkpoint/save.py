@@ -27,8 +27,9 @@ from llmtrain.checkpoint import space
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import HOSTS, MANIFEST, PARAM, step_folder
+from llmtrain.checkpoint.host_copy import HostCopy
 from llmtrain.checkpoint.memory import memory_available
-from llmtrain.checkpoint.snapshot import HostImage, RankFile, Slice, Snapshot, WriterDied, WriterProcess
+from llmtrain.checkpoint.snapshot import RankFile, Slice, Snapshot, WriterDied
 from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.build import Ranks
@@ -82,8 +83,9 @@ class Saver:
         if folder.split:
             self._layout[HOSTS] = {self._file(rank): host for rank, host in enumerate(folder.hosts)}
         self._plan: RankFile | None = None
-        self._image: HostImage | None = None
-        self._writer: WriterProcess | None = None
+        self._copy: HostCopy | None = None
+        self._has_copy = False
+        """Every rank has one."""
         self._snapshot = Snapshot(ranks.device)
         self._stage = _Stage.IDLE
         self._table: dict[str, Any] = {}
@@ -103,11 +105,9 @@ class Saver:
         self._release()
 
     def _release(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        if self._image is not None:
-            self._image.close()
-        self._writer = self._image = None
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None
 
     @property
     def busy(self) -> bool:
@@ -115,7 +115,7 @@ class Saver:
         return self._stage is not _Stage.IDLE
 
     def prepare(self) -> None:
-        """Lay out the files and get the memory for asynchronous saves, so that the first one does not have to."""
+        """Lay out the files, and begin to get the memory for asynchronous saves: the first one finds it there."""
         if self._plan is not None:
             return
         self._plan = RankFile(self._slices())
@@ -129,7 +129,7 @@ class Saver:
             self._table["pieces"] = {share[0]: share[1] for share in shares}
             self._table["tensors"] = {name: list(shape) for name, shape in whole_shapes(self._engine).items()}
         if self.asynchronous:
-            self._share_memory(sum(share[2] for share in shares if share[3] == _boot()))
+            self._ask_for_memory(sum(share[2] for share in shares if share[3] == _boot()))
 
     def shortage(self, keep: int) -> str | None:
         """Why a folder of this run will have no room for `keep` checkpoints and the next one. After `prepare`.
@@ -156,6 +156,7 @@ class Saver:
         assert not self.busy
         self._began_s = time.monotonic()
         self.prepare()
+        self._await_memory()
         self._step, self._final = step, step_folder(self._folder.path, step)
         # The name is this save's own: what a dead launch's straggler still writes goes elsewhere.
         name = f"{self._final.name}.{secrets.token_hex(4)}.tmp"
@@ -215,7 +216,7 @@ class Saver:
             path=None if self._errors else self._final,
             error="; ".join(self._errors) or None,
             seconds=time.monotonic() - self._began_s,
-            blocked_s=self._blocked_s,
+            blocked_s=self._blocked_s + self._snapshot.device_wait_s(),
         )
 
     def drain(self) -> Outcome | None:
@@ -250,24 +251,27 @@ class Saver:
     def _file(self, rank: int) -> str:
         return f"rank-{rank:05d}.safetensors"
 
-    def _share_memory(self, bytes_of_this_host: int) -> None:
+    def _ask_for_memory(self, bytes_of_this_host: int) -> None:
         assert self._plan is not None
-        error = None
-        free = memory_available()
+        error, free = None, memory_available()
         if bytes_of_this_host > 0.9 * free:
             error = f"a copy takes {units.size(bytes_of_this_host)} of host memory, {units.size(free)} are available"
-        errors = self._all(error)
+        if not self._fall_back(self._all(error)):
+            self._copy = HostCopy(self._plan, self._table, self._ranks.device)
+
+    def _await_memory(self) -> None:
+        """From here on every rank has its copy's memory, or all save without."""
+        if self._copy is not None and not self._has_copy:
+            self._has_copy = not self._fall_back(self._all(self._copy.problem()))
+
+    def _fall_back(self, errors: list[str | None]) -> bool:
+        """Whether there is one, so that saves have to do without a copy."""
         if not any(errors):
-            try:
-                self._image = HostImage(self._plan, cuda=self._ranks.device.type == "cuda")
-                self._writer = WriterProcess(self._image, self._table)
-            except (OSError, WriterDied) as problem:
-                error = f"a copy takes {units.size(self._plan.bytes)} of host memory and a process: {problem}"
-            errors = self._all(error)
-        if any(errors):
-            log.warn(f"checkpoint.mode async: {next(e for e in errors if e)}. Saving without a copy: training waits.")
-            self.asynchronous = False
-            self._release()  # of ranks that did get theirs: it is host memory that is short
+            return False
+        log.warn(f"checkpoint.mode async: {next(e for e in errors if e)}. Saving without a copy: training waits.")
+        self.asynchronous = False
+        self._release()  # of ranks that did get theirs: it is host memory that is short
+        return True
 
     def _all(self, mine: Any) -> list[Any]:
         shares: list[Any] = [None] * self._ranks.world_size
@@ -287,14 +291,14 @@ class Saver:
         return None
 
     def _write_behind(self, path: Path, slices: list[Slice]) -> None:
-        assert self._image is not None
+        assert self._copy is not None
         try:
-            self._writer = writer = self._writer or WriterProcess(self._image, self._table)
+            writer = self._copy.writer()
         except (OSError, WriterDied) as error:
             self._answer = self._lost(error)
             return
         job = {"do": "write", "path": str(path)}
-        self._snapshot.start([values for *_, values in slices], self._image.slots, then=lambda: writer.ask(job))
+        self._snapshot.start([values for *_, values in slices], self._copy.image.slots, then=lambda: writer.ask(job))
 
     def _write_here(self, path: Path, slices: list[Slice]) -> dict[str, Any]:
         """The synchronous way: no copy of the state, a chunk at a time."""
@@ -316,18 +320,15 @@ class Saver:
         if self._snapshot.error is not None:
             error, self._snapshot.error = self._snapshot.error, None
             return self._lost(error)
-        if self._writer is None:
-            return None
         try:
-            return self._writer.answer()
+            return None if self._copy is None else self._copy.answer()
         except WriterDied as error:
             return self._lost(error)
 
     def _lost(self, error: BaseException) -> dict[str, Any]:
         """The writer cannot be used any more; the next save gets a new one."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._copy is not None:
+            self._copy.drop_writer()
         if self._stage is _Stage.ENDING and not self._errors:
             if not self._partial.exists() and (self._final / MANIFEST).is_file():
                 return {}  # it died after the last rename
@@ -384,10 +385,9 @@ class Saver:
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
         """Give the writer something to do; an answer only if it cannot be asked."""
-        assert self._image is not None
+        assert self._copy is not None
         try:
-            self._writer = self._writer or WriterProcess(self._image, self._table)
-            self._writer.ask(message)
+            self._copy.writer().ask(message)
         except (OSError, WriterDied) as error:
             return self._lost(error)
         return None

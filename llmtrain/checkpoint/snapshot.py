@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -82,7 +84,7 @@ class HostImage:
         self._memory[: len(plan.header)] = plan.header
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._address = whole.data_ptr()
-        self._locked = cuda and int(torch.cuda.cudart().cudaHostRegister(self._address, self._size, 0)) == 0
+        self._locked = cuda and lock_pages(self._address, self._size)
         if cuda and not self._locked:
             log.warn("checkpoints: the host memory for the copy could not be page-locked, so copying holds up training")
         self.slots = [
@@ -96,6 +98,16 @@ class HostImage:
         os.close(self.handle)
 
 
+def lock_pages(address: int, size: int) -> bool:
+    """Page-lock host memory for copies from the GPU. Whether CUDA took it; if not, nothing else is different."""
+    if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+        return True
+    # The runtime keeps the error, and torch would raise it after its next kernel. torch has no name for the call.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaGetLastError()
+    return False
+
+
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
@@ -107,7 +119,10 @@ class Snapshot:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
         self._copied: Any = None
+        self._waiting: tuple[Any, Any] | None = None
+        """Around the GPU's own wait for the copy."""
         self._thread: threading.Thread | None = None
         self._host_done = threading.Event()
         self.error: BaseException | None = None
@@ -116,7 +131,7 @@ class Snapshot:
         """Begin to copy; `then()` is called from another thread when the image is complete, unless `error` is set."""
         if self._thread is not None:
             self._thread.join()  # of a save that failed early: what it meets now is not this save's error
-        self.error = None
+        self.error, self._waiting = None, None
         host = []
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -137,14 +152,28 @@ class Snapshot:
             return
         self._host_done.wait()
         if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-            self._copied = None
+            stream = torch.cuda.current_stream()
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record(stream)
+            stream.wait_event(self._copied)
+            ended.record(stream)
+            self._copied, self._waiting = None, (began, ended)
+
+    def device_wait_s(self) -> float:
+        """For how long the GPU stood still before the update, which the host does not see. After the copy is done."""
+        if self._waiting is None:
+            return 0.0
+        began, ended = self._waiting
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000
 
     def _run(self, host: list[tuple[Tensor, Tensor]], copied: Any, then: Any) -> None:
         try:
             for values, slot in host:
                 slot.copy_(values)
             self._host_done.set()
+            if copied is not None:  # a new thread is on GPU 0, where waiting would make a context
+                torch.cuda.set_device(self._device)
             if copied is not None:
                 copied.synchronize()
             then()

@@ -108,9 +108,9 @@ def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, A
         shutil.disk_usage = usage
     with Saver(engine, find_folder(Path(folder), ranks), resolved, ranks) as saver:
         saver.prepare()
+        assert saver._copy is not None and saver._copy.problem() is None
         if ranks.rank == 1:
-            assert saver._writer is not None
-            psutil.Process(saver._writer.pid).kill()
+            psutil.Process(saver._copy.writer().pid).kill()
         saver.begin(2, TRAINER)
         found["killed"] = saver.drain()
         found["left killed"] = os.listdir(folder)

@@ -218,7 +218,7 @@ def add_saves(table: Table, found: dict[str, Any], parameters: int, on_gpu: bool
         table.row(f"loop blocked: {name}", (ours["blocked_s"], theirs["blocked_s"]), "s", limit)
         table.row(f"time lost: {name}", (ours["lost_s"], theirs["lost_s"]), "s")
     if on_gpu:
-        table.row("loop blocked: 50 ms", (ours["blocked_s"], 0.050), "s", 1)
+        table.row("time lost: 50 ms", (ours["lost_s"], 0.050), "s", 1)  # the GPU's own wait is in it
     bytes_each = [found["saves"][name]["bytes"] / parameters for name in ("llmtrain", "deepspeed")]
     table.row("bytes per parameter: deepspeed", bytes_each, "B")
     table.row("bytes per parameter: 12", (bytes_each[0], 12), "B", 1.005)  # headers, manifest and trainer.json

@@ -1,0 +1,115 @@
+"""The copy of a GPU's state, with CUDA's streams and events simulated: what waits, and who is told of it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.checkpoint import host_copy, snapshot
+from llmtrain.checkpoint.host_copy import HostCopy
+from llmtrain.checkpoint.snapshot import Snapshot, lock_pages
+
+
+class Stream:
+    """Work in order, on a clock of its own (ms)."""
+
+    def __init__(self, *_: Any) -> None:
+        self.now_ms = 0.0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.now_ms = max(self.now_ms, other.now_ms)
+
+    def wait_event(self, event: Event) -> None:
+        self.now_ms = max(self.now_ms, event.at_ms)
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+
+class Event:
+    at_ms = 0.0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.timed = enable_timing
+
+    def record(self, stream: Stream) -> None:
+        self.at_ms = stream.now_ms
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.timed and other.timed
+        return other.at_ms - self.at_ms
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its compute stream; devices that were made current, with their threads."""
+    compute, current = Stream(), []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append((threading.current_thread(), device)))
+    return SimpleNamespace(compute=compute, current=current)
+
+
+@pytest.mark.parametrize(("copy_ms", "backward_ms", "waits_s"), [(300.0, 150.0, 0.15), (100.0, 150.0, 0.0)])
+def test_the_gpus_own_wait_for_the_copy_is_told(cuda: Any, copy_ms: float, backward_ms: float, waits_s: float) -> None:
+    device = torch.device("cuda", 1)
+    copy = Snapshot(device)
+
+    def slow_copy(*_: Any, **__: Any) -> None:
+        copy._stream.now_ms += copy_ms
+
+    done = threading.Event()
+    copy.start([SimpleNamespace(device=device)], [SimpleNamespace(copy_=slow_copy)], then=done.set)  # type: ignore[list-item]
+    assert done.wait(5)
+    cuda.compute.now_ms += backward_ms
+    copy.wait_before_update()
+    assert copy.device_wait_s() == pytest.approx(waits_s)
+    ((thread, current),) = cuda.current
+    assert thread.name == "checkpoint-copy" and current == device
+
+
+def test_memory_that_cannot_be_locked_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, asked = [], []
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 1)
+    library = SimpleNamespace(cudaGetLastError=lambda: asked.append(1))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(snapshot.ctypes, "CDLL", lambda name: loaded.append(name) or library)
+    assert not lock_pages(1, 4096)
+    assert loaded == ["libcudart.so.13"] and asked == [1]
+
+
+class SlowImage:
+    def __init__(self, plan: Any, *, cuda: bool) -> None:
+        time.sleep(0.3)
+        if plan.bytes > 1000:
+            raise OSError("no space")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("wanted", [1000, 2000])
+def test_training_begins_while_the_memory_is_got(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
+    monkeypatch.setattr(host_copy, "HostImage", SlowImage)
+    monkeypatch.setattr(host_copy, "WriterProcess", lambda *_: SimpleNamespace(close=lambda: None))
+    began_s = time.monotonic()
+    copy = HostCopy(SimpleNamespace(bytes=wanted), {}, torch.device("cpu"))  # type: ignore[arg-type]
+    assert time.monotonic() - began_s < 0.2
+    problem = copy.problem()
+    assert time.monotonic() - began_s >= 0.3
+    assert (problem is None) == (wanted == 1000)
+    copy.close()
