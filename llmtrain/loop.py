@@ -202,6 +202,7 @@ class Training:
             micro_batch=self.run.train.micro_batch or 1,
             rank=self.mesh.place.data,
             data_parallel=self.resolved.data_parallel,
+            pin_memory=self.ranks.device.type == "cuda",
         )
 
     def evaluate(self, tracker: Tracker) -> float:

@@ -93,7 +93,7 @@ def use_deterministic_kernels() -> None:
     An operation that has no such kernel raises torch's RuntimeError, which names it.
     """
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write each new tensor once more
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write each new tensor once more
 
 
 def check_device(resolved: ResolvedRun) -> None:

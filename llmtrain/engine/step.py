@@ -171,18 +171,19 @@ class Stepper:
         """(mean loss in nats, counted tokens) over all ranks. Every rank must get equally many micro-batches."""
         module = self.engine.module
         module.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
+        counted = 0
         try:
             for micro in batches:
                 heart.beat()
                 with self._attention():
                     loss_sum = self.engine(*self._tensors(micro))
-                total[0] += loss_sum.double()
+                loss += loss_sum.double()
                 if self._mesh.place.sequence == 0:
-                    total[1] += (micro.labels >= 0).sum().to(total.device)
+                    counted += int((micro.labels >= 0).sum())  # of host memory: the device is not waited for
         finally:
             module.train()
-        total = total.cpu() * self._own_tokens
+        total = torch.tensor([float(loss), counted], dtype=torch.float64) * self._own_tokens
         dist.all_reduce(total, group=self._ranks.control)
         return float(total[0] / total[1].clamp(min=1)), int(total[1])
 

@@ -47,6 +47,24 @@ def waits_of_steps(case: Case, steps: int) -> dict[str, int]:
     return dict(found)
 
 
+def test_evaluation_waits_once(cuda, pools, small_data):
+    waits = pools(1).run(waits_of_an_evaluation, Case(data=small_data, stage=1, precision="bf16"))[0]
+    assert sum(waits.values()) == 1, waits
+
+
+def waits_of_an_evaluation(case: Case) -> dict[str, int]:
+    engine, stepper, _ = make_engine(case)
+    found: Counter[str] = Counter()
+    source = batches(case, (0, 1), 4)
+    micros = next(source).micro_batches
+    source.close()  # type: ignore[attr-defined]
+    stepper.evaluate(micros)
+    with recorded_waits(found):
+        stepper.evaluate(micros)
+    engine.destroy()
+    return dict(found)
+
+
 @contextlib.contextmanager
 def recorded_waits(found: Counter[str]) -> Iterator[None]:
     """Count into `found`: CUDA's own synchronising calls; on a CPU the operators that would be such calls."""
