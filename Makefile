@@ -16,7 +16,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-slow lint install gpu-check gpu-check-checkpoints clean launch/hostfile.local
+.PHONY: train test test-slow lint install gpu-check clean launch/hostfile.local
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -59,11 +59,9 @@ test: lint
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
 
+# PARTS="tests 0.5b": these only; each ends within 10 minutes.
 gpu-check:
-	tools/gpu_check.sh
-
-gpu-check-checkpoints:
-	tools/gpu_check.sh runs/gpu-check checkpoints
+	tools/gpu_check.sh runs/gpu-check $(PARTS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info launch/hostfile.local

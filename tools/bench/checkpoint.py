@@ -282,17 +282,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
         began_s = time.monotonic()
+
+        def keep() -> None:
+            if options.json:
+                head = {"machine": machine, "task": {**asdict(task), "folder": ""}, "ranks": options.ranks}
+                options.json.write_text(json.dumps({**head, "parameters": parameters, **found}, indent=2))
+
         pool = RankPool(options.ranks)
         try:
             found: dict[str, Any] = measure_saves(pool, task)
+            keep()
             found["writes"] = measure_writes(pool, task)
+            keep()
         finally:
             pool.close()
         path = import_source(task)
         found["exports"] = measure_exports(task, path)
+        keep()
         pool = RankPool(1)
         try:
             found["resumes"] = measure_resumes(pool, task, path)
+            keep()
         finally:
             pool.close()
     table = Table()
@@ -300,11 +310,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_conversions(table, found, parameters)
     print(f"an undisturbed step takes {found['step_s']:.2f} s; measured in {time.monotonic() - began_s:.0f} s")
     print(table)
-    if options.json:
-        shown = {**asdict(task), "folder": ""}
-        options.json.write_text(
-            json.dumps({"machine": machine, "task": shown, "ranks": options.ranks, **found}, indent=2)
-        )
     return int(table.missed)
 
 

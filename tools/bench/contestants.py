@@ -41,8 +41,10 @@ class Task:
     micro_batch: int
     accumulation: int
     bf16: bool
-    compile_layers: bool
-    """Our loop only: model.compile_layers."""
+    eager: bool
+    """Our loop without compiled layers; else as a run on this device has them."""
+    contestants: tuple[str, ...]
+    """Who takes part: llmtrain, plain, trainer."""
     threads: int
     steps_per_round: int
     """Optimizer steps that are timed; one more before them is not (it refills the allocator's cache)."""
@@ -148,6 +150,7 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
         checkpoints = find_folder(folder.checkpoints, ranks)
         training = Training(resolved, ranks, folder, checkpoints, wishes)
         training.resume_or_start()
+        training.check_loss()  # as a run: what it leaves behind in compiled layers is in the figures
         tracker = Tracker(
             folder.path,
             tracking=run.tracking,
@@ -165,9 +168,10 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
             return result
 
         training.stepper.step = timed_step  # type: ignore[method-assign, assignment]
-        with Saving(training.engine, checkpoints, resolved, ranks, tracker, saved_step=None) as saving:
-            clock.ready()
-            training.loop(tracker, saving)
+        # Not entered: no checkpoint is due, and 12 bytes a parameter of memory and disk are not asked for.
+        saving = Saving(training.engine, checkpoints, resolved, ranks, tracker, saved_step=None)
+        clock.ready()
+        training.loop(tracker, saving)
         tracker.close()
 
 
@@ -177,7 +181,7 @@ def _write_yaml(task: Task) -> Path:
     batch = task.micro_batch * task.accumulation
     fields = {
         "deepspeed": str(folder / "deepspeed.json"),
-        "model": {"config": task.model, "compile_layers": task.compile_layers},
+        "model": {"config": task.model, **({"compile_layers": False} if task.eager else {})},
         "data": {"path": str(folder / "data"), "sequence_length": task.sequence},
         "optim": {
             "lr": PEAK_LR,

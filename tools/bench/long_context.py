@@ -280,6 +280,12 @@ def json_for(options: argparse.Namespace, on_gpu: bool, folder: Path) -> str:
     return str(path)
 
 
+def keep(path: Path | None, results: dict[str, tuple[int, dict[str, float]]]) -> None:
+    """Write the figures so far."""
+    if path is not None:
+        path.write_text(json.dumps({name: {"tokens": t, **one} for name, (t, one) in results.items()}, indent=2))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Search for each contestant and print the table."""
     options = arguments(argv)
@@ -302,10 +308,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.tokens:
             results = {"llmtrain": (options.tokens, tried(task, options.limit_s) or {})}
         else:
-            results = {
-                name: longest(Attempt(**{**vars(task), "name": name}), options.start, options.limit_s)
-                for name in options.contestants
-            }
+            results = {}
+            for name in options.contestants:
+                results[name] = longest(Attempt(**{**vars(task), "name": name}), options.start, options.limit_s)
+                keep(options.json, results)
+        keep(options.json, results)
     memory = f"{torch.cuda.get_device_name()}" if on_gpu else f"{options.limit_gib} GiB resident memory"
     print(f"longest sequence of one optimizer step, {options.preset}, {memory}")
     print(f"{'':<12}{'tokens':>10}{'peak GiB':>10}{'s/step':>9}{'loss':>9}{'ours over it':>14}")
@@ -317,10 +324,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ratio = f"{first / tokens:>13.1f}x" if first else ""
         print(
             f"{name:<12}{tokens:>10,}{one['peak_gib']:>10.2f}{one['step_s']:>9.1f}{one['second_loss']:>9.4f}{ratio:>14}"
-        )
-    if options.json:
-        options.json.write_text(
-            json.dumps({name: {"tokens": t, **one} for name, (t, one) in results.items()}, indent=2)
         )
     return 0
 

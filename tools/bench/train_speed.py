@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,8 +32,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from contestants import CLIP_NORM, Round, Task, serve  # noqa: E402
 
-OURS, PEERS = "llmtrain", ("plain", "trainer")
-NAMES = (OURS, *PEERS)
+OURS = "llmtrain"
+NAMES = (OURS, "plain", "trainer")
 ANSWER_S = 900.0
 """A contestant that builds its model or runs a round for longer than this is given up."""
 
@@ -61,6 +61,18 @@ QWEN_HALF_B = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
+# The shapes of Llama-3.1-8B.
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
 # The shapes of Llama-3.2-1B.
 LLAMA_1B = {
     "model_type": "llama",
@@ -85,6 +97,8 @@ class Preset:
     micro_batch: int
     accumulation: int
     steps: int
+    recompute: bool = False
+    """Layers are computed again in the backward pass: their activations beside the state would not fit."""
 
 
 PRESETS = {
@@ -93,6 +107,8 @@ PRESETS = {
     "small-32k": Preset(model={**SMALL, "vocab_size": 32768}, sequence=256, micro_batch=2, accumulation=1, steps=4),
     "0.5b": Preset(model=QWEN_HALF_B, sequence=4096, micro_batch=4, accumulation=2, steps=10),
     "1.2b": Preset(model=LLAMA_1B, sequence=4096, micro_batch=2, accumulation=4, steps=8),
+    # 16 of the 18 bytes a parameter that a step takes are there between steps: 8 G of them fill the largest GPUs.
+    "8b": Preset(model=LLAMA_8B, sequence=4096, micro_batch=1, accumulation=4, steps=4, recompute=True),
 }
 
 
@@ -108,8 +124,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="timed steps of a round (default: the preset's)")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default 9); one more warms up")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each contestant (default 1)")
-    parser.add_argument("--compile", action="store_true", help="model.compile_layers for llmtrain; peers as they come")
-    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    parser.add_argument("--eager", action="store_true", help="llmtrain without compiled layers")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="these contestants")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, after each round")
     return parser.parse_args(argv)
 
 
@@ -128,12 +145,13 @@ def prepare(options: argparse.Namespace, folder: Path) -> Task:
         micro_batch=options.micro_batch or preset.micro_batch,
         accumulation=options.accumulation or preset.accumulation,
         bf16=(options.precision or ("bf16" if on_gpu else "fp32")) == "bf16",
-        compile_layers=options.compile,
+        eager=options.eager,
+        contestants=tuple(options.only),
         threads=options.threads,
         steps_per_round=options.steps or preset.steps,
         rounds=options.rounds + 1,
     )
-    _write_deepspeed(task, options.zero)
+    _write_deepspeed(task, options.zero, preset.recompute)
     windows = task.total_steps * task.micro_batch * task.accumulation + 1
     write_prepared(
         folder / "data",
@@ -159,7 +177,7 @@ def _documents(tokens: int, vocab_size: int) -> list[list[int]]:
     return documents
 
 
-def _write_deepspeed(task: Task, stage: int) -> None:
+def _write_deepspeed(task: Task, stage: int, recompute: bool) -> None:
     config = {
         "train_batch_size": task.micro_batch * task.accumulation,
         "train_micro_batch_size_per_gpu": task.micro_batch,
@@ -168,28 +186,31 @@ def _write_deepspeed(task: Task, stage: int) -> None:
         "bf16": {"enabled": task.bf16},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
+        **({"activation_checkpointing": {}} if recompute else {}),
     }
     (Path(task.folder) / "deepspeed.json").write_text(json.dumps(config, indent=2))
 
 
-def race(task: Task) -> dict[str, list[Round]]:
-    """All rounds of all contestants, taking turns. The warm-up round is dropped."""
+def race(task: Task, after_round: Callable[[dict[str, list[Round]]], None]) -> dict[str, list[Round]]:
+    """All rounds of all contestants, taking turns. The warm-up round is dropped; `after_round` gets those so far."""
     context = mp.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = str(task.threads)  # read when torch is imported
     processes, pipes = {}, {}
-    results: dict[str, list[Round]] = {name: [] for name in NAMES}
+    results: dict[str, list[Round]] = {name: [] for name in task.contestants}
     try:
-        for name in NAMES:
+        for name in results:
             pipes[name], theirs = context.Pipe()
             processes[name] = context.Process(target=serve, args=(name, theirs, task), daemon=True)
             processes[name].start()
             theirs.close()
             _answer(name, pipes[name])  # one after another: building two at a time would set the peak memory
-        for _ in range(task.rounds):
-            for name in NAMES:
+        for done in range(task.rounds):
+            for name in results:
                 pipes[name].send("go")
                 results[name].append(_answer(name, pipes[name]))
-        for name in NAMES:
+            if done:
+                after_round({name: rounds[1:] for name, rounds in results.items()})
+        for name in results:
             pipes[name].send("go")
             _answer(name, pipes[name])
             processes[name].join(timeout=60)
@@ -220,25 +241,27 @@ def figures(task: Task, results: dict[str, list[Round]], on_gpu: bool) -> dict[s
         name: {
             "tokens_per_s": statistics.median(tokens / seconds(one) for one in rounds),
             "ms_per_step": statistics.median(1000 * seconds(one) / task.steps_per_round for one in rounds),
-            "ms_per_step_over_plain": statistics.median(
-                1000 * (seconds(one) - seconds(plain)) / task.steps_per_round
-                for one, plain in zip(rounds, results["plain"], strict=True)
-            ),
             "peak_gib": max(one.peak_bytes for one in rounds) / 2**30,
         }
         for name, rounds in results.items()
     }
-    ours = results[OURS]
+    for name in contestants if "plain" in results else ():
+        contestants[name]["ms_per_step_over_plain"] = statistics.median(
+            1000 * (seconds(one) - seconds(plain)) / task.steps_per_round
+            for one, plain in zip(results[name], results["plain"], strict=True)
+        )
+    ours = results.get(OURS, [])
+    peers = [name for name in results if ours and name != OURS]
     return {
         "contestants": contestants,
         "speed_of_ours_over": {
             peer: statistics.median(seconds(b) / seconds(a) for a, b in zip(ours, results[peer], strict=True))
-            for peer in PEERS
+            for peer in peers
         },
         "spread_of_ratio": {
-            peer: _spread([seconds(b) / seconds(a) for a, b in zip(ours, results[peer], strict=True)]) for peer in PEERS
+            peer: _spread([seconds(b) / seconds(a) for a, b in zip(ours, results[peer], strict=True)]) for peer in peers
         },
-        "largest_loss_difference": {peer: _loss_difference(ours, results[peer]) for peer in PEERS},
+        "largest_loss_difference": {peer: _loss_difference(ours, results[peer]) for peer in peers},
         "losses": [loss for one in ours for loss in one.losses],
     }
 
@@ -262,18 +285,18 @@ def table(found: dict[str, Any], on_gpu: bool) -> str:
     peak = "peak GiB (allocated)" if on_gpu else "peak GiB (VmHWM)"
     lines = [f"{'':<10}{unit:>14}{ms:>14}{'over plain':>12}{peak:>22}"]
     for name, one in found["contestants"].items():
+        over = f"{one['ms_per_step_over_plain']:+.1f}" if "ms_per_step_over_plain" in one else ""
         lines.append(
-            f"{name:<10}{one['tokens_per_s']:>14,.0f}{one['ms_per_step']:>14.1f}"
-            f"{one['ms_per_step_over_plain']:>+12.1f}{one['peak_gib']:>22.2f}"
+            f"{name:<10}{one['tokens_per_s']:>14,.0f}{one['ms_per_step']:>14.1f}{over:>12}{one['peak_gib']:>22.2f}"
         )
-    for peer in PEERS:
+    for peer in found["speed_of_ours_over"]:
         low, high = found["spread_of_ratio"][peer]
         lines.append(
             f"llmtrain / {peer}: {found['speed_of_ours_over'][peer]:.3f} x the speed (quartiles {low:.3f} to "
             f"{high:.3f}), largest loss difference {found['largest_loss_difference'][peer]:.2e}"
         )
-    losses = found["losses"]
-    lines.append(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {len(losses)} steps after the warm-up")
+    if losses := found["losses"]:
+        lines.append(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} over {len(losses)} steps after the warm-up")
     return "\n".join(lines)
 
 
@@ -305,16 +328,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{options.preset}: {task.micro_batch} x {task.accumulation} sequences of {task.sequence} tokens a step, "
             f"{'bf16' if task.bf16 else 'fp32'}, ZeRO {options.zero}, {options.rounds} rounds of "
-            f"{task.steps_per_round} timed steps{', compiled layers (llmtrain only)' if task.compile_layers else ''}",
+            f"{task.steps_per_round} timed steps{', without compiled layers' if task.eager else ''}",
             flush=True,
         )
-        found = figures(task, race(task), on_gpu)
+
+        def keep(rounds: dict[str, list[Round]]) -> None:
+            if options.json:
+                head = {"machine": machine, "task": asdict(replace(task, folder="")), "zero": options.zero}
+                options.json.write_text(json.dumps({**head, **figures(task, rounds, on_gpu)}, indent=2))
+
+        found = figures(task, race(task, keep), on_gpu)
     print(table(found, on_gpu))
-    if options.json:
-        shown = asdict(replace(task, folder=""))
-        options.json.write_text(
-            json.dumps({"machine": machine, "task": shown, "zero": options.zero, **found}, indent=2)
-        )
     return 0 if all(math.isfinite(d) for d in found["largest_loss_difference"].values()) else 1
 
 
