@@ -62,7 +62,7 @@ def context(part: str, found: dict[str, Any]) -> Iterator[str]:
 def table(folder: Path) -> str:
     """All figures that are there; what is missing is named."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    machine = next((one["machine"] for one in found.values() if "machine" in one), {})
+    machine: dict[str, str] = next((one["machine"] for one in found.values() if "machine" in one), {})
     lines = [", ".join(f"{key} {value}" for key, value in machine.items())] if machine else []
     if (folder / "tests.xml").is_file():
         lines.append(tests(folder / "tests.xml"))
