@@ -13,25 +13,26 @@ ifeq ($(SLOTS),)
 export DS_ACCELERATOR ?= cpu
 endif
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+CONSTRAINTS ?= constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-slow lint install gpu-check clean launch/hostfile.local
+.PHONY: train test test-slow test-oldest test-newest lint install gpu-check clean launch/hostfile.local
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
 
 # torch goes first and alone: with its version there, pip fetches no other build of it. PyPI's is for CUDA 13 (driver 580
 # or newer); make TORCH_INDEX=https://download.pytorch.org/whl/cu126 takes the one for CUDA 12.6, /cpu the one without.
-$(VENV)/.run: constraints.txt pyproject.toml
+$(VENV)/.run: $(CONSTRAINTS) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q 'torch>=2.11,<2.14' -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/python -m pip install -q 'torch>=2.11,<2.14' -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/python -m pip install -q setuptools
-	$(BIN)/python -m pip install -q --no-build-isolation -e . -c constraints.txt
+	$(BIN)/python -m pip install -q --no-build-isolation -e . -c $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install -q --no-build-isolation -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install -q --no-build-isolation -e '.[dev]' -c $(CONSTRAINTS)
 	touch $@
 
 install: $(VENV)/.dev
@@ -59,9 +60,24 @@ test: lint
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
 
+# Both ends of the versions, each in an environment of its own: the lowest that pyproject.toml allows, and the newest that
+# the registry has, whatever pyproject.toml allows.
+test-oldest:
+	$(MAKE) install VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	.venv-oldest/bin/python -m pytest tests/ranks tests/unit
+
+test-newest: NEW := .venv-newest/bin/python -m
+test-newest: export DS_IGNORE_CUDA_DETECTION := 1
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	$(NEW) pip install -q torch setuptools $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(NEW) pip install -q --no-build-isolation $$(sed -n 's/^\([A-Za-z][A-Za-z0-9_-]*\)==.*/\1/p' constraints.txt)
+	$(NEW) pip install -q --no-build-isolation --no-deps -e .
+	$(NEW) pytest tests/ranks tests/unit
+
 # PARTS="tests 0.5b": these only; each ends within 10 minutes.
 gpu-check:
 	tools/gpu_check.sh runs/gpu-check $(PARTS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info launch/hostfile.local
+	rm -rf $(VENV) .venv-oldest .venv-newest build *.egg-info launch/hostfile.local

@@ -16,7 +16,7 @@ from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.device import device_name
 from llmtrain.models.build import ModelFacts
-from llmtrain.tracking.environment import describe_environment, write_environment
+from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 
 
 def write_run_files(folder: RunDirectory, resolved: ResolvedRun, ranks: Ranks, sizes: ModelFacts) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def announce(
         f"micro-batch {train.micro_batch} x accumulation {train.accumulation} x {resolved.data_parallel} data-parallel "
         f"ranks); run folder {folder.path}"
     )
-    for line in (*resolved.notes, *lines):
+    for line in (*filter(None, [unverified(versions())]), *resolved.notes, *lines):
         log.info(line)
 
 

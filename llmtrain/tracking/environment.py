@@ -42,6 +42,27 @@ _VARIABLES = (
 )
 
 
+VERIFIED = {"torch": ("2.11", "2.13"), "deepspeed": ("0.19", "0.19"), "transformers": ("5.17", "5.23")}
+"""The lowest and the highest series of each package with which the tests have run (make test-oldest, make test)."""
+
+
+def unverified(found: Mapping[str, str | None]) -> str | None:
+    """One line about installed versions with which no test has run; None where all are known."""
+    odd = []
+    for package, (low, high) in VERIFIED.items():
+        version = found.get(package)
+        if version is not None and not _series(low) <= _series(version) <= _series(high):
+            odd.append(f"{package} {version} (tested: {low if low == high else f'{low} to {high}'})")
+    if not odd:
+        return None
+    return f"not tested with {', '.join(odd)}: `llmtrain parity` shows whether this run trains as it should"
+
+
+def _series(version: str) -> tuple[int, ...]:
+    """(2, 13) of 2.13.0+cu126."""
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
 def versions() -> dict[str, str | None]:
     """Installed versions by package; None where a package is missing."""
     found: dict[str, str | None] = {"python": platform.python_version()}

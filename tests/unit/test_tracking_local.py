@@ -19,7 +19,7 @@ from llmtrain import log
 from llmtrain.config.run import TrackingConfig
 from llmtrain.redact import REDACTED, is_secret, redact, redact_argv, redact_text
 from llmtrain.tracking.console import Console
-from llmtrain.tracking.environment import describe_environment, write_environment
+from llmtrain.tracking.environment import VERIFIED, describe_environment, unverified, write_environment
 from llmtrain.tracking.local import JsonLines, read_rows, truncate_after
 from llmtrain.tracking.tracker import Tracker
 
@@ -287,3 +287,23 @@ def test_training_goes_on_when_nobody_reads_its_lines_or_their_disk_is_full(monk
         for step in (1, 2, 3):
             console.update({"step": step, "loss": 2.0})
         console.close()
+
+
+def test_versions_that_no_test_has_run_with_are_told_in_one_line() -> None:
+    known = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "transformers": "5.17.0", "numpy": "9.0"}
+    assert unverified(known) is None
+    assert unverified({**known, "torch": None}) is None
+    told = unverified({**known, "torch": "2.15.0", "deepspeed": "0.20.1+abc"})
+    assert told is not None and told.startswith("not tested with torch 2.15.0 (tested: 2.11 to 2.13), deepspeed 0.20.1")
+
+
+def test_the_verified_versions_are_those_of_the_two_constraints_files() -> None:
+    lowest, highest = (
+        dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / name).read_text(), re.M))
+        for name in ("constraints-oldest.txt", "constraints.txt")
+    )
+    for package, (low, high) in VERIFIED.items():
+        assert lowest[package].startswith(f"{low}.") and highest[package].startswith(f"{high}.")
+    floors = dict(re.findall(r'^  "([\w-]+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.M))
+    for package, floor in floors.items():
+        assert lowest[package] == floor or lowest[package].startswith(f"{floor}."), (package, floor)
