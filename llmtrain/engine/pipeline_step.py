@@ -98,12 +98,13 @@ class PipelineStepper(Stepper):
         engine, module = self.engine, self.engine.module
         micros = list(batches)
         module.eval()
+        # The first message tells the shape, which all micro-batches of a call have: to be told of each one, a stage would
+        # wait for its device each time.
+        assert len({micro.inputs.shape for micro in micros}) == 1
         engine.reset_activation_shape()
-        dynamic, engine.dynamic_shape = engine.dynamic_shape, True
         try:
             losses = self._run(micros, engine._inference_schedule(len(micros)))
         finally:
-            engine.dynamic_shape = dynamic
             engine.reset_activation_shape()
             module.train()
         counted = sum(int((micro.labels >= 0).sum()) for micro in micros) if engine.is_last_stage() else 0
