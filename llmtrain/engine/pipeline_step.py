@@ -98,7 +98,7 @@ class PipelineStepper(Stepper):
         engine, module = self.engine, self.engine.module
         micros = list(batches)
         module.eval()
-        # The first message tells the shape, which all micro-batches of a call have: to be told of each one, a stage would
+        # The first message tells the shape, which all micro-batches of a call have: told of each one, a stage would
         # wait for its device each time.
         assert len({micro.inputs.shape for micro in micros}) == 1
         engine.reset_activation_shape()
