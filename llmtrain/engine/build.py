@@ -22,7 +22,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from llmtrain.config.run import OptimConfig, ResolvedRun
-from llmtrain.engine.device import own_device
+from llmtrain.engine.device import own_device, ranks_of_this_host
 from llmtrain.engine.op_builds import op_build_lock
 from llmtrain.engine.rendezvous import Meeting, RendezvousError, Seat, meet
 from llmtrain.log import warn
@@ -66,12 +66,11 @@ def join_process_group(
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
     accelerator = get_accelerator()
     device = own_device()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_of_this_host()))
     if device.type == "cpu":
         # DeepSpeed's shared-memory all-reduce leaves 69 MB a rank in /dev/shm for ever; gloo carries it instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ:
-            local = int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"]))
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
         _keep_freed_memory()
     backend = accelerator.communication_backend_name()
     meeting = meet(device=device, backend=backend, settings=settings or {}, limit_s=start_timeout_s)

@@ -27,7 +27,7 @@ def own_device() -> torch.device:
         _refuse_idle_gpus()
         return torch.device("cpu")
     index = device_index(
-        int(os.environ["LOCAL_RANK"]), _ranks_of_this_host(), accelerator.device_count(), accelerator.device_name()
+        int(os.environ["LOCAL_RANK"]), ranks_of_this_host(), accelerator.device_count(), accelerator.device_name()
     )
     try:
         accelerator.set_device(index)
@@ -57,7 +57,8 @@ def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") 
     )
 
 
-def _ranks_of_this_host() -> int:
+def ranks_of_this_host() -> int:
+    """As the launcher says: DeepSpeed's, torchrun, or none."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
 
 

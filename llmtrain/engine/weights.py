@@ -31,7 +31,10 @@ from llmtrain.models.tensorfile import numel
 
 Key = tuple[str, str]
 """(kind, Hugging Face name) of a tensor of the optimizer's state."""
-_CHUNK = 1 << 18  # elements
+_CHUNK = 1 << 18
+"""Elements at a time: so few that malloc gives their room to the next ones."""
+_DEVICE_CHUNK = 1 << 22
+"""For a GPU: a copy of 1 MiB would be mostly its launch."""
 
 
 @torch.no_grad()
@@ -56,11 +59,16 @@ def fill_parameters(engine: Any, source: ParameterSource) -> None:
 def fill(fragment: Fragment, read: Callable[[Region], Tensor]) -> None:
     """Fill a fragment from `read`: the elements of a region of the flat Hugging Face tensor.
 
-    A chunk of 256 K elements at a time: so small that malloc gives its room to the next one.
+    To a GPU through page-locked memory, which torch keeps for the next chunk: the host reads that one meanwhile.
     """
-    for low in range(0, fragment.view.numel(), _CHUNK):
-        view = fragment.view[low : low + _CHUNK]
-        view.copy_(read(fragment.region.part(low, low + view.numel())))
+    on_device = fragment.view.is_cuda
+    chunk = _DEVICE_CHUNK if on_device else _CHUNK
+    for low in range(0, fragment.view.numel(), chunk):
+        view = fragment.view[low : low + chunk]
+        values = read(fragment.region.part(low, low + view.numel()))
+        if on_device and not values.is_cuda:
+            values = values.pin_memory()
+        view.copy_(values, non_blocking=on_device)
 
 
 def prove_weights(engine: Any, source: ParameterSource, ranks: Ranks) -> None:

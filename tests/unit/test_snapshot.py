@@ -113,3 +113,37 @@ def test_training_begins_while_the_memory_is_got(monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - began_s >= 0.3
     assert (problem is None) == (wanted == 1000)
     copy.close()
+
+
+class DeviceView:
+    """Memory of a GPU that keeps count of how it is written."""
+
+    is_cuda = True
+
+    def __init__(self, count: int, copies: list[tuple[int, bool, bool]]) -> None:
+        self._count, self._copies = count, copies
+
+    def numel(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice) -> DeviceView:
+        return DeviceView(len(range(*part.indices(self._count))), self._copies)
+
+    def copy_(self, values: Any, non_blocking: bool = False) -> None:
+        self._copies.append((len(values), getattr(values, "locked", False), non_blocking))
+
+
+def test_weights_reach_a_gpu_through_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmtrain.engine.weights import fill
+    from llmtrain.models.region import whole
+
+    def lock(values: torch.Tensor) -> torch.Tensor:
+        values.locked = True  # type: ignore[attr-defined]
+        return values
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
+    copies: list[tuple[int, bool, bool]] = []
+    count = (1 << 22) + 5
+    fragment: Any = SimpleNamespace(view=DeviceView(count, copies), region=whole((count,)))
+    fill(fragment, lambda region: torch.zeros(region.numel))
+    assert copies == [(1 << 22, True, True), (5, True, True)]
