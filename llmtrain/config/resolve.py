@@ -47,6 +47,7 @@ def resolve(
     assert clip_norm is not None
     max_steps = total_steps(run, batch)
     run = _fill_in(run, batch, max_steps)
+    rules.check_mask(run, degrees, places, problems)
     rules.check_schedule(run, max_steps, places, problems)
     notes = check_scheduler(run, tree, max_steps, places, problems)
     problems.raise_if_any()

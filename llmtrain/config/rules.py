@@ -14,6 +14,7 @@ from llmtrain import foreign
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
 from llmtrain.topology import Degrees
+from llmtrain.units import GIB, size
 
 _Test = Callable[[Any], bool]
 _POSITIVE: tuple[_Test, str] = (lambda x: x > 0, "must be greater than 0")
@@ -21,6 +22,9 @@ _AT_LEAST_1: tuple[_Test, str] = (lambda x: x >= 1, "must be at least 1")
 _NOT_NEGATIVE: tuple[_Test, str] = (lambda x: x >= 0, "must be 0 or greater")
 _SHARE: tuple[_Test, str] = (lambda x: 0 <= x <= 1, "must be from 0 to 1")
 _DECAY: tuple[_Test, str] = (lambda x: 0 <= x < 1, "must be from 0 to just under 1")
+
+_MASK_BYTES = 4 * GIB
+"""Of one attention mask: it is made in every forward pass, and some kernels copy it in the precision of the scores."""
 
 _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "model.loss_chunk_tokens": (_AT_LEAST_1, "2048 suits most models"),
@@ -100,7 +104,11 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
                      places.get("schedule.name"))  # fmt: skip
     if run.data.isolate_documents and run.model.attention.startswith("flash"):
         problems.add("data.isolate_documents", True, f"model.attention {run.model.attention} takes no mask",
-                     "set model.attention to sdpa", places.get("data.isolate_documents"))  # fmt: skip
+                     "set model.attention to varlen or sdpa", places.get("data.isolate_documents"))  # fmt: skip
+    if run.model.attention == "varlen" and not run.data.isolate_documents:
+        problems.add("model.attention", "varlen", "keeps attention within documents",
+                     "set data.isolate_documents to true, or model.attention to sdpa",
+                     places.get("model.attention"))  # fmt: skip
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
                      "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip
@@ -132,6 +140,27 @@ def check_schedule(run: RunConfig, max_steps: int | None, places: Places, proble
         problems.add("schedule.decay_steps", decay,
                      f"warm-up {warmup} + decay {decay} exceed the run's {max_steps} steps",
                      "shorten one of them", places.get("schedule.decay_steps"))  # fmt: skip
+
+
+def check_mask(run: RunConfig, degrees: Degrees, places: Places, problems: Problems) -> None:
+    """Isolated documents: a mask must fit into memory; without one the bounds of the documents reach one stage only."""
+    if not run.data.isolate_documents:
+        return
+    shares = {"pipeline.stages": degrees.pipeline, "sequence_parallel_size": degrees.sequence}
+    shared = next((f"{key} = {degree}" for key, degree in shares.items() if degree > 1), None)
+    if run.model.attention == "varlen":
+        if shared:
+            problems.add("model.attention", "varlen", f"needs whole rows and all layers in each rank, not {shared}",
+                         "set model.attention to sdpa, or use ZeRO or tensor parallelism instead",
+                         places.get("model.attention"))  # fmt: skip
+        return
+    mask_bytes = (run.train.micro_batch or 1) * run.data.sequence_length**2
+    if mask_bytes > _MASK_BYTES:
+        remedy = "set model.attention to varlen, which needs none" if shared is None else "shorten it"
+        problems.add("data.sequence_length", run.data.sequence_length,
+                     f"with data.isolate_documents, model.attention {run.model.attention} makes a mask of "
+                     f"{size(mask_bytes)} (train.micro_batch x length x length bytes) in each forward pass; at most "
+                     f"{size(_MASK_BYTES)} are allowed", remedy, places.get("data.sequence_length"))  # fmt: skip
 
 
 def check_shared_rows(run: RunConfig, degrees: Degrees, path: str, places: Places, problems: Problems) -> None:

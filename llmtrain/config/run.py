@@ -21,8 +21,9 @@ class ModelConfig:
     """Local Hugging Face folder (config.json and safetensors) whose weights training starts from."""
     config: dict[str, Any] | str | None = None
     """Random weights: the fields of a Hugging Face config.json, with model_type; or a folder or file that holds one."""
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """Attention implementation. sdpa picks the fastest kernel of the device."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "sdpa"
+    """Attention implementation. sdpa picks the fastest kernel of the device; varlen is for data.isolate_documents: it
+    computes within documents only, and needs no mask, whose memory grows with the square of the length."""
     loss_chunk_tokens: int = 2048
     """Tokens whose logits exist at one time in the loss."""
     mlp_tile_tokens: int | None = None

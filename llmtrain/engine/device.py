@@ -109,6 +109,12 @@ def check_device(resolved: ResolvedRun) -> None:
             f"support {resolved.precision}. Set {resolved.precision}.enabled to false, or use {other}."
         )
 
+    if name != "cpu" and resolved.precision == "fp32" and resolved.run.model.attention == "varlen":
+        raise ConfigError(
+            "model.attention is varlen, whose kernel computes in bf16 and fp16, and the run is in fp32: set "
+            f"bf16.enabled to true in {resolved.run.deepspeed}, or model.attention to sdpa."
+        )
+
 
 def _has_bf16() -> bool:
     if torch.version.cuda is not None and get_accelerator().device_name() == "cuda":

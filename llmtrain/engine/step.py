@@ -20,10 +20,12 @@ from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import base_optimizer
 from llmtrain.errors import ModelError, TrainingStopped
+from llmtrain.models import varlen
 from llmtrain.models.language import compare_losses
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.experts import RoutingFigures
 from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.varlen import Documents, set_documents
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, max_steps: int | None) -> float:
@@ -78,6 +80,7 @@ class Stepper:
         self._mesh = mesh
         self._own_tokens = int(mesh.place.tensor == 0)  # the ranks of a tensor-parallel group have the same loss
         self._attention = _attention_order(ranks.device)
+        self._varlen = engine.module.config._attn_implementation == varlen.NAME
         self._must_look = engine.zero_optimization_stage() == 3
         """Whether it is not yet known that ZeRO 3 takes every gradient."""
 
@@ -247,6 +250,8 @@ class Stepper:
 
     def _tensors(self, micro: MicroBatch) -> tuple[Tensor | None, ...]:
         """What the module's forward takes."""
+        if self._varlen:
+            set_documents(None if micro.positions is None else Documents.of(micro.positions, self._ranks.device))
         positions = None if micro.positions is None else self._move(micro.positions)
         return self._move(micro.inputs), self._move(micro.labels), positions
 

@@ -13,6 +13,7 @@ from torch import nn
 from llmtrain import foreign
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
+from llmtrain.models import varlen
 from llmtrain.models.frozen import freeze
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.parallel.experts import idle_parameters
@@ -95,6 +96,8 @@ def construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_c
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    if attention == varlen.NAME:
+        varlen.register()
     try:
         with no_init_weights():  # skips transformers' tying as well
             hf = AutoModelForCausalLM.from_config(

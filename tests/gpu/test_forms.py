@@ -121,6 +121,19 @@ def test_the_order_asked_of_torch_begins_with_cudnn(monkeypatch: pytest.MonkeyPa
     assert order[0] == int(SDPBackend.CUDNN_ATTENTION)
 
 
+def test_varlen_attention_computes_what_a_mask_would(cuda: None) -> None:
+    from llmtrain.models import varlen
+
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    query, key, value = (torch.randn(300, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    documents = varlen.Documents.of(torch.cat([torch.arange(n) for n in (120, 1, 179)])[None], device)
+    for window in (None, 50):
+        want = varlen._one_by_one(query.float(), key.float(), value.float(), documents, 0.125, window)
+        got = varlen._on_cuda(query, key, value, documents, 0.125, window)
+        assert float((got.float() - want).abs().max()) < 2e-2, window
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_chunked_loss_is_the_one_of_transformers(dtype: torch.dtype) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss

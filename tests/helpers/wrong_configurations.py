@@ -61,6 +61,25 @@ CASES = [
         ("train.seed = null", "must be a whole number", "remove the line"),
         {"train": {"seed": None}},
     ),
+    Wrong(
+        "attention within documents that are not apart",
+        ('model.attention = "varlen"', "set data.isolate_documents to true"),
+        {"model": {"attention": "varlen"}},
+    ),
+    Wrong(
+        "bounds of documents in a pipeline",
+        ('model.attention = "varlen"', "not pipeline.stages = 2", "set model.attention to sdpa"),
+        {"model": {"attention": "varlen"}, "data": {"isolate_documents": True}},
+        {"pipeline": {"stages": 2}},
+    ),
+    Wrong(
+        "a mask beyond the memory",
+        ("data.sequence_length = 1024", "a mask of 8 GiB", "set model.attention to varlen"),
+        {
+            "data": {"isolate_documents": True, "sequence_length": 1024},
+            "train": {"micro_batch": 8192, "global_batch": 16384, "accumulation": 1},
+        },
+    ),
     # YAML itself
     Wrong(
         "clipping with Muon",

@@ -112,8 +112,9 @@ def test_three_ranks_share_an_odd_vocabulary(pools, small_data):
     check(pools(3).run(run_case, case)[0], plain_pytorch(case))
 
 
-def test_documents_stay_apart(pools, small_data):
-    case = case_of(small_data, stage=1, isolate_documents=True)
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+def test_documents_stay_apart(pools, small_data, attention):
+    case = case_of(small_data, stage=1, isolate_documents=True, attention=attention)
     check(pools(2).run(run_case, case)[0], reference(small_data, "llama", False, isolate=True))
 
 

@@ -11,11 +11,13 @@ import torch.nn.functional as F
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
+from llmtrain.models import varlen
 from llmtrain.models.build import construct, facts, initial_weights, load_config, restore_buffers, skeleton
 from llmtrain.models.checksum import checksum
 from llmtrain.models.language import LanguageModel, from_host, to_host
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.source import RandomSource, SafetensorsSource
+from llmtrain.models.varlen import Documents, set_documents
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -53,9 +55,13 @@ def attention_of(family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
-def test_isolated_documents_are_as_if_each_were_alone(family):
-    model = filled(ModelConfig(config=dict(FAMILIES[family]), loss_chunk_tokens=5, attention=attention_of(family)))
+@pytest.mark.parametrize("without_mask", [False, True])
+@pytest.mark.parametrize("family", [*FAMILIES, "mistral, window 5"])
+def test_isolated_documents_are_as_if_each_were_alone(family, without_mask):
+    name, _, window = family.partition(", window ")
+    config = {**FAMILIES[name], **({"sliding_window": int(window)} if window else {})}
+    attention = "varlen" if without_mask else attention_of(name)
+    model = filled(ModelConfig(config=config, loss_chunk_tokens=5, attention=attention))
     torch.manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -63,14 +69,53 @@ def test_isolated_documents_are_as_if_each_were_alone(family):
     inputs, labels = torch.randint(96, (2, 24)), torch.randint(96, (2, 24))
     lengths = [[24, 0, 0], [7, 1, 16]]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    if without_mask:
+        alone_by = filled(ModelConfig(config=config, loss_chunk_tokens=5, attention=attention_of(name)))
+        alone_by.load_state_dict(model.state_dict())
+    else:
+        alone_by = model
     alone = 0.0
     for row, sizes in enumerate(lengths):
         for document, answers in zip(inputs[row].split(sizes), labels[row].split(sizes), strict=True):
             if len(document):
-                alone += float(model(document[None], answers[None]))
+                alone += float(alone_by(document[None], answers[None]))
+    if without_mask and name == "gemma2":
+        with pytest.raises(ModelError, match=r"model.attention varlen: Gemma2Attention needs softcap"):
+            model(inputs, labels, positions)
+        return
+    set_documents(Documents.of(positions, CPU) if without_mask else None)
     together = float(model(inputs, labels, positions))
+    set_documents(None)
     assert abs(together - alone) < 3e-6 * alone  # fp32
     assert abs(together - float(model(inputs, labels))) > 1e-4 * alone
+
+
+def test_the_kernel_of_a_gpu_is_given_the_documents_bounds(monkeypatch):
+    """Its meaning is written out here: flash attention computes on a GPU only."""
+    from torch.nn.attention import varlen as torchs
+
+    def flash(query, key, value, bounds, key_bounds, longest, key_longest, *, scale, window_size):
+        assert key.shape == query.shape and torch.equal(bounds, key_bounds) and bounds.dtype == torch.int32
+        assert longest == key_longest == int(bounds.diff().max()) and window_size[1] == 0
+        out = torch.zeros_like(query)
+        for low, high in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+            at = torch.arange(high - low)
+            seen = at[:, None] >= at
+            if window_size[0] >= 0:
+                seen &= at[:, None] - at <= window_size[0]
+            q, k, v = (each[low:high].transpose(0, 1) for each in (query, key, value))
+            scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
+            out[low:high] = (scores.softmax(-1) @ v).transpose(0, 1)
+        return out
+
+    monkeypatch.setattr(torchs, "varlen_attn", flash)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(30, 4, 8), torch.randn(30, 2, 8), torch.randn(30, 2, 8)
+    documents = Documents.of(torch.cat([torch.arange(n) for n in (12, 1, 17)])[None], CPU)
+    for window in (None, 5):
+        want = varlen._one_by_one(query, key, value, documents, 0.3, window)
+        got = varlen._on_cuda(query, key, value, documents, 0.3, window)
+        assert torch.allclose(got, want, atol=1e-6), window
 
 
 @pytest.mark.parametrize("family", FAMILIES)
