@@ -77,7 +77,7 @@ class Case:
     compile_layers: bool = False
     mlp_tile_tokens: int | None = None
     isolate_documents: bool = False
-    steps: int = 20
+    steps: int = 8
     clip: float = 1.0
     lr: float = 3e-4
     decay: str = "matrices"
