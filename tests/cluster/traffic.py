@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-
 _RECEIVE_BYTES_FORCED = 33
 """SO_RCVBUFFORCE, which Python has no name for."""
 

@@ -52,7 +52,7 @@ def check(got: Trace, want: Trace) -> None:
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
     assert largest_difference(got.parameters, want.parameters) < 2e-5
-    assert want.losses[-1] < want.losses[0] - 0.003  # it does learn
+    assert want.losses[-1] < want.losses[0] - 0.001  # it does learn
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
