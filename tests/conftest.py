@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     now = {name: value for name, value in os.environ.items() if name.startswith(_FOR_RANKS)}
     if now != _BEFORE:
         raise pytest.UsageError(f"a test module changed the environment while it was imported: {now} was {_BEFORE}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Torch's threads in this process wait by spinning, which beside other work takes ten times as long as one does."""
+    if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.cluster.launched import EVERY, Launched, one_fault, write_recipe
 from tests.helpers.launching import REPO
 from tools.lab.lab import Lab
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # a minute; tests/ranks/test_folders.py is quicker
 
 
 def test_a_run_goes_on_from_what_each_host_has(lab3: Lab, small_data: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pipelines against plain PyTorch in one process, fp32, 20 steps; what their stages hold; what they refuse.
+"""Pipelines against plain PyTorch in one process, fp32, 8 steps; what their stages hold; what they refuse.
 
 Tolerance: as in test_parity.py; a pipeline changes the order of summation only.
 """
@@ -53,7 +53,7 @@ def agrees(pools: Any, data: str, world_size: int, model: dict[str, Any], **form
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-4
     assert largest_difference(got.parameters, want.parameters) < 1e-5
-    assert want.losses[-1] < want.losses[0] - 0.003  # it does learn
+    assert want.losses[-1] < want.losses[0] - 0.001  # it does learn
 
 
 SMALL_BUCKETS = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}

@@ -1,7 +1,7 @@
-"""Tensor parallelism against plain PyTorch in one process, fp32, 20 steps.
+"""Tensor parallelism against plain PyTorch in one process, fp32, 8 steps.
 
 Tolerance: shards are summed in another order than one product sums them, nothing else differs. A loss near 6 has a
-spacing of 5e-7; what 20 steps of AdamW make of that is seen to stay below 2e-6 in all families.
+spacing of 5e-7; what 8 to 20 steps of AdamW make of that is seen to stay below 2e-6 in all families.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check(got: Trace, want: Trace) -> None:
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
     assert largest_difference(got.parameters, want.parameters) < 2e-5
-    assert want.losses[-1] < want.losses[0] - 0.003  # it does learn
+    assert want.losses[-1] < want.losses[0] - 0.001  # it does learn
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -65,7 +65,7 @@ def kill_a_writer(launch: Launch, run: Path, rng: random.Random) -> None:
     launch.kill()
 
 
-@pytest.mark.parametrize("trials", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("trials", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_kills_around_a_save_lose_nothing(small_data, tmp_path, trials):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     rng = random.Random(trials)

@@ -75,7 +75,14 @@ def logits(folder: Path) -> torch.Tensor:
         return model(torch.arange(2, 34)[None]).logits
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "one"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=[pytest.mark.slow] if form in ("zero3x4", "pp2xdp2", "tp2") else [])
+        for form in FORMS
+        if form != "one"
+    ],
+)
 def test_a_form_trains_saves_resumes_and_exports_like_one_process(form, undisturbed, small_data, tmp_path):
     """Six steps in this form; then its third step goes on in one process, and one process's third step in this form."""
     recipe, ranks = recipe_for(tmp_path / "form", small_data, form)

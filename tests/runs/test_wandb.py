@@ -53,9 +53,15 @@ def kill_between_checkpoints(launch: forked.Launch, run: Path, left: str) -> Non
 
 @pytest.mark.parametrize(
     "modes",
-    ["offline kill, offline", "offline kill, offline kill empty, offline", "online, offline", "offline kill, online",
-     "online kill, offline kill, online"],
-)  # fmt: skip
+    [
+        "offline kill, offline kill empty, offline",
+        "online kill, offline kill, online",
+        *(
+            pytest.param(modes, marks=pytest.mark.slow)
+            for modes in ("offline kill, offline", "online, offline", "offline kill, online")
+        ),
+    ],
+)
 def test_each_step_of_all_launches_stands_in_wandb_once_and_in_order(small_data, tmp_path, modes):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     printed = ""
