@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Torch's threads in this process wait by spinning, which beside other work takes ten times as long as one does."""
     if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() > 1:
         torch.set_num_threads(1)
+
+
+_BUILD = """
+from llmtrain.engine.op_builds import op_build_lock
+with op_build_lock():
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+    CPUAdamBuilder().load(verbose=False)
+"""
+_WHOLE_SUITE = 1000
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cpu_adam_is_built(request: pytest.FixtureRequest) -> Iterator[None]:
+    """DeepSpeed's CPUAdam takes one to two minutes to compile. In a long session it does so while other tests run."""
+    if len(request.session.items) < _WHOLE_SUITE:
+        yield
+        return
+    argv = ["nice", "-n", "19", sys.executable, "-c", _BUILD]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(argv, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True) as build:
+        yield
+        build.kill()
 
 
 @pytest.fixture(scope="module")
