@@ -106,6 +106,7 @@ class Snapshot:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: Any = None
         self._thread: threading.Thread | None = None
@@ -142,6 +143,8 @@ class Snapshot:
 
     def _run(self, host: list[tuple[Tensor, Tensor]], copied: Any, then: Any) -> None:
         try:
+            if copied is not None:
+                torch.cuda.set_device(self._device)  # a new thread's is GPU 0: a context there takes 0.5 GB of it
             for values, slot in host:
                 slot.copy_(values)
             self._host_done.set()
