@@ -16,6 +16,7 @@ from torch import Tensor
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import ScheduleConfig
 from llmtrain.data.loader import MicroBatch, StepBatch
+from llmtrain.engine import progress
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import base_optimizer
@@ -98,6 +99,7 @@ class Stepper:
                 part = part + engine.module.balance / engine.gradient_accumulation_steps()
             heart.phase("backward")
             engine.backward(part * equal_shares)
+        progress.mark()
         return loss_sum.detach()
 
     def step(
@@ -121,6 +123,7 @@ class Stepper:
         before_update()
         heart.phase("step")
         self._update()
+        progress.mark()
         return StepResult(
             local_loss_sum=torch.stack(losses).sum(),
             micro_losses=losses,
@@ -177,6 +180,7 @@ class Stepper:
                 heart.beat()
                 with self._attention():
                     loss_sum = self.engine(*self._tensors(micro))
+                progress.mark()
                 total[0] += loss_sum.double()
                 if self._mesh.place.sequence == 0:
                     total[1] += (micro.labels >= 0).sum().to(total.device)
