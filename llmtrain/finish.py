@@ -10,6 +10,7 @@ from llmtrain import log, units
 from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.cluster.watch.explain.device import OUT_OF_MEMORY, device_fault
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.baseline import ngram_baselines
 from llmtrain.data.loader import TrainData
@@ -50,12 +51,23 @@ def finish(
         log.info(f"validation loss {validation_loss:.4f} nats/token (perplexity {perplexity(validation_loss):.2f})")
         _print_baselines(resolved, data, tracker)
     if run.train.export and run.train.sample_prompt is not None:
-        sampling = Sampling(max_tokens=64, seed=run.train.seed)
-        text = generate(folder.export, run.train.sample_prompt, sampling, device={"": device})
-        tracker.event("sample", text=text)
-        log.info(f"sample: {text}")
+        _sample(folder, run.train.sample_prompt, Sampling(max_tokens=64, seed=run.train.seed), tracker, device)
         lines.append(("more text", f'llmtrain generate {folder.path} --prompt "..."'))
     return "\n".join(f"{what:<13} {where}" for what, where in lines)
+
+
+def _sample(folder: RunDirectory, prompt: str, sampling: Sampling, tracker: Tracker, device: torch.device) -> None:
+    """Beside the engine, which still holds its shards: where they leave no room, the run has ended well without."""
+    try:
+        text = generate(folder.export, prompt, sampling, device={"": device})
+    except RuntimeError as error:
+        if device_fault(str(error)) is not OUT_OF_MEMORY:
+            raise
+        again = f'llmtrain generate {folder.path} --prompt "..."'
+        log.warn(f"no sample: {device} has no room for the exported model beside the engine. Later: {again}")
+        return
+    tracker.event("sample", text=text)
+    log.info(f"sample: {text}")
 
 
 def stopped(checkpoints: Path, step: int, reason: str | None) -> str:

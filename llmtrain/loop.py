@@ -28,6 +28,7 @@ from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.engine.build import Ranks, join_process_group
 from llmtrain.engine.collectives import count_collectives, describe, introduce
+from llmtrain.engine.connect import leave_all
 from llmtrain.engine.control import Agree, AgreedError, Wishes, from_rank_0, together
 from llmtrain.engine.device import device_name, use_deterministic_kernels
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
@@ -315,42 +316,51 @@ def train(resolved: ResolvedRun) -> int:
     heart.phase("model")
     folder = RunDirectory(str(run.train.run_dir), run.checkpoint.dir)
     with contextlib.ExitStack() as stack:
-        stack.callback(_leave)
-        wishes = stack.enter_context(Wishes(run.fault.preempt_file))
-        with together(ranks):
-            if ranks.rank == 0:
-                stack.enter_context(folder)
-        checkpoints = stack.enter_context(open_checkpoints(folder, run, ranks))
-        training = Training(resolved, ranks, folder, checkpoints, wishes)
-        heart.phase("resume")
-        lines = training.resume_or_start()
-        training.check_loss()
-        environment = write_run_files(folder, resolved, ranks, training.model_facts)
-        describe(resolved, training.wandb_id, experts=getattr(training.engine.module, "routing", None) is not None)
-        tracker = _tracker(training, environment)
-        saving = stack.enter_context(
-            Saving(training.engine, checkpoints, resolved, ranks, tracker, saved_step=training.saved_step)
-        )
-        status: Status = "failed"
+        stack.push(_leave)
         try:
-            tracker.event("resume" if training.position.step else "start", step=training.position.step, lines=lines)
-            announce(resolved, folder, training.model_facts, ranks.device, [*training.notes, *lines])
-            try:
-                complete = training.loop(tracker, saving)
-            except TrainingStopped:
-                saving.settle()
-                raise
-            status, told = _conclude(training, tracker, saving, complete)
-        except TrainingStopped as error:
-            tracker.event("stop", step=training.position.step, complete=False, reason=str(error))
-            raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
+            _train(resolved, ranks, folder, stack)
         except Exception as error:
-            watched.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
+            watched.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
-        finally:
-            tracker.close(status)
-        log.info(told)  # the last words: closing W&B may have printed
     return 0
+
+
+def _train(resolved: ResolvedRun, ranks: Ranks, folder: RunDirectory, stack: contextlib.ExitStack) -> None:
+    """All that the ranks do together. `stack`: what is to be closed at the end."""
+    wishes = stack.enter_context(Wishes(resolved.run.fault.preempt_file))
+    with together(ranks):
+        if ranks.rank == 0:
+            stack.enter_context(folder)
+    checkpoints = stack.enter_context(open_checkpoints(folder, resolved.run, ranks))
+    training = Training(resolved, ranks, folder, checkpoints, wishes)
+    heart.phase("resume")
+    lines = training.resume_or_start()
+    training.check_loss()
+    environment = write_run_files(folder, resolved, ranks, training.model_facts)
+    describe(resolved, training.wandb_id, experts=getattr(training.engine.module, "routing", None) is not None)
+    tracker = _tracker(training, environment)
+    saving = stack.enter_context(
+        Saving(training.engine, checkpoints, resolved, ranks, tracker, saved_step=training.saved_step)
+    )
+    status: Status = "failed"
+    try:
+        tracker.event("resume" if training.position.step else "start", step=training.position.step, lines=lines)
+        announce(resolved, folder, training.model_facts, ranks.device, [*training.notes, *lines])
+        try:
+            complete = training.loop(tracker, saving)
+        except TrainingStopped:
+            saving.settle()
+            raise
+        status, told = _conclude(training, tracker, saving, complete)
+    except TrainingStopped as error:
+        tracker.event("stop", step=training.position.step, complete=False, reason=str(error))
+        raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
+    except Exception as error:
+        watched.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
+        raise
+    finally:
+        tracker.close(status)
+    log.info(told)  # the last words: closing W&B may have printed
 
 
 def _tracker(training: Training, environment: dict[str, Any]) -> Tracker:
@@ -387,8 +397,6 @@ def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bo
     return "finished" if complete else "stopped", told
 
 
-def _leave() -> None:
-    """Leave the process group without waiting for ranks that may be gone."""
+def _leave(_kind: Any, error: BaseException | None, _trace: Any) -> None:
     heart.phase("end")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_all(error)

@@ -22,7 +22,11 @@ def main(argv: list[str]) -> int:
         load_secrets()
         resolved = load(argv, world_size, source)
         refuse_if_in_use(str(resolved.run.train.run_dir))  # rank 0 takes the folder when all ranks have met: later
-        watched.begin(stall_timeout_s=stall_timeout_s(resolved), run_dir=str(resolved.run.train.run_dir))
+        watched.begin(
+            stall_timeout_s=stall_timeout_s(resolved),
+            start_timeout_s=resolved.run.fault.start_timeout_s,
+            run_dir=str(resolved.run.train.run_dir),
+        )
         _set_variables(resolved)
         # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
         resolved = examine(resolved)

@@ -22,9 +22,11 @@ from deepspeed.utils import groups
 from torch import nn
 
 from llmtrain.config.run import OptimConfig, ResolvedRun
+from llmtrain.engine import progress
+from llmtrain.engine.connect import connect_all
 from llmtrain.engine.device import own_device, ranks_of_this_host
 from llmtrain.engine.op_builds import op_build_lock
-from llmtrain.engine.rendezvous import Meeting, RendezvousError, Seat, meet
+from llmtrain.engine.rendezvous import Seat, meet
 from llmtrain.log import warn
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
@@ -72,11 +74,12 @@ def join_process_group(
         # DeepSpeed's shared-memory all-reduce leaves 69 MB a rank in /dev/shm for ever; gloo carries it instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _keep_freed_memory()
+    progress.begin(device)
     backend = accelerator.communication_backend_name()
     meeting = meet(device=device, backend=backend, settings=settings or {}, limit_s=start_timeout_s)
     # NCCL makes a group's connections at its first use, and asks the store for them: a slow rank counts as elsewhere.
     meeting.store.set_timeout(timedelta(seconds=max(timeout_s, start_timeout_s)))
-    control = _connect_all(meeting, backend, device, start_timeout_s)
+    control = connect_all(meeting, backend, device, start_timeout_s)
     apply_group_timeout(timeout_s)
     deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
     return Ranks(
@@ -87,26 +90,6 @@ def join_process_group(
         seats=meeting.seats,
         store=meeting.store,
     )
-
-
-def _connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: float) -> Any:
-    """The process group of all ranks, and a gloo group of the same, which is returned. Raises RendezvousError."""
-    limit, world_size = timedelta(seconds=limit_s), len(meeting.seats)
-    rank = int(os.environ["RANK"])
-    # As DeepSpeed would (comm/torch.py): a rank alone has no peer, and with a device every later group costs a split.
-    bound = device if device.type == "cuda" and world_size > 1 else None
-    try:
-        dist.init_process_group(
-            backend, store=meeting.store, rank=rank, world_size=world_size, timeout=limit, device_id=bound
-        )
-        return dist.new_group(backend="gloo", timeout=limit)
-    except RuntimeError as error:  # gloo raises no class of its own
-        seat = meeting.seats[rank]
-        raise RendezvousError(
-            f"rank {rank} on {seat.host} has met the others at {os.environ['MASTER_ADDR']}, but cannot connect to each "
-            f"of them ({str(error).splitlines()[0]}). Every host must reach every other one on all ports above 1024, "
-            f"over interface {os.environ.get('GLOO_SOCKET_IFNAME', '(not set)')} (GLOO_SOCKET_IFNAME)."
-        ) from error
 
 
 def _keep_freed_memory() -> None:

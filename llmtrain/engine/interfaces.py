@@ -5,17 +5,23 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
 from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, named
 from llmtrain.errors import ConfigError
 
+_NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 _ELSEWHERE = "192.0.2.1"  # of a network that only documents use: the route to it is the one out of here
 
 
 def choose_interfaces(backend: str) -> str | None:
     """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface by which this host reaches MASTER_ADDR.
+
+    NCCL gets those beside it that are like it, too (`_alike`). Left alone it would also take bridges and tunnels that
+    no other host reaches (it knows but docker's and lo), and hang in its start.
 
     On rank 0's host that is the one that holds MASTER_ADDR. A value of the user stays. Loopback is chosen only where
     MASTER_ADDR is a loopback address, or all ranks are on this host.
@@ -37,8 +43,30 @@ def choose_interfaces(backend: str) -> str | None:
         if not os.environ.get(GLOO):
             os.environ[GLOO] = chosen
         if not os.environ.get(NCCL):
-            os.environ[NCCL] = f"={chosen}"  # NCCL takes a plain name for the beginning of one
+            names = ",".join([chosen, *_alike(chosen, here)])
+            os.environ[NCCL] = f"={names}"  # NCCL takes a plain name for the beginning of one
     return os.environ.get(GLOO)
+
+
+def _alike(chosen: str, here: Iterable[str]) -> list[str]:
+    """Further interfaces for NCCL's data, over which it spreads it: cards of the same speed, up, with an address.
+
+    None where there is InfiniBand (or RoCE): the data goes there, and sockets carry no more than NCCL's start. None
+    without a known speed, as of a virtual machine's cards: which of them lead to the other hosts cannot be told.
+    """
+    speed = _speed(chosen)
+    if speed <= 0 or any(_INFINIBAND.glob("*")):
+        return []
+    return [name for name in here if name != chosen and (_NET / name / "device").exists() and _speed(name) == speed]
+
+
+def _speed(name: str) -> int:
+    """Mbit/s of a card that is up; -1 where its driver does not say."""
+    try:
+        up = (_NET / name / "operstate").read_text().strip() == "up"
+        return int((_NET / name / "speed").read_text()) if up else -1
+    except (OSError, ValueError):
+        return -1
 
 
 def interface_towards(master: str, here: dict[str, list[str]]) -> str | None:

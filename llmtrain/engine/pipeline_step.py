@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.loader import MicroBatch, StepBatch
+from llmtrain.engine import progress
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import AgreedError, Agreement
 from llmtrain.engine.fragments import base_optimizer
@@ -73,12 +74,14 @@ class PipelineStepper(Stepper):
         engine.set_dataiterator(self._inputs_and_labels(micros))
         with self._attention():
             engine._exec_schedule(schedule)
+        progress.mark()
         losses, module.losses = module.losses, []
         return losses or [torch.zeros((), device=self._ranks.device) for _ in micros]
 
     def _inputs_and_labels(self, micros: list[MicroBatch]) -> Iterator[tuple[Any, Any]]:
         for micro in micros:
             heart.beat()
+            progress.mark()  # behind what the schedule has handed over of earlier ones
             inputs, labels, positions = self._tensors(micro)
             if self.engine.is_last_stage():
                 self.engine.module.labels.append(labels)  # the forward pass of this micro-batch comes next

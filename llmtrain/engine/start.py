@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.config.run import ResolvedRun
+from llmtrain.engine import progress
 from llmtrain.engine.build import Ranks, build_engine
 from llmtrain.engine.control import together
 from llmtrain.engine.device import check_device
@@ -36,7 +37,9 @@ def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Stepper:
     with together(ranks):
         check_device(resolved)
         model = build_model(resolved, ranks.device, mesh)
-    return make_stepper(build_engine(model, resolved, mesh), ranks, mesh)
+    engine = build_engine(model, resolved, mesh)
+    progress.tell_compilation()  # DeepSpeed has imported torch.compile by now
+    return make_stepper(engine, ranks, mesh)
 
 
 def write_weights(stepper: Stepper, source: ParameterSource, ranks: Ranks) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import ScheduleConfig
 from llmtrain.data.loader import MicroBatch, StepBatch
+from llmtrain.engine import progress
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import base_optimizer
@@ -101,6 +102,7 @@ class Stepper:
                 part = part + engine.module.balance / engine.gradient_accumulation_steps()
             heart.phase("backward")
             engine.backward(part * equal_shares)
+        progress.mark()
         return loss_sum.detach()
 
     def step(
@@ -124,6 +126,7 @@ class Stepper:
         before_update()
         heart.phase("step")
         self._update()
+        progress.mark()
         return StepResult(
             local_loss_sum=torch.stack(losses).sum(),
             micro_losses=losses,
@@ -181,6 +184,7 @@ class Stepper:
                 heart.beat()
                 with self._attention():
                     loss_sum = self.engine(*self._tensors(micro))
+                progress.mark()
                 loss += loss_sum.double()
                 if self._mesh.place.sequence == 0:
                     counted += int((micro.labels >= 0).sum())  # of host memory: the device is not waited for

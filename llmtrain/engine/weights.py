@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.build import Ranks
 from llmtrain.engine.fragments import (
     PARAM,
@@ -61,6 +62,7 @@ def fill(fragment: Fragment, read: Callable[[Region], Tensor]) -> None:
 
     To a GPU through page-locked memory, which torch keeps for the next chunk: the host reads that one meanwhile.
     """
+    heart.beat()
     on_device = fragment.view.is_cuda
     chunk = _DEVICE_CHUNK if on_device else _CHUNK
     for low in range(0, fragment.view.numel(), chunk):
@@ -83,6 +85,7 @@ def prove_weights(engine: Any, source: ParameterSource, ranks: Ranks) -> None:
     names = sorted(whole_shapes(engine))
     mine = {}
     for name in names[ranks.rank :: ranks.world_size]:  # each file is read once, by all ranks together
+        heart.beat()
         mine[name] = checksum(source.read(name, 0, numel(source.shape(name))).reshape(-1))
     shares: list[dict[str, int] | None] = [None] * ranks.world_size
     dist.all_gather_object(shares, mine, group=ranks.control)
@@ -180,6 +183,7 @@ def _wrong(
 
 
 def _sum(fragment: Fragment, low: int, high: int) -> int:
+    heart.beat()
     return checksum_part(fragment.view[low:high], fragment.region.part(low, high))
 
 
@@ -203,6 +207,7 @@ def _differing_copies(
     shards: list[_Part] = []
     bad = set()
     for held in forward_copies(engine):
+        heart.beat()
         key = (PARAM, held.name)
         if not held.partition and held.values.data_ptr() in in_place:
             continue

@@ -7,10 +7,13 @@ the ranks are watched.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.gpu_texts import ILLEGAL, trace, watchdog_ended
 
 STEP = 6
 
@@ -107,6 +110,92 @@ def loops_for_ever(rank: int) -> None:
         _at_step(Stepper, "step", step)
 
 
+def spins_in_evaluate(rank: int) -> None:
+    """Once training is over: a rank whose device does not end a collective spins there, and never beats."""
+    watched(rank)
+    if rank == 1:
+        from llmtrain import loop
+        from llmtrain.cluster.watch.heartbeat import heart
+
+        plain = loop.Training.evaluation_batches
+
+        def batches(self: Any) -> Any:
+            while heart.in_phase() == "evaluate":  # it is called before training, too
+                pass
+            return plain(self)
+
+        loop.Training.evaluation_batches = batches  # type: ignore[method-assign]
+
+
+def _as_on_gpus(act: Callable[[], None]) -> None:
+    """The ranks compute on devices, as far as the watch knows, and `act` is called when they have met."""
+    from llmtrain import loop
+    from llmtrain.cluster.watch import watched as watch
+    from llmtrain.cluster.watch.heartbeat import heart
+
+    plain = loop.introduce
+
+    def introduce(*args: Any) -> None:
+        plain(*args)
+        heart.on_device()
+        act()
+
+    loop.introduce, watch._on_gpu = introduce, lambda: True
+
+
+def never_begins_a_collective(rank: int) -> None:
+    """In its first step a rank spins, as in a wait for a device, while the other's device is in a collective."""
+    watched(rank)
+    from llmtrain.cluster.watch import watched as watch
+    from llmtrain.cluster.watch.heartbeat import heart
+
+    def tend() -> None:
+        while True:
+            time.sleep(0.25)
+            watch.tend(lambda: trace(begun=119 if rank else 120, done=119, ranks=2))
+
+    _as_on_gpus(threading.Thread(target=tend, daemon=True).start)
+    if rank == 1:
+        from llmtrain.engine.step import Stepper
+
+        def step(*_: Any, **__: Any) -> None:
+            heart.phase("backward")
+            while True:
+                pass
+
+        Stepper.step = step  # type: ignore[method-assign, assignment]
+
+
+def aborted_by_nccl(rank: int) -> None:
+    """NCCL's watchdog has met an error of CUDA: it says so on standard error, and ends the process."""
+    watched(rank)
+    _as_on_gpus(lambda: None)
+    if rank == 1:
+        from llmtrain.engine.step import Stepper
+
+        def step(*_: Any, **__: Any) -> None:
+            os.write(2, watchdog_ended(ILLEGAL).encode())
+            os.abort()
+
+        _at_step(Stepper, "step", step)
+
+
+def fails_before_training(rank: int) -> None:
+    """In the proof of the loss, which is no agreed refusal; and leaving the process group waits for the others."""
+    watched(rank)
+    import torch.distributed as dist
+
+    from llmtrain import loop
+
+    dist.destroy_process_group = lambda: time.sleep(600)
+    if rank == 1:
+
+        def check_loss(_: Any) -> None:
+            raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
+
+        loop.Training.check_loss = check_loss  # type: ignore[method-assign]
+
+
 def waits_for_a_lock(rank: int) -> None:
     watched(rank)
     if rank == 1:
@@ -182,8 +271,8 @@ def leaves_slowly(rank: int) -> None:
 
     plain = loop._leave
 
-    def leave() -> None:
+    def leave(*ended: Any) -> None:
         time.sleep(10.0)
-        plain()
+        plain(*ended)
 
     loop._leave = leave

@@ -22,6 +22,7 @@ import pytest
 from llmtrain.cluster import messages
 from tests.helpers import stalls
 from tests.helpers.forked import Launch
+from tests.helpers.gpu_texts import ILLEGAL, watchdog_ended
 from tests.helpers.launching import (
     environment,
     finish,
@@ -178,6 +179,43 @@ def test_work_that_takes_long_is_no_fault(small_data, tmp_path):
     assert gone(agents_of(run), ENDED_S)
     assert [e["kind"] for e in rows(run, "events.jsonl")][-3:] == ["save", "stop", "baselines"]
     assert "fault" not in job.output() and "straggler" not in job.output()
+
+
+def test_an_error_is_told_before_the_process_group_is_left(small_data, tmp_path):
+    """With NCCL that waits for the others, who wait for this rank."""
+    event = explained(small_data, tmp_path, stalls.fails_before_training)
+    assert (event["cause"], event["ranks"], event["step"]) == ("gpu_error", [1], 0), event["text"]
+    assert "CUDNN_STATUS_EXECUTION_FAILED at helpers/stalls.py:" in event["text"] and "in resume" in event["text"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "steps", "cause", "words"),
+    [
+        (stalls.spins_in_evaluate, 3, "slow_host", "still computes in evaluate"),
+        (
+            stalls.never_begins_a_collective,
+            100000,
+            "behind",
+            "has never begun all_reduce #120 of process group 0, in which the device of rank 0 waits",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_busy_processor_is_no_progress(small_data, tmp_path, fault, steps, cause, words):
+    """A rank that waits for its device polls, and was let wait for ever where there is no pace yet."""
+    event = explained(small_data, tmp_path, fault, "--train.max_steps", str(steps))
+    assert (event["cause"], event["ranks"]) == (cause, [1]), event["text"]
+    assert words in event["text"]
+
+
+def test_what_nccls_watchdog_says_is_the_cause(small_data, tmp_path):
+    """It stands on standard error alone, which the user still has in full."""
+    event = explained(small_data, tmp_path, stalls.aborted_by_nccl)
+    assert (event["cause"], event["ranks"], event["step"]) == ("illegal_address", [1], 5), event["text"]
+    assert "CUDA error: an illegal memory access was encountered, in data: a kernel read or wrote" in event["text"]
+    assert (event["unfit"], event["again"]) == (False, True)
+    output = "".join(path.read_text() for path in tmp_path.glob("launch-*.log"))
+    assert watchdog_ended(ILLEGAL) in output
 
 
 @pytest.mark.slow

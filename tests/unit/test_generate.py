@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmtrain import finish
 from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cli import main
 from llmtrain.data.tokenize import train_bpe
+from llmtrain.generate import Sampling
+from tests.helpers import gpu_texts
 from tests.helpers.hf_folders import TOKENS, checkpoint_of, new_model
 
 VOCABULARY = 290
@@ -165,3 +169,34 @@ def test_wrong_values_are_refused_before_anything_is_loaded(words, message, tmp_
 def test_a_folder_that_is_nothing_is_refused(tmp_path, capsys):
     assert main(["generate", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+class Told:
+    """The events of a tracker."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def event(self, kind: str, **_: object) -> None:
+        self.events.append(kind)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(gpu_texts.OUT_OF_MEMORY), RuntimeError(gpu_texts.CUBLAS_ALLOC)], ids=type
+)
+def test_a_run_ends_well_where_its_sample_finds_no_memory(run, error, monkeypatch, capsys):
+    """The exported model lies beside the engine on the GPU: an 8B model has no room there."""
+
+    def generate(*_: object, **__: object) -> str:
+        raise error
+
+    tracker, folder = Told(), RunDirectory(str(run), None)
+    monkeypatch.setattr(finish, "generate", generate)
+    finish._sample(folder, "walk", Sampling(), tracker, torch.device("cuda", 0))
+    assert tracker.events == []
+    assert f"cuda:0 has no room for the exported model beside the engine. Later: llmtrain generate {run}" in (
+        capsys.readouterr().err
+    )
+    monkeypatch.setattr(error, "args", ("CUDA error: device-side assert triggered",))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        finish._sample(folder, "walk", Sampling(), tracker, torch.device("cuda", 0))

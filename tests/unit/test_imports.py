@@ -49,13 +49,14 @@ LIGHT = (
 # `config check` and `train` ask the installed DeepSpeed, inside one function.
 MAY_ASK_DEEPSPEED = "config/deepspeed.py"
 LAZY_DISPATCH = ("cli", "__main__")
-# Which other parts of cluster a part of it may import; `messages` is a contract of two of them.
+# Which other parts of cluster a part of it may import; `messages` and `gpus` are each two parts' contract.
 WITHIN_CLUSTER: dict[str, set[str]] = {
     "messages": set(),
+    "gpus": set(),
     "hosts": set(),
-    "doctor": {"hosts"},
+    "doctor": {"hosts", "gpus"},
     "launch": {"hosts", "doctor", "messages"},
-    "watch": {"messages"},
+    "watch": {"messages", "gpus"},
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -21,6 +21,7 @@ from llmtrain.cluster.launch.attempts import Launch
 from llmtrain.cluster.launch.command import main as launch
 from llmtrain.cluster.launch.job import Job
 from llmtrain.cluster.launch.plan import Options
+from llmtrain.cluster.launch.supervise import Attempt
 from llmtrain.config.load import load
 from tests.unit.test_launch_plan import recipe as recipe  # the fixture
 
@@ -216,3 +217,29 @@ def test_hosts_are_left_out_until_the_configuration_has_an_answer(recipe: Path) 
     assert made._solvable(hosts)[0] == hosts[:4]  # 16 sequences, micro-batch 2: 1, 2, 4 or 8 ranks
     chosen, why = made._solvable(hosts[:3])
     assert chosen is None and "world size 3" in why
+
+
+def unfit(rank: int) -> Attempt:
+    """An attempt that ended by a fault of the GPUs of a rank's host."""
+    told = {"kind": "fault", "step": 12, "signature": "step 13: gpu_broken", "ranks": [rank], "unfit": True}
+    one = Attempt(began_s=0.0, resumes_at=10)
+    one.hear(told, 1.0)
+    return one
+
+
+def test_a_host_with_a_broken_gpu_is_not_started_on_again(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The hostfile's name counts, whatever the host calls itself; it stays out at later restarts, too."""
+    hosts = tuple(Host(name=name, slots=2, devices=(0, 1), line=1) for name in "abc")
+    words = ("--config", str(recipe), "--train.global_batch", "24", "--train.micro_batch", "2")
+    options = Options(
+        hosts=hosts, words=words, launcher="pdsh", max_restarts=9, min_hosts=2, env_file=None, dry_run=False
+    )
+    made = Launch(options, load(list(words), 6), "mark")
+    monkeypatch.setattr(attempts.Launch, "_answering", lambda self: self._options.hosts)
+    assert made._prepare_restart(unfit(3), "step 13: gpu_broken", 0.0) is None
+    assert [host.name for host in made._hosts] == ["a", "c"]
+    assert "on 2 hosts, 4 ranks, without b" in capfd.readouterr().err
+    why = made._prepare_restart(unfit(3), "step 13: gpu_broken", 0.0)  # rank 3 is on c now
+    assert why == "1 hosts are left, and --min-hosts is 2 (unfit after a fault of their own: b, c)"

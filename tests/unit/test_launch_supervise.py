@@ -104,3 +104,14 @@ def test_the_backoff_grows_without_progress_only_and_has_a_limit() -> None:
 def test_nothing_but_a_fault_is_restarted(kind: Any, code: int) -> None:
     decision = Supervisor(max_restarts=9).after(attempt(0.0), Outcome(kind=kind, code=code))
     assert not decision.restart and decision.code == code
+
+
+def test_a_fault_that_another_start_would_meet_is_not_tried_again() -> None:
+    """A build of torch without code for this GPU, two ranks on one GPU."""
+    one = attempt(0.0, checkpoint=10)
+    one.hear({**FAULT, "cause": "no_kernel_image", "again": False}, 20.0)
+    decision = Supervisor(max_restarts=9).after(one, one.outcome(1))
+    assert not decision.restart and decision.code == 1 and "a restart would meet the same fault" in decision.text
+    two = attempt(0.0, checkpoint=10)
+    two.hear({**FAULT, "again": True, "unfit": True}, 20.0)
+    assert Supervisor(max_restarts=9).after(two, two.outcome(1)).restart  # on which hosts is for launch to say

@@ -21,7 +21,13 @@ from llmtrain.cluster.watch.judge import Verdict
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Agent]:
     (tmp_path / "watch").mkdir(mode=0o700)
-    settings = {"folder": str(tmp_path / "watch"), "host": "node-1", "run_dir": str(tmp_path), "stall_s": 300.0}
+    settings = {
+        "folder": str(tmp_path / "watch"),
+        "host": "node-1",
+        "run_dir": str(tmp_path),
+        "stall_s": 300.0,
+        "connects_s": 30.0,
+    }
     agent = Agent({**settings, "launcher": os.getpid(), "local_size": 1})
     agent.job = {"is_root": True}
     yield agent

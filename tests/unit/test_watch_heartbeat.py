@@ -11,6 +11,7 @@ import time
 import pytest
 
 from llmtrain.cluster.watch import ending, folder, observe, proc, watched
+from llmtrain.cluster.watch.explain.facts import RankFacts
 from llmtrain.cluster.watch.heartbeat import PHASES, Heartbeat, named, read
 from llmtrain.cluster.watch.link import Server, answers, call, wait
 
@@ -40,6 +41,13 @@ def test_a_reader_sees_what_the_rank_does(heart, tmp_path):
     with heart.during("save"):
         assert read(path).phase == "save"
     assert read(path).phase == "backward"
+    assert not read(path).on_device
+    heart.on_device()
+    heart.gave()
+    heart.gave()
+    before = read(path).beats
+    heart.device_did(1)
+    assert (read(path).on_device, read(path).given, read(path).done) == (True, 2, 1) and read(path).beats > before
     heart.stopping()
     heart.left(3)
     assert (read(path).stopping, read(path).left, read(path).phase) == (True, 3, "end")
@@ -175,6 +183,106 @@ def test_a_rank_is_told_running_stopped_and_dead(tmp_path):
     finally:
         rank.kill()
         rank.wait()
+
+
+SPINS = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from llmtrain.cluster.watch.heartbeat import heart
+heart.connect(Path(sys.argv[1]) / 'rank-00000.beat', rank=0, local_rank=0)
+heart.on_device()
+heart.phase('evaluate')
+print('there', flush=True)
+until = time.monotonic() + 60
+while time.monotonic() < until:
+    pass
+"""
+
+
+def test_a_rank_that_spins_computes_but_does_not_work(tmp_path, monkeypatch):
+    """So does one that waits for its device: cudaStreamSynchronize polls."""
+    monkeypatch.setattr(observe, "_SAMPLE_S", 0.3)
+    root = str(observe.__file__).split("/llmtrain/")[0]
+    rank = subprocess.Popen([sys.executable, "-c", SPINS, str(tmp_path), root], stdout=subprocess.PIPE, text=True)
+    try:
+        assert rank.stdout.readline() == "there\n"
+        ranks = observe.HostRanks(tmp_path, "node-1", 1)
+        seen: list[tuple[bool, bool]] = []
+        deadline = time.monotonic() + 10
+        while not (seen and not seen[-1][1]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            (report,) = ranks.observe(time.monotonic())
+            seen.append((report["cpu_busy"], report["active"]))
+        assert seen[-1] == (True, False), seen
+        assert report["on_device"] and report["phase"] == "evaluate"
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+@pytest.mark.parametrize("device", [True, False])
+@pytest.mark.parametrize(
+    ("phase", "computing", "working"),
+    [
+        ("start", True, True),
+        ("export", True, True),
+        ("compile", True, True),
+        ("model", "without a device", True),
+        ("resume", "without a device", True),
+        ("save", "without a device", True),
+        ("end", "without a device", True),
+        ("evaluate", False, "in the first step"),
+        ("data", False, "in the first step"),
+        ("forward", False, "in the first step"),
+        ("backward", False, "in the first step"),
+        ("step", False, "in the first step"),
+        ("compare", False, "in the first step"),
+    ],
+)
+def test_what_a_silent_rank_may_be_busy_with(heart, tmp_path, phase, computing, working, device):
+    """`computing`: its own processor is busy, as in a wait for a device. `working`: files move, memory fills, or a
+    process below it computes: imports, a build of an op, a checkpoint's writer."""
+    if device:
+        heart.on_device()
+    heart.phase(phase)
+    ranks = observe.HostRanks(tmp_path, "node-1", 2)
+    ranks.observe(time.monotonic())
+    (seen,) = ranks._seen.values()
+
+    def is_active(*, computes: bool = False, works: bool = False) -> bool:
+        seen.computes, seen.works, seen.beat = computes, works, read(tmp_path / "rank-00003.beat")
+        facts = RankFacts(rank=3, host="node-1", phase=phase, cpu_busy=computes or works, on_device=device)
+        return ranks._active(seen, facts)
+
+    assert not is_active()
+    assert is_active(computes=True) == (computing is True or (computing == "without a device" and not device))
+    assert is_active(works=True)
+    heart.end_step(1)
+    assert is_active(works=True) == (working is True)
+
+
+def test_the_first_connections_have_a_limit(heart, tmp_path):
+    """NCCL's have none of their own; the rendezvous before has, and tells who is missing."""
+    heart.phase("connect")
+    ranks = observe.HostRanks(tmp_path, "node-1", 2, connects_s=30.0)
+    now = time.monotonic()
+    assert ranks.observe(now + 29)[0]["active"] and not ranks.observe(now + 31)[0]["active"]
+    heart.phase("rendezvous")
+    assert ranks.observe(now + 3000)[0]["active"]
+
+
+def test_memory_that_fills_is_work(heart, tmp_path, monkeypatch):
+    """A model is built, or memory is locked for checkpoints, without a beat and without a byte that moves."""
+    ranks = observe.HostRanks(tmp_path, "node-1", 1)
+    seen, found = observe._Seen(0, 0, read(tmp_path / "rank-00003.beat")), proc.stat(os.getpid())
+    used = iter([observe._Use(own_s=1.0, below_s=0.0, moved=0, resident=n << 20) for n in (100, 110, 200, 90)])
+    monkeypatch.setattr(observe, "_used", lambda *_: next(used))
+    works = []
+    for now in (10.0, 12.0, 14.0, 16.0):
+        ranks._sample(seen, found, 9.0, now)
+        works.append(seen.works)
+    assert works == [False, False, True, False] and not seen.computes
 
 
 def test_who_does_not_know_the_token_is_hung_up_on():

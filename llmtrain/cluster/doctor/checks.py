@@ -12,7 +12,7 @@ from llmtrain.cluster.hosts.trouble import Trouble
 from llmtrain.units import GIB, duration, size
 
 CHECKS = (
-    *("name", "ssh", "python", "versions", "code", "config", "slots", "env", "clock", "disk", "memory", "shm"),
+    *("name", "ssh", "python", "versions", "code", "config", "slots", "gpus", "env", "clock", "disk", "memory", "shm"),
     *("limits", "shared", "run dir", "ops", "port", "interface", "fabric"),
 )
 """The columns of the table, in their order."""
@@ -104,6 +104,7 @@ def _unanswered(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[F
         "environment": "env",
         "nonce": "shared",
         "interfaces": "interface",
+        "infiniband": "interface",
         "names": "name",
     }
     for look, why in facts.get("errors", {}).items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from llmtrain import completion
-from llmtrain.cluster.doctor import build_ops, checks, compare, fabric, survey
+from llmtrain.cluster.doctor import all_reduce, build_ops, checks, compare, fabric, gpu_checks, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Survey
 from llmtrain.cluster.doctor.report import Report, print_report
 from llmtrain.cluster.hosts.envfile import deepspeed_env_problems
@@ -69,7 +69,9 @@ def quick(
     asked -= set() if found.nonce else {"shared"}
     asked -= set() if port else {"port"}
     asked -= {"name", "ssh"} if found.alone else set()
-    findings = _sorted([*checks.each_host(found), *compare.all_hosts(found)], hosts)
+    asked -= set() if any(facts.get("gpus") for facts in found.facts.values()) else {"gpus"}
+    every = [*checks.each_host(found), *gpu_checks.all_gpus(found), *compare.all_hosts(found)]
+    findings = _sorted(every, hosts)
     notes = (_OWN_FOLDERS.format(folder=found.run_dir),) if found.own_folders and not all(found.nonce.values()) else ()
     elapsed_s = time.monotonic() - started
     return Report(survey=found, findings=findings, checked=frozenset(asked), elapsed_s=elapsed_s, notes=notes)
@@ -90,14 +92,15 @@ def needed_ops(run: ResolvedRun | None) -> tuple[str, ...]:
 
 
 def with_fabric(report: Report, ssh_port: int | None = None) -> Report:
-    """The report with what was measured between the hosts that answered. Pairs beside it, in seconds and bit/s."""
+    """The report with what was measured between the hosts that answered, in seconds and bit/s, and between GPUs."""
     measured, findings = fabric.examine(report.survey, ssh_port)
+    reduced = all_reduce.measure(report.survey, ssh_port)
     return replace(
         report,
-        findings=_sorted([*report.findings, *findings], report.survey.hosts),
+        findings=_sorted([*report.findings, *findings, *all_reduce.judge(reduced)], report.survey.hosts),
         checked=report.checked | {"fabric"},
-        fabric=asdict(measured),
-        notes=(*report.notes, *fabric.summary(measured)),
+        fabric=asdict(replace(measured, all_reduce=reduced)),
+        notes=(*report.notes, *fabric.summary(measured), *all_reduce.summary(reduced)),
     )
 
 
@@ -138,7 +141,7 @@ def main(argv: list[str]) -> int:
     if args.build_ops:
         report = _with_ops(report, args)
     report = replace(report, findings=_sorted([*report.findings, *_deepspeeds_own_file(report.survey)], hosts))
-    if not args.quick and len(report.survey.facts) > 1:
+    if not args.quick and all_reduce.is_worth_it(report.survey):
         report = with_fabric(report, args.ssh_port)
     report = replace(report, elapsed_s=time.monotonic() - started)
     if args.json:

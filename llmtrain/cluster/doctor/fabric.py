@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import secrets
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +15,7 @@ from llmtrain.cluster.doctor import wire
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.doctor.compare import held, right_interfaces
 from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program
-from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
+from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer
 
 ALL_PAIRS_TO = FAN_OUT
 """Hosts of which every pair is measured. More are measured in groups of so many, each host in SAMPLE pairs."""
@@ -33,7 +31,6 @@ IDLE = 0.2
 WINDOW_S, LONG_WINDOW_S = 0.24, 0.6
 _PAIR_S = 1.5
 _START_S = 12.0
-_ALL_REDUCE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +72,7 @@ class Fabric:
 
     pairs: tuple[Pair, ...]
     all_reduce: Mapping[str, Any] = field(default_factory=dict)
-    """backend, ranks, and steps: bytes and seconds; or error."""
+    """What all_reduce.py measured."""
 
 
 def groups(hosts: Sequence[str], seed: int = 0) -> list[list[str]]:
@@ -112,7 +109,7 @@ def measure_pairs(
     questions = {
         "token": secrets.token_hex(16),
         "ports": [base, base + 1, base + 2],
-        "addresses": _addresses(survey, names),
+        "addresses": addresses(survey, names),
         "window_s": window_s,
         "patience_s": _START_S,
         "pair_limit_s": 3 * _PAIR_S + 16 * window_s + _START_S,
@@ -136,7 +133,7 @@ def measure_pairs(
     return found
 
 
-def _addresses(survey: Survey, names: Sequence[str]) -> dict[str, str]:
+def addresses(survey: Survey, names: Sequence[str]) -> dict[str, str]:
     """By which the other hosts know each of these."""
     rights = right_interfaces(survey)
     found = {name: held(survey.facts[name]).get(rights.get(name, ""), []) for name in names}
@@ -180,7 +177,7 @@ def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
 
 
 def examine(survey: Survey, ssh_port: int | None = None) -> tuple[Fabric, list[Finding]]:
-    """Measure all pairs, those that look odd a second time, then an all-reduce with the real backend."""
+    """Measure all pairs, those that look odd a second time."""
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     if len(names) < 2:
         return Fabric(pairs=()), []
@@ -193,10 +190,7 @@ def examine(survey: Survey, ssh_port: int | None = None) -> tuple[Fabric, list[F
         suspects = [pair for pair in pairs if pair.first in odd or pair.second in odd][: 4 * FAN_OUT]
         plan = _packed([(pair.first, pair.second) for pair in suspects])
         pairs = better(pairs, measure_pairs(survey, plan, LONG_WINDOW_S, ssh_port))
-    findings = judge(pairs)
-    sample = [names[0], *random.Random(0).sample(names[1:], min(len(names), ALL_PAIRS_TO) - 1)]
-    all_reduce = measure_all_reduce(survey, sample, ssh_port)
-    return Fabric(pairs=tuple(pairs), all_reduce=all_reduce), [*findings, *judge_all_reduce(all_reduce)]
+    return Fabric(pairs=tuple(pairs)), judge(pairs)
 
 
 def _packed(pairs: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
@@ -296,57 +290,6 @@ def bits(rate: float) -> str:
     return f"{rate:.3g} bit/s"
 
 
-_IN_FOLDER = 'cd "$1" && shift && PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$@"'
-
-
-def measure_all_reduce(survey: Survey, names: Sequence[str], ssh_port: int | None = None) -> dict[str, Any]:
-    """One rank on each host, with the backend that a run would take; sizes that grow while they are quick."""
-    devices = [survey.facts[name].get("devices", {}).get("count", 0) for name in names]
-    cuda = [survey.facts[name].get("packages", {}).get("cuda") for name in names]
-    backend = "nccl" if all(devices) and all(cuda) else "gloo"
-    address = _addresses(survey, names[:1])[names[0]]
-    first: dict[str, Host] = {host.name: host for host in survey.hosts}
-    port = survey.port if survey.facts[names[0]].get("port", {}).get("free") else random.randint(32001, 32700)
-
-    def one(name: str) -> Answer:
-        questions = {
-            "backend": backend,
-            "rank": names.index(name),
-            "ranks": list(names),
-            "address": address,
-            "port": port,
-            "device": first[name].devices[0],
-            "limit_s": _ALL_REDUCE_S / 2,
-        }
-        worker = [sys.executable, "-m", "llmtrain.engine.fabric", json.dumps(questions)]
-        command = ["/bin/sh", "-c", _IN_FOLDER, "sh", survey.folder, *worker]
-        return on_hosts([name], command, timeout_s=_ALL_REDUCE_S, port=ssh_port)[name]
-
-    answers = in_parallel(names, one, fan_out=len(names))
-    errors = {}
-    steps: list[dict[str, float]] = []
-    for name, answer in answers.items():
-        said = [json.loads(line[len("llmtrain-all-reduce ") :]) for line in answer.stdout.splitlines()
-                if line.startswith("llmtrain-all-reduce ")]  # fmt: skip
-        if answer.code != 0 or not said or said[-1].get("error"):
-            last = [line for line in answer.stderr.splitlines() if line.strip()][-1:]
-            trouble = answer.trouble.text if answer.trouble and answer.code is None else None
-            errors[name] = (said[-1].get("error") if said else None) or trouble or "".join(last) or "it said nothing"
-        elif said[-1].get("steps"):
-            steps = said[-1]["steps"]
-    return {"backend": backend, "ranks": len(names), "steps": steps, "errors": errors}
-
-
-def judge_all_reduce(all_reduce: Mapping[str, Any]) -> list[Finding]:
-    """Red for the hosts on which it failed."""
-    found = []
-    for host, why in all_reduce["errors"].items():
-        what = f"an all-reduce of {all_reduce['ranks']} ranks with {all_reduce['backend']} failed: {why[:300]}"
-        fix = f"mend what else is red; then on {host}: is every TCP port open to the other hosts?"
-        found.append(Finding(host=host, check="fabric", level="red", what=what, fix=fix))
-    return found
-
-
 def summary(fabric: Fabric) -> list[str]:
     """The figures, in lines for people."""
     good = [pair for pair in fabric.pairs if pair.error is None]
@@ -357,12 +300,4 @@ def summary(fabric: Fabric) -> list[str]:
             f"{len(good)} pairs over TCP: {bits(rates[0])} to {bits(rates[-1])} (median {bits(median(rates))}), "
             f"round trip {1e3 * trips[0]:.2f} to {1e3 * trips[-1]:.2f} ms"
         )
-    steps = fabric.all_reduce.get("steps")
-    if steps:
-        shown = ", ".join(f"{_bytes(step['bytes'])} {1e3 * step['seconds']:.3g} ms" for step in steps)
-        lines.append(f"all-reduce of {fabric.all_reduce['ranks']} ranks ({fabric.all_reduce['backend']}): {shown}")
     return lines
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 2**20:g} MiB" if count >= 2**20 else f"{count / 2**10:g} KiB"

@@ -1,6 +1,7 @@
 """What a host is like, as one JSON object. Piped into a host's Python over ssh: nothing need be installed there.
 
-Standard library only, and Python 3.8 on. `PROGRAM` of survey.py appends the call of `main` with the questions.
+Standard library only, and Python 3.8 on. `program` of survey.py puts cluster/gpus.py before it, whose `look_gpus` is
+one of the questions, and appends the call of `main`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 MARK = "llmtrain-facts "
 BUILD_LOCK = "llmtrain-build.lock"
 """In torch's folder of extensions: locked by whoever of ours builds an op there (engine/op_builds.py)."""
+INFINIBAND = "/sys/class/infiniband"
 LIMIT_S = 12.0
 """For all questions together: what a dead file server keeps is left out, and its name told."""
 Facts = dict  # Python 3.8 knows no dict[str, ...] at run time
@@ -198,7 +200,24 @@ def look_limits(ask: Facts) -> Facts:
         soft = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[0]
         found[name.lower()] = None if soft == resource.RLIM_INFINITY else soft
     found["root"] = os.geteuid() == 0
-    found["infiniband"] = bool(glob.glob("/sys/class/infiniband/*"))
+    found["infiniband"] = bool(glob.glob(INFINIBAND + "/*"))
+    return found
+
+
+def look_infiniband(ask: Facts) -> Facts:
+    """The ports of its cards, RoCE too: {"mlx5_0/1": {"state": "ACTIVE", "physical": "LinkUp", ...}}."""
+    found = {}
+    for folder in sorted(glob.glob(INFINIBAND + "/*/ports/*")):
+        names = ("state", "phys_state", "rate", "link_layer")
+        words = {name: read(os.path.join(folder, name)).strip() for name in names}
+        rate = re.match(r"[\d.]+", words["rate"])
+        card, _, port = folder.split("/")[-3:]
+        found[card + "/" + port] = {
+            "state": words["state"].rpartition(": ")[2],
+            "physical": words["phys_state"].rpartition(": ")[2],
+            "rate_gbit": float(rate.group()) if rate else 0.0,
+            "layer": words["link_layer"],
+        }
     return found
 
 

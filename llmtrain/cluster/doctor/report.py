@@ -18,7 +18,7 @@ from llmtrain.units import duration
 
 _MANY = 32
 """From this number of hosts on, hosts whose cells are all equal share a line."""
-_WIDE = 150
+_WIDE = 156
 """Columns of a terminal on which the whole table fits."""
 _MARKS = {"red": ("FAIL", "bold red"), "yellow": ("warn", "yellow"), "ok": ("ok", "green"), "": ("-", "dim")}
 

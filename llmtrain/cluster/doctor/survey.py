@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmtrain.cluster import gpus
 from llmtrain.cluster.doctor import probe
 from llmtrain.cluster.doctor.checks import Survey
 from llmtrain.cluster.hosts.environment import PREFIXES
@@ -46,11 +47,12 @@ def in_parallel(hosts: Sequence[str], work: Callable[[str], Any], fan_out: int =
             raise
 
 
-def program(module: Path, questions: Mapping[str, Any]) -> str:
-    """The text of a program for `python -`: a file that needs nothing but the standard library, and its call."""
+def program(module: Path, questions: Mapping[str, Any], *before: Path) -> str:
+    """The text of a program for `python -`: files that need only the standard library, and the call of `module`'s."""
     # A json.py or random.py in the home folder, where ssh starts it, is nobody's business.
     head = 'import sys\nif sys.path[:1] == [""]:\n    del sys.path[0]\n'
-    text = module.read_text().replace("from __future__ import annotations\n", head, 1)
+    future = "from __future__ import annotations\n"
+    text = head + "\n".join(each.read_text().replace(future, "", 1) for each in (*before, module))
     return f"from __future__ import annotations\n{text}\nmain(json.loads({json.dumps(questions)!r}))\n"
 
 
@@ -122,7 +124,7 @@ def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_p
     names = [host.name for host in survey.hosts]
 
     def one(name: str) -> tuple[Answer, float, float]:
-        text = program(Path(probe.__file__), {**questions, "host": name})
+        text = program(Path(probe.__file__), {**questions, "host": name}, Path(gpus.__file__))
         began = time.time()
         answer = ask_python(name, text, timeout_s=timeout_s, port=ssh_port, here=survey.alone)
         return answer, began, time.time()

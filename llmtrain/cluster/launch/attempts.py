@@ -37,7 +37,9 @@ from llmtrain.cluster.launch.plan import (
     check_programs,
     command,
     environment,
+    host_of_rank,
     make_plan,
+    place_lines,
     slurm_environment,
     threads,
     write_files,
@@ -71,6 +73,8 @@ class Launch:
         self._run_dir = Path(resolved.run.train.run_dir or "")
         self._resume = resolved.run.resume
         self._supervisor = Supervisor(options.max_restarts)
+        self._unfit: set[str] = set()
+        """Hosts that a fault has shown to be broken: none of them is started on again."""
         self._wishes: list[int] = []
         """Signals that the user sent, in their order."""
         self._words = options.words
@@ -274,13 +278,16 @@ class Launch:
         """Wait, find the hosts, choose those with which the run can go on; a sentence if there are none."""
         _say(f"launch: restart {self._supervisor.restarts} of {self._options.max_restarts} in {wait_s:.0f} s")
         self._sleep(wait_s)
-        found = self._answering()
+        if attempt.fault and attempt.fault.get("unfit"):
+            self._unfit |= {host_of_rank(self._hosts, rank) for rank in attempt.fault.get("ranks", ())} - {""}
+        found = tuple(host for host in self._answering() if host.name not in self._unfit)
         if self._wishes:
             return None
         if len(found) < self._options.min_hosts:
-            least = self._options.min_hosts
-            missing = ", ".join(host.name for host in self._options.hosts if host not in found)
-            return f"{len(found)} hosts answer, and --min-hosts is {least} (no answer: {missing})"
+            absent = [host.name for host in self._options.hosts if host not in found and host.name not in self._unfit]
+            reasons = {"no answer": absent, "unfit after a fault of their own": sorted(self._unfit)}
+            because = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items() if names)
+            return f"{len(found)} hosts are left, and --min-hosts is {self._options.min_hosts} ({because})"
         step = max(attempt.newest, self._newest())
         if step and self._resume != "auto":
             self._words = (*self._options.words, "--resume", "auto", "--resume_weights_only", "false")
@@ -372,17 +379,6 @@ def _answering_ssh(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
 def _facts_here() -> dict[str, int]:
     done = subprocess.run((sys.executable, "-c", _FACTS), capture_output=True, text=True, check=True)
     return {str(name): int(value) for name, value in json.loads(done.stdout).items()}
-
-
-def place_lines(plan: Plan, ranks: list[dict[str, Any]]) -> list[str]:
-    """The final map: one line for each rank, with the hostfile's name beside the host's own where they differ."""
-    names = [host.name for host in plan.hosts for _ in range(host.slots)]
-    lines = []
-    for each in ranks:
-        name = names[each["rank"]] if each["rank"] < len(names) else each["host"]
-        own = "" if each["host"] == name else f" ({each['host']})"
-        lines.append(f"rank {each['rank']} -> {name}{own} -> {each['device']}, local rank {each['local_rank']}")
-    return lines
 
 
 def _not_started(step: int, why: str) -> Attempt:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmtrain.cluster import messages
 from llmtrain.cluster.hosts.envfile import read_env_file
@@ -217,6 +218,22 @@ def describe(plan: Plan, options: Options) -> str:
     least = f"on at least {options.min_hosts} of {len(plan.hosts)} {hosts}"
     lines.append(f"after a fault: at most {options.max_restarts} restarts, {least}")
     return "\n".join(lines)
+
+
+def place_lines(plan: Plan, ranks: list[dict[str, Any]]) -> list[str]:
+    """The final map: one line for each rank, with the hostfile's name beside the host's own where they differ."""
+    lines = []
+    for each in ranks:
+        name = host_of_rank(plan.hosts, each["rank"]) or each["host"]
+        own = "" if each["host"] == name else f" ({each['host']})"
+        lines.append(f"rank {each['rank']} -> {name}{own} -> {each['device']}, local rank {each['local_rank']}")
+    return lines
+
+
+def host_of_rank(hosts: Sequence[Host], rank: int) -> str:
+    """The name in the hostfile of the host that a rank runs on; empty when there are fewer ranks."""
+    names = [host.name for host in hosts for _ in range(host.slots)]
+    return names[rank] if rank < len(names) else ""
 
 
 def _spans(numbers: Sequence[int]) -> str:

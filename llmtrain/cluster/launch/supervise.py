@@ -156,6 +156,8 @@ class Supervisor:
         """An attempt has ended."""
         if outcome.kind != "fault":
             return Decision(restart=False, code=outcome.code, text=outcome.text)
+        if attempt.fault is not None and attempt.fault.get("again") is False:
+            return self._give_up(f"not restarted: a restart would meet the same fault ({outcome.signature})")
         again = outcome.signature == self._before
         self._before = outcome.signature
         if again:

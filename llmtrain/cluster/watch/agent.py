@@ -19,6 +19,7 @@ from typing import Any
 
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import link
+from llmtrain.cluster.watch.capture import captured, with_gpus
 from llmtrain.cluster.watch.ending import Process, end_host, hang_up, identify, job_of
 from llmtrain.cluster.watch.explain.facts import Explanation, HostFacts, JobFacts, RankFacts
 from llmtrain.cluster.watch.explain.paragraph import explain
@@ -38,8 +39,7 @@ _LOST_S, _BUSY_S = 4.0, 30.0
 """That `deepspeed` may wait for the end of a host that is lost, and of one that is slow to end."""
 _PEERS = 8
 """Other hosts that each is told of."""
-_ANSWERS_S = 3.0
-"""For the stacks of other hosts."""
+_ANSWERS_S = 5.0  # for the stacks of other hosts, and their GPUs' state
 _ENDED_S = 5.0
 """For the other hosts to end their ranks."""
 
@@ -55,7 +55,7 @@ class Agent:
         self.stall_s = float(settings["stall_s"])
         self.launcher: Process | None = identify(int(settings["launcher"]))
         self.started_by = job_of(int(settings["launcher"]))
-        self.ranks = HostRanks(self.folder, self.host, int(settings["local_size"]))
+        self.ranks = HostRanks(self.folder, self.host, int(settings["local_size"]), float(settings["connects_s"]))
         self.judge = Judge(self.stall_s, time.monotonic())
         self.stragglers = Stragglers()
         self.pauses = Pauses(self.stall_s)
@@ -171,12 +171,12 @@ class Agent:
                 line.send({"do": "go on", "peers": peers})
 
     def _take_in(self, now: float) -> dict[str, Any]:
-        """What the others have sent: their reports go to the judge; returns their answers with stacks, by host."""
-        stacks = {}
+        """What the others have sent: their reports go to the judge; returns what they have `captured`, by host."""
+        answers = {}
         for host, line in list(self.server.lines.items()):
             for message in line.receive():
                 if "stacks" in message:
-                    stacks[host] = message["stacks"]
+                    answers[host] = message
                     continue
                 try:
                     self.judge.hear(host, message, now)
@@ -186,7 +186,7 @@ class Agent:
             if line.closed:
                 del self.server.lines[host]
                 self.judge.close(host, now)
-        return stacks
+        return answers
 
     def _report(self, reports: list[dict[str, Any]], finished: bool, now: float) -> dict[str, Any] | None:
         """The others report to the root; returns its order to end."""
@@ -207,7 +207,7 @@ class Agent:
             self.root_heard_s = now
             self.judge.heard(root["host"], now)
             if message.get("do") == "stacks":
-                self.line.send({"stacks": self.ranks.capture(), "oom_kills": oom_kills() - self.oom_before})
+                self.line.send(captured(self.ranks, self.stall_s, ends=bool(message.get("ends"))))
             elif message.get("do") == "go on":
                 self.peers = message["peers"]
             elif message.get("do") == "end":
@@ -259,26 +259,28 @@ class Agent:
 
     def _facts(self, verdict: Verdict) -> JobFacts:
         """Ask all hosts for the stacks of their ranks, and put everything together."""
+        ends = verdict.trigger != "pause"
         if self.is_root:
             for line in self.server.lines.values():
-                line.send({"do": "stacks"})
+                line.send({"do": "stacks", "ends": ends})
         now = time.monotonic()
         silent = self.judge.host_facts(now)
-        answers = {self.host: self.ranks.capture()}
+        answers = {self.host: captured(self.ranks, self.stall_s, ends=ends)}
         deadline = now + _ANSWERS_S
         while len(answers) <= len(self.server.lines) and self.is_root and time.monotonic() < deadline:
             link.wait(list(self.server.lines.values()), 0.1)
             answers |= self._take_in(time.monotonic())  # the job may go on: no report may be lost
         ranks = {r.rank: r for r in self.judge.ranks()}
-        for host, reports in answers.items():
-            for report in reports:
+        for host, answer in answers.items():
+            for report in answer["stacks"]:
                 with contextlib.suppress(TypeError, KeyError, ValueError):
                     facts = RankFacts.from_json({**report, "host": host})
                     ranks[facts.rank] = facts
+        hosts = silent if self.is_root else self._second_opinion(silent)
         return JobFacts(
             trigger=verdict.trigger,
             ranks=tuple(ranks[number] for number in sorted(ranks)),
-            hosts=silent if self.is_root else self._second_opinion(silent),
+            hosts=tuple(with_gpus(host, answers.get(host.name, {})) for host in hosts),
             alike=bool(self.about.get("alike", True)),
             here=self.host,
             stalled_s=verdict.stalled_s,

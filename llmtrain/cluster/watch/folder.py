@@ -20,6 +20,8 @@ from llmtrain.cluster.watch.heartbeat import read
 
 AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
 """How to reach this host's watch; who is in the job; what the job runs."""
+RECORD_WANTED = "record.wanted"
+"""There once the watch wants every rank's excerpt of NCCL's flight recorder."""
 _STALE_S = 600.0
 _NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 
@@ -40,6 +42,11 @@ def make_folder() -> Path:
     folder = base / name
     own(folder)
     return folder
+
+
+def of_rank(folder: Path, rank: int, what: str) -> Path:
+    """A rank's file: `what` is beat, stack, error, record or stderr."""
+    return folder / f"rank-{rank:05d}.{what}"
 
 
 def own(folder: Path) -> None:

@@ -20,19 +20,22 @@ from llmtrain.cluster.watch import proc
 PHASES = (
     "start",
     "rendezvous",
+    "connect",
     "model",
     "resume",
     "data",
     "forward",
     "backward",
     "step",
+    "compile",
     "compare",
     "save",
     "evaluate",
     "export",
     "end",
 )
-"""What a rank can be in the middle of. `data` to `step` are a training step, in this order for each micro-batch."""
+"""What a rank can be in the middle of. `data` to `step` are a training step, in this order for each micro-batch.
+`connect`: the ranks have met, and their process groups make their connections. `compile`: torch.compile is at work."""
 
 _MAGIC = int.from_bytes(b"llmbeat1", "little")
 _WORDS = (
@@ -52,6 +55,9 @@ _WORDS = (
     "beat_s",
     "waited_s",
     "own_s",
+    "on_device",
+    "given",
+    "done",
 )
 _AT = {name: index for index, name in enumerate(_WORDS)}
 _NAME_AT, NAME_BYTES = 8 * len(_WORDS), 48
@@ -60,6 +66,7 @@ _SIZE = mmap.PAGESIZE
 _BEATS, _STEP, _PHASE = _AT["beats"], _AT["step"], _AT["phase"]
 _COLLECTIVES, _INSIDE, _TIMED = _AT["collectives"], _AT["inside"], _AT["timed_steps"]
 _BEAT_S, _WAITED_S, _OWN_S = _AT["beat_s"], _AT["waited_s"], _AT["own_s"]
+_GIVEN, _DONE = _AT["given"], _AT["done"]
 _RUNNING = -1
 
 
@@ -93,6 +100,12 @@ class Beat:
     """time.monotonic() of the last beat."""
     own_s: float
     """Time of those steps that was not spent inside collectives."""
+    on_device: bool
+    """It computes on a device of its own: then a busy processor may be one that only waits for the device."""
+    given: int
+    """Marks that it has put into its device's queue: one for each micro-batch."""
+    done: int
+    """Those that the device has reached."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -184,6 +197,19 @@ class Heartbeat:
         now = times[_BEAT_S] = time.monotonic()
         times[_WAITED_S] += now - self._entered_s
 
+    def on_device(self) -> None:
+        """The rank computes on a device; from now on `gave` and `device_did` tell of it."""
+        self._words[_AT["on_device"]] = 1
+
+    def gave(self) -> None:
+        """One more mark stands in the device's queue."""
+        self._words[_GIVEN] += 1
+
+    def device_did(self, count: int) -> None:
+        """The device has reached so many more marks. May be called from another thread than the rest."""
+        self._words[_DONE] += count
+        self.beat()
+
     def stopping(self) -> None:
         """The rank was asked to stop. Safe in a signal handler."""
         self._words[_AT["stopping"]] = 1
@@ -245,6 +271,9 @@ def read(page: Path | int) -> Beat | None:
         collective=raw[_NAME_AT : _NAME_AT + NAME_BYTES].rstrip(b"\0").decode(errors="replace"),
         beat_s=times[_BEAT_S],
         own_s=times[_OWN_S],
+        on_device=bool(words[_AT["on_device"]]),
+        given=words[_GIVEN],
+        done=words[_DONE],
     )
 
 

@@ -13,17 +13,22 @@ from typing import Any
 
 from llmtrain.cluster.watch import proc
 from llmtrain.cluster.watch.ending import Process
+from llmtrain.cluster.watch.explain.device import telling_line
 from llmtrain.cluster.watch.explain.facts import RankFacts, parse_stacks
-from llmtrain.cluster.watch.folder import write_json
+from llmtrain.cluster.watch.folder import RECORD_WANTED, of_rank, read_json, write_json
 from llmtrain.cluster.watch.heartbeat import Beat, read
 
 STACK_SIGNAL = signal.SIGUSR2
 _SAMPLE_S = 2.0
 _BUSY_SHARE, _BUSY_BYTES = 0.1, 256 << 10
 """Of a processor, and bytes, in a sample: what an idle rank's threads do is far below."""
-_OWN_PACE = ("start", "model", "resume", "save", "evaluate", "export", "end")
-"""Phases without a pace: they may take as long as the processor or the disk is busy with them."""
-_STACK_S = 1.0
+_GROWS_BYTES = 16 << 20
+"""Memory that a process takes in a sample. Unlike a busy processor, that cannot go on for ever."""
+_COMPUTES = ("start", "export", "compile")
+"""Phases that the processor paces, of whatever device the rank is."""
+_OWN_PACE = ("model", "resume", "save", "end")
+"""Phases without a pace: they may take as long as files move or memory fills; without a device, as it computes."""
+_STACK_S, _RECORD_S = 1.0, 2.0
 _CRASHES = {
     "Fatal Python error: Segmentation fault": "SIGSEGV",
     "Fatal Python error: Bus error": "SIGBUS",
@@ -33,6 +38,16 @@ _CRASHES = {
 }
 """What faulthandler writes first."""
 _D_STATE_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Use:
+    """What a rank and the processes below it have used so far."""
+
+    own_s: float
+    below_s: float
+    moved: int
+    resident: int
 
 
 @dataclass
@@ -47,17 +62,23 @@ class _Seen:
     """Readable when the process ends: its parent leaves but a moment to read how."""
     exit_status: int | None = None
     sampled_s: float = 0.0
-    cpu_s: float = 0.0
-    moved: int = 0
-    busy: bool = False
+    use: _Use | None = None
+    computes: bool = False
+    """Its own processor time grows: it computes, or waits for a device."""
+    works: bool = False
+    """What no wait does: files move, memory fills, or a process below it computes."""
 
 
 class HostRanks:
     """The ranks whose heartbeats lie in a folder."""
 
-    def __init__(self, folder: Path, host: str, local_size: int) -> None:
+    def __init__(self, folder: Path, host: str, local_size: int, connects_s: float = 0.0) -> None:
+        """`connects_s`: how long a rank may make its first connections in silence before that counts as a stall."""
         self._folder, self._host, self._local_size = folder, host, local_size
+        self._connects_s = connects_s
         self._seen: dict[int, _Seen] = {}
+        self._written: dict[int, int] = {}
+        """Bytes of each rank's stacks that were there before the last question."""
 
     def observe(self, now: float) -> list[dict[str, Any]]:
         """A report of each rank, as `judge.Judge.hear` takes it. `now`: time.monotonic()."""
@@ -90,9 +111,32 @@ class HostRanks:
         """No rank that was seen is there any more."""
         return not any(process.alive() for process in self.processes())
 
-    def capture(self) -> list[dict[str, Any]]:
-        """The reports, with the Python stack of every rank that can answer. Takes about a second."""
-        before = {rank: os.fstat(seen.stack).st_size for rank, seen in self._seen.items()}
+    def on_device(self) -> bool:
+        """Whether a rank of this host computes on a device."""
+        return any(seen.beat.on_device for seen in self._seen.values())
+
+    def capture(self, *, record: bool = False) -> list[dict[str, Any]]:
+        """The reports, with the Python stack of every rank that can answer. Takes about a second.
+
+        `record`: with NCCL's flight recorder too, of ranks on devices, within two seconds. Only for a job that is to be
+        ended: a rank answers in Python, and asks the driver.
+        """
+        self._take_stacks()
+        if record:
+            self._ask_for_records()
+        reports = self.observe(time.monotonic())
+        for report in reports:
+            self._add_stack(report)
+            if report["state"] == "dead" and not report["error"]:
+                said = _text(of_rank(self._folder, report["rank"], "stderr"))
+                report["said"] = telling_line(said)
+            if record:
+                kept = read_json(of_rank(self._folder, report["rank"], "record")) or {}
+                report["recorded"] = kept.get("groups", [])
+        return reports
+
+    def _take_stacks(self) -> None:
+        before = self._written = {rank: os.fstat(seen.stack).st_size for rank, seen in self._seen.items()}
         for seen in self._seen.values():
             if seen.beat.left is None:  # one that leaves does not hear it any more
                 Process(seen.beat.pid, seen.beat.started).send(STACK_SIGNAL)
@@ -104,19 +148,30 @@ class HostRanks:
             if now == sizes and all(now[rank] > before[rank] for rank in before):
                 break
             sizes = now
-        reports = self.observe(time.monotonic())
-        for report in reports:
-            whole = _content(self._seen[report["rank"]].stack)
-            text = whole[before.get(report["rank"], 0) :]
-            if not text and report["state"] == "dead":  # a crash wrote its stack by itself
-                text = whole
-                crash = _CRASHES.get(text.partition(b"\n")[0].decode(errors="replace"), "")
-                report["signal"] = report["signal"] or crash
-                report["native"] = bool(crash) and b"\nCurrent thread" not in text
-            frames = parse_stacks(text.decode(errors="replace"))
-            report["stack"] = [[f.file, f.line, f.function] for f in frames[:40]]
-            report["waits_in"] = proc.waits_in(report["pid"])
-        return reports
+
+    def _ask_for_records(self) -> None:
+        wanted = [
+            of_rank(self._folder, rank, "record")
+            for rank, seen in self._seen.items()
+            if seen.beat.on_device and seen.beat.left is None and Process(seen.beat.pid, seen.beat.started).alive()
+        ]
+        with contextlib.suppress(OSError):
+            (self._folder / RECORD_WANTED).touch()
+        deadline = time.monotonic() + _RECORD_S
+        while not all(path.exists() for path in wanted) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _add_stack(self, report: dict[str, Any]) -> None:
+        whole = _content(self._seen[report["rank"]].stack)
+        text = whole[self._written.get(report["rank"], 0) :]
+        if not text and report["state"] == "dead":  # a crash wrote its stack by itself
+            text = whole
+            crash = _CRASHES.get(text.partition(b"\n")[0].decode(errors="replace"), "")
+            report["signal"] = report["signal"] or crash
+            report["native"] = bool(crash) and b"\nCurrent thread" not in text
+        frames = parse_stacks(text.decode(errors="replace"))
+        report["stack"] = [[f.file, f.line, f.function] for f in frames[:40]]
+        report["waits_in"] = proc.waits_in(report["pid"])
 
     def _look_for_new(self) -> None:
         for path in sorted(self._folder.glob("rank-*.beat")):
@@ -161,43 +216,57 @@ class HostRanks:
             collectives=beat.collectives,
             inside=beat.inside,
             idle_s=round(idle_s, 1),
-            cpu_busy=seen.busy,
+            cpu_busy=seen.computes or seen.works,
             stopping=beat.stopping,
             code=beat.left if beat.left is not None else _code(seen.exit_status),
             signal=_signal(seen.exit_status) if state == "dead" and not error else "",
             error=error,
             error_at=error_at,
+            on_device=beat.on_device,
+            given=beat.given,
+            done=beat.done,
         )
 
     def _sample(self, seen: _Seen, found: proc.Stat, idle_s: float, now: float) -> None:
-        """Whether the rank, or a process below it, uses its processor or moves bytes; asked of a silent one only."""
+        """What the rank and the processes below it are busy with; asked of a silent one only."""
         if idle_s < _SAMPLE_S:
-            seen.sampled_s, seen.busy = 0.0, True
+            seen.use, seen.computes, seen.works = None, True, True
             return
-        if now - seen.sampled_s < _SAMPLE_S:
+        if seen.use is not None and now - seen.sampled_s < _SAMPLE_S:
             return
-        cpu_s, moved = found.cpu_s, proc.bytes_moved(seen.beat.pid)
-        for pid in proc.descendants({seen.beat.pid}):
-            below = proc.stat(pid)
-            cpu_s += below.cpu_s if below else 0.0
-            moved += proc.bytes_moved(pid)
-        if seen.sampled_s:
-            share = (cpu_s - seen.cpu_s) / (now - seen.sampled_s)
-            seen.busy = share > _BUSY_SHARE or moved - seen.moved > _BUSY_BYTES
-        seen.sampled_s, seen.cpu_s, seen.moved = now, cpu_s, moved
+        use, before = _used(seen.beat.pid, found), seen.use
+        if before is not None:
+            least_s = _BUSY_SHARE * (now - seen.sampled_s)
+            seen.computes = use.own_s - before.own_s > least_s
+            seen.works = (
+                use.below_s - before.below_s > least_s
+                or use.moved - before.moved > _BUSY_BYTES
+                or use.resident - before.resident > _GROWS_BYTES
+            )
+        seen.sampled_s, seen.use = now, use
 
     def _active(self, seen: _Seen, facts: RankFacts) -> bool:
-        """Whether silence is no stall: work without a pace goes on, or the rank waits for others to join at all."""
+        """Whether silence is no stall: work without a pace goes on, or the rank waits for others to join at all.
+
+        A rank that waits for its device keeps its own processor busy (CUDA polls while it synchronizes, and so do
+        NCCL's threads), so there that says nothing: its heart beats when the device does (engine/progress.py).
+        """
         if facts.state != "running" or facts.inside:
             return False
         if facts.phase == "rendezvous":
             return True  # it has a time limit of its own, and names who is missing
-        return facts.cpu_busy and (facts.phase in _OWN_PACE or seen.beat.timed_steps == 0)
+        if facts.phase == "connect":
+            return facts.idle_s < self._connects_s  # NCCL has no limit there
+        if facts.phase in _COMPUTES:
+            return facts.cpu_busy
+        if facts.phase in _OWN_PACE:
+            return seen.works or (seen.computes and not facts.on_device)
+        return seen.works and seen.beat.timed_steps == 0  # modules are imported, ops are built
 
     def _error(self, rank: int) -> tuple[str, str, str]:
         """The exception of a rank, where, and in which phase."""
         try:
-            raw = json.loads((self._folder / f"rank-{rank:05d}.error").read_text())
+            raw = json.loads(of_rank(self._folder, rank, "error").read_text())
             return str(raw["error"]), str(raw["at"]), str(raw["phase"])
         except (OSError, ValueError, KeyError):
             return "", "", ""
@@ -205,7 +274,25 @@ class HostRanks:
 
 def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> None:
     """The exception that ends a rank; before it leaves. Raises OSError."""
-    write_json(folder / f"rank-{rank:05d}.error", {"error": error, "at": at, "phase": phase})
+    write_json(of_rank(folder, rank, "error"), {"error": error, "at": at, "phase": phase})
+
+
+def _used(pid: int, found: proc.Stat) -> _Use:
+    """`found`: of the process itself."""
+    below_s, moved, resident = 0.0, proc.bytes_moved(pid), found.resident
+    for each in proc.descendants({pid}):
+        below = proc.stat(each)
+        below_s += below.cpu_s if below else 0.0
+        moved += proc.bytes_moved(each)
+    return _Use(own_s=found.cpu_s, below_s=below_s, moved=moved, resident=resident)
+
+
+def _text(path: Path) -> str:
+    """Empty when there is no such file."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _content(handle: int) -> bytes:

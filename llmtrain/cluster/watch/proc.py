@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Stat:
     """Processor time of all its threads."""
     started: int
     """Clock ticks after the boot: with the process id, the identity of a process."""
+    resident: int
+    """Bytes of memory that it holds."""
     exit_status: int
     """As waitpid gives it, of a process that has ended and was not waited for yet."""
 
@@ -37,6 +40,7 @@ def stat(pid: int) -> Stat | None:
             parent=int(fields[1]),
             cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
             started=int(fields[19]),
+            resident=int(fields[21]) * _PAGE,
             exit_status=int(fields[49]),
         )
     except (IndexError, ValueError):

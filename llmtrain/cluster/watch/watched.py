@@ -16,30 +16,33 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from llmtrain import log
 from llmtrain.cluster import messages
+from llmtrain.cluster.watch import stderr
 from llmtrain.cluster.watch.ending import MARK
 from llmtrain.cluster.watch.explain.cause import is_echo
+from llmtrain.cluster.watch.explain.device import with_reason
 from llmtrain.cluster.watch.explain.facts import Frame
+from llmtrain.cluster.watch.explain.recorded import excerpt
 from llmtrain.cluster.watch.explain.wording import own_line, place
-from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, make_folder, read_json, write_json
+from llmtrain.cluster.watch.folder import AGENT, JOB, RECORD_WANTED, RUN, make_folder, of_rank, read_json, write_json
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.cluster.watch.observe import STACK_SIGNAL, write_error
 from llmtrain.errors import UserError
 
 _AGENT_STARTS_S = 20.0
+_CONNECT_GRACE_S = 30.0
 
 _folder: Path | None = None
 _stack_file: TextIO | None = None
 _has_failed = False
 
 
-def begin(*, stall_timeout_s: float, run_dir: str) -> None:
+def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str) -> None:
     """Leave heartbeats from now on; local rank 0 starts the watch of this host. Call it before anything is slow."""
     global _folder, _stack_file, _has_failed
     _has_failed = False
@@ -49,19 +52,29 @@ def begin(*, stall_timeout_s: float, run_dir: str) -> None:
     rank, local_rank = log.rank(), int(os.environ.get("LOCAL_RANK", "0"))
     try:
         folder = make_folder()
-        _stack_file = open(folder / f"rank-{rank:05d}.stack", "a")  # noqa: SIM115  # faulthandler writes to it for ever
+        _stack_file = open(of_rank(folder, rank, "stack"), "a")  # noqa: SIM115  # faulthandler writes to it for ever
         faulthandler.enable(_stack_file)
         # What faulthandler puts back when it is done, at the latest while Python shuts down: the watch may still ask.
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         faulthandler.register(STACK_SIGNAL, _stack_file)
-        heart.connect(folder / f"rank-{rank:05d}.beat", rank=rank, local_rank=local_rank)
+        heart.connect(of_rank(folder, rank, "beat"), rank=rank, local_rank=local_rank)
         if local_rank == 0:
-            _start_agent(folder, stall_timeout_s, os.path.abspath(run_dir))
+            _start_agent(folder, stall_timeout_s, start_timeout_s, os.path.abspath(run_dir))
     except OSError as error:
         log.warn(f"the run is not watched: {error.strerror} ({error.filename})")
         return
+    if _on_gpu() and not os.isatty(2):  # now: the watch prints where the rank did
+        try:
+            stderr.keep_end(of_rank(folder, rank, "stderr"), _start)
+        except OSError as error:
+            log.warn(f"the watch will not know the last words of NCCL: {error.strerror} ({error.filename})")
     _folder = folder
     os.environ[MARK] = str(folder)  # all that this rank starts can be known by it
+
+
+def _on_gpu() -> bool:
+    """Whether this rank is to compute on one, as far as can be known before torch is imported."""
+    return os.path.exists("/dev/nvidiactl") and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
 
 
 def agent_address() -> dict[str, Any] | None:
@@ -103,6 +116,19 @@ def describe(**about_run: Any) -> None:
     """What a report of a fault says of the run: `tracking` and `run_id` for W&B, `experts`, `zero_stage`."""
     if _folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         _write(_folder / RUN, about_run)
+
+
+def tend(flight_recorder: Callable[[], Mapping[str, Any]]) -> None:
+    """Call it a few times a second, on a GPU: answers the watch, should it ask for NCCL's flight recorder.
+
+    `flight_recorder`: its content, as torch's `_dump_nccl_trace_json` tells it.
+    """
+    stderr.mend()
+    if _folder is None or not (_folder / RECORD_WANTED).exists():
+        return
+    answer = of_rank(_folder, log.rank(), "record")
+    if not answer.exists():
+        _write(answer, {"groups": [vars(group) for group in excerpt(flight_recorder())]})
 
 
 def left(code: int) -> None:
@@ -157,27 +183,33 @@ def failed(error: BaseException) -> bool:
 
 def _words(error: BaseException) -> str:
     """The last line of its traceback; of NCCL's the reason, too, which stands below."""
-    first, *more = str(error).strip().splitlines() or [""]
-    said = " ".join([first, *(line for before, line in pairwise(more) if before.startswith("Last error"))])
-    return f"{type(error).__name__}: {said}".removesuffix(": ")[:500]
+    return f"{type(error).__name__}: {with_reason(str(error))}".removesuffix(": ")[:500]
 
 
-def _start_agent(folder: Path, stall_s: float, run_dir: str) -> None:
-    """A process that is no child of ours: whoever ends this rank and all below it leaves the watch alone.
-
-    Raises OSError.
-    """
+def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str) -> None:
+    """The watch of this host. Raises OSError."""
     settings = {
         "folder": str(folder),
         "launcher": os.getppid(),
         "local_size": int(os.environ["LOCAL_SIZE"]),
         "stall_s": stall_s,
+        # A limit of fault.start_timeout_s and a little more, for gloo's own words; the judge's time comes after this.
+        "connects_s": start_s + _CONNECT_GRACE_S - stall_s,
         "run_dir": run_dir,
         "host": socket.gethostname(),
     }
+    words = [sys.executable, "-m", "llmtrain.cluster.watch.agent", json.dumps(settings)]
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    try:
+        _start(words, nothing)
+    finally:
+        os.close(nothing)
+
+
+def _start(words: list[str], standard_input: int) -> None:
+    """A process that is no child of ours: whoever ends this rank and all below it leaves it alone. Raises OSError."""
     package = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    words = [sys.executable, "-m", "llmtrain.cluster.watch.agent", json.dumps(settings)]
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -185,8 +217,8 @@ def _start_agent(folder: Path, stall_s: float, run_dir: str) -> None:
             os.setsid()
             if os.fork():
                 os._exit(0)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.closerange(3, 1024)  # a pipe of the user's would otherwise stay open as long as the watch
+            os.dup2(standard_input, 0)
+            os.closerange(3, 1024)  # a pipe of the user's would otherwise stay open as long as the process
             os.chdir("/")
             os.execve(sys.executable, words, {**os.environ, "PYTHONPATH": path})
         finally:

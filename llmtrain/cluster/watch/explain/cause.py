@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from llmtrain.cluster.watch.explain.device import device_fault, timed_out
 from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
 
 AGAIN = "The same command continues from the newest checkpoint."
@@ -14,7 +15,7 @@ OTHER_WAY = (
     "data around that line."
 )
 _SECONDARY = re.compile(
-    r"Connection (closed|reset)|Broken pipe|Connection refused|peer|[Tt]imed? ?out|NCCL|remote process exited|"
+    r"Connection (closed|reset)|Broken pipe|Connection refused|remote peer|[Tt]imed? ?out|NCCL|remote process exited|"
     r"Application timeout|Socket Timeout|recvValue failed|failed to recv|EOFError|DistNetworkError|DistBackendError"
 )
 """What a rank says when another one has gone: the other is the cause."""
@@ -34,6 +35,9 @@ class Cause:
     """The host that differs, where it is not that of `ranks`."""
     detail: str = ""
     """What tells two faults of this kind apart; part of the signature."""
+    unfit: bool = False
+    again: bool = True
+    """As of `Explanation`."""
 
 
 def live(facts: JobFacts) -> list[RankFacts]:
@@ -42,13 +46,16 @@ def live(facts: JobFacts) -> list[RankFacts]:
 
 
 def is_echo(error: str) -> bool:
-    """Whether an exception of this text comes of another rank's end."""
-    return bool(_SECONDARY.search(error))
+    """Whether an exception of this text comes of another rank's end.
+
+    NCCL hands on what its calls of CUDA have met: that is this rank's own, whatever else the text says.
+    """
+    return bool(_SECONDARY.search(error)) and device_fault(error) is None
 
 
 def is_secondary(rank: RankFacts) -> bool:
     """It died because another one had gone: an error of communication, or the launcher's SIGTERM."""
-    return rank.signal in ("SIGTERM", "SIGINT", "SIGHUP") or is_echo(rank.error)
+    return rank.signal in ("SIGTERM", "SIGINT", "SIGHUP") or is_echo(rank.error) or timed_out(rank.said) is not None
 
 
 def minority(ranks: Sequence[RankFacts], key: Callable[[RankFacts], object]) -> list[RankFacts]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from llmtrain.cluster.gpus import Xid, read_xids
 from llmtrain.cluster.watch.explain.cause import AGAIN, OTHER_WAY, Cause, is_secondary
-from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
+from llmtrain.cluster.watch.explain.device import FAULTS, DeviceFault, device_fault, timed_out
+from llmtrain.cluster.watch.explain.facts import HostFacts, JobFacts, RankFacts
 from llmtrain.cluster.watch.explain.stalls import STALLS, rank_0_only
 from llmtrain.cluster.watch.explain.wording import call, first_words, names, place, rank_list, stands, who
 
@@ -45,13 +47,91 @@ def _silent_host(facts: JobFacts) -> Cause | None:
     )
 
 
+def _broken_gpu(facts: JobFacts) -> Cause | None:
+    """The driver has written to a host's kernel log that a GPU or a link is broken; whatever the ranks say of it."""
+    if any(r.state == "dead" and r.error and not is_secondary(r) and not device_fault(r.error) for r in facts.ranks):
+        return None  # an error of the program's own
+    for host in facts.hosts:
+        broken = [xid for xid in read_xids(host.xids) if xid.unfit]
+        there = [r for r in facts.ranks if r.host == host.name and (r.on_device or r.state == "dead")]
+        if broken and there:
+            dead = [r for r in there if r.state == "dead"]
+            ended = f"{who(dead)} <has|have> died in {dead[0].phase}. " if dead else ""
+            return Cause(
+                name="gpu_broken",
+                ranks=dead or there,
+                host=host.name,
+                detail=f"Xid {broken[0].number}",
+                says=f"{ended}The kernel of {host.name} tells of a broken GPU: {_listed(broken)}{_memory(host)}.",
+                remedy=f"Leave {host.name} out until its GPUs are reset and `llmtrain doctor` finds nothing. " + AGAIN,
+                unfit=True,
+            )
+    return None
+
+
+def _listed(xids: Sequence[Xid]) -> str:
+    return "; ".join(map(str, xids[:3])) + (f" and {len(xids) - 3} more" if len(xids) > 3 else "")
+
+
+def _memory(host: HostFacts | None) -> str:
+    return f" (nvidia-smi: {host.gpu_health})" if host is not None and host.gpu_health else ""
+
+
+def _device(facts: JobFacts) -> Cause | None:
+    """A rank died of its device, or of a library of the device's: by an exception, or by NCCL's watchdog."""
+    rows: dict[int, DeviceFault] = {}
+    for rank in facts.ranks:
+        found = device_fault(rank.error or rank.said) if rank.state == "dead" and not is_secondary(rank) else None
+        if found is not None:
+            rows[rank.rank] = found
+    if not rows:
+        return None
+    row = min(rows.values(), key=FAULTS.index)
+    ranks = [r for r in facts.ranks if rows.get(r.rank) is row]
+    first = ranks[0]
+    said = first.error or first.said
+    host = next((h for h in facts.hosts if h.name == first.host), None)
+    xids = read_xids(host.xids) if host else []
+    kernel = f" The kernel of {first.host}: {_listed(xids)}." if xids else ""
+    how = "raised" if first.error else "<was|were> ended from a thread of a library, which said:"
+    at = f" at {first.error_at}" if first.error_at else ""
+    return Cause(
+        name=row.name,
+        ranks=ranks,
+        detail=first_words(said),
+        says=f"{who(ranks)} {how} {said.rstrip('.')}{at}, in {first.phase}: {row.means}{_memory(host)}.{kernel}",
+        remedy=row.remedy,
+        unfit=row.unfit,
+        again=row.again,
+    )
+
+
+def _timed_out(facts: JobFacts) -> Cause | None:
+    """NCCL's watchdog has ended ranks for a collective that took too long, and nobody died of anything else."""
+    late = [r for r in facts.ranks if r.state == "dead" and timed_out(r.said)]
+    if not late or any(r.state == "dead" and not is_secondary(r) for r in facts.ranks):
+        return None
+    what = timed_out(late[0].said)
+    assert what is not None
+    return Cause(
+        name="communication",
+        ranks=late,
+        detail=what.name,
+        says=f"{who(late)} <was|were> ended by NCCL's watchdog in {late[0].phase}{stands(late[0])}: {what.name} "
+        f"#{what.number} of <its|their> process group took longer than {what.limit_s:.0f} s (fault.timeout_s). Another "
+        "rank never came to it, or the network or a device does not move.",
+        remedy="`llmtrain doctor` measures GPUs and network; a fault.stall_timeout_s below fault.timeout_s lets the "
+        "watch ask the ranks where they stand before NCCL ends them.",
+    )
+
+
 def _aborted(facts: JobFacts) -> Cause | None:
     """gloo ends a rank whose collective does not fit that of the others, in a thread of its own; NCCL would wait.
 
     It aborts where the message is too long for the buffer, and may crash where it is not.
     """
     ended = [r for r in facts.ranks if r.state == "dead" and r.signal in ("SIGABRT", "SIGSEGV")]
-    aborted = [r for r in ended if r.native or (r.inside and r.signal == "SIGABRT")]
+    aborted = [r for r in ended if not r.on_device and (r.native or (r.inside and r.signal == "SIGABRT"))]
     if not aborted or any(r.state == "dead" and not is_secondary(r) and r not in aborted for r in facts.ranks):
         return None
     alive = tuple(replace(r, state="running", inside=True) if r.state == "dead" else r for r in facts.ranks)
@@ -100,12 +180,13 @@ def _dead(facts: JobFacts) -> Cause | None:
         )
     if first.signal in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
         at = f" at {place(first.stack[0])}" if first.stack else ""
+        watchdog = " NCCL's watchdog ends a rank so after an error of CUDA, and its output tells which."
         return Cause(
             name="crashed",
             ranks=chosen,
             detail=first.signal,
             says=f"{who(chosen)} crashed with {first.signal} in {first.phase}{at}: a bug or a fault of the machine "
-            "below Python.",
+            f"below Python.{watchdog if first.on_device and first.signal == 'SIGABRT' else ''}",
             remedy="Look at its output and at the kernel log; `llmtrain doctor` checks the host.",
         )
     how = f"<was|were> ended by {first.signal}" if first.signal else "<has|have> gone without a word"
@@ -131,16 +212,16 @@ def _raised(first: RankFacts, chosen: Sequence[RankFacts]) -> Cause:
             remedy="`llmtrain doctor` checks the network; a slow file server or host is told by the stragglers in "
             "events.jsonl.",
         )
-    memory = "out of memory" in first.error or first.error.startswith("MemoryError")
     return Cause(
-        name="out_of_memory" if memory else "exception",
+        name="exception",
         ranks=chosen,
         detail=first_words(first.error),
         says=f"{who(chosen)} raised {first.error}{at}, in {first.phase}.",
-        remedy="Lower train.micro_batch, or choose a higher ZeRO stage or offload."
-        if memory
-        else "Its traceback stands above. If the data or the code is the cause, a restart meets it again.",
+        remedy="Its traceback stands above. If the data or the code is the cause, a restart meets it again.",
     )
 
 
-CAUSES: tuple[Callable[[JobFacts], Cause | None], ...] = (_silent_host, _aborted, _dead, *STALLS)
+CAUSES: tuple[Callable[[JobFacts], Cause | None], ...] = (
+    *(_silent_host, _broken_gpu, _device, _timed_out, _aborted, _dead),
+    *STALLS,
+)

@@ -17,6 +17,28 @@ class Frame:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What NCCL's flight recorder has of one process group on one rank."""
+
+    group: str
+    """Its name, the same on all its ranks."""
+    ranks: tuple[int, ...]
+    """Global ranks of its members."""
+    begun: int
+    """Number of the newest collective that this rank has handed to its device; 0: none that is still recorded."""
+    pending: int = 0
+    """Number of the oldest one that has not ended on the device; 0: all have."""
+    name: str = ""
+    """Name of that one."""
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Recorded:
+        """Of what `vars` gives. Raises TypeError, KeyError, ValueError."""
+        numbers = {key: int(raw[key]) for key in ("begun", "pending")}
+        return cls(group=str(raw["group"]), ranks=tuple(map(int, raw["ranks"])), name=str(raw["name"]), **numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankFacts:
     """One rank."""
 
@@ -56,6 +78,16 @@ class RankFacts:
     """Innermost first; empty for a rank that could not answer."""
     waits_in: str = ""
     """The kernel function in which it waits."""
+    on_device: bool = False
+    """It computes on a device: then it keeps its processor busy also while it only waits for that."""
+    given: int = 0
+    """Micro-batches that it has handed to its device."""
+    done: int = 0
+    """Those that the device has done."""
+    said: str = ""
+    """The line of its standard error that tells of a fault below Python, of a rank that a signal ended."""
+    recorded: tuple[Recorded, ...] = ()
+    """Of NCCL's flight recorder, asked at a stall."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> RankFacts:
@@ -63,10 +95,12 @@ class RankFacts:
         known = {item.name for item in fields(cls)}
         given = {key: value for key, value in raw.items() if key in known}
         given["stack"] = tuple(Frame(str(f), int(n), str(w)) for f, n, w in raw.get("stack", ()))
+        given["recorded"] = tuple(Recorded.from_json(each) for each in raw.get("recorded", ()))
         return cls(**given)
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "stack": [[f.file, f.line, f.function] for f in self.stack]}
+        stack = [[f.file, f.line, f.function] for f in self.stack]
+        return {**vars(self), "stack": stack, "recorded": [vars(each) for each in self.recorded]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +114,10 @@ class HostFacts:
     """Its watch has gone without a word, but the connection was closed: the host's kernel still answered."""
     oom_kills: int = 0
     """Processes that its kernel has ended for lack of memory since the job began."""
+    xids: tuple[str, ...] = ()
+    """Lines of its kernel log in which the NVIDIA driver told of a fault lately."""
+    gpu_health: str = ""
+    """What nvidia-smi says of errors of its GPUs' memory; empty when all is well or nothing was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +162,10 @@ class Explanation:
     """Equal for two faults of the same kind at the same step: a restart would meet it again."""
     text: str = ""
     """The paragraph."""
+    unfit: bool = False
+    """The fault is one of the host itself: a restart should leave it out until somebody has looked at it."""
+    again: bool = True
+    """Another start may do better; False: it would meet the same fault."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

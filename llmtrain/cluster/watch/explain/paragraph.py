@@ -6,6 +6,7 @@ import re
 
 from llmtrain.cluster.watch.explain.causes import CAUSES
 from llmtrain.cluster.watch.explain.facts import Explanation, JobFacts
+from llmtrain.cluster.watch.explain.recorded import as_waiting
 from llmtrain.cluster.watch.explain.wording import where
 
 
@@ -16,6 +17,7 @@ def numbered(text: str, count: int) -> str:
 
 def explain(facts: JobFacts) -> Explanation:
     """One paragraph. Always finds words, also for what the table does not know."""
+    facts = as_waiting(facts)
     cause = next(found for row in CAUSES if (found := row(facts)) is not None)
     host = cause.host or (cause.ranks[0].host if len({r.host for r in cause.ranks}) == 1 else "")
     odd = {r.rank for r in cause.ranks}
@@ -37,4 +39,6 @@ def explain(facts: JobFacts) -> Explanation:
         step=facts.step,
         signature=f"step {facts.step + 1}: {cause.name}{': ' + cause.detail if cause.detail else ''}",
         text=f"{began} after step {facts.step}: " + " ".join(parts),
+        unfit=cause.unfit,
+        again=cause.again,
     )

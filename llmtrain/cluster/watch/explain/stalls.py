@@ -6,6 +6,7 @@ from collections import Counter
 
 from llmtrain.cluster.watch.explain.cause import OTHER_WAY, Cause, live, minority
 from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
+from llmtrain.cluster.watch.explain.recorded import never_began
 from llmtrain.cluster.watch.explain.wording import call, stands, who
 
 _SAME_BATCHES = "The ranks do not do equally many steps or micro-batches: each must see the same number of batches."
@@ -60,6 +61,21 @@ def _disk(facts: JobFacts) -> Cause | None:
         ranks=at,
         says=f"{who(at)} {how}{kernel}{stands(first)}, for {first.idle_s:.0f} s.",
         remedy=f"Look at the file server and the disks of {first.host}; data.path and train.run_dir want a fast one.",
+    )
+
+
+def _connecting(facts: JobFacts) -> Cause | None:
+    """The ranks have met, and their process groups do not come to be."""
+    stuck = [r for r in live(facts) if r.phase == "connect" and not r.inside]
+    if not stuck:
+        return None
+    return Cause(
+        name="not_connected",
+        ranks=stuck,
+        says=f"{who(stuck)} <has|have> met the others and <makes|make> <its|their> first connections since "
+        f"{stuck[0].idle_s:.0f} s, without an end: NCCL has no limit of its own there.",
+        remedy="`llmtrain doctor` measures the way between the hosts and between their GPUs; NCCL_DEBUG=INFO tells "
+        "which interface and which InfiniBand ports are tried (NCCL_SOCKET_IFNAME, NCCL_IB_HCA).",
     )
 
 
@@ -167,6 +183,16 @@ def _one_computes(facts: JobFacts) -> Cause | None:
     if not free or len(free) == len(those) > 1:
         return None
     first = free[0]
+    if first.cpu_busy and first.on_device:
+        left = f"; it has done {first.done} of {first.given} micro-batches" if first.done < first.given else ""
+        return Cause(
+            name="device_waits",
+            ranks=free,
+            says=f"{who(free)} <does|do> not come on in {first.phase}{stands(first)}, since {first.idle_s:.0f} s: <it "
+            f"waits|they wait> there for <its device|their devices>{left}, or <computes|compute> without an end.",
+            remedy=f"Look at `nvidia-smi` and at `dmesg | grep -i xid` on {first.host}: a device that does nothing has "
+            "failed, or waits in a collective that another rank never began; one that works is slow, or in a loop.",
+        )
     if first.cpu_busy:
         return Cause(
             name="slow_host",
@@ -215,6 +241,22 @@ def _behind(facts: JobFacts) -> Cause | None:
     )
 
 
+def _devices_wait(facts: JobFacts) -> Cause | None:
+    """None is inside a call, and no counts differ: all wait for what they have handed to their devices."""
+    those = live(facts)
+    if not all(r.on_device for r in those) or any(r.inside for r in those):
+        return None
+    return Cause(
+        name="communication",
+        ranks=[],
+        says=f"All ranks {'have begun the same collectives and ' if facts.alike else ''}wait for their devices for "
+        f"{facts.stalled_s:.0f} s: a collective does not end there, so the network between the devices, or one of the "
+        "devices, does not move.",
+        remedy="`llmtrain doctor` measures GPUs and hosts and looks for their faults; NCCL_DEBUG=INFO tells which ways "
+        "are used.",
+    )
+
+
 def _unknown(facts: JobFacts) -> Cause | None:
     those = live(facts)
     return Cause(
@@ -242,13 +284,16 @@ STALLS = (
     _stopped,
     _left_early,
     _disk,
+    _connecting,
     rank_0_only,
     _uneven,
     _expert,
     _mismatch,
+    never_began,
     _one_computes,
     _network,
     _behind,
+    _devices_wait,
     _unknown,
 )
 """The first that knows is right, so what is certain stands before what is likely."""

@@ -1,0 +1,242 @@
+"""What NVIDIA's driver tells of the GPUs of a host: its lines in the kernel log, nvidia-smi's report, its NVLinks.
+
+Imported by the watch; piped into a host's Python by doctor, before probe.py. So: standard library only, Python 3.8 on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
+_KERNEL_LOG = "/dev/kmsg"
+_MOST_BYTES = 4 << 20
+_DAY_S = 86400.0
+_REPORT = ("nvidia-smi", "-q")
+MEMORY_REPORT = (*_REPORT, "-d", "ECC,PAGE_RETIREMENT,ROW_REMAPPER")
+"""The part of the report that says whether a GPU's memory is in order."""
+_SECTIONS = ("MIG Mode", "ECC Errors", "Retired Pages", "Remapped Rows", "Fabric", "FB Memory Usage", "Processes")
+"""Of the whole report, what doctor looks at."""
+
+
+@dataclass(frozen=True)
+class Xid:
+    """One fault that the driver has written to the kernel log."""
+
+    bus: str
+    """PCI address of the GPU."""
+    number: int
+
+    @property
+    def meaning(self) -> str:
+        return _XIDS.get(self.number, ("a fault of the GPU", False))[0]
+
+    @property
+    def unfit(self) -> bool:
+        """The GPU or its link is broken, or stays unusable until a reset: no program of the user's does that."""
+        return _XIDS.get(self.number, ("", False))[1]
+
+    def __str__(self) -> str:
+        return f"Xid {self.number} of GPU {self.bus}: {self.meaning}"
+
+
+_XIDS: Mapping[int, tuple[str, bool]] = {
+    13: ("a kernel read or wrote where it must not, or had an illegal instruction", False),
+    31: ("a kernel used an address that is not mapped", False),
+    43: ("the GPU stopped processing for a program, which made a mistake", False),
+    45: ("a program's work was cleared away after another fault", False),
+    48: ("an uncorrectable error of its memory (double-bit ECC)", True),
+    61: ("its internal controller had a fault", False),
+    62: ("its internal controller has halted", True),
+    63: ("a part of its memory was taken out of use after an ECC error", False),
+    64: ("a part of its memory could not be taken out of use", True),
+    69: ("a kernel had an illegal instruction or argument", False),
+    74: ("an error of an NVLink", True),
+    79: ("it has fallen off the bus", True),
+    92: ("a high rate of ECC errors that were corrected", False),
+    94: ("an uncorrectable error of its memory, kept to the program that met it", False),
+    95: ("an uncorrectable error of its memory that affects all programs", True),
+    109: ("it did not switch between programs in time", True),
+    119: ("its system processor (GSP) did not answer", True),
+    120: ("its system processor (GSP) had a fault", True),
+    136: ("its link to other GPUs could not be trained", True),
+    137: ("a program met an error of an NVLink elsewhere", False),
+    140: ("an uncorrectable error of its memory", True),
+    143: ("it could not be started", True),
+    **dict.fromkeys(range(144, 151), ("an error of an NVLink", True)),
+}
+"""Number -> what it means; whether the host is unfit for work (NVIDIA's document "XID Errors")."""
+
+
+def read_xids(lines: Iterable[str]) -> list[Xid]:
+    """The faults in lines of a kernel log, each GPU's of a kind once, in the order in which they came."""
+    found = (_XID.search(line) for line in lines)
+    return list(dict.fromkeys(Xid(match["bus"], int(match["number"])) for match in found if match))
+
+
+def read_report(text: str) -> dict[str, dict[str, Any]]:
+    """nvidia-smi -q: by PCI address, its sections as nested dicts. A section of which it says "N/A" is that text.
+
+    Of what a section has several of (processes), each key's values are a list: {"Processes": {"Type": ["C", "C"]}}.
+    """
+    gpus: dict[str, dict[str, Any]] = {}
+    own: dict[str, Any]
+    open_: list[tuple[int, dict[str, Any]]] = []  # sections around this line, with their indents
+    for line in text.splitlines():
+        if line.startswith("GPU "):
+            gpus[line[4:].strip()] = own = {}
+            open_ = [(0, own)]
+            continue
+        key, colon, value = (part.strip() for part in line.partition(" : "))
+        indent = len(line) - len(line.lstrip())
+        if not open_ or not indent or not key:
+            continue
+        while len(open_) > 1 and open_[-1][0] >= indent:
+            open_.pop()
+        here = open_[-1][1]
+        if not colon:
+            section = here.setdefault(key, {})
+            if isinstance(section, dict):
+                open_.append((indent, section))
+        elif key in here:
+            here[key] = [*as_list(here[key]), value]
+        else:
+            here[key] = value
+    return gpus
+
+
+def as_list(value: Any) -> list[Any]:
+    """The values of a key of `read_report`, which are one or several."""
+    return list(value) if isinstance(value, list) else [value]
+
+
+def section(gpu: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """A section within a section of a GPU's report; empty where it has none."""
+    for name in names:
+        inner = gpu.get(name)
+        gpu = inner if isinstance(inner, Mapping) else {}
+    return gpu
+
+
+def memory_fault(gpu: Mapping[str, Any]) -> str:
+    """What is wrong with a GPU's memory, by its report; empty when nothing is."""
+    words = []
+    volatile = section(gpu, "ECC Errors", "Volatile")
+    broken = sum(int(v) for k, v in volatile.items() if "Uncorrectable" in k and str(v).isdigit())
+    if broken:
+        words.append(f"{broken} uncorrectable ECC error{'s' * (broken > 1)} since the driver was loaded")
+    rows = section(gpu, "Remapped Rows")
+    if rows.get("Remapping Failure Occurred") == "Yes":
+        words.append("rows of its memory could not be replaced")
+    if "Yes" in (rows.get("Pending"), section(gpu, "Retired Pages").get("Pending Page Blacklist")):
+        words.append("a broken part of its memory is replaced at the next reset only")
+    return "; ".join(words)
+
+
+def read_links(text: str) -> list[tuple[int, int]]:
+    """nvidia-smi nvlink -s: of each GPU in order, its NVLinks that are up, and all that it names."""
+    found: list[tuple[int, int]] = []
+    for line in text.splitlines():
+        if line.startswith("GPU "):
+            found.append((0, 0))
+        elif found and re.match(r"\s+Link \d+:", line):
+            up, every = found[-1]
+            found[-1] = (up + ("inactive" not in line), every + 1)
+    return found
+
+
+class Command:
+    """A command, started now and read later: nvidia-smi takes a second, and for ever where a GPU has gone."""
+
+    def __init__(self, argv: tuple[str, ...], within_s: float) -> None:
+        self._until_s = time.monotonic() + within_s
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(OSError):  # no such command
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def answer(self) -> str:
+        """Its output when it ends within its time; else nothing: one that stays in the kernel is left behind."""
+        if self._process is None or self._process.stdout is None:
+            return ""
+        handle, said = self._process.stdout.fileno(), bytearray()
+        os.set_blocking(handle, False)
+        while time.monotonic() < self._until_s and len(said) < _MOST_BYTES:
+            try:
+                data = os.read(handle, 1 << 16)
+            except BlockingIOError:
+                time.sleep(0.02)
+                continue
+            if not data:
+                self._process.poll()
+                return said.decode(errors="replace")
+            said += data
+        self._process.kill()
+        return ""
+
+
+class KernelLog:
+    """What the driver has told of faults in the last `seconds`."""
+
+    def __init__(self, seconds: float, within_s: float) -> None:
+        self._lines: list[str] | None = None
+        try:
+            self._lines = _kernel_log(seconds)
+        except OSError:  # for root only, on many machines; the groups adm and systemd-journal may read the journal
+            words = ("journalctl", "-k", "-q", "--no-pager", "-o", "cat", f"--since=-{seconds:.0f}s")
+            self._journal = Command(words, within_s)
+
+    def xid_lines(self) -> list[str]:
+        """Oldest first, no more than 50; none where this user may not read them."""
+        lines = self._lines if self._lines is not None else self._journal.answer().splitlines()
+        return [line for line in lines if _XID.search(line)][-50:]
+
+
+def _kernel_log(seconds: float) -> list[str]:
+    """Messages of the kernel, of which it keeps "priority,number,microseconds,...;text". Raises OSError."""
+    since_us = (time.monotonic() - seconds) * 1e6
+    handle = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    found: list[str] = []
+    try:
+        while True:
+            try:
+                raw = os.read(handle, 8192)
+            except BlockingIOError:  # no more
+                return found
+            except BrokenPipeError:  # overwritten while it was read: the next one is there
+                continue
+            if not raw:
+                return found
+            head, _, text = raw.decode(errors="replace").partition(";")
+            with contextlib.suppress(ValueError, IndexError):
+                if int(head.split(",")[2]) >= since_us:
+                    found.append(text.partition("\n")[0])
+    finally:
+        os.close(handle)
+
+
+def look_gpus(ask: Mapping[str, Any]) -> dict[str, Any]:
+    """Doctor's facts of the GPUs, in their order; empty without nvidia-smi: no more is asked of a machine then."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    within_s = 9.0
+    report, links = Command(_REPORT, within_s), Command(("nvidia-smi", "nvlink", "-s"), within_s)
+    kernel = KernelLog(_DAY_S, within_s)
+    gpus = read_report(report.answer())
+    return {
+        "report": [{"bus": bus, **{name: gpu[name] for name in _SECTIONS if name in gpu}} for bus, gpu in gpus.items()],
+        "links": read_links(links.answer()),
+        "xids": kernel.xid_lines(),
+    }

@@ -1,0 +1,190 @@
+"""The table of faults of a device and of its libraries: a text of CUDA, cuBLAS or NCCL -> what it means, what to do.
+
+A text is the message of an exception or a line of standard error: NCCL's watchdog ends a rank from a thread without
+Python, and says why nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFault:
+    """A row of the table."""
+
+    name: str
+    """Of the cause."""
+    pattern: str
+    """Regular expression that is found in the text."""
+    means: str
+    """Half a sentence, after "that is"."""
+    remedy: str
+    unfit: bool = False
+    """The host is at fault: a restart should leave it out."""
+    again: bool = True
+    """Another start may do better."""
+
+    def matches(self, text: str) -> bool:
+        return re.search(self.pattern, text) is not None
+
+
+_LOOK = "Look at `nvidia-smi -q` and at `dmesg | grep -i xid` on the host; a reset or a reboot may be needed."
+OUT_OF_MEMORY = DeviceFault(
+    name="out_of_memory",
+    pattern=r"out of memory|^MemoryError|CU\w+_STATUS_ALLOC_FAILED|Failed to CUDA (host )?[cm]alloc",
+    means="memory ran out",
+    remedy="Lower train.micro_batch, or choose a higher ZeRO stage or offload.",
+)
+FAULTS = (
+    DeviceFault(
+        name="duplicate_gpu",
+        pattern=r"Duplicate GPU detected",
+        means="two ranks use one GPU",
+        remedy="Give each host no more slots than it has GPUs, no host twice, and no CUDA_VISIBLE_DEVICES that hides "
+        "some; NCCL cannot join several MIG instances of one GPU.",
+        again=False,
+    ),
+    DeviceFault(
+        name="gpu_memory",
+        pattern=r"uncorrectable ECC error|cudaErrorECCUncorrectable",
+        means="the GPU's memory has an error that cannot be corrected",
+        remedy=_LOOK,
+        unfit=True,
+    ),
+    DeviceFault(
+        name="nvlink",
+        pattern=r"uncorrectable NVLink error|cudaErrorNvlinkUncorrectable",
+        means="a link between the GPUs has failed",
+        remedy=_LOOK,
+        unfit=True,
+    ),
+    DeviceFault(
+        name="gpu_lost",
+        pattern=r"GPU is lost|fallen off the bus|hardware stack error|no CUDA-capable device is detected|"
+        r"CUDA error: unknown error|Unable to determine the device handle",
+        means="the GPU does not answer its driver any more",
+        remedy=_LOOK,
+        unfit=True,
+    ),
+    DeviceFault(
+        name="gpu_in_use",
+        pattern=r"device\(s\) is/are busy or unavailable|cudaErrorDevicesUnavailable",
+        means="the GPU is held by another process alone (compute mode), or is in a bad state",
+        remedy="`nvidia-smi` shows who uses it; `nvidia-smi -c DEFAULT` lets several processes use it. " + _LOOK,
+    ),
+    DeviceFault(
+        name="fabric_manager",
+        pattern=r"system not yet initialized|cudaErrorSystemNotReady|system has unsupported display driver",
+        means="the host's GPUs are not ready: its fabric manager does not run, or not in the driver's version",
+        remedy="On the host: systemctl restart nvidia-fabricmanager; `llmtrain doctor` looks at the fabric's state.",
+        unfit=True,
+    ),
+    DeviceFault(
+        name="no_kernel_image",
+        pattern=r"no kernel image is available|device kernel image is invalid|named symbol not found",
+        means="this build of torch, or a compiled op, has no code for this kind of GPU",
+        remedy="Install a torch that names the GPU in torch.cuda.get_arch_list(), and remove ops that were compiled "
+        "elsewhere (~/.cache/torch_extensions).",
+        again=False,
+    ),
+    DeviceFault(
+        name="driver_too_old",
+        pattern=r"driver version is insufficient|NVIDIA driver on your system is too old|"
+        r"PTX was compiled with an unsupported toolchain",
+        means="the driver is older than this build of torch wants",
+        remedy="Install a newer driver on the host, or a torch for an older CUDA.",
+        again=False,
+    ),
+    DeviceFault(
+        name="no_peer_access",
+        pattern=r"peer access is not supported|peer mapping resources exhausted",
+        means="two GPUs of a host cannot reach each other's memory",
+        remedy="`nvidia-smi topo -p2p r` shows which; NCCL_P2P_DISABLE=1 goes through host memory, and is slower.",
+        again=False,
+    ),
+    DeviceFault(
+        name="shared_memory",
+        pattern=r"Error while creating shared memory segment|posix_fallocate failed|while attaching to shared memory",
+        means="/dev/shm is too small for NCCL",
+        remedy="mount -o remount,size=50% /dev/shm on the host (docker run --shm-size 16g); `llmtrain doctor` looks at "
+        "it.",
+        again=False,
+    ),
+    DeviceFault(
+        name="device_assert",
+        pattern=r"device-side assert triggered|cudaErrorAssert",
+        means="a kernel met a value that it must not, mostly an index beyond its table: a token or label not below "
+        "model.config's vocab_size, a position beyond its limit",
+        remedy="The line above it, `Assertion ... failed`, tells which, and CUDA_LAUNCH_BLOCKING=1 makes the traceback "
+        "true. A restart has the same data.",
+        again=False,
+    ),
+    OUT_OF_MEMORY,
+    DeviceFault(
+        name="illegal_address",
+        pattern=r"illegal memory access|misaligned address|illegal instruction was encountered|unspecified launch "
+        r"failure|invalid program counter|invalid device pointer|cudaErrorIllegalAddress|cudaErrorLaunchFailure",
+        means="a kernel read or wrote outside of its tensors: a bug in a kernel, or a broken GPU",
+        remedy="CUDA_LAUNCH_BLOCKING=1 makes the traceback true. If it is always the same host, leave that out.",
+    ),
+    DeviceFault(
+        name="gpu_error",
+        pattern=r"CUDA error:|Cuda failure|unhandled cuda error|CU(BLAS|DNN|SPARSE|SOLVER)_STATUS_(?!SUCCESS)\w+",
+        means="a call of the device's libraries failed",
+        remedy=_LOOK,
+    ),
+)
+"""The first that matches is right: what is told apart stands before what is general."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedOut:
+    """What NCCL's watchdog says of a collective that took too long."""
+
+    number: int
+    """Its number in its process group."""
+    name: str
+    limit_s: float
+
+
+_TIMED_OUT = re.compile(
+    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<name>\w+),"
+    r".*?Timeout\(ms\)=(?P<limit>\d+)\)"
+)
+# Of standard error: torch's logging of errors, what std::terminate prints of an exception, NCCL's own log.
+_ENDS = re.compile(r"\s*(?:(?:\[rank\d+\]:)?\[[EF]\d+ [^\]]*\]|what\(\):|.*NCCL WARN)\s*(?P<said>.+)$")
+
+
+def device_fault(text: str) -> DeviceFault | None:
+    """The row for a text; None when it tells of no fault of a device or its libraries."""
+    return next((row for row in FAULTS if row.matches(text)), None)
+
+
+def timed_out(text: str) -> TimedOut | None:
+    """None when the text is not the watchdog's."""
+    match = _TIMED_OUT.search(text)
+    if match is None:
+        return None
+    return TimedOut(number=int(match["number"]), name=match["name"].lower(), limit_s=int(match["limit"]) / 1000)
+
+
+def with_reason(message: str) -> str:
+    """The first line of an exception's message; of NCCL's the reason, too: it stands after a line "Last error:"."""
+    first, *more = message.strip().splitlines() or [""]
+    return " ".join([first, *(line for before, line in pairwise([first, *more]) if before.startswith("Last error"))])
+
+
+def telling_line(output: str) -> str:
+    """The line of a rank's standard error that tells of such a fault; empty if none does.
+
+    The first one: what follows it is its consequence. Only lines that end something count, no warnings.
+    """
+    for line in output.splitlines():
+        if match := _ENDS.match(line):
+            said = match["said"].strip()
+            if timed_out(said) or device_fault(said):
+                return said[:500]
+    return ""

@@ -1,0 +1,85 @@
+"""The end of what a rank and its libraries print on standard error, kept for the watch.
+
+NCCL's watchdog ends a rank from a thread without Python, and its reason stands there only. A process hands everything
+on as it comes: a thread of the rank would die with it, and the last words with the thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_KEPT_BYTES = 64 << 10
+_STARTS_S = 5.0
+
+_own: int | None = None
+"""Descriptor of standard error as it was."""
+
+
+def keep_end(path: Path, start: Callable[[list[str], int], None]) -> None:
+    """From now on what this process and its children print on standard error goes through one that keeps its end.
+
+    Args:
+        path: the file for it; it holds at most the last 64 KiB.
+        start: starts a process that is no child of ours, with a word list and a descriptor for its standard input.
+
+    Raises:
+        OSError: it could not be started; standard error stays as it was.
+    """
+    global _own
+    reading, writing = os.pipe()
+    try:
+        start([sys.executable, "-m", __name__, str(path)], reading)
+        deadline = time.monotonic() + _STARTS_S
+        while not path.exists():  # else nobody would read what we print
+            if time.monotonic() > deadline:
+                raise TimeoutError(110, "the process that keeps the end of standard error does not start", str(path))
+            time.sleep(0.01)
+        sys.stderr.flush()
+        _own = os.dup(2)
+        os.dup2(writing, 2)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def mend() -> None:
+    """If that process is gone, print as before: no rank may end of words that nobody reads. Call it now and then."""
+    global _own
+    if _own is None:
+        return
+    poll = select.poll()
+    poll.register(2, 0)
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
+        os.dup2(_own, 2)
+        os.close(_own)
+        _own = None
+
+
+def main(path: Path) -> int:
+    """Entry point of the process: from standard input to standard error, until nobody prints any more."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end, heard = bytearray(), True
+    path.touch(mode=0o600)
+    while data := os.read(0, 1 << 16):
+        end += data
+        del end[:-_KEPT_BYTES]
+        with contextlib.suppress(OSError):  # first: whoever prints it may be about to die
+            path.write_bytes(end)
+        while data and heard:
+            try:
+                data = data[os.write(2, data) :]
+            except OSError:  # its reader is gone: the run is not
+                heard = False
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,116 @@
+"""What the device does and what torch.compile does, told to the watch.
+
+A rank that waits for its device polls (cudaStreamSynchronize does, and NCCL's threads): a busy processor is no sign of
+progress there. So an event goes into the device's queue with every micro-batch, and a thread beats when the device has
+come to it. Compiling, which the processor does pace, is a phase of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from llmtrain.cluster.watch import watched
+from llmtrain.cluster.watch.heartbeat import Heartbeat, heart
+
+_POLL_S = 0.25
+
+
+class Event(Protocol):
+    """As torch.cuda.Event: a place in the device's queue."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+class DeviceProgress:
+    """The marks of one rank in its device's queue."""
+
+    def __init__(self, beats: Heartbeat, new_event: Callable[[], Event]) -> None:
+        self._beats, self._new_event = beats, new_event
+        self._ahead: deque[Event] = deque()
+        beats.on_device()
+
+    def mark(self) -> None:
+        """A micro-batch, or an update, has been handed to the device."""
+        event = self._new_event()
+        event.record()
+        self._beats.gave()
+        self._ahead.append(event)
+
+    def look(self) -> None:
+        """Beat for the marks that the device has come to; from any thread. Raises RuntimeError: the device failed."""
+        done = 0
+        while self._ahead and self._ahead[0].query():
+            self._ahead.popleft()
+            done += 1
+        if done:
+            self._beats.device_did(done)
+
+
+_progress: DeviceProgress | None = None
+
+
+def begin(device: torch.device) -> None:
+    """Tell of this rank's device from now on, once a process. Nothing happens without CUDA."""
+    global _progress
+    if device.type != "cuda" or _progress is not None:
+        return
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder: on by default in newer torch only
+    _progress = DeviceProgress(heart, torch.cuda.Event)
+    threading.Thread(target=_tend, args=(_progress, device), name="device-progress", daemon=True).start()
+
+
+def mark() -> None:
+    """See `DeviceProgress.mark`; without a device nothing."""
+    if _progress is not None:
+        _progress.mark()
+
+
+def _tend(progress: DeviceProgress, device: torch.device) -> None:
+    torch.cuda.set_device(device)  # a new thread's is GPU 0, and a context there takes 0.5 GB of it
+    while True:
+        time.sleep(_POLL_S)
+        with contextlib.suppress(RuntimeError):  # the device failed: the main thread meets it, too, and says where
+            progress.look()
+        watched.tend(flight_recorder)
+
+
+def flight_recorder() -> Mapping[str, Any]:
+    """What NCCL's flight recorder holds; torch's builds for CUDA have it. Raises AttributeError without."""
+    trace: bytes = torch._C._distributed_c10d._dump_nccl_trace_json()  # type: ignore[attr-defined]
+    found: dict[str, Any] = json.loads(trace)
+    return found
+
+
+_told = False
+
+
+def tell_compilation() -> None:
+    """While torch.compile compiles, whichever thread it is in, the rank is in the phase `compile`. Once a process."""
+    global _told
+    if _told:
+        return
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+
+    before = [heart.in_phase()]
+
+    def starts(_: Any) -> None:
+        before[0] = heart.in_phase()
+        heart.phase("compile")
+
+    def ends(_: Any) -> None:
+        heart.phase(before[0])
+
+    on_compile_start(starts)
+    on_compile_end(ends)
+    _told = True
