@@ -65,6 +65,7 @@ class Facts:
     offload_optimizer: bool
     offload_param: bool
     activation_checkpointing: bool
+    may_compile_layers: bool
     pipeline_partition: str | tuple[int, ...]
     notes: tuple[str, ...]
 
@@ -94,7 +95,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         bf16=bf16,
         offload_optimizer=offload["optimizer"],
         offload_param=offload["param"],
-        compile_layers=run.model.compile_layers,
+        compile_layers=bool(run.model.compile_layers),
         mlp_tiles=run.model.mlp_tile_tokens is not None,
         muon=run.optim.name == "muon",
         clip_norm=run.optim.clip_norm or 0.0,
@@ -124,6 +125,8 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         zero_stage=mix.zero_stage,
         offload_optimizer=offload["optimizer"],
         offload_param=offload["param"],
+        may_compile_layers="model.compile_layers"
+        not in {key for rule in clashes(replace(mix, compile_layers=True)) for key in rule.keys},
         activation_checkpointing=isinstance(tree.get("activation_checkpointing"), dict),
         pipeline_partition=partition,
         notes=tuple(notes),

@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.config.run import ResolvedRun
@@ -19,8 +22,11 @@ from llmtrain.engine.fragments import refresh
 from llmtrain.engine.pipeline_step import PipelineStepper, make_stepper
 from llmtrain.engine.step import Stepper
 from llmtrain.engine.weights import fill_parameters, prove_weights
-from llmtrain.errors import ModelError, UserError
+from llmtrain.errors import ConfigError, ModelError, UserError
+from llmtrain.models import compiler
+from llmtrain.models.build import load_config
 from llmtrain.models.forms import build_model
+from llmtrain.models.parallel.experts import experts_per_token
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.source import ParameterSource
 
@@ -34,8 +40,46 @@ def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Stepper:
     """
     with together(ranks):
         check_device(resolved)
+    with together(ranks):
+        resolved = _layers_decided(resolved, ranks)
         model = build_model(resolved, ranks.device, mesh)
     return make_stepper(build_engine(model, resolved, mesh), ranks, mesh)
+
+
+def _layers_decided(resolved: ResolvedRun, ranks: Ranks) -> ResolvedRun:
+    """The run with an answer to model.compile_layers, the same on all ranks; all of them must call it.
+
+    Raises: ConfigError, when it is true and some rank cannot compile.
+    """
+    wanted, device = resolved.run.model.compile_layers, ranks.device
+    compiles = bool(wanted)
+    if wanted or device.type == "cuda":
+        reason = _agreed_trouble(ranks)
+        if wanted and reason is not None:
+            raise ConfigError(
+                f"model.compile_layers is true, but torch.compile does not work here ({device.type}): {reason}. Set it "
+                "to false, or to null: layers are then compiled where that works."
+            )
+        if wanted is None and reason is None and resolved.may_compile_layers:
+            # A mixture of experts is watched in the middle of its layers (models/parallel/experts.py), each on its own.
+            compiles = experts_per_token(load_config(resolved.run.model)) is None
+    model = replace(resolved.run.model, compile_layers=compiles)
+    return replace(resolved, run=replace(resolved.run, model=model))
+
+
+def _agreed_trouble(ranks: Ranks) -> str | None:
+    """Why torch.compile is not used; one rank that cannot is enough.
+
+    Compiled code rounds otherwise: what ranks hold alike would part where only some of them have it.
+    """
+    reasons: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(reasons, compiler.trouble(ranks.device), group=ranks.control)
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            if reasons[ranks.rank] is None:
+                compiler.do_without(ranks.device, f"rank {rank}: {reason}")
+            return str(reason)
+    return None
 
 
 def write_weights(stepper: Stepper, source: ParameterSource, ranks: Ranks) -> None:
@@ -56,7 +100,7 @@ def prove_loss(stepper: Stepper, row: Tensor, ranks: Ranks, *, isolate_documents
     few = row[:_PROVED_TOKENS].unsqueeze(0)
     # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
     failures = contextlib.nullcontext() if isinstance(stepper, PipelineStepper) else _failures_in_transformers()
-    with together(ranks), failures:
+    with together(ranks), failures, compiler.uncompiled():
         stepper.check_head(few)
         if isolate_documents:
             stepper.check_isolation(few[:, : few.shape[1] // 2 * 2])

@@ -1,0 +1,39 @@
+"""The graphs that torch.compile makes of decoder layers, counted by a backend of the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from llmtrain.data.loader import MicroBatch
+from llmtrain.models import compiler
+from tests.helpers.training import GLOBAL_BATCH, LENGTH, Case, make_engine, train_steps
+
+
+def graphs_of(case: Case) -> list[tuple[bool, list[str]]]:
+    """(with gradients, sizes that are symbols) of each graph that a start, training and an evaluation compile."""
+    found: list[tuple[bool, list[str]]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        symbols = [str(given) for given in inputs if isinstance(given, torch.SymInt)]
+        found.append((torch.is_grad_enabled(), symbols))
+        return graph.forward
+
+    plain = nn.Module.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "compile", lambda self, **kwargs: plain(self, backend=backend, **kwargs))
+        patch.setattr(compiler, "_answers", {"cpu": None, "cuda": None})
+        torch._dynamo.reset()
+        engine, stepper, ranks = make_engine(case)
+        assert found == [], "a check before training has compiled something"
+        train_steps(case, stepper, ranks, 0, 2)
+        rows = GLOBAL_BATCH // ranks.world_size // case.accumulation
+        tokens = torch.arange(rows * LENGTH).view(rows, LENGTH)
+        stepper.evaluate([MicroBatch(inputs=tokens, labels=tokens, sample_indices=[])] * 2)
+        train_steps(case, stepper, ranks, 2, 3)
+        engine.destroy()
+        torch._dynamo.reset()
+    return found

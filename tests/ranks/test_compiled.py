@@ -1,0 +1,85 @@
+"""Compiled decoder layers: static shapes, one graph for each kind of layer, the losses of plain PyTorch."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from llmtrain.engine.control import AgreedError
+from llmtrain.models import compiler
+from tests.helpers.compiled import graphs_of
+from tests.helpers.training import LLAMA, Case, make_engine, run_case, shortened
+
+TWO_KINDS = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+CHECKPOINTED = {"activation_checkpointing": {"partition_activations": False}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [({}, 1), ({"model": TWO_KINDS}, 2), ({"extra": CHECKPOINTED}, 1), ({"isolate_documents": True}, 1)],
+    ids=["one kind", "two kinds", "recomputed", "documents"],
+)
+def test_each_kind_of_layer_is_one_graph_of_fixed_sizes(pools, small_data, changes, kinds):
+    """Four layers. The start-up checks have other shapes, and compile nothing."""
+    case = Case(data=small_data, stage=1, accumulation=3, steps=4, compile_layers=True, **changes)
+    (graphs,) = pools(1).run(graphs_of, case)
+    assert [symbols for _, symbols in graphs] == [[]] * len(graphs)
+    assert [gradients for gradients, _ in graphs].count(True) == kinds
+    assert [gradients for gradients, _ in graphs].count(False) == kinds  # of the evaluation
+
+
+def compiled_run(case: Case, cache: str) -> list[float]:
+    """Losses with inductor's code for this machine, whose caches are in a folder of the test."""
+    import torch._inductor.config as settings
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        patch.setattr(settings, "compile_threads", 1)
+        patch.setattr(compiler, "_answers", {})
+        torch._dynamo.reset()
+        losses = run_case(case).losses
+        frames = torch._dynamo.utils.counters["frames"]["ok"]
+        torch._dynamo.reset()
+    assert frames > 0
+    return losses
+
+
+def test_compiled_layers_have_the_losses_of_plain_pytorch(pools, small_data, tmp_path):
+    case = Case(data=small_data, stage=2, steps=5, model={**LLAMA, "num_hidden_layers": 2})
+    want = pools(1).run(run_case, case)[0].losses
+    got = pools(1).run(compiled_run, shortened(case, compile_layers=True), str(tmp_path))[0]
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 2e-6  # fp32; another order of sums
+    assert got != want, "the layers were not compiled"
+
+
+def started(case: Case, answers: list[str | None]) -> tuple[str, bool]:
+    """(what the start of an engine says, whether anything may be compiled afterwards), by what each rank can do."""
+    import torch.distributed as dist
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "_answers", {"cpu": answers[int(os.environ["RANK"])]})
+        said = ""
+        try:
+            make_engine(case)[0].destroy()
+        except AgreedError as error:
+            said = str(error)
+        dist.barrier()
+        return said, compiler.trouble(torch.device("cpu")) is None
+
+
+def test_what_one_rank_cannot_compile_is_compiled_on_none(pools, small_data):
+    case = Case(data=small_data, stage=1, compile_layers=True)
+    for said, compiles in pools(2).run(started, case, [None, "no g++"]):
+        assert not compiles
+        assert "model.compile_layers is true" in said and "no g++" in said and "null" in said
