@@ -82,6 +82,7 @@ class Mix:
     offload_param: bool = False
     compile_layers: bool = False
     mlp_tiles: bool = False
+    layer_inputs_on_host: bool = False
     muon: bool = False
     clip_norm: float = 0.0
     reduce_scatter: bool = False
@@ -132,6 +133,12 @@ RULES: tuple[Rule, ...] = (
         broken=lambda m: m.mlp_tiles and m.compile_layers,
         reason="the slices of an MLP run through a backward pass of their own, which torch.compile does not see into",
         remedy="set one of them to null or false",
+    ),
+    Rule(
+        keys=("activation_checkpointing.cpu_checkpointing", "model.compile_layers"),
+        broken=lambda m: m.layer_inputs_on_host and m.compile_layers,
+        reason="the layers' inputs go to the host in hooks that torch.compile cannot trace: nothing would be compiled",
+        remedy="set one of them to false",
     ),
     Rule(
         keys=("optim.name", "optim.clip_norm"),

@@ -52,19 +52,27 @@ def _layers_decided(resolved: ResolvedRun, ranks: Ranks) -> ResolvedRun:
     Raises: ConfigError, when it is true and some rank cannot compile.
     """
     wanted, device = resolved.run.model.compile_layers, ranks.device
-    compiles = bool(wanted)
-    if wanted or device.type == "cuda":
+    compiles = False
+    if wanted or device.type == "cuda":  # where there is the loss to compile, and Muon
         reason = _agreed_trouble(ranks)
         if wanted and reason is not None:
             raise ConfigError(
                 f"model.compile_layers is true, but torch.compile does not work here ({device.type}): {reason}. Set it "
                 "to false, or to null: layers are then compiled where that works."
             )
-        if wanted is None and reason is None and resolved.may_compile_layers:
-            # A mixture of experts is watched in the middle of its layers (models/parallel/experts.py), each on its own.
-            compiles = experts_per_token(load_config(resolved.run.model)) is None
+        compiles = reason is None and (_compiles_unasked(resolved) if wanted is None else wanted)
     model = replace(resolved.run.model, compile_layers=compiles)
     return replace(resolved, run=replace(resolved.run, model=model))
+
+
+def _compiles_unasked(resolved: ResolvedRun) -> bool:
+    """Whether a layer becomes one graph, and layers of one kind the same.
+
+    Row maps of tensor parallelism break it; where experts are watched, each layer has a graph of its own, and torch
+    gives up after 8; and a collective in compiled code is not counted for the watch (engine/collectives.py).
+    """
+    shared = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
+    return resolved.may_compile_layers and not shared and experts_per_token(load_config(resolved.run.model)) is None
 
 
 def _agreed_trouble(ranks: Ranks) -> str | None:

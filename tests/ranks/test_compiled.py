@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from llmtrain.engine import start
 from llmtrain.engine.control import AgreedError
 from llmtrain.models import compiler
 from tests.helpers.compiled import graphs_of
-from tests.helpers.training import LLAMA, Case, make_engine, run_case, shortened
+from tests.helpers.training import LLAMA, Case, Trace, joined, make_engine, resolved_run, run_case, shortened
 
 TWO_KINDS = {
     **LLAMA,
@@ -25,21 +27,25 @@ CHECKPOINTED = {"activation_checkpointing": {"partition_activations": False}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "kinds"),
-    [({}, 1), ({"model": TWO_KINDS}, 2), ({"extra": CHECKPOINTED}, 1), ({"isolate_documents": True}, 1)],
+    ("changes", "kinds", "evaluated"),
+    [
+        ({}, 1, 1),
+        ({"model": TWO_KINDS}, 2, 2),
+        ({"extra": CHECKPOINTED}, 1, 2),  # transformers then lets the embeddings require gradients: another first layer
+        ({"isolate_documents": True}, 1, 1),
+    ],
     ids=["one kind", "two kinds", "recomputed", "documents"],
 )
-def test_each_kind_of_layer_is_one_graph_of_fixed_sizes(pools, small_data, changes, kinds):
+def test_each_kind_of_layer_is_one_graph_of_fixed_sizes(pools, small_data, changes, kinds, evaluated):
     """Four layers. The start-up checks have other shapes, and compile nothing."""
     case = Case(data=small_data, stage=1, accumulation=3, steps=4, compile_layers=True, **changes)
     (graphs,) = pools(1).run(graphs_of, case)
     assert [symbols for _, symbols in graphs] == [[]] * len(graphs)
-    assert [gradients for gradients, _ in graphs].count(True) == kinds
-    assert [gradients for gradients, _ in graphs].count(False) == kinds  # of the evaluation
+    assert [gradients for gradients, _ in graphs] == [True] * kinds + [False] * evaluated
 
 
-def compiled_run(case: Case, cache: str) -> list[float]:
-    """Losses with inductor's code for this machine, whose caches are in a folder of the test."""
+def compiled_run(case: Case, cache: str) -> tuple[Trace, int]:
+    """(what it left, graphs that inductor compiled for this machine). Its caches are in a folder of the test."""
     import torch._inductor.config as settings
 
     with pytest.MonkeyPatch.context() as patch:
@@ -48,19 +54,21 @@ def compiled_run(case: Case, cache: str) -> list[float]:
         patch.setattr(settings, "compile_threads", 1)
         patch.setattr(compiler, "_answers", {})
         torch._dynamo.reset()
-        losses = run_case(case).losses
-        frames = torch._dynamo.utils.counters["frames"]["ok"]
+        torch._dynamo.utils.counters.clear()
+        trace = run_case(case)
+        graphs = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
         torch._dynamo.reset()
-    assert frames > 0
-    return losses
+    return trace, graphs
 
 
 def test_compiled_layers_have_the_losses_of_plain_pytorch(pools, small_data, tmp_path):
     case = Case(data=small_data, stage=2, steps=5, model={**LLAMA, "num_hidden_layers": 2})
-    want = pools(1).run(run_case, case)[0].losses
-    got = pools(1).run(compiled_run, shortened(case, compile_layers=True), str(tmp_path))[0]
-    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 2e-6  # fp32; another order of sums
-    assert got != want, "the layers were not compiled"
+    (want,) = pools(1).run(run_case, case)
+    ((got, graphs),) = pools(1).run(compiled_run, shortened(case, compile_layers=True), str(tmp_path))
+    assert graphs == 3  # the trial of the compiler; for both layers one forward, one backward
+    for a, b in ((got.losses, want.losses), (got.norms, want.norms)):
+        assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 2e-6  # fp32; another order of sums
+    assert got.norms != want.norms, "the layers were not compiled"
 
 
 def started(case: Case, answers: list[str | None]) -> tuple[str, bool]:
@@ -83,3 +91,31 @@ def test_what_one_rank_cannot_compile_is_compiled_on_none(pools, small_data):
     for said, compiles in pools(2).run(started, case, [None, "no g++"]):
         assert not compiles
         assert "model.compile_layers is true" in said and "no g++" in said and "null" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "compiles"),
+    [
+        ({}, True),
+        ({"precision": "bf16", "stage": 2, "extra": CHECKPOINTED}, True),
+        ({"stage": 3}, False),
+        ({"extra": {"activation_checkpointing": {"cpu_checkpointing": True}}}, False),
+        ({"mlp_tile_tokens": 8}, False),
+        ({"tensor": 2}, False),
+        ({"sequence": 2}, False),
+        ({"model": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}}, False),
+        ({"compile_layers": False}, False),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_whether_a_gpu_compiles_layers_unasked(pools, small_data, changes, compiles):
+    case = Case(data=small_data, **{"stage": 1, "compile_layers": None, **changes})
+    assert pools(2).run(decided_on_cuda, case, None) == [compiles] * 2
+    assert pools(2).run(decided_on_cuda, case, "no gcc") == [False] * 2
+
+
+def decided_on_cuda(case: Case, trouble: str | None) -> bool | None:
+    ranks = replace(joined(), device=torch.device("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "_answers", {"cuda": trouble})
+        return start._layers_decided(resolved_run(case, ranks.world_size), ranks).run.model.compile_layers
