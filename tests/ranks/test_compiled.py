@@ -44,6 +44,11 @@ def test_each_kind_of_layer_is_one_graph_of_fixed_sizes(pools, small_data, chang
     assert [gradients for gradients, _ in graphs] == [True] * kinds + [False] * evaluated
 
 
+def test_so_is_each_kind_of_layer_of_a_pipelines_stage(pools, small_data):
+    case = Case(data=small_data, stage=1, accumulation=3, pipeline=2, steps=4, compile_layers=True)
+    assert pools(2).run(graphs_of, case) == [[(True, []), (False, [])]] * 2
+
+
 def compiled_run(case: Case, cache: str) -> tuple[Trace, int]:
     """(what it left, graphs that inductor compiled for this machine). Its caches are in a folder of the test."""
     import torch._inductor.config as settings
