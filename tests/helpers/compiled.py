@@ -1,7 +1,10 @@
-"""The graphs that torch.compile makes of decoder layers, counted by a backend of the tests."""
+"""torch.compile in tests: in a folder of its own, or with a backend that counts graphs."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,20 @@ from torch import nn
 from llmtrain.data.loader import MicroBatch
 from llmtrain.models import compiler
 from tests.helpers.training import GLOBAL_BATCH, LENGTH, Case, make_engine, train_steps
+
+
+@contextlib.contextmanager
+def inductor_in(folder: Path) -> Iterator[None]:
+    """torch.compile with its caches in a folder of the test, no processes beside this one, and no memory of before."""
+    import torch._inductor.config as settings
+
+    with pytest.MonkeyPatch.context() as patch, settings.patch(compile_threads=1):
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        yield
+        torch._dynamo.reset()
 
 
 def graphs_of(case: Case) -> list[tuple[bool, list[str]]]:

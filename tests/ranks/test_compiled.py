@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from llmtrain.engine import start
 from llmtrain.engine.control import AgreedError
 from llmtrain.models import compiler
-from tests.helpers.compiled import graphs_of
+from tests.helpers.compiled import graphs_of, inductor_in
 from tests.helpers.training import LLAMA, Case, Trace, joined, make_engine, resolved_run, run_case, shortened
 
 TWO_KINDS = {
@@ -50,20 +51,11 @@ def test_so_is_each_kind_of_layer_of_a_pipelines_stage(pools, small_data):
 
 
 def compiled_run(case: Case, cache: str) -> tuple[Trace, int]:
-    """(what it left, graphs that inductor compiled for this machine). Its caches are in a folder of the test."""
-    import torch._inductor.config as settings
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
-        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        patch.setattr(settings, "compile_threads", 1)
+    """(what it left, graphs that inductor compiled for this machine)."""
+    with pytest.MonkeyPatch.context() as patch, inductor_in(Path(cache)):
         patch.setattr(compiler, "_answers", {})
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
         trace = run_case(case)
-        graphs = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
-        torch._dynamo.reset()
-    return trace, graphs
+        return trace, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
 
 
 def test_compiled_layers_have_the_losses_of_plain_pytorch(pools, small_data, tmp_path):

@@ -20,7 +20,7 @@ from llmtrain.engine import build
 from llmtrain.models import compiler, loss
 
 reason = compiler.trouble(torch.device("cpu"))
-assert reason and "build-essential" in reason, reason
+assert reason and "build-essential" in reason and "TORCHDYNAMO" not in reason, reason
 assert compiler.trouble(torch.device("cpu")) is reason
 
 # The same answer on CUDA: the loss and Muon go on as plain PyTorch.
@@ -48,8 +48,6 @@ print("went on")
 
 
 def test_without_a_compiler_the_run_goes_on_uncompiled(tmp_path: Path):
-    for compilers in ("CC", "CXX"):
-        assert os.path.exists("/bin/false"), compilers
     environment = {
         **os.environ,
         "CC": "/bin/false",
@@ -60,22 +58,21 @@ def test_without_a_compiler_the_run_goes_on_uncompiled(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", WITHOUT], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("went on\n"), done.stdout + done.stderr
     assert done.stderr.count("warning: torch.compile is not used on this device (cpu)") == 1
-    assert os.listdir(tmp_path) == []
+    assert [name for name in os.listdir(tmp_path) if not name.startswith("torchinductor_")] == []  # torch's own, empty
 
 
 def test_compiling_takes_a_ranks_share_of_the_cores(monkeypatch):
     from torch._inductor import config
 
-    monkeypatch.setattr(config, "compile_threads", 32)
     monkeypatch.setattr(os, "cpu_count", lambda: 24)
     monkeypatch.setenv("LOCAL_SIZE", "8")
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    compiler.share_cores()
-    assert config.compile_threads == 3 and os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "3"
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
-    monkeypatch.setattr(config, "compile_threads", 5)
-    compiler.share_cores()
-    assert config.compile_threads == 5
+    with config.patch(compile_threads=32):
+        compiler.share_cores()
+        assert config.compile_threads == 32 and os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "5"
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+        compiler.share_cores()
+        assert config.compile_threads == 3 and os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "3"
 
 
 @pytest.mark.parametrize("disabled", [False, True])

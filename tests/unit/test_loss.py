@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from llmtrain.models import compiler, loss
 from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum
+from tests.helpers.compiled import inductor_in
 
 FORMS = {
     "plain": HeadForm(),
@@ -80,24 +81,10 @@ def test_both_ways_compute_the_definition(monkeypatch, way, dtype, bias, form):
     assert error < (2e-6 if dtype == torch.float32 else 6e-3)
 
 
-@pytest.fixture(scope="module")
-def inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """torch.compile with its caches in a folder of the test, and no processes beside this one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        import torch._inductor.config as settings
-
-        patch.setattr(settings, "compile_threads", 1)
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     ("name", "bias"), [("plain", False), pytest.param("scaled and capped", True, marks=pytest.mark.slow)]
 )
-def test_compiled_it_is_the_same_and_makes_no_fp32_logits(inductor, monkeypatch, name, bias):
+def test_compiled_it_is_the_same_and_makes_no_fp32_logits(tmp_path, monkeypatch, name, bias):
     """Inductor's code for the CPU: of the logits' size, it gives memory to their bf16 gradient only.
 
     With a cap, inductor keeps fp32 values on a CPU (not on CUDA): it takes a tanh there for dearer than memory.
@@ -106,9 +93,11 @@ def test_compiled_it_is_the_same_and_makes_no_fp32_logits(inductor, monkeypatch,
 
     tensors = problem(torch.bfloat16, bias=bias)
     monkeypatch.setattr(loss, "_elementwise", lambda device: loss._fused)
-    with compiler.uncompiled():
+    with monkeypatch.context() as patch:
+        patch.setattr(loss, "_compiled", lambda function: function)
         plain = results(tensors, FORMS[name], chunk=TOKENS)
-    got, codes = run_and_get_code(results, tensors, FORMS[name], chunk=TOKENS)
+    with inductor_in(tmp_path):
+        got, codes = run_and_get_code(results, tensors, FORMS[name], chunk=TOKENS)
     assert len(codes) == 2
     assert worst(got, definition(tensors, FORMS[name])) < 6e-3
     assert worst(got, [t.float() for t in plain]) < 2e-3  # bf16 that is rounded up instead of down, here and there
