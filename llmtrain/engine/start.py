@@ -43,6 +43,8 @@ def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Stepper:
     with together(ranks):
         resolved = _layers_decided(resolved, ranks)
         model = build_model(resolved, ranks.device, mesh)
+    if resolved.run.model.compile_layers:
+        model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
     return make_stepper(build_engine(model, resolved, mesh), ranks, mesh)
 
 

@@ -227,8 +227,8 @@ def _adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
     return torch.allclose(total, want, rtol=1e-6, atol=0.0)
 
 
-_SCALED_AT_ONCE = 2**22
-"""Elements."""
+_SCALED_AT_ONCE = 1024
+"""Rows."""
 
 
 def _scale(values: Tensor, factor: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def _scale(values: Tensor, factor: Tensor) -> Tensor:
     """
     if values.dtype == torch.float32:
         return values.mul_(factor)
-    for part in values.view(-1).split(_SCALED_AT_ONCE):  # no second tensor of that size
+    for part in values.split(_SCALED_AT_ONCE):  # no second tensor of that size
         part.copy_(part.float().mul_(factor))
     return values
 

@@ -46,6 +46,7 @@ def graphs_of(case: Case) -> list[tuple[bool, list[str]]]:
         torch._dynamo.reset()
         engine, stepper, ranks = make_engine(case)
         assert found == [], "a check before training has compiled something"
+        assert any("torch.compile" in note for note in engine.module.notes)
         train_steps(case, stepper, ranks, 0, 2)
         rows = 1 + GLOBAL_BATCH // case.accumulation  # another shape, from which torch would make a dynamic one
         tokens = torch.arange(rows * LENGTH).view(rows, LENGTH)

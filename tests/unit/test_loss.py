@@ -203,7 +203,7 @@ class LowPrecisionFactors(TorchDispatchMode):
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 0.3017), (torch.float16, 70_000.0)])
 def test_gradients_are_scaled_in_fp32_and_rounded_once(monkeypatch, dtype, factor):
     """By a factor between two numbers of bf16, and by one that fp16 has no number for: it carries the loss scale."""
-    monkeypatch.setattr(loss, "_SCALED_AT_ONCE", 100)
+    monkeypatch.setattr(loss, "_SCALED_AT_ONCE", 10)
     tensors = problem(dtype, bias=True)
     exact = results(tensors, HeadForm(), factor=1.0)[1]
     with LowPrecisionFactors() as watch:
