@@ -1,10 +1,16 @@
-"""Which ways of training can be combined. One table; every part asks it. Standard library only."""
+"""Which ways of training can be combined, in one table; every part asks it. Standard library only."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+
+def ranks_of_this_host() -> int:
+    """As the launcher says: DeepSpeed's, torchrun, or none."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,7 @@ class Mix:
     offload_param: bool = False
     compile_layers: bool = False
     mlp_tiles: bool = False
+    layer_inputs_on_host: bool = False
     muon: bool = False
     clip_norm: float = 0.0
     reduce_scatter: bool = False
@@ -132,6 +139,12 @@ RULES: tuple[Rule, ...] = (
         broken=lambda m: m.mlp_tiles and m.compile_layers,
         reason="the slices of an MLP run through a backward pass of their own, which torch.compile does not see into",
         remedy="set one of them to null or false",
+    ),
+    Rule(
+        keys=("activation_checkpointing.cpu_checkpointing", "model.compile_layers"),
+        broken=lambda m: m.layer_inputs_on_host and m.compile_layers,
+        reason="the layers' inputs go to the host in hooks that torch.compile cannot trace: nothing would be compiled",
+        remedy="set one of them to false",
     ),
     Rule(
         keys=("optim.name", "optim.clip_norm"),

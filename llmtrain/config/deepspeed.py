@@ -65,6 +65,7 @@ class Facts:
     offload_optimizer: bool
     offload_param: bool
     activation_checkpointing: bool
+    may_compile_layers: bool
     pipeline_partition: str | tuple[int, ...]
     notes: tuple[str, ...]
 
@@ -94,8 +95,9 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         bf16=bf16,
         offload_optimizer=offload["optimizer"],
         offload_param=offload["param"],
-        compile_layers=run.model.compile_layers,
+        compile_layers=bool(run.model.compile_layers),
         mlp_tiles=run.model.mlp_tile_tokens is not None,
+        layer_inputs_on_host=bool(lookup(tree, "activation_checkpointing.cpu_checkpointing")),
         muon=run.optim.name == "muon",
         clip_norm=run.optim.clip_norm or 0.0,
         reduce_scatter=bool(zero.get("reduce_scatter")),
@@ -112,10 +114,8 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         notes.append(f"{path}: {why}")
     if mix.muon and mix.zero_stage == 3:
         tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default of true is refused with Muon
-    if unused := sorted(set(tree.get("tensor_parallel") or {}) - {"autotp_size"}):
-        notes.append(
-            f"{path}: tensor_parallel: {', '.join(unused)} not used: what the ranks share is found in the model itself"
-        )
+    if unused := ", ".join(sorted(set(tree.get("tensor_parallel") or {}) - {"autotp_size"})):
+        notes.append(f"{path}: tensor_parallel: {unused} not used: what the ranks share is found in the model itself")
     _refuse(mix, tree, path, run, problems)
     return Facts(
         tree=tree,
@@ -124,10 +124,15 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         zero_stage=mix.zero_stage,
         offload_optimizer=offload["optimizer"],
         offload_param=offload["param"],
+        may_compile_layers=_may_compile(mix),
         activation_checkpointing=isinstance(tree.get("activation_checkpointing"), dict),
         pipeline_partition=partition,
         notes=tuple(notes),
     )
+
+
+def _may_compile(mix: Mix) -> bool:
+    return not any("model.compile_layers" in rule.keys for rule in clashes(replace(mix, compile_layers=True)))
 
 
 def _refuse(mix: Mix, tree: dict[str, Any], path: str, run: RunConfig, problems: Problems) -> None:

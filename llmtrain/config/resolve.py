@@ -62,6 +62,7 @@ def resolve(
         offload_optimizer=facts.offload_optimizer,
         offload_param=facts.offload_param,
         activation_checkpointing=facts.activation_checkpointing,
+        may_compile_layers=facts.may_compile_layers,
         pipeline_partition=facts.pipeline_partition,
         max_steps=max_steps,
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),

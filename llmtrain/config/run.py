@@ -29,8 +29,9 @@ class ModelConfig:
     mlp_tile_tokens: int | None = None
     """Tokens that the MLP of a layer computes at one time; null = all. For long sequences: it recomputes, and saves
     memory."""
-    compile_layers: bool = False
-    """torch.compile each decoder layer (not under ZeRO 3)."""
+    compile_layers: bool | None = None
+    """torch.compile each decoder layer (not under ZeRO 3); null = on CUDA, where a compiler works and nothing else of
+    the run stands against it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +219,8 @@ class ResolvedRun:
     offload_param: bool
     activation_checkpointing: bool
     """The JSON has an `activation_checkpointing` section."""
+    may_compile_layers: bool = False
+    """Nothing that is known without the device stands against model.compile_layers."""
     pipeline_partition: str | tuple[int, ...] = "parameters"
     """How decoder layers are shared by pipeline stages: parameters, uniform, time, or the layers of each stage."""
     max_steps: int | None

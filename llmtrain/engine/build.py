@@ -24,10 +24,11 @@ from torch import nn
 from llmtrain.config.run import OptimConfig, ResolvedRun
 from llmtrain.engine import progress
 from llmtrain.engine.connect import connect_all
-from llmtrain.engine.device import own_device, ranks_of_this_host
+from llmtrain.engine.device import own_device
 from llmtrain.engine.op_builds import op_build_lock
 from llmtrain.engine.rendezvous import Seat, meet
 from llmtrain.log import warn
+from llmtrain.models import compiler
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
@@ -69,7 +70,7 @@ def join_process_group(
     accelerator = get_accelerator()
     device = own_device()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_of_this_host()))
+        torch.set_num_threads(compiler.cores_of_a_rank())
     if device.type == "cpu":
         # DeepSpeed's shared-memory all-reduce leaves 69 MB a rank in /dev/shm for ever; gloo carries it instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -166,7 +167,8 @@ def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.
     if optim.name == "muon":
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-        if get_accelerator().device_name() == "cpu":
+        device = torch.device(get_accelerator().device_name())
+        if device.type == "cpu" or compiler.trouble(device) is not None:
             _uncompile_muon()
         _set_newton_schulz_dtype(resolved.precision)
         return MuonWithAuxAdam(parameters, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
@@ -182,9 +184,9 @@ def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.
 
 
 def _uncompile_muon() -> None:
-    """Run DeepSpeed's Muon as plain PyTorch: torch.compile wants a C++ compiler, 20 s and a folder in /tmp.
+    """Run DeepSpeed's Muon as plain PyTorch: torch.compile wants a compiler, which not every machine has.
 
-    On the CPU it gains nothing for that: the time is in the matrix products.
+    On a CPU it would take 20 s and a folder in /tmp, and gain nothing: the time is in the matrix products.
     """
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 

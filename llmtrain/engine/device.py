@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError
+from llmtrain.topology import ranks_of_this_host
 
 _BUILDS = (
     "Install a build of torch for it: `make clean`, then `make install "
@@ -55,11 +56,6 @@ def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") 
         f"this host has {visible} {kind} devices for {ranks} ranks (CUDA_VISIBLE_DEVICES is "
         f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): set its slots in the hostfile to {visible}."
     )
-
-
-def ranks_of_this_host() -> int:
-    """As the launcher says: DeepSpeed's, torchrun, or none."""
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
 
 
 def _refuse_idle_gpus() -> None:

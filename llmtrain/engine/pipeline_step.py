@@ -72,7 +72,7 @@ class PipelineStepper(Stepper):
         module.labels.clear()
         engine.total_loss = None
         engine.set_dataiterator(self._inputs_and_labels(micros))
-        with self._attention():
+        with self._attention(micros):
             engine._exec_schedule(schedule)
         progress.mark()
         losses, module.losses = module.losses, []

@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.config.run import ResolvedRun
@@ -21,8 +24,11 @@ from llmtrain.engine.fragments import refresh
 from llmtrain.engine.pipeline_step import PipelineStepper, make_stepper
 from llmtrain.engine.step import Stepper
 from llmtrain.engine.weights import fill_parameters, prove_weights
-from llmtrain.errors import ModelError, UserError
+from llmtrain.errors import ConfigError, ModelError, UserError
+from llmtrain.models import compiler
+from llmtrain.models.build import load_config
 from llmtrain.models.forms import build_model
+from llmtrain.models.parallel.experts import experts_per_token
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.source import ParameterSource
 
@@ -36,10 +42,58 @@ def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Stepper:
     """
     with together(ranks):
         check_device(resolved)
+    with together(ranks):
+        resolved = _layers_decided(resolved, ranks)
         model = build_model(resolved, ranks.device, mesh)
+    if resolved.run.model.compile_layers:
+        model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
     engine = build_engine(model, resolved, mesh)
     progress.tell_compilation()  # DeepSpeed has imported torch.compile by now
     return make_stepper(engine, ranks, mesh)
+
+
+def _layers_decided(resolved: ResolvedRun, ranks: Ranks) -> ResolvedRun:
+    """The run with an answer to model.compile_layers, the same on all ranks; all of them must call it.
+
+    Raises: ConfigError, when it is true and some rank cannot compile.
+    """
+    wanted, device = resolved.run.model.compile_layers, ranks.device
+    compiles = False
+    if wanted or device.type == "cuda":  # where there is the loss to compile, and Muon
+        reason = _agreed_trouble(ranks)
+        if wanted and reason is not None:
+            raise ConfigError(
+                f"model.compile_layers is true, but torch.compile does not work here ({device.type}): {reason}. Set it "
+                "to false, or to null: layers are then compiled where that works."
+            )
+        compiles = reason is None and (_compiles_unasked(resolved) if wanted is None else wanted)
+    model = replace(resolved.run.model, compile_layers=compiles)
+    return replace(resolved, run=replace(resolved.run, model=model))
+
+
+def _compiles_unasked(resolved: ResolvedRun) -> bool:
+    """Whether a layer becomes one graph, and layers of one kind the same.
+
+    Row maps of tensor parallelism break it; where experts are watched, each layer has a graph of its own, and torch
+    gives up after 8; and a collective in compiled code is not counted for the watch (engine/collectives.py).
+    """
+    shared = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
+    return resolved.may_compile_layers and not shared and experts_per_token(load_config(resolved.run.model)) is None
+
+
+def _agreed_trouble(ranks: Ranks) -> str | None:
+    """Why torch.compile is not used; one rank that cannot is enough.
+
+    Compiled code rounds otherwise: what ranks hold alike would part where only some of them have it.
+    """
+    reasons: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(reasons, compiler.trouble(ranks.device), group=ranks.control)
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            if reasons[ranks.rank] is None:
+                compiler.do_without(ranks.device, f"rank {rank}: {reason}")
+            return str(reason)
+    return None
 
 
 def write_weights(stepper: Stepper, source: ParameterSource, ranks: Ranks) -> None:
@@ -60,7 +114,7 @@ def prove_loss(stepper: Stepper, row: Tensor, ranks: Ranks, *, isolate_documents
     few = row[:_PROVED_TOKENS].unsqueeze(0)
     # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
     failures = contextlib.nullcontext() if isinstance(stepper, PipelineStepper) else _failures_in_transformers()
-    with together(ranks), failures:
+    with together(ranks), failures, compiler.uncompiled():
         stepper.check_head(few)
         if isolate_documents:
             stepper.check_isolation(few[:, : few.shape[1] // 2 * 2])

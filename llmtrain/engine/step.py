@@ -22,6 +22,7 @@ from llmtrain.engine.control import Agreement
 from llmtrain.engine.fragments import base_optimizer
 from llmtrain.errors import ModelError, TrainingStopped
 from llmtrain.models import varlen
+from llmtrain.models.attention import gets_mask, without_cudnn
 from llmtrain.models.language import compare_losses
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.experts import RoutingFigures
@@ -80,7 +81,6 @@ class Stepper:
         self._ranks = ranks
         self._mesh = mesh
         self._own_tokens = int(mesh.place.tensor == 0)  # the ranks of a tensor-parallel group have the same loss
-        self._attention = _attention_order(ranks.device)
         self._varlen = engine.module.config._attn_implementation == varlen.NAME
         self._must_look = engine.zero_optimization_stage() == 3
         """Whether it is not yet known that ZeRO 3 takes every gradient."""
@@ -95,7 +95,7 @@ class Stepper:
         engine = self.engine
         equal_shares = engine.gradient_accumulation_steps() * engine.seq_dp_world_size
         heart.phase("forward")
-        with self._attention():
+        with self._attention([micro]):
             loss_sum = engine(*self._tensors(micro))
             part = loss_sum / max(1, agreement().counted_tokens)
             if engine.module.balance is not None:  # its parts add up over the ranks, and each micro-batch has its own
@@ -182,7 +182,7 @@ class Stepper:
         try:
             for micro in batches:
                 heart.beat()
-                with self._attention():
+                with self._attention([micro]):
                     loss_sum = self.engine(*self._tensors(micro))
                 progress.mark()
                 loss += loss_sum.double()
@@ -248,6 +248,14 @@ class Stepper:
                 "data.isolate_documents to false."
             )
 
+    def _attention(self, micros: list[MicroBatch]) -> AbstractContextManager[None]:
+        """In which these are computed, forward and backward: without cuDNN where attention gets a mask tensor."""
+        masked = self._ranks.device.type == "cuda" and any(
+            gets_mask(self.engine.module.config, micro.inputs.shape[1], documents=micro.positions is not None)
+            for micro in micros
+        )
+        return without_cudnn() if masked else contextlib.nullcontext()
+
     def _shareable(self, inputs: Tensor) -> Tensor:
         """As many columns as the ranks of a row can share."""
         return inputs[:, : inputs.shape[1] // self._mesh.degrees.sequence * self._mesh.degrees.sequence]
@@ -264,23 +272,3 @@ class Stepper:
 
     def _grad_norm(self) -> Tensor | float | None:
         return getattr(self.engine.optimizer, "_global_grad_norm", None)
-
-
-def _attention_order(device: torch.device) -> Any:
-    """A context that puts cuDNN first on Hopper, where it is 1.7 to 2.3 times as fast as torch's flash kernel."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return contextlib.nullcontext
-
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    order = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-
-    def context() -> AbstractContextManager[None]:
-        return sdpa_kernel(order, set_priority=True)
-
-    return context

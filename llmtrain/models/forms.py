@@ -47,7 +47,7 @@ def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Lang
         checkpoint_activations(hf, resolved.deepspeed["activation_checkpointing"])
     if model.compile_layers:
         for layer in decoder_layers(hf):
-            layer.compile()
+            layer.compile(dynamic=False)  # a run has one shape, and static kernels are faster
     if resolved.degrees.sequence > 1:
         language: LanguageModel = SequenceLanguageModel(hf, model.loss_chunk_tokens, mesh.sequence)
     else:

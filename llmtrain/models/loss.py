@@ -3,16 +3,24 @@
 Tokens go through the head in chunks. As the loss is a scalar, each chunk's gradients are computed right there
 in the forward pass (while its logits exist) and only scaled in the backward pass, so nothing is recomputed:
 the method of Liger's fused linear cross-entropy (arXiv 2410.10989), written for any device.
+
+What is done to each logit is written twice. On a CPU every pass is in place, with one exponential. A GPU waits for its
+memory in such passes (fp32 logits, read and written anew by each): there torch.compile makes two kernels, of which the
+first reads the logits, and the second reads them again and writes their gradient, both in the model's precision.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from llmtrain.models import compiler
 
 IGNORE = -100
 """Label of a position that does not count."""
@@ -43,6 +51,140 @@ class HeadForm:
         return logits
 
 
+class Share(Protocol):
+    """A rank's part of a vocabulary that a group shares, and the group's sums."""
+
+    @property
+    def first(self) -> int:
+        """The first word of this rank."""
+
+    @property
+    def count(self) -> int:
+        """How many words it has."""
+
+    def take_largest(self, values: Tensor) -> None:
+        """Put the largest of all ranks into each element."""
+
+    def add_up(self, values: Tensor) -> None:
+        """Put the sum over all ranks into each element."""
+
+
+class _Labels(NamedTuple):
+    """What the labels [N] say of each token, as [N, 1]."""
+
+    counts: Tensor
+    """Whether the token counts."""
+    word: Tensor
+    """Its label's column among this rank's logits, 0 where there is none."""
+    mine: Tensor
+    """Whether there is one."""
+
+    @classmethod
+    def of(cls, labels_N: Tensor, share: Share | None) -> _Labels:
+        counts_N1 = (labels_N != IGNORE).unsqueeze(1)
+        if share is None:
+            return cls(counts_N1, labels_N.clamp(min=0).unsqueeze(1), counts_N1)
+        word_N1 = labels_N.unsqueeze(1) - share.first
+        mine_N1 = (word_N1 >= 0) & (word_N1 < share.count)
+        return cls(counts_N1, word_N1.masked_fill(~mine_N1, 0), mine_N1)
+
+    def rows(self, rows: slice) -> _Labels:
+        return _Labels(*(part[rows] for part in self))
+
+
+_Elementwise = Callable[[Tensor, _Labels, HeadForm, Share | None, bool], tuple[Tensor, Tensor | None]]
+
+
+def _in_place(
+    logits_CV: Tensor, labels: _Labels, form: HeadForm, share: Share | None, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Summed loss of a chunk, and the gradient of its logits in fp32; changes the logits."""
+    logits_CV = form.apply(logits_CV.float())
+    slope_CV = None if form.softcap is None else 1.0 - (logits_CV / form.softcap).square()
+    # One exponential serves the loss and its gradient, and every pass is in place: log_softmax or logsumexp
+    # would need a second [C, V] and a second exponential.
+    most_C1 = logits_CV.amax(1, keepdim=True)
+    if share is not None:
+        share.take_largest(most_C1)
+    logits_CV.sub_(most_C1)
+    chosen_C1 = logits_CV.gather(1, labels.word)
+    exp_CV = logits_CV.exp_()
+    sum_C1 = exp_CV.sum(1, keepdim=True)
+    if share is not None:
+        sum_C1, chosen_C1 = _added_up(share, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
+    loss = torch.where(labels.counts, sum_C1.log() - chosen_C1, 0.0).sum()
+    if not wants_gradient:
+        return loss, None
+    factor_C1 = labels.counts.float() * form.scale
+    grad_CV = exp_CV.mul_(factor_C1 / sum_C1)
+    # Not scatter_add_: with train.deterministic torch refuses it on CUDA, though no two of these meet in one element.
+    grad_CV.scatter_(1, labels.word, grad_CV.gather(1, labels.word) - factor_C1 * labels.mine)
+    return loss, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
+
+
+def _fused(
+    logits_CV: Tensor, labels: _Labels, form: HeadForm, share: Share | None, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same in two compiled kernels; the gradient has the logits' dtype."""
+    most_C1, sum_C1, chosen_C1 = _compiled(_softmax_sums)(logits_CV, labels.word, form)
+    if share is not None:
+        own_C1 = most_C1.clone()
+        share.take_largest(most_C1)
+        chosen_C1 = (chosen_C1 - most_C1).masked_fill(~labels.mine, 0.0)
+        sum_C1, chosen_C1 = _added_up(share, sum_C1 * (own_C1 - most_C1).exp(), chosen_C1)
+    else:
+        chosen_C1 = chosen_C1 - most_C1
+    loss = torch.where(labels.counts, sum_C1.log() - chosen_C1, 0.0).sum()
+    if not wants_gradient:
+        return loss, None
+    factor_C1 = labels.counts.float() * form.scale
+    own_factor_C1 = factor_C1 * labels.mine
+    grad_CV = _compiled(_logits_gradient)(logits_CV, labels.word, most_C1, factor_C1 / sum_C1, own_factor_C1, form)
+    return loss, grad_CV
+
+
+def _added_up(share: Share, sum_C1: Tensor, chosen_C1: Tensor) -> tuple[Tensor, Tensor]:
+    both_C2 = torch.cat([sum_C1, chosen_C1], dim=1)
+    share.add_up(both_C2)
+    return both_C2[:, :1], both_C2[:, 1:]
+
+
+def _softmax_sums(logits_CV: Tensor, word_C1: Tensor, form: HeadForm) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 [C, 1]: the largest value, the sum of the exponentials below it, the value of `word`."""
+    values_CV = form.apply(_widened(logits_CV))
+    most_C1 = values_CV.amax(1, keepdim=True)
+    sum_C1 = (values_CV - most_C1).exp().sum(1, keepdim=True)
+    return most_C1, sum_C1, form.apply(_widened(logits_CV.gather(1, word_C1)))
+
+
+def _logits_gradient(
+    logits_CV: Tensor, word_C1: Tensor, most_C1: Tensor, share_C1: Tensor, factor_C1: Tensor, form: HeadForm
+) -> Tensor:
+    """Of the loss to the logits: `share` times the exponentials, less `factor` at `word`. Computed in fp32."""
+    values_CV = form.apply(_widened(logits_CV))
+    grad_CV = (values_CV - most_C1).exp() * share_C1
+    words_1V = torch.arange(logits_CV.shape[1], device=logits_CV.device).unsqueeze(0)
+    grad_CV = grad_CV - torch.where(words_1V == word_C1, factor_C1, 0.0)
+    if form.softcap is not None:
+        grad_CV = grad_CV * (1.0 - (values_CV / form.softcap).square())
+    return grad_CV.to(logits_CV.dtype)
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.to(torch.float32, copy=True)  # `apply` works in place; in a kernel, no copy is left of this
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # A run has two shapes at most: a chunk, and what is left of a micro-batch after the last whole one.
+    return torch.compile(function, dynamic=False)
+
+
+def _elementwise(device: torch.device) -> _Elementwise:
+    """What is faster there."""
+    return _fused if device.type == "cuda" and compiler.trouble(device) is None else _in_place
+
+
 def add_gradients(
     grad_CV: Tensor,
     hidden_CH: Tensor,
@@ -53,15 +195,55 @@ def add_gradients(
 ) -> None:
     """From a chunk's gradient of the logits: fills its rows of the hidden state's, adds to the head's (fp32)."""
     if grad_bias is not None:
-        grad_bias += grad_CV.sum(0)
+        grad_bias += grad_CV.sum(0, dtype=torch.float32)
     low_CV = grad_CV.to(weight.dtype)
     if grad_hidden is not None:
         torch.mm(low_CV, weight, out=grad_hidden)
     if grad_weight is not None:
-        if weight.dtype == torch.float32:
-            grad_weight.addmm_(low_CV.t(), hidden_CH)
-        else:
-            grad_weight += low_CV.t() @ hidden_CH
+        _add_product(grad_weight, low_CV.t(), hidden_CH)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where the total is in fp32 and the factors may be narrower."""
+    if right.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif _adds_in_fp32(right.device.type, right.dtype):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+@functools.cache
+def _adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a kind of device adds a product to an fp32 sum without rounding it first; tried once.
+
+    torch has this for CUDA only, and its rules for the sum's dtype have changed between versions.
+    """
+    total = torch.ones(16, 16, device=kind)
+    factor = torch.full((16, 16), 1.0 + 2.0**-7, device=kind, dtype=dtype)  # its square has more bits than bf16
+    want = total + factor.float() @ factor.float()
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return torch.allclose(total, want, rtol=1e-6, atol=0.0)
+
+
+_SCALED_AT_ONCE = 1024
+"""Rows."""
+
+
+def _scale(values: Tensor, factor: Tensor) -> Tensor:
+    """values *= factor, a number in fp32 on the same device: in fp32, rounded once.
+
+    Not values.mul_(factor): a CUDA kernel would take a factor without dimensions in the other tensor's dtype, up to
+    0.4 % off in bf16, and infinite in fp16 beyond 65,504 (torch's ATen/native/cuda/Loops.cuh).
+    """
+    if values.dtype == torch.float32:
+        return values.mul_(factor)
+    for part in values.split(_SCALED_AT_ONCE):  # no second tensor of that size
+        part.copy_(part.float().mul_(factor))
+    return values
 
 
 def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -69,55 +251,57 @@ def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tens
     hidden, weight, bias, dtype = ctx.grads
     ctx.grads = None
     # The factor carries the loss scale of fp16: multiply in fp32 before the result is narrowed.
-    hidden = None if hidden is None else hidden.mul_(grad_output)
-    weight = None if weight is None else weight.mul_(grad_output).to(dtype)
-    bias = None if bias is None else bias.mul_(grad_output).to(dtype)
+    hidden = None if hidden is None else _scale(hidden, grad_output)
+    weight = None if weight is None else _scale(weight, grad_output).to(dtype)
+    bias = None if bias is None else _scale(bias, grad_output).to(dtype)
     return hidden, weight, bias
 
 
 class _ChunkedNLL(torch.autograd.Function):
-    """Sum over counted tokens of -log p(label); inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N]."""
+    """Sum over counted tokens of -log p(label); inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N].
+
+    V is this rank's part of the vocabulary if there is a `share`.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, chunk, form):
+    def forward(ctx, hidden, weight, bias, labels, chunk, form, share):
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        elementwise = _elementwise(hidden.device)
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         # Gradients of the head are summed over chunks in fp32: bf16 would lose the small chunks' share.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
+        every = _Labels.of(labels, share)
         for low in range(0, hidden.shape[0], chunk):
             rows = slice(low, low + chunk)
-            hidden_CH, label_C = hidden[rows], labels[rows]
-            target_C1 = label_C.clamp(min=0).unsqueeze(1)
-            factor_C1 = (label_C != IGNORE).float().unsqueeze(1)
-            logits_CV = form.apply(F.linear(hidden_CH, weight, bias).float())
-            slope_CV = None if form.softcap is None else 1.0 - (logits_CV / form.softcap).square()
-            # One exponential serves the loss and its gradient, and every pass is in place: log_softmax or logsumexp
-            # would need a second [C, V] and a second exponential.
-            logits_CV.sub_(logits_CV.amax(1, keepdim=True))
-            chosen_C1 = logits_CV.gather(1, target_C1)
-            exp_CV = logits_CV.exp_()
-            sum_C1 = exp_CV.sum(1, keepdim=True)
-            total += torch.where(factor_C1 > 0, sum_C1.log() - chosen_C1, 0.0).sum()
-            if grad_hidden is None and grad_weight is None:
-                continue
-            factor_C1 *= form.scale
-            grad_CV = exp_CV.mul_(factor_C1 / sum_C1).scatter_add_(1, target_C1, -factor_C1)
-            if slope_CV is not None:
-                grad_CV.mul_(slope_CV)
-            own_hidden = None if grad_hidden is None else grad_hidden[rows]
-            add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
+            hidden_CH = hidden[rows]
+            # The logits are an argument and nothing else: widened, they give their memory back at once.
+            loss, grad_CV = elementwise(
+                F.linear(hidden_CH, weight, bias), every.rows(rows), form, share, want_hidden or want_weight
+            )
+            total += loss
+            if grad_CV is not None:
+                own_hidden = None if grad_hidden is None else grad_hidden[rows]
+                add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
+            del grad_CV  # before there are the next chunk's logits
         ctx.grads = (grad_hidden, grad_weight, grad_bias, weight.dtype)
         return total
 
     @staticmethod
     def backward(ctx, grad_output):
-        return (*scaled_gradients(ctx, grad_output), None, None, None)
+        return (*scaled_gradients(ctx, grad_output), None, None, None, None)
 
 
 def chunked_nll_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, chunk: int, form: HeadForm
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    chunk: int,
+    form: HeadForm,
+    share: Share | None = None,
 ) -> Tensor:
     """Sum of the negative log-likelihood (nats, fp32 scalar) over the counted tokens.
 
@@ -126,6 +310,7 @@ def chunked_nll_sum(
         weight, bias: [V, H] and [V] of the head.
         labels: [...], already shifted; IGNORE where a token does not count.
         chunk: tokens whose logits exist at one time.
+        share: the part of the vocabulary that V is, where ranks share it; they all get the same sum.
     """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    return _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), chunk, form)
+    return _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), chunk, form, share)

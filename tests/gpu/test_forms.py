@@ -8,12 +8,13 @@ keeps far less (measured on a CPU: 1e-3).
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
 
 from llmtrain.engine.fragments import base_optimizer
+from llmtrain.models import compiler
+from tests.helpers.compiled import graphs_of
 from tests.helpers.training import LLAMA, Case, Trace, make_engine, plain_pytorch, run_case, train_steps
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -83,19 +84,70 @@ def run_compiled(case: Case) -> tuple[int, Trace]:
     return torch._dynamo.utils.counters["frames"]["ok"], trace
 
 
+def test_layers_are_compiled_by_default(pools, small_data, cuda):
+    case = Case(data=small_data, stage=1, precision="bf16", compile_layers=None)
+    (graphs,) = pools(1).run(graphs_of, case)
+    assert graphs == [(True, []), (False, [])], "one for training, one for evaluation, of fixed sizes"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_muon_is_the_same_compiled_or_not(pools, small_data, cuda, stage):
+    """1.5e-3: bf16's rounding, as between Newton-Schulz iterations in fp16 and in fp32 (tests/ranks/test_forms.py)."""
+    case = Case(data=small_data, stage=stage, precision="bf16", optimizer="muon", steps=STEPS)
+    compiled, plain = pools(1).run(muon_both_ways, case)[0]
+    assert compiled.losses[-1] < compiled.losses[0] - 0.2
+    assert max(abs(a - b) for a, b in zip(compiled.losses, plain.losses, strict=True)) < 1.5e-3
+
+
+def muon_both_ways(case: Case) -> tuple[Trace, Trace]:
+    """Through torch.compile, and as on a machine without a compiler."""
+    from deepspeed.runtime.zero.muon import original_muon
+
+    compiled = run_case(case)
+    assert hasattr(original_muon.muon_update, "_torchdynamo_orig_callable")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "_answers", {"cuda": "a test"})
+        plain = run_case(case)
+    assert not hasattr(original_muon.muon_update, "_torchdynamo_orig_callable")
+    return compiled, plain
+
+
+def test_grouped_experts_are_the_loop_over_experts(cuda):
+    """What AutoEP takes in bf16 (torch's grouped product, a Triton kernel) against one product an expert."""
+    from deepspeed.moe.ep_experts import GroupedExperts
+
+    torch.manual_seed(0)
+    counts = torch.tensor([16, 0, 40, 8], device="cuda")
+    tokens = torch.randn(int(counts.sum()), 64, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for grouped in (True, False):
+        experts = GroupedExperts(64, 96, 4, use_grouped_mm=grouped).to("cuda", torch.bfloat16)
+        with torch.no_grad():
+            for seed, parameter in enumerate(experts.parameters()):
+                parameter.normal_(std=0.1, generator=torch.Generator("cuda").manual_seed(seed))
+        given = tokens.clone().requires_grad_()
+        out = experts(given, counts)
+        out.float().square().sum().backward()
+        results.append([out.detach(), given.grad, *(p.grad for p in experts.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert float((a.float() - b.float()).norm() / b.float().norm()) < 2e-2  # bf16: 8 bits, four roundings
+
+
 def test_one_fused_kernel_updates_the_parameters(pools, small_data):
     ops = pools(1).run(ops_of_a_step, Case(data=small_data, stage=1, precision="bf16"))[0]
     assert "aten::_fused_adamw_" in ops
     assert not any("foreach" in op and "addcdiv" in op for op in ops)
 
 
-def test_cudnn_attention_comes_first_on_hopper(pools, small_data, cuda):
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("not a Hopper GPU")
+@pytest.mark.parametrize("documents", [False, True], ids=["rows", "documents"])
+def test_cudnn_attention_on_hopper_but_not_with_masks(pools, small_data, cuda, documents):
+    if torch.cuda.get_device_capability()[0] != 9 or (torch.backends.cudnn.version() or 0) <= 91501:
+        pytest.skip("torch takes cuDNN's attention first on Hopper, from cuDNN 9.15.2 on")
     model = {**LLAMA, "hidden_size": 256, "num_attention_heads": 4}  # heads of 64, as real models have
-    ops = pools(1).run(ops_of_a_step, Case(data=small_data, stage=1, precision="bf16", model=model))[0]
+    case = Case(data=small_data, stage=1, precision="bf16", model=model, isolate_documents=documents)
+    ops = pools(1).run(ops_of_a_step, case)[0]
     attention = {op for op in ops if "attention" in op}
-    assert "aten::_scaled_dot_product_cudnn_attention" in attention, attention
+    assert ("aten::_scaled_dot_product_cudnn_attention" in attention) is not documents, attention
 
 
 def ops_of_a_step(case: Case) -> set[str]:
@@ -108,17 +160,6 @@ def ops_of_a_step(case: Case) -> set[str]:
         train_steps(case, stepper, ranks, 2, 3)
     engine.destroy()
     return {event.key for event in profiled.key_averages()}
-
-
-def test_the_order_asked_of_torch_begins_with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn.attention import SDPBackend
-
-    from llmtrain.engine.step import _attention_order
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    with _attention_order(torch.device("cuda"))():
-        order: list[Any] = torch._C._get_sdp_priority_order()
-    assert order[0] == int(SDPBackend.CUDNN_ATTENTION)
 
 
 def test_varlen_attention_computes_what_a_mask_would(cuda: None) -> None:
@@ -158,3 +199,20 @@ def test_chunked_loss_is_the_one_of_transformers(dtype: torch.dtype) -> None:
     assert abs(got.item() - want.item()) < 1e-5 * want.item()
     for a, b in zip(got_grads, want_grads, strict=True):
         assert float((a - b).abs().max()) < rounding * float(b.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gradients_are_scaled_in_fp32(dtype: torch.dtype) -> None:
+    """A factor that the dtype cannot hold; it carries the loss scale."""
+    from llmtrain.models.loss import HeadForm, chunked_nll_sum
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    hidden = torch.randn(50, 64, device=device).to(dtype).requires_grad_()
+    weight = (0.3 * torch.randn(500, 64, device=device)).to(dtype)
+    labels = torch.randint(0, 500, (50,), device=device)
+    one, scaled = (
+        torch.autograd.grad(chunked_nll_sum(hidden, weight, None, labels, chunk=64, form=HeadForm()) * factor, hidden)
+        for factor in (1.0, 0.3007)
+    )
+    assert torch.equal(scaled[0], (one[0].float() * 0.3007).to(dtype))

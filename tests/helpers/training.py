@@ -74,7 +74,7 @@ class Case:
     attention: str = "sdpa"
     partition: str | tuple[int, ...] = "parameters"
     """Of layers over pipeline stages."""
-    compile_layers: bool = False
+    compile_layers: bool | None = False
     mlp_tile_tokens: int | None = None
     isolate_documents: bool = False
     length: int = LENGTH

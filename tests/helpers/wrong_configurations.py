@@ -274,6 +274,12 @@ CASES = [
         {"zero_optimization": {"stage": 3}},
     ),
     Wrong(
+        "compile with layers' inputs on the host",
+        ("activation_checkpointing.cpu_checkpointing = true", "model.compile_layers = true", "one of them to false"),
+        {"model": {"compile_layers": True}},
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+    ),
+    Wrong(
         "pipeline and ZeRO 2",
         ("pipeline.stages = 2", "zero_optimization.stage = 2", "stage 0 or 1"),
         ds={"pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}},

@@ -23,6 +23,11 @@ CASES = [
     (Mix(tensor_parallel=2, muon=True), "tensor_parallel.autotp_size", {"muon": False}),
     (Mix(sequence_parallel=2, pipeline_stages=2), "sequence_parallel_size", {"pipeline_stages": 1}),
     (Mix(mlp_tiles=True, compile_layers=True), "model.mlp_tile_tokens", {"compile_layers": False}),
+    (
+        Mix(layer_inputs_on_host=True, compile_layers=True),
+        "activation_checkpointing.cpu_checkpointing",
+        {"compile_layers": False},
+    ),
     (Mix(expert_parallel=2, pipeline_stages=2), "expert_parallel.autoep_size", {"pipeline_stages": 1}),
     (Mix(expert_parallel=2, muon=True), "expert_parallel.autoep_size", {"muon": False}),
     (Mix(expert_parallel=2, compile_layers=True), "expert_parallel.autoep_size", {"compile_layers": False}),

@@ -283,7 +283,8 @@ def build_stage(
         tile_mlps(hf, model.mlp_tile_tokens)
     if model.compile_layers:
         for index in part.layers:
-            hf.get_submodule(anatomy.layers[index].path).compile()
+            layer = hf.get_submodule(anatomy.layers[index].path)
+            layer.compile(dynamic=False)  # as in models/forms.py
     return Stage(hf, entrance)
 
 

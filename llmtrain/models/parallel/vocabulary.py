@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.models.loss import IGNORE, HeadForm, add_gradients, scaled_gradients
+from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parallel.tensor_layers import copied, summed
 
 
@@ -42,8 +42,22 @@ class Words:
     def nll_sum(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, chunk: int, form: HeadForm
     ) -> Tensor:
-        """See `shared_nll_sum`."""
-        return shared_nll_sum(hidden, weight, bias, labels, chunk=chunk, form=form, words=self)
+        """`chunked_nll_sum` of models/loss.py from this rank's rows of the head; the same sum on every rank.
+
+        Args:
+            hidden: [..., H], the same on all ranks.
+            weight, bias: [count, H] and [count].
+            labels: [...], over the whole vocabulary.
+        """
+        return chunked_nll_sum(copied(hidden, self.group), weight, bias, labels, chunk=chunk, form=form, share=self)
+
+    def take_largest(self, values: Tensor) -> None:
+        """Put the largest of all ranks into each element."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+
+    def add_up(self, values: Tensor) -> None:
+        """Put the sum over all ranks into each element."""
+        dist.all_reduce(values, group=self.group)
 
     def counts(self) -> list[int]:
         """Of every rank, the largest first."""
@@ -81,60 +95,3 @@ def all_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, words: Words
     parts = [own.new_empty(*own.shape[:-1], counts[0]) for _ in counts]
     dist.all_gather(parts, F.pad(own, (0, counts[0] - words.count)), group=words.group)
     return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], dim=-1)
-
-
-def shared_nll_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, chunk: int, form: HeadForm, words: Words
-) -> Tensor:
-    """`chunked_nll_sum` of models/loss.py for a head whose rows the group shares; the same sum on every rank.
-
-    Args:
-        hidden: [..., H], the same on all ranks.
-        weight, bias: [words.count, H] and [words.count].
-        labels: [...], over the whole vocabulary.
-    """
-    flat_NH = copied(hidden.reshape(-1, hidden.shape[-1]), words.group)
-    return _SharedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), chunk, form, words)
-
-
-class _SharedNLL(torch.autograd.Function):
-    """As _ChunkedNLL of models/loss.py; V is this rank's part of the vocabulary."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, chunk, form, words):
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        total = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
-        for low in range(0, hidden.shape[0], chunk):
-            rows = slice(low, low + chunk)
-            hidden_CH, label_C = hidden[rows], labels[rows] - words.first
-            mine_C1 = ((label_C >= 0) & (label_C < words.count)).unsqueeze(1)
-            target_C1 = label_C.unsqueeze(1).masked_fill(~mine_C1, 0)
-            counts_C1 = (labels[rows] != IGNORE).unsqueeze(1)
-            logits_CV = form.apply(F.linear(hidden_CH, weight, bias).float())
-            slope_CV = None if form.softcap is None else 1.0 - (logits_CV / form.softcap).square()
-            most_C1 = logits_CV.amax(1, keepdim=True)
-            dist.all_reduce(most_C1, op=dist.ReduceOp.MAX, group=words.group)
-            logits_CV.sub_(most_C1)
-            chosen_C1 = logits_CV.gather(1, target_C1).masked_fill(~mine_C1, 0.0)
-            exp_CV = logits_CV.exp_()
-            both_C2 = torch.cat([exp_CV.sum(1, keepdim=True), chosen_C1], dim=1)
-            dist.all_reduce(both_C2, group=words.group)
-            sum_C1, chosen_C1 = both_C2[:, :1], both_C2[:, 1:]
-            total += torch.where(counts_C1, sum_C1.log() - chosen_C1, 0.0).sum()
-            if grad_hidden is None and grad_weight is None:
-                continue
-            factor_C1 = counts_C1.float() * form.scale
-            grad_CV = exp_CV.mul_(factor_C1 / sum_C1).scatter_add_(1, target_C1, -factor_C1 * mine_C1)
-            if slope_CV is not None:
-                grad_CV.mul_(slope_CV)
-            own_hidden = None if grad_hidden is None else grad_hidden[rows]
-            add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
-        ctx.grads = (grad_hidden, grad_weight, grad_bias, weight.dtype)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return (*scaled_gradients(ctx, grad_output), None, None, None, None)

@@ -1,0 +1,51 @@
+"""Which of torch's attention kernels may run.
+
+torch puts them in order itself, and on Hopper and Blackwell takes cuDNN's first where its version is right
+(2.11 and later, ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention). One case is left to us:
+with a mask tensor and some lengths, cuDNN's gradient of the queries is NaN (pytorch issue 196678, torch 2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from llmtrain.models.build import layer_configs
+
+_WINDOWED = ("sliding", "chunked", "compressed", "window")
+"""What the names of layers say that look at a window only (transformers' layer_types)."""
+
+
+def gets_mask(config: Any, length: int, *, documents: bool) -> bool:
+    """Whether transformers gives torch's attention a mask tensor, in any layer; without one it is just causal.
+
+    Args:
+        config: the model's transformers configuration.
+        length: tokens of a row.
+        documents: attention stays within the documents of a row.
+    """
+    return documents or any(_layer_gets_mask(layer, length) for layer in layer_configs(config.get_text_config()))
+
+
+def _layer_gets_mask(config: Any, length: int) -> bool:
+    kinds = getattr(config, "layer_types", None) or ()
+    if getattr(config, "alibi", False) or "indexed_attention" in kinds:
+        return True
+    if kinds and not any(word in kind for word in _WINDOWED for kind in kinds):
+        return False
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return any(window is not None and window <= length for window in windows)
+
+
+@contextlib.contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Leave cuDNN's kernel out of torch's choice."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -1,0 +1,96 @@
+"""torch.compile on this machine: whether it works, how many cores it takes, and how it is left out for a while.
+
+On CUDA it needs Triton, a C compiler and Python's header files, on a CPU a C++ compiler. Not every machine has them,
+and training works without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmtrain.log import warn_once
+from llmtrain.topology import ranks_of_this_host
+
+_REMEDY = "It needs gcc, g++ and Python's header files (Debian: apt-get install build-essential python3-dev)"
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+_answers: dict[str, str | None] = {}
+
+
+def trouble(device: torch.device) -> str | None:
+    """Why nothing can be compiled for this kind of device; None: it can.
+
+    Tried once in a process, on a small function: takes seconds. Raises nothing; a reason is said once, as a warning.
+    """
+    if device.type not in _answers:
+        _answers[device.type] = None
+        if (reason := _attempt(device.type)) is not None:
+            do_without(device, f"{reason}. {_REMEDY}")
+    return _answers[device.type]
+
+
+def do_without(device: torch.device, reason: str) -> None:
+    """From now on `trouble` of this kind of device is `reason`."""
+    _answers[device.type] = reason
+    warn_once(f"torch.compile is not used on this device ({device.type}), which takes longer: {reason}")
+
+
+def _attempt(kind: str) -> str | None:
+    """What goes wrong when a small function is compiled for a kind of device."""
+    try:
+        share_cores()
+        from torch._inductor.utils import fresh_cache
+
+        # Not from the cache: the compiler that filled it may be gone, or be another host's with the same home.
+        with fresh_cache():
+            try:
+                two = torch.compile(_twice, dynamic=False)(torch.ones(64, device=kind))
+                works = bool((two == 2).all())
+            except Exception as error:  # torch, Triton and the compilers raise classes of their own
+                return _line(error)
+    except Exception as error:
+        return _line(error)
+    return None if works else "torch runs what it should compile (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE)"
+
+
+def _twice(values: Tensor) -> Tensor:
+    return values * 2 if torch.compiler.is_compiling() else values
+
+
+def _line(error: Exception) -> str:
+    said, _, _ = str(error).partition("Set TORCHDYNAMO_VERBOSE")  # what follows is advice for torch's developers
+    return " ".join(f"{type(error).__name__}: {said}".split())[:300]
+
+
+def cores_of_a_rank() -> int:
+    """Cores of this host over its ranks, at least 1."""
+    return max(1, (os.cpu_count() or 1) // ranks_of_this_host())
+
+
+def share_cores() -> None:
+    """Let inductor compile on this rank's share of the cores: by default each rank starts a process for every core,
+    up to 32. The environment variable TORCHINDUCTOR_COMPILE_THREADS stays as it is if the user has set it.
+    """
+    if _THREADS in os.environ:
+        return
+    os.environ[_THREADS] = str(min(32, cores_of_a_rank()))  # the package reads it when it is imported
+    from torch._inductor import config
+
+    config.compile_threads = int(os.environ[_THREADS])  # something else may have imported it before
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what is compiled as plain PyTorch. For a few tokens: each new shape would be compiled, and torch would
+    take shapes that change for dynamic ones.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled in this process, and the import takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,118 @@
+"""Compiled decoder layers: static shapes, one graph for each kind of layer, the losses of plain PyTorch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.engine import start
+from llmtrain.engine.control import AgreedError
+from llmtrain.models import compiler
+from tests.helpers.compiled import graphs_of, inductor_in
+from tests.helpers.training import LLAMA, Case, Trace, joined, make_engine, resolved_run, run_case, shortened
+
+TWO_KINDS = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+CHECKPOINTED = {"activation_checkpointing": {"partition_activations": False}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds", "evaluated"),
+    [
+        ({}, 1, 1),
+        ({"model": TWO_KINDS}, 2, 2),
+        ({"extra": CHECKPOINTED}, 1, 2),  # transformers then lets the embeddings require gradients: another first layer
+        ({"isolate_documents": True}, 1, 1),
+    ],
+    ids=["one kind", "two kinds", "recomputed", "documents"],
+)
+def test_each_kind_of_layer_is_one_graph_of_fixed_sizes(pools, small_data, changes, kinds, evaluated):
+    """Four layers. The start-up checks have other shapes, and compile nothing."""
+    case = Case(data=small_data, stage=1, accumulation=3, steps=4, compile_layers=True, **changes)
+    (graphs,) = pools(1).run(graphs_of, case)
+    assert [symbols for _, symbols in graphs] == [[]] * len(graphs)
+    assert [gradients for gradients, _ in graphs] == [True] * kinds + [False] * evaluated
+
+
+def test_so_is_each_kind_of_layer_of_a_pipelines_stage(pools, small_data):
+    case = Case(data=small_data, stage=1, accumulation=3, pipeline=2, steps=4, compile_layers=True)
+    assert pools(2).run(graphs_of, case) == [[(True, []), (False, [])]] * 2
+
+
+def compiled_run(case: Case, cache: str) -> tuple[Trace, int]:
+    """(what it left, graphs that inductor compiled for this machine)."""
+    with pytest.MonkeyPatch.context() as patch, inductor_in(Path(cache)):
+        patch.setattr(compiler, "_answers", {})
+        trace = run_case(case)
+        return trace, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
+
+
+def test_compiled_layers_have_the_losses_of_plain_pytorch(pools, small_data, tmp_path):
+    case = Case(data=small_data, stage=2, steps=5, model={**LLAMA, "num_hidden_layers": 2})
+    (want,) = pools(1).run(run_case, case)
+    ((got, graphs),) = pools(1).run(compiled_run, shortened(case, compile_layers=True), str(tmp_path))
+    assert graphs == 3  # the trial of the compiler; for both layers one forward, one backward
+    for a, b in ((got.losses, want.losses), (got.norms, want.norms)):
+        assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 2e-6  # fp32; another order of sums
+    assert got.norms != want.norms, "the layers were not compiled"
+
+
+def started(case: Case, answers: list[str | None]) -> tuple[str, bool]:
+    """(what the start of an engine says, whether anything may be compiled afterwards), by what each rank can do."""
+    import torch.distributed as dist
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "_answers", {"cpu": answers[int(os.environ["RANK"])]})
+        said = ""
+        try:
+            make_engine(case)[0].destroy()
+        except AgreedError as error:
+            said = str(error)
+        dist.barrier()
+        return said, compiler.trouble(torch.device("cpu")) is None
+
+
+def test_what_one_rank_cannot_compile_is_compiled_on_none(pools, small_data):
+    case = Case(data=small_data, stage=1, compile_layers=True)
+    for said, compiles in pools(2).run(started, case, [None, "no g++"]):
+        assert not compiles
+        assert "model.compile_layers is true" in said and "no g++" in said and "null" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "compiles"),
+    [
+        ({}, True),
+        ({"precision": "bf16", "stage": 2, "extra": CHECKPOINTED}, True),
+        ({"stage": 3}, False),
+        ({"extra": {"activation_checkpointing": {"cpu_checkpointing": True}}}, False),
+        ({"mlp_tile_tokens": 8}, False),
+        ({"tensor": 2}, False),
+        ({"sequence": 2}, False),
+        ({"model": {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}}, False),
+        ({"compile_layers": False}, False),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_whether_a_gpu_compiles_layers_unasked(pools, small_data, changes, compiles):
+    case = Case(data=small_data, **{"stage": 1, "compile_layers": None, **changes})
+    assert pools(2).run(decided_on_cuda, case, None) == [compiles] * 2
+    assert pools(2).run(decided_on_cuda, case, "no gcc") == [False] * 2
+
+
+def decided_on_cuda(case: Case, trouble: str | None) -> bool | None:
+    ranks = replace(joined(), device=torch.device("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "_answers", {"cuda": trouble})
+        return start._layers_decided(resolved_run(case, ranks.world_size), ranks).run.model.compile_layers

@@ -1,0 +1,87 @@
+"""Whether torch.compile works here is found out once; a machine without a compiler trains without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.models import compiler
+
+WITHOUT = """
+import torch
+from types import SimpleNamespace
+from llmtrain.config.run import OptimConfig
+from llmtrain.engine import build
+from llmtrain.models import compiler, loss
+
+reason = compiler.trouble(torch.device("cpu"))
+assert reason and "build-essential" in reason and "TORCHDYNAMO" not in reason, reason
+assert compiler.trouble(torch.device("cpu")) is reason
+
+# The same answer on CUDA: the loss and Muon go on as plain PyTorch.
+compiler._answers["cuda"] = None
+build.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
+build.parameter_groups = lambda model, optim: [
+    {"params": [torch.nn.Parameter(torch.eye(4))], "use_muon": True, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+]
+resolved = SimpleNamespace(
+    run=SimpleNamespace(optim=OptimConfig(name="muon")), precision="fp32", offload_optimizer=False
+)
+from deepspeed.runtime.zero.muon import original_muon
+
+build.build_optimizer(None, resolved)
+assert hasattr(original_muon.muon_update, "_torchdynamo_orig_callable")  # where a compiler works it is compiled
+
+compiler._answers["cuda"] = reason
+assert loss._elementwise(torch.device("cuda")) is loss._in_place
+build.build_optimizer(None, resolved)
+for function in (original_muon.muon_update, original_muon.zeropower_via_gram_newtonschulz):
+    assert not hasattr(function, "_torchdynamo_orig_callable")
+assert original_muon.muon_update(torch.eye(4), torch.zeros(4, 4)).isfinite().all()
+print("went on")
+"""
+
+
+def test_without_a_compiler_the_run_goes_on_uncompiled(tmp_path: Path):
+    environment = {
+        **os.environ,
+        "CC": "/bin/false",
+        "CXX": "/bin/false",
+        "TMPDIR": str(tmp_path),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    done = subprocess.run([sys.executable, "-c", WITHOUT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("went on\n"), done.stdout + done.stderr
+    assert done.stderr.count("warning: torch.compile is not used on this device (cpu)") == 1
+    assert [name for name in os.listdir(tmp_path) if not name.startswith("torchinductor_")] == []  # torch's own, empty
+
+
+def test_compiling_takes_a_ranks_share_of_the_cores(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 24)
+    monkeypatch.setenv("LOCAL_SIZE", "8")
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
+    with config.patch(compile_threads=32):
+        compiler.share_cores()
+        assert config.compile_threads == 32 and os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "5"
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+        compiler.share_cores()
+        assert config.compile_threads == 3 and os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_what_is_not_really_compiled_does_not_count(monkeypatch, disabled):
+    """TORCHDYNAMO_DISABLE makes torch.compile a no-op: the loss would then run its kernels' source as plain PyTorch."""
+    monkeypatch.setattr(compiler, "share_cores", lambda: None)
+    plain = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: function if disabled else plain(function, backend="eager")
+    )
+    found = compiler._attempt("cpu")
+    assert (found is not None and "TORCHDYNAMO_DISABLE" in found) if disabled else found is None

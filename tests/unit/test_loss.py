@@ -1,0 +1,252 @@
+"""The loss of a head in chunks: both ways to compute it against the definition, their bytes, the rounding."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llmtrain.models import compiler, loss
+from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum
+from tests.helpers.compiled import inductor_in
+
+FORMS = {
+    "plain": HeadForm(),
+    "scaled": HeadForm(scale=0.25),
+    "capped": HeadForm(softcap=3.0),
+    "scaled and capped": HeadForm(scale=0.5, softcap=3.0),
+}
+TOKENS, WORDS, WIDTH = 37, 50, 16
+
+
+def problem(dtype: torch.dtype, *, bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Hidden states, head, its bias, labels of which a third does not count."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight, bias_V = (
+        torch.randn(size, generator=generator).to(dtype) for size in ((TOKENS, WIDTH), (WORDS, WIDTH), (WORDS,))
+    )
+    labels = torch.randint(WORDS, (TOKENS,), generator=generator)
+    labels[::3] = IGNORE
+    return hidden, weight, bias_V if bias else None, labels
+
+
+def results(
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor], form: HeadForm, *, chunk: int = 16, factor: float = 0.3
+) -> list[Tensor]:
+    """Loss, and `factor` times the gradients of hidden states, head and bias."""
+    *inputs, labels = tensors
+    leaves = [None if t is None else t.clone().requires_grad_() for t in inputs]
+    total = chunked_nll_sum(*leaves, labels, chunk=chunk, form=form)
+    (total * factor).backward()
+    return [total.detach(), *(t.grad for t in leaves if t is not None)]
+
+
+def definition(
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor], form: HeadForm, factor: float = 0.3
+) -> list[Tensor]:
+    """The same in fp32, from the softmax's definition and by autograd."""
+    *inputs, labels = tensors
+    leaves = [None if t is None else t.float().requires_grad_() for t in inputs]
+    hidden, weight, bias = leaves
+    logits = (hidden @ weight.T + (0.0 if bias is None else bias)) * form.scale
+    if form.softcap is not None:
+        logits = form.softcap * torch.tanh(logits / form.softcap)
+    counts = labels != IGNORE
+    total = -logits[counts].softmax(-1).gather(1, labels[counts].unsqueeze(1)).log().sum()
+    (total * factor).backward()
+    return [total.detach(), *(t.grad for t in leaves if t is not None)]
+
+
+def worst(got: list[Tensor], want: list[Tensor]) -> float:
+    """Largest relative error of a tensor, by its norm."""
+    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("way", ["_in_place", "_fused"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("form", FORMS)
+def test_both_ways_compute_the_definition(monkeypatch, way, dtype, bias, form):
+    """The compiled one as plain PyTorch here; 6e-3: bf16 has 8 bits, and logits, gradient and result are rounded."""
+    monkeypatch.setattr(loss, "_elementwise", lambda device: getattr(loss, way))
+    monkeypatch.setattr(loss, "_compiled", lambda function: function)
+    tensors = problem(dtype, bias=bias)
+    error = worst(results(tensors, FORMS[form]), definition(tensors, FORMS[form]))
+    assert error < (2e-6 if dtype == torch.float32 else 6e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "bias"), [("plain", False), pytest.param("scaled and capped", True, marks=pytest.mark.slow)]
+)
+def test_compiled_it_is_the_same_and_makes_no_fp32_logits(tmp_path, monkeypatch, name, bias):
+    """Inductor's code for the CPU: of the logits' size, it gives memory to their bf16 gradient only.
+
+    With a cap, inductor keeps fp32 values on a CPU (not on CUDA): it takes a tanh there for dearer than memory.
+    """
+    from torch._inductor.utils import run_and_get_code
+
+    tensors = problem(torch.bfloat16, bias=bias)
+    monkeypatch.setattr(loss, "_elementwise", lambda device: loss._fused)
+    with monkeypatch.context() as patch:
+        patch.setattr(loss, "_compiled", lambda function: function)
+        plain = results(tensors, FORMS[name], chunk=TOKENS)
+    with inductor_in(tmp_path):
+        got, codes = run_and_get_code(results, tensors, FORMS[name], chunk=TOKENS)
+    assert len(codes) == 2
+    assert worst(got, definition(tensors, FORMS[name])) < 6e-3
+    assert worst(got, [t.float() for t in plain]) < 2e-3  # bf16 that is rounded up instead of down, here and there
+    shape = f"({TOKENS}, {WORDS})"
+    made = [line for code in codes for line in code.splitlines() if shape in line and "= empty" in line]
+    assert sum("bfloat16" in line for line in made) == 1
+    assert len(made) == 1 + (name != "plain"), made
+
+
+class Bytes(TorchDispatchMode):
+    """Sums up what the operators read and write; a compiled function counts by its arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self._paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            self._paused = True
+            made = function(*args)
+            self._paused = False
+            self.count += size([a for a in args if torch.is_tensor(a) and a.dim()]) + size(made)
+            return made
+
+        return counted
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = function(*args, **kwargs)
+        schema = function._schema
+        is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+        if self._paused or is_view:
+            return made
+        name = schema.name.removeprefix("aten::")
+        if name in ("empty", "empty_like", "new_empty"):
+            return made
+        given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+        given.pop("out", None)
+        if name in ("gather", "scatter_add_"):  # touch one element of a row
+            self.count += 2 * size(given["index"])
+        else:
+            self.count += size(given) + size(made)
+        return made
+
+
+def size(tree: Any) -> int:
+    """Bytes of the tensors in it."""
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tree) if torch.is_tensor(t))
+
+
+def bytes_per_logit(monkeypatch: pytest.MonkeyPatch, way: Callable[..., Any]) -> float:
+    """Of one chunk in bf16, forward and backward; the head is so narrow that its own bytes hardly count."""
+    tokens, words, width = 512, 1024, 8
+    hidden = torch.randn(tokens, width).bfloat16().requires_grad_()
+    weight = torch.randn(words, width).bfloat16().requires_grad_()
+    labels = torch.randint(words, (tokens,))
+    with Bytes() as moved:
+        monkeypatch.setattr(loss, "_elementwise", lambda device: way)
+        monkeypatch.setattr(loss, "_compiled", lambda function: moved.compiled(function))
+        chunked_nll_sum(hidden, weight, None, labels, chunk=tokens, form=HeadForm()).backward()
+    return moved.count / (tokens * words)
+
+
+def test_the_fused_way_moves_a_quarter_of_the_bytes(monkeypatch, record_property):
+    """bf16: written by the product, read by two kernels, of which one writes the gradient, which two products read.
+
+    That is 12; the passes in place move 50. What else there is here: 0.4 for the head's own gradient.
+    """
+    fused, in_place = (bytes_per_logit(monkeypatch, way) for way in (loss._fused, loss._in_place))
+    record_property("bytes a logit", (fused, in_place))
+    assert fused <= 14, fused
+    assert 45 < in_place < 55, in_place
+
+
+def test_cuda_takes_the_fused_way_where_there_is_a_compiler(monkeypatch):
+    monkeypatch.setattr(compiler, "_answers", {"cuda": None, "cpu": None})
+    assert loss._elementwise(torch.device("cuda:0")) is loss._fused
+    assert loss._elementwise(torch.device("cpu")) is loss._in_place
+    monkeypatch.setattr(compiler, "_answers", {"cuda": "no gcc"})
+    assert loss._elementwise(torch.device("cuda:0")) is loss._in_place
+
+
+class LowPrecisionFactors(TorchDispatchMode):
+    """Operators with a factor without dimensions beside a narrower tensor: CUDA takes the factor in that dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [a for a in args if torch.is_tensor(a)]
+        narrow = {t.dtype for t in tensors if t.dim() and t.dtype in (torch.bfloat16, torch.float16)}
+        if narrow and any(t.dim() == 0 and t.is_floating_point() and t.dtype not in narrow for t in tensors):
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 0.3017), (torch.float16, 70_000.0)])
+def test_gradients_are_scaled_in_fp32_and_rounded_once(monkeypatch, dtype, factor):
+    """By a factor between two numbers of bf16, and by one that fp16 has no number for: it carries the loss scale."""
+    monkeypatch.setattr(loss, "_SCALED_AT_ONCE", 10)
+    tensors = problem(dtype, bias=True)
+    exact = results(tensors, HeadForm(), factor=1.0)[1]
+    with LowPrecisionFactors() as watch:
+        got = results(tensors, HeadForm(), factor=factor)[1]
+    assert watch.found == []
+    want = exact.double() * torch.tensor(factor).double()
+    assert torch.equal(got, want.to(dtype))
+    assert torch.equal(got, exact.clone().mul_(torch.tensor(factor)))  # on a CPU it has always been so
+    # What CUDA made of that multiplication:
+    fault = exact * torch.tensor(factor).to(dtype)
+    if dtype == torch.bfloat16:
+        error, of_fault = (float((result.double() - want).norm() / want.norm()) for result in (got, fault))
+        assert error < 2e-3 < 3e-3 < of_fault
+    else:
+        assert got.isfinite().float().mean() > 0.5 and not fault.isfinite().any()
+
+
+def test_a_product_is_added_in_fp32_where_torch_can(monkeypatch):
+    """torch can on CUDA only: an operator for the CPU stands in, called as CUDA's would be."""
+    calls = itertools.count()
+
+    def addmm(total: Tensor, left: Tensor, right: Tensor, dtype: Any, *, beta: Any = 1, alpha: Any = 1, out: Tensor):
+        next(calls)
+        assert dtype == torch.float32 and out.data_ptr() == total.data_ptr()
+        return out.add_(left.float() @ right.float())
+
+    loss._adds_in_fp32.cache_clear()
+    assert not loss._adds_in_fp32("cpu", torch.bfloat16)
+    loss._adds_in_fp32.cache_clear()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    try:
+        tensors = problem(torch.bfloat16, bias=False)
+        got = results(tensors, HeadForm(), chunk=4)
+        assert next(calls) == 1 + -(-TOKENS // 4)  # the trial, and each chunk
+        assert worst(got, definition(tensors, HeadForm())) < 6e-3
+    finally:
+        library._destroy()
+        loss._adds_in_fp32.cache_clear()
+
+
+def test_a_label_beyond_the_vocabulary_is_no_loss():
+    hidden, weight, _, labels = problem(torch.float32, bias=False)
+    labels[1] = WORDS
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        chunked_nll_sum(hidden, weight, None, labels, chunk=16, form=HeadForm())
