@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -58,7 +60,8 @@ def _cpu_adam_is_built(request: pytest.FixtureRequest) -> Iterator[None]:
     quiet = subprocess.DEVNULL
     with subprocess.Popen(argv, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True) as build:
         yield
-        build.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(build.pid, signal.SIGKILL)  # its compilers, too
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,8 @@ def bytes_per_logit(monkeypatch: pytest.MonkeyPatch, way: Callable[..., Any]) ->
 def test_the_fused_way_moves_a_quarter_of_the_bytes(monkeypatch, record_property):
     """bf16: written by the product, read by two kernels, of which one writes the gradient, which two products read.
 
-    That is 12; the passes in place move 50 (59 as counted: a gather counts as the whole). What else there is here: 0.4 for the head's own gradient.
+    That is 12; the passes in place move 50 (59 as counted: a gather counts as the whole). What else there is here: 0.4
+    for the head's own gradient.
     """
     fused, in_place = (bytes_per_logit(monkeypatch, way) for way in (loss._fused, loss._in_place))
     record_property("bytes a logit", (fused, in_place))
