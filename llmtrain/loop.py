@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import math
 import time
@@ -30,6 +31,7 @@ from llmtrain.engine.build import Ranks, device_name, join_process_group
 from llmtrain.engine.collectives import count_collectives, describe, introduce
 from llmtrain.engine.control import Agree, AgreedError, Wishes, from_rank_0, together
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.garbage import collected_by_hand
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.engine.step import StepResult, learning_rate_factor, seed_step
 from llmtrain.errors import TrainingStopped
@@ -254,6 +256,7 @@ class Training:
     def _log(
         self, tracker: Tracker, speed: Throughput, result: StepResult, counted: int, lr_factor: float, more: bool
     ) -> None:
+        gc.collect()
         scale = loss_scale_state(self.engine).get("cur_scale")
         routing = self.stepper.routing()
         tracker.log(
@@ -332,7 +335,8 @@ def train(resolved: ResolvedRun) -> int:
             tracker.event("resume" if training.position.step else "start", step=training.position.step, lines=lines)
             announce(resolved, folder, training.model_facts, ranks.device, [*training.notes, *lines])
             try:
-                complete = training.loop(tracker, saving)
+                with collected_by_hand():
+                    complete = training.loop(tracker, saving)
             except TrainingStopped:
                 saving.settle()
                 raise

@@ -82,6 +82,9 @@ class Mix:
     offload_param: bool = False
     compile_layers: bool = False
     mlp_tiles: bool = False
+    keep_attention: bool = False
+    recomputes: bool = False
+    recomputes_from_host: bool = False
     muon: bool = False
     clip_norm: float = 0.0
     reduce_scatter: bool = False
@@ -134,6 +137,18 @@ RULES: tuple[Rule, ...] = (
         remedy="set one of them to null or false",
     ),
     Rule(
+        keys=("model.keep_attention", "activation_checkpointing"),
+        broken=lambda m: m.keep_attention and not m.recomputes,
+        reason="it says what activation checkpointing does not recompute, and the JSON does not switch that on",
+        remedy='write "activation_checkpointing": {} into the JSON, or set model.keep_attention to false',
+    ),
+    Rule(
+        keys=("model.keep_attention", "activation_checkpointing.cpu_checkpointing"),
+        broken=lambda m: m.keep_attention and m.recomputes_from_host,
+        reason="the inputs of the layers would wait in host memory, and tensors of the same size stay on the device",
+        remedy="set one of them to false",
+    ),
+    Rule(
         keys=("optim.name", "optim.clip_norm"),
         broken=lambda m: m.muon and m.clip_norm > 0,
         reason="Muon's update has a norm of its own, and DeepSpeed's ZeRO would clip that norm, not the gradient's",
@@ -154,7 +169,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         keys=("optim.name", "data_types.grad_accum_dtype"),
         broken=lambda m: m.muon and m.bf16 and m.zero_stage == 1 and m.fp32_accumulation,
-        reason="DeepSpeed then keeps Muon's momentum in another optimizer, which checkpoints cannot read yet",
+        reason="DeepSpeed rounds Muon's gradients to bf16 there all the same (copy_grads_in_partition)",
         remedy="remove data_types, or use ZeRO 2, or adamw",
     ),
     Rule(

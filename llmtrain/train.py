@@ -8,6 +8,7 @@ from llmtrain import completion
 from llmtrain.check import examine
 from llmtrain.cluster.hosts.environment import load_secrets
 from llmtrain.cluster.watch import watched
+from llmtrain.config.deepspeed import let_segments_grow
 from llmtrain.config.in_use import refuse_if_in_use
 from llmtrain.config.load import load
 from llmtrain.config.run import ResolvedRun
@@ -23,6 +24,7 @@ def main(argv: list[str]) -> int:
         resolved = load(argv, world_size, source)
         refuse_if_in_use(str(resolved.run.train.run_dir))  # rank 0 takes the folder when all ranks have met: later
         watched.begin(stall_timeout_s=stall_timeout_s(resolved), run_dir=str(resolved.run.train.run_dir))
+        let_segments_grow()
         # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
         resolved = examine(resolved)
         from llmtrain.loop import train

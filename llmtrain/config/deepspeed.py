@@ -96,6 +96,9 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         offload_param=offload["param"],
         compile_layers=run.model.compile_layers,
         mlp_tiles=run.model.mlp_tile_tokens is not None,
+        keep_attention=run.model.keep_attention,
+        recomputes=isinstance(tree.get("activation_checkpointing"), dict),
+        recomputes_from_host=bool(lookup(tree, "activation_checkpointing.cpu_checkpointing")),
         muon=run.optim.name == "muon",
         clip_norm=run.optim.clip_norm or 0.0,
         reduce_scatter=bool(zero.get("reduce_scatter")),
@@ -137,6 +140,7 @@ def _refuse(mix: Mix, tree: dict[str, Any], path: str, run: RunConfig, problems:
         values |= {"model.compile_layers": run.model.compile_layers, "optim.name": run.optim.name}
         values["optim.clip_norm"] = run.optim.clip_norm
         values["model.mlp_tile_tokens"] = run.model.mlp_tile_tokens
+        values["model.keep_attention"] = run.model.keep_attention
         what = " with ".join(f"{key} = {show(values[key])}" for key in rule.keys)
         if rule.keys[0] not in problems:
             problems.add_text(rule.keys[0], what, rule.reason, rule.remedy, path)
@@ -189,6 +193,16 @@ def name_cpu() -> None:
     """Tell DeepSpeed that there is only the CPU, where no accelerator can be: it would guess that, with a warning."""
     if not any(glob.glob(node) for node in _ACCELERATORS):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def let_segments_grow() -> None:
+    """Let torch's allocator on NVIDIA GPUs extend its segments instead of mapping new ones beside half-empty ones.
+
+    Evaluation, training and rows of other lengths ask for other sizes, and what one leaves between two blocks is no
+    use to the next. Read when torch is imported. A user's own choice stays.
+    """
+    if glob.glob("/dev/nvidia[0-9]*") and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def deep_check(exact: dict[str, Any], path: str) -> None:

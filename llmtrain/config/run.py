@@ -28,6 +28,8 @@ class ModelConfig:
     mlp_tile_tokens: int | None = None
     """Tokens that the MLP of a layer computes at one time; null = all. For long sequences: it recomputes, and saves
     memory."""
+    keep_attention: bool = False
+    """With activation_checkpointing in the JSON: keep what attention gave, and recompute the rest (attention: sdpa)."""
     compile_layers: bool = False
     """torch.compile each decoder layer (not under ZeRO 3)."""
 

@@ -22,6 +22,12 @@ CASES = [
     (Mix(zero_stage=1, pipeline_stages=3, muon=True), "pipeline.stages", {"pipeline_stages": 2}),
     (Mix(tensor_parallel=2, muon=True), "tensor_parallel.autotp_size", {"muon": False}),
     (Mix(sequence_parallel=2, pipeline_stages=2), "sequence_parallel_size", {"pipeline_stages": 1}),
+    (Mix(keep_attention=True), "model.keep_attention", {"recomputes": True}),
+    (
+        Mix(keep_attention=True, recomputes=True, recomputes_from_host=True),
+        "model.keep_attention",
+        {"recomputes_from_host": False},
+    ),
     (Mix(mlp_tiles=True, compile_layers=True), "model.mlp_tile_tokens", {"compile_layers": False}),
     (Mix(expert_parallel=2, pipeline_stages=2), "expert_parallel.autoep_size", {"pipeline_stages": 1}),
     (Mix(expert_parallel=2, muon=True), "expert_parallel.autoep_size", {"muon": False}),
