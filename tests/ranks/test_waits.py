@@ -82,8 +82,9 @@ def waits_of(case: Case) -> tuple[dict[str, int], dict[str, int]]:
 
         stepper.forward_backward = forward_backward
         train_steps(case, stepper, ranks, 1, 1 + STEPS)
+        found = dict(between), dict(waits)
         engine.destroy()
-        return dict(between), dict(waits)
+        return found
 
 
 def case_of(path: Path, data: str) -> Case:

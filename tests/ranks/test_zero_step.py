@@ -189,7 +189,7 @@ def both_norms(case: Case, largest: int) -> list[tuple[float, float]]:
         optimizer = engine.optimizer
         theirs = DeepSpeedZeroOptimizer.scaled_global_norm(optimizer)
         found.append((optimizer.scaled_global_norm(), float(theirs)))
-        assert type(optimizer) is zero_step.OneNormZero and len(optimizer.param_groups) > 3
+        assert type(optimizer) is zero_step.OneNormZero and len(optimizer.param_groups) > 2
 
     train_steps(case, stepper, ranks, 0, 2, look)
     engine.destroy()
@@ -201,7 +201,7 @@ def test_the_norm_is_deepspeeds(pools, small_data, form):
     """Squares are summed in fp64 by both, in another order; DeepSpeed rounds to fp32 on the way."""
     world_size, fields = FORMS[form]
     # Its norm takes the groups one by one: on the stages of a pipeline there must be equally many.
-    largest = 60_000 if fields.get("pipeline") else 20_000
+    largest = 20_000 if "pipeline" not in fields else 30_000 if "tensor" in fields else 60_000
     for norms in pools(world_size).run(both_norms, Case(data=small_data, steps=2, **fields), largest):
         for ours, theirs in norms:
             assert ours == pytest.approx(theirs, rel=3e-7)
