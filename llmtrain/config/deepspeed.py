@@ -153,6 +153,11 @@ def _why_not_stage_0(mix: Mix) -> str | None:
             "fp16 at ZeRO 0 runs as ZeRO 1, which computes the same: DeepSpeed 0.19 forgets to scale the loss there, "
             "and gradients come out 65,536 times too small"
         )
+    if mix.bf16 and mix.fp32_accumulation:
+        return (
+            "bf16 with data_types.grad_accum_dtype fp32 at ZeRO 0 runs as ZeRO 1, which computes the same: DeepSpeed "
+            "sums in fp32 under ZeRO only"
+        )
     if mix.pipeline_stages > 1:
         return (
             "a pipeline at ZeRO 0 runs as ZeRO 1, which computes the same: without ZeRO, no stage knows the gradient "

@@ -57,7 +57,7 @@ _KNOWN = {
 }
 
 
-class OneNormZero(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
+class OneNormZero(DeepSpeedZeroOptimizer):
     """DeepSpeed's optimizer of ZeRO 1 and 2; `shorten_step` makes one of a live DeepSpeedZeroOptimizer."""
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
