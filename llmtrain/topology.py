@@ -179,13 +179,6 @@ RULES: tuple[Rule, ...] = (
         remedy="use zero_optimization.stage 0 or 1 with a pipeline, or no pipeline",
     ),
     Rule(
-        keys=("pipeline.stages", "optim.name"),
-        broken=lambda m: m.pipeline_stages > 2 and m.muon,
-        reason="DeepSpeed sums the gradient norm over the stages group by group, and a stage between the first and the "
-        "last has no parameters for AdamW's group beside Muon's: the sums of different groups would meet",
-        remedy="set pipeline.stages to 2, or use adamw",
-    ),
-    Rule(
         keys=("tensor_parallel.autotp_size", "optim.name"),
         broken=lambda m: m.tensor_parallel > 1 and m.muon,
         reason="Muon orthogonalises whole matrices, and each tensor-parallel rank has a part of them",
