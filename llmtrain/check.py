@@ -113,7 +113,8 @@ def summary(resolved: ResolvedRun) -> str:
                if on]  # fmt: skip
     ways = [resolved.precision, f"ZeRO {resolved.zero_stage}", resolved.run.optim.name or ""]
     ways += [f"offload of {' and '.join(offload)}"] if offload else []
-    ways += ["activation checkpointing"] if resolved.activation_checkpointing else []
+    kept = " without attention" if resolved.run.model.keep_attention else ""
+    ways += [f"activation checkpointing{kept}"] if resolved.activation_checkpointing else []
     lines += [f"compute: {', '.join(ways)}", f"run dir: {train.run_dir}"]
     return "\n".join([*lines, *(f"note:    {note}" for note in resolved.notes)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import math
 import time
@@ -32,6 +33,7 @@ from llmtrain.engine.connect import leave_all
 from llmtrain.engine.control import Agree, AgreedError, Wishes, from_rank_0, together
 from llmtrain.engine.device import device_name, use_deterministic_kernels
 from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.garbage import collected_by_hand
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.engine.step import StepResult, learning_rate_factor, seed_step
 from llmtrain.errors import TrainingStopped
@@ -257,6 +259,7 @@ class Training:
     def _log(
         self, tracker: Tracker, speed: Throughput, result: StepResult, counted: int, lr_factor: float, more: bool
     ) -> None:
+        gc.collect()
         scale = loss_scale_state(self.engine).get("cur_scale")
         routing = self.stepper.routing()
         tracker.log(
@@ -347,7 +350,8 @@ def _train(resolved: ResolvedRun, ranks: Ranks, folder: RunDirectory, stack: con
         tracker.event("resume" if training.position.step else "start", step=training.position.step, lines=lines)
         announce(resolved, folder, training.model_facts, ranks.device, [*training.notes, *lines])
         try:
-            complete = training.loop(tracker, saving)
+            with collected_by_hand():
+                complete = training.loop(tracker, saving)
         except TrainingStopped:
             saving.settle()
             raise

@@ -89,6 +89,8 @@ class Mix:
     compile_layers: bool = False
     mlp_tiles: bool = False
     layer_inputs_on_host: bool = False
+    keep_attention: bool = False
+    recomputes: bool = False
     muon: bool = False
     clip_norm: float = 0.0
     reduce_scatter: bool = False
@@ -147,6 +149,18 @@ RULES: tuple[Rule, ...] = (
         remedy="set one of them to false",
     ),
     Rule(
+        keys=("model.keep_attention", "activation_checkpointing"),
+        broken=lambda m: m.keep_attention and not m.recomputes,
+        reason="it says what activation checkpointing does not recompute, and the JSON does not switch that on",
+        remedy='write "activation_checkpointing": {} into the JSON, or set model.keep_attention to false',
+    ),
+    Rule(
+        keys=("model.keep_attention", "activation_checkpointing.cpu_checkpointing"),
+        broken=lambda m: m.keep_attention and m.layer_inputs_on_host,
+        reason="the inputs of the layers would wait in host memory, and tensors of the same size stay on the device",
+        remedy="set one of them to false",
+    ),
+    Rule(
         keys=("optim.name", "optim.clip_norm"),
         broken=lambda m: m.muon and m.clip_norm > 0,
         reason="Muon's update has a norm of its own, and DeepSpeed's ZeRO would clip that norm, not the gradient's",
@@ -167,7 +181,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         keys=("optim.name", "data_types.grad_accum_dtype"),
         broken=lambda m: m.muon and m.bf16 and m.zero_stage == 1 and m.fp32_accumulation,
-        reason="DeepSpeed then keeps Muon's momentum in another optimizer, which checkpoints cannot read yet",
+        reason="DeepSpeed rounds Muon's gradients to bf16 there all the same (copy_grads_in_partition)",
         remedy="remove data_types, or use ZeRO 2, or adamw",
     ),
     Rule(
@@ -175,13 +189,6 @@ RULES: tuple[Rule, ...] = (
         broken=lambda m: m.pipeline_stages > 1 and m.zero_stage >= 2,
         reason="a pipeline accumulates whole gradients over its micro-batches; ZeRO 2 and 3 partition them",
         remedy="use zero_optimization.stage 0 or 1 with a pipeline, or no pipeline",
-    ),
-    Rule(
-        keys=("pipeline.stages", "optim.name"),
-        broken=lambda m: m.pipeline_stages > 2 and m.muon,
-        reason="DeepSpeed sums the gradient norm over the stages group by group, and a stage between the first and the "
-        "last has no parameters for AdamW's group beside Muon's: the sums of different groups would meet",
-        remedy="set pipeline.stages to 2, or use adamw",
     ),
     Rule(
         keys=("tensor_parallel.autotp_size", "optim.name"),

@@ -8,6 +8,7 @@ from llmtrain import completion
 from llmtrain.check import examine
 from llmtrain.cluster.hosts.environment import load_secrets
 from llmtrain.cluster.watch import watched
+from llmtrain.config.deepspeed import let_segments_grow
 from llmtrain.config.in_use import refuse_if_in_use
 from llmtrain.config.load import load
 from llmtrain.config.run import ResolvedRun
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
             start_timeout_s=resolved.run.fault.start_timeout_s,
             run_dir=str(resolved.run.train.run_dir),
         )
+        let_segments_grow()
         _set_variables(resolved)
         # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
         resolved = examine(resolved)

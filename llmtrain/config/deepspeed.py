@@ -98,6 +98,8 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         compile_layers=bool(run.model.compile_layers),
         mlp_tiles=run.model.mlp_tile_tokens is not None,
         layer_inputs_on_host=bool(lookup(tree, "activation_checkpointing.cpu_checkpointing")),
+        keep_attention=run.model.keep_attention,
+        recomputes=isinstance(tree.get("activation_checkpointing"), dict),
         muon=run.optim.name == "muon",
         clip_norm=run.optim.clip_norm or 0.0,
         reduce_scatter=bool(zero.get("reduce_scatter")),
@@ -142,6 +144,7 @@ def _refuse(mix: Mix, tree: dict[str, Any], path: str, run: RunConfig, problems:
         values |= {"model.compile_layers": run.model.compile_layers, "optim.name": run.optim.name}
         values["optim.clip_norm"] = run.optim.clip_norm
         values["model.mlp_tile_tokens"] = run.model.mlp_tile_tokens
+        values["model.keep_attention"] = run.model.keep_attention
         what = " with ".join(f"{key} = {show(values[key])}" for key in rule.keys)
         if rule.keys[0] not in problems:
             problems.add_text(rule.keys[0], what, rule.reason, rule.remedy, path)
@@ -153,6 +156,11 @@ def _why_not_stage_0(mix: Mix) -> str | None:
         return (
             "fp16 at ZeRO 0 runs as ZeRO 1, which computes the same: DeepSpeed 0.19 forgets to scale the loss there, "
             "and gradients come out 65,536 times too small"
+        )
+    if mix.bf16 and mix.fp32_accumulation:
+        return (
+            "bf16 with data_types.grad_accum_dtype fp32 at ZeRO 0 runs as ZeRO 1, which computes the same: DeepSpeed "
+            "sums in fp32 under ZeRO only"
         )
     if mix.pipeline_stages > 1:
         return (
@@ -197,6 +205,16 @@ def name_cpu() -> None:
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(glob.glob(node) for node in _ACCELERATORS):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def let_segments_grow() -> None:
+    """Let torch's allocator on NVIDIA GPUs extend its segments instead of mapping new ones beside half-empty ones.
+
+    Evaluation, training and rows of other lengths ask for other sizes, and what one leaves between two blocks is no
+    use to the next. Read when torch is imported. A user's own choice stays.
+    """
+    if glob.glob("/dev/nvidia[0-9]*") and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def deep_check(exact: dict[str, Any], path: str) -> None:

@@ -109,6 +109,10 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("model.attention", "varlen", "keeps attention within documents",
                      "set data.isolate_documents to true, or model.attention to sdpa",
                      places.get("model.attention"))  # fmt: skip
+    if run.model.keep_attention and run.model.attention != "sdpa":
+        problems.add("model.keep_attention", True, f"model.attention {run.model.attention} is no operator of torch's, "
+                     "so its output cannot be told from the rest", "set model.attention to sdpa, or remove it",
+                     places.get("model.keep_attention"))  # fmt: skip
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
                      "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip

@@ -29,6 +29,8 @@ class ModelConfig:
     mlp_tile_tokens: int | None = None
     """Tokens that the MLP of a layer computes at one time; null = all. For long sequences: it recomputes, and saves
     memory."""
+    keep_attention: bool = False
+    """With activation_checkpointing in the JSON: keep what attention gave, and recompute the rest (attention: sdpa)."""
     compile_layers: bool | None = None
     """torch.compile each decoder layer (not under ZeRO 3); null = on CUDA, where a compiler works and nothing else of
     the run stands against it."""

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +29,7 @@ from llmtrain.engine.connect import connect_all
 from llmtrain.engine.device import own_device
 from llmtrain.engine.op_builds import op_build_lock
 from llmtrain.engine.rendezvous import Seat, meet
+from llmtrain.engine.zero_step import LARGEST_GROUP, shorten_step, zero_1_with_fp32_sums
 from llmtrain.log import warn
 from llmtrain.models import compiler
 from llmtrain.models.build import decoder_layers
@@ -127,15 +130,18 @@ def apply_group_timeout(timeout_s: float) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
-def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Who decays is `optim.decay`'s choice. With Muon the decoder layers' matrices are a group of their own.
+def parameter_groups(model: LanguageModel, optim: OptimConfig, largest: float = math.inf) -> list[dict[str, Any]]:
+    """Who decays is `optim.decay`'s choice. With Muon the decoder layers' matrices are groups of their own.
 
-    Each group carries `peak_lr`; the schedule multiplies it.
+    Each group carries `peak_lr`; the schedule multiplies it. None has more than `largest` elements on this rank, but
+    for a tensor that has more: it is alone.
     """
     muon_ids = set()
     if optim.name == "muon":
         muon_ids = {id(p) for p in decoder_layers(model.hf).parameters() if _dim(p) >= 2}
-    named: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    filling: dict[str, dict[str, Any]] = {}
+    elements: Counter[str] = Counter()
     adam = {"lr": optim.lr, "peak_lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     muon = {"lr": optim.muon_lr, "peak_lr": optim.muon_lr, "momentum": optim.muon_momentum}
     for parameter in (held.parameter for held in model.local_parameters() if held.trains):
@@ -151,8 +157,13 @@ def parameter_groups(model: LanguageModel, optim: OptimConfig) -> list[dict[str,
             settings["use_muon"] = is_muon
         if shared:
             settings["moe"] = True
-        named.setdefault(name, {"name": name, "params": [], **settings})["params"].append(parameter)
-    return list(named.values())
+        elements[name] += parameter.numel()
+        if name not in filling or elements[name] > largest:
+            filling[name] = {"name": name, "params": [], **settings}
+            groups.append(filling[name])
+            elements[name] = parameter.numel()
+        filling[name]["params"].append(parameter)
+    return groups
 
 
 def _dim(parameter: torch.Tensor) -> int:
@@ -163,7 +174,8 @@ def _dim(parameter: torch.Tensor) -> int:
 def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.Optimizer:
     """AdamW (fused), DeepSpeed's CPUAdam under offload, or Muon with AdamW for the rest."""
     optim = resolved.run.optim
-    parameters = parameter_groups(model, optim)
+    cuts = resolved.zero_stage in (1, 2) and not resolved.offload_optimizer
+    parameters = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf)
     if optim.name == "muon":
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -233,9 +245,11 @@ def build_engine(model: LanguageModel, resolved: ResolvedRun, mesh: Mesh) -> dee
         # a share each and gather it costs two more messages and an all-gather for every micro-batch.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
-    )
+    with zero_1_with_fp32_sums():
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
+        )
+    shorten_step(engine)
     apply_group_timeout(resolved.run.fault.timeout_s)
     for held in model.local_parameters():
         if not held.trains:  # whatever buffer_dtype of the JSON makes of other buffers

@@ -49,6 +49,7 @@ _FUNCTIONS = (
     "scatter",
     "scatter_object_list",
     "send",
+    "split_group",
 )
 
 

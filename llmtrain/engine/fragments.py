@@ -1,7 +1,7 @@
 """The live optimizer state of this rank as pieces of Hugging Face tensors.
 
 One view for every form that DeepSpeed gives it: whole tensors (ZeRO 0), flat partitions with an address
-per parameter (ZeRO 1 and 2, bf16), flat sub-groups of parameter partitions (ZeRO 3), on the device or on
+per parameter (ZeRO 1 and 2), flat sub-groups of parameter partitions (ZeRO 3), on the device or on
 the host. What it holds of which tensor is what the model's `local_parameters` say, cut by the partition; the group
 that a parameter is partitioned or replicated over is the one that DeepSpeed uses for it. Writing into a fragment's
 view changes the optimizer; `refresh` then updates what the forward reads. What does not train (models/frozen.py) has
@@ -123,9 +123,8 @@ def refresh(engine: Any) -> None:
 
 def _update_lp_params_in_pieces(optimizer: Any) -> None:
     """DeepSpeed's update_lp_params for gloo, whose all-gather takes the memory of all parameters a second time."""
-    partitioned = getattr(optimizer, "parallel_partitioned_bit16_groups", None) or optimizer.bf16_partitioned_groups
-    groups = optimizer.real_dp_process_group
-    for partitions, master, group in zip(partitioned, _flat_masters(optimizer), groups, strict=True):
+    partitioned, masters = optimizer.parallel_partitioned_bit16_groups, optimizer.single_partition_of_fp32_groups
+    for partitions, master, group in zip(partitioned, masters, optimizer.real_dp_process_group, strict=True):
         partitions[dist.get_rank(group)].data.copy_(master.data)
         for owner, partition in enumerate(partitions):
             for piece in partition.data.split(_PIECE):
@@ -251,8 +250,7 @@ def _homes(engine: Any) -> Iterator[_Home]:
             flat = optimizer.fp32_partitioned_groups_flat[group]
             yield _Home(held, flat, offset, start, numel, held.copy)
     elif engine.zero_optimization_stage() > 0:
-        groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
-        for parameters, flat in zip(groups, _flat_masters(optimizer), strict=True):
+        for parameters, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
             for parameter in parameters:
                 mapping = parameter._hp_mapping
                 if mapping is not None:
@@ -267,11 +265,6 @@ def _homes(engine: Any) -> Iterator[_Home]:
     else:
         for held in here.values():
             yield _Home(held, held.parameter, 0, 0, held.region.numel, _replica(engine, held))
-
-
-def _flat_masters(optimizer: Any) -> list[Tensor]:
-    flats = getattr(optimizer, "single_partition_of_fp32_groups", None)
-    return flats if flats is not None else optimizer.fp32_groups_flat_partition
 
 
 def _zero3_slice(parameter: Any) -> tuple[int, int]:
@@ -319,9 +312,9 @@ def _zero12_momentum(engine: Any) -> Iterator[Fragment]:
     optimizer = engine.optimizer
     here = {id(held.parameter): held for held in _local_parameters(engine)}
     for index, group in enumerate(base_optimizer(engine).param_groups):
-        if not group.get("use_muon"):
-            continue
         parameters = optimizer.params_in_partition[index]
+        if not group.get("use_muon") or not parameters:  # a small group may lie in other ranks' partitions alone
+            continue
         flat = group["params"][0]
         state = base_optimizer(engine).state[flat]
         if _MOMENTUM not in state:

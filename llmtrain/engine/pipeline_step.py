@@ -138,24 +138,24 @@ def _reduce_tied(engine: Any) -> None:
     another precision (data_types.grad_accum_dtype), that is None: the two copies would part in silence.
     """
     for weight, group in engine.module.get_tied_weights_and_groups():
-        if engine.using_bf16_optimizer:
-            gradient = weight._hp_grad
-        else:
-            gradient = engine.optimizer.get_param_gradient_attribute(weight)
-        dist.all_reduce(gradient, group=group)
+        dist.all_reduce(engine.optimizer.get_param_gradient_attribute(weight), group=group)
 
 
 def _check_groups(engine: Any, ranks: Ranks) -> None:
-    """DeepSpeed sums gradient norms over the stages group by group: with fewer groups on one of them, all would wait.
+    """With an offloaded optimizer DeepSpeed sums gradient norms over the stages group by group: with fewer groups on
+    one of them, all would wait.
 
     Raises:
         AgreedError: on every rank.
     """
+    if not engine.optimizer.cpu_offload:
+        return  # one sum over all groups: engine/zero_step.py
     counts: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(counts, len(base_optimizer(engine).param_groups), group=ranks.control)
     if len(set(counts)) > 1:
         raise AgreedError(
-            "pipeline.stages: some stages of this model have matrices or vectors alone, others both, and DeepSpeed's "
-            "gradient norm needs the same groups of parameters on all. Use ZeRO without a pipeline.",
+            "pipeline.stages: some stages of this model have matrices or vectors alone, others both, and with "
+            "zero_optimization.offload_optimizer DeepSpeed's gradient norm needs the same groups of parameters on all. "
+            "Remove offload_optimizer, or use ZeRO without a pipeline.",
             ModelError.exit_code,
         )

@@ -44,7 +44,8 @@ def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Lang
     if model.mlp_tile_tokens is not None:
         tile_mlps(hf, model.mlp_tile_tokens)
     if resolved.activation_checkpointing:
-        checkpoint_activations(hf, resolved.deepspeed["activation_checkpointing"])
+        section = resolved.deepspeed["activation_checkpointing"]
+        checkpoint_activations(hf, section, keep_attention=model.keep_attention)
     if model.compile_layers:
         for layer in decoder_layers(hf):
             layer.compile(dynamic=False)  # a run has one shape, and static kernels are faster

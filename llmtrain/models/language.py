@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from llmtrain.errors import ModelError
 from llmtrain.models.frozen import named_tensors
@@ -142,15 +143,34 @@ def head_forward(
     return chunked_nll_sum(hidden, head.weight, head.bias, labels, chunk=chunk, form=form)
 
 
-def checkpoint_activations(hf: Any, section: dict[str, Any]) -> None:
-    """Recompute each decoder layer in the backward pass; with cpu_checkpointing its input waits on the host."""
+def checkpoint_activations(hf: Any, section: dict[str, Any], *, keep_attention: bool) -> None:
+    """Recompute each decoder layer in the backward pass; with cpu_checkpointing its input waits on the host.
+
+    `keep_attention`: all of the layer but torch's scaled_dot_product_attention, the one part whose time grows with the
+    square of the sequence length. Kept of it are the output [B, T, heads x size] and the sums of the softmax.
+    """
     enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    kept = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _what_to_keep)}
+    enable({"use_reentrant": False, **(kept if keep_attention else {})})
     if section.get("cpu_checkpointing"):
         # DeepSpeed's own function for this loses the gathered weights of ZeRO 3 in the recomputation.
         for module in hf.modules():
             if hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = _checkpoint_on_host
+
+
+def _what_to_keep(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Torch's policy for keep_attention; on a GPU the kernel is chosen anew for each shape and mask."""
+    kept = operator in _ATTENTION
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 
 
 def _checkpoint_on_host(function: Any, *args: Any) -> Any:

@@ -130,6 +130,8 @@ SHAPES = [
           4, "steps_per_print": 10, "optimizer": ADAM, "gradient_clipping": 1.0, "prescale_gradients": True,
           "gradient_predivide_factor": 8, "fp16": {"enabled": True, "loss_scale": 0}, "zero_optimization": {"stage":
           0}}, noted="fp16 at ZeRO 0 runs as ZeRO 1"),
+    Shape("bf16 at ZeRO 0 with fp32 sums", {**BF16, **AUTO, "data_types": {"grad_accum_dtype": "fp32"}},
+          noted="bf16 with data_types.grad_accum_dtype fp32 at ZeRO 0 runs as ZeRO 1"),
     Shape("examples, LAMB", {"train_batch_size": 64, "optimizer": {"type": "Lamb", "params": {"lr": 1e-3,
           "max_coeff": 0.3}}}, ('error: optimizer.type = "Lamb"', "trains with Adam, AdamW or Muon")),
     Shape("examples, one-bit Adam", {"train_batch_size": 64, "optimizer": {"type": "OneBitAdam", "params": {"lr":

@@ -6,6 +6,7 @@ Tolerance: as in test_parity.py; a pipeline changes the order of summation only.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,6 +122,16 @@ def test_fp16_with_gradients_accumulated_in(pools, small_data, extra):
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-3
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
     assert scales[0] >= 1024
+
+
+def test_muon_on_stages_whose_groups_differ(pools, small_data):
+    """Only the ends have AdamW's matrices beside Muon's: the norm is one sum over all groups of a stage."""
+    case = Case(data=small_data, stage=1, optimizer="muon", steps=6)
+    want = pools(1).run(run_case, case)[0]
+    got = pools(4).run(run_case, replace(case, pipeline=4, accumulation=3))[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
 
 
 def held(case: Case) -> tuple[list[str], int, tuple[int, ...]]:

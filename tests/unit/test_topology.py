@@ -19,9 +19,14 @@ CASES = [
     (Mix(muon=True, zero_stage=3, reduce_scatter=True), "optim.name", {"reduce_scatter": False}),
     (Mix(muon=True, zero_stage=1, bf16=True, fp32_accumulation=True), "optim.name", {"zero_stage": 2}),
     (Mix(zero_stage=2, pipeline_stages=2), "pipeline.stages", {"pipeline_stages": 1}),
-    (Mix(zero_stage=1, pipeline_stages=3, muon=True), "pipeline.stages", {"pipeline_stages": 2}),
     (Mix(tensor_parallel=2, muon=True), "tensor_parallel.autotp_size", {"muon": False}),
     (Mix(sequence_parallel=2, pipeline_stages=2), "sequence_parallel_size", {"pipeline_stages": 1}),
+    (Mix(keep_attention=True), "model.keep_attention", {"recomputes": True}),
+    (
+        Mix(keep_attention=True, recomputes=True, layer_inputs_on_host=True),
+        "model.keep_attention",
+        {"layer_inputs_on_host": False},
+    ),
     (Mix(mlp_tiles=True, compile_layers=True), "model.mlp_tile_tokens", {"compile_layers": False}),
     (
         Mix(layer_inputs_on_host=True, compile_layers=True),

@@ -11,6 +11,22 @@ import torch.distributed as dist
 from llmtrain.topology import Degrees
 
 
+def make_groups(groups: list[list[int]], rank: int) -> Any:
+    """The process group of `rank`, out of groups that hold each rank of the world once. Every rank has to call it.
+
+    With NCCL it is one collective, ncclCommSplit, however many groups there are: torch's new_group makes it one for
+    each group, also on the ranks outside of it (distributed_c10d.py perform_nocolor_split), 1,024 of them on 512 ranks.
+    With gloo a rank outside of a group has nothing to do.
+    """
+    mine = next(index for index, ranks in enumerate(groups) if rank in ranks)
+    world: Any = dist.group.WORLD
+    if world.bound_device_id is not None:
+        return dist.split_group(split_ranks=groups)
+    if len(groups[mine]) == 1:
+        return dist.new_group(groups[mine], use_local_synchronization=True)
+    return [dist.new_group(ranks) for ranks in groups][mine]
+
+
 @cache
 def mesh_of(degrees: Degrees) -> Mesh:
     """The groups for these degrees, made once a process. Every rank of the world has to call it."""
@@ -34,20 +50,25 @@ class Mesh:
         self.degrees = degrees
         self.rank = dist.get_rank()
         self.place = degrees.place(self.rank)
-        self.tensor = self._group("tensor")
-        self.sequence = self._group("sequence")
+        self._made: dict[tuple[int, ...], Any] = {}
+        self.sequence = self._group("sequence") if degrees.sequence > 1 else None
+        """Ranks that share each row; None where nobody does."""
+        # DeepSpeed takes sums over the group that an mpu gives it, and None would mean all ranks.
+        self.tensor = self._group("tensor") if degrees.tensor > 1 or self.mpu is not None else None
+        """Ranks that share each matrix; None where nobody does and nobody asks."""
         self.data = self._group("data")
         self.data_and_sequence = self._group("data", "sequence")
         """Ranks with the same parameters: ZeRO partitions over them, gradients are averaged over them."""
 
     def _group(self, *along: str) -> Any:
-        """Every rank makes all groups, in the same order; it keeps the one that it is in."""
-        mine = None
-        for ranks in self.degrees.groups(*along):
-            group = dist.new_group(ranks)
-            if self.rank in ranks:
-                mine = group
-        return mine
+        """The group that this rank is in. What has the same ranks is one group; all ranks are the world's."""
+        groups = self.degrees.groups(*along)
+        mine = tuple(next(ranks for ranks in groups if self.rank in ranks))
+        if len(groups) == 1:
+            return dist.group.WORLD
+        if mine not in self._made:
+            self._made[mine] = make_groups(groups, self.rank)
+        return self._made[mine]
 
     @property
     def mpu(self) -> Mesh | None:
@@ -69,7 +90,7 @@ class Mesh:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_tensor_model_parallel_src_rank(self) -> int:
-        return dist.get_process_group_ranks(self.tensor)[0]
+        return self.rank - self.place.tensor  # neighbours: the tensor index runs fastest (topology.Degrees)
 
     def get_pipeline_model_parallel_world_size(self) -> int:
         return 1

@@ -278,7 +278,8 @@ def build_stage(
     _materialise(hf, device, dtype)
     hf.config.use_cache, hf.config.dtype = False, dtype
     if resolved.activation_checkpointing:
-        checkpoint_activations(hf, resolved.deepspeed["activation_checkpointing"])
+        section = resolved.deepspeed["activation_checkpointing"]
+        checkpoint_activations(hf, section, keep_attention=model.keep_attention)
     if model.mlp_tile_tokens is not None:
         tile_mlps(hf, model.mlp_tile_tokens)
     if model.compile_layers:

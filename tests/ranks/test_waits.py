@@ -1,0 +1,116 @@
+"""How often DeepSpeed stops the host until the device has done everything, with each of the shipped files.
+
+A CPU has nothing to wait for, so its accelerator says here that it has streams, and counts who waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from tests.helpers.processors import fp16
+from tests.helpers.training import Case, make_engine, train_steps
+
+ROOT = Path(__file__).parents[2]
+MICRO_BATCHES, STEPS = 3, 2
+
+
+class Stream:
+    """Does nothing, and says when it is waited for."""
+
+    def __init__(self, waits: Counter[str]) -> None:
+        self._waits = waits
+
+    def synchronize(self) -> None:
+        self._waits["stream"] += 1
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+
+@contextlib.contextmanager
+def streams() -> Iterator[Counter[str]]:
+    """An accelerator as CUDA's: what is waited for, by "device" or "stream"."""
+    waits: Counter[str] = Counter()
+    accelerator, one = get_accelerator(), Stream(waits)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("resolves_data_dependency", "is_synchronized_device", "handles_memory_backpressure"):
+            patch.setattr(accelerator, name, lambda: False)
+        for name in ("Stream", "Event"):
+            patch.setattr(type(accelerator), name, property(lambda self: lambda *_, **__: Stream(waits)))
+        for name in ("current_stream", "default_stream"):
+            patch.setattr(accelerator, name, lambda *_: one)
+        patch.setattr(accelerator, "stream", lambda _: contextlib.nullcontext())
+        patch.setattr(accelerator, "synchronize", lambda *_: waits.update(device=1))
+        patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+        yield waits
+
+
+@fp16(True)
+def waits_of(case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    """(of all micro-batches but the last of each step, of these with the update), by whom."""
+    with streams() as waits:
+        engine, stepper, ranks = make_engine(case)
+        train_steps(case, stepper, ranks, 0, 1)
+        waits.clear()
+        between: Counter[str] = Counter()
+        plain, done = stepper.forward_backward, [0]
+
+        def forward_backward(*args: Any) -> Any:
+            before = waits.copy()
+            result = plain(*args)
+            done[0] += 1
+            if done[0] % MICRO_BATCHES:
+                between.update(waits - before)
+            return result
+
+        stepper.forward_backward = forward_backward
+        train_steps(case, stepper, ranks, 1, 1 + STEPS)
+        found = dict(between), dict(waits)
+        engine.destroy()
+        return found
+
+
+def case_of(path: Path, data: str) -> Case:
+    """The file's ZeRO on one rank: what its degrees share has no part in it."""
+    tree = json.loads(path.read_text())
+    kept = ("zero_optimization", "data_types", "communication_data_type", "activation_checkpointing")
+    extra = {key: tree[key] for key in kept if key in tree}
+    zero = {k: v for k, v in extra["zero_optimization"].items() if not k.startswith("offload")}
+    precision = next((name for name in ("bf16", "fp16") if name in tree), "fp32")
+    scale = {"fp16": {"initial_scale_power": 8}} if precision == "fp16" else {}
+    small = {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
+    extra["zero_optimization"] = {**zero, **small}
+    return Case(
+        data=data,
+        stage=zero["stage"],
+        precision=precision,
+        accumulation=MICRO_BATCHES,
+        extra={**extra, **scale},
+        steps=1 + STEPS,
+    )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
+def test_no_micro_batch_waits_for_the_device(pools, small_data, path, record_property):
+    between, all_in_all = pools(1).run(waits_of, case_of(path, small_data))[0]
+    record_property("waits", [between, all_in_all])
+    print(f"{path.name}: {between} between, {all_in_all} in {STEPS} steps")
+    assert between.get("device", 0) == 0
+    assert all_in_all.get("device", 0) <= STEPS

@@ -1,0 +1,283 @@
+"""What an optimizer step of ZeRO 1 and 2 costs in kernels, waits and memory, and that it is DeepSpeed's step."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llmtrain.engine import build, zero_step
+from llmtrain.engine.build import parameter_groups
+from llmtrain.errors import ConfigError
+from tests.helpers.families import FAMILIES
+from tests.helpers.training import LLAMA, Case, Trace, make_engine, resolved_run, train_steps
+
+TENSORS = 290
+# As many tensors as Qwen2 of 0.5B has: twelve in each of 24 layers, the embedding (tied), the last norm.
+QWEN = {
+    **FAMILIES["qwen2"],
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 24,
+    "tie_word_embeddings": True,
+}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+# As small as the model: DeepSpeed holds one or two buckets of its default size, 1 GB and more.
+BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+_VIEWS = ("view", "_unsafe_view", "reshape", "slice", "narrow", "detach", "alias", "t", "transpose", "expand", "split",
+          "unsqueeze", "squeeze", "select", "as_strided", "split_with_sizes", "unbind", "permute")  # fmt: skip
+_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "set_")
+_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero")
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that a GPU would run a kernel for, and values that the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _READS:
+            self.reads += 1
+        elif name not in _VIEWS and name not in _ALLOCATIONS:
+            self.ran[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that all storages of this process had at one time within it, beyond those of `others`."""
+
+    def __init__(self, others: set[int]) -> None:
+        super().__init__()
+        self.most = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        for storage in storages():
+            if storage._cdata not in others:
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.most = max(self.most, sum(size for _, size in self._live.values()))
+        return out
+
+
+def storages() -> list[Any]:
+    """Of all tensors that Python knows, each once."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and not thing.is_meta]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+
+
+def update_counted(case: Case) -> tuple[int, dict[str, int], int]:
+    """(tensors, kernels by name, reads) of the optimizer's part of the second step."""
+    engine, stepper, ranks = make_engine(case)
+    modes: list[Kernels] = []
+    plain = engine.step
+
+    def step() -> None:
+        with Kernels() as mode:
+            plain()
+        modes.append(mode)  # the last one is the update's
+
+    engine.step = step
+    train_steps(case, stepper, ranks, 0, 2)
+    tensors = len(engine.module.local_parameters())
+    engine.destroy()
+    return tensors, dict(modes[-1].ran), modes[-1].reads
+
+
+@pytest.mark.parametrize("sums", [{}, FP32_SUMS], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_kernels_and_reads_of_a_step(pools, small_data, stage, sums, record_property):
+    extra = {"zero_optimization": {"stage": stage, **BUCKETS}, **sums}
+    case = Case(data=small_data, stage=stage, precision="bf16", model=QWEN, steps=2, accumulation=2, extra=extra)
+    tensors, ran, reads = pools(1).run(update_counted, case)[0]
+    record_property("kernels", ran)
+    print(f"ZeRO {stage}: {sum(ran.values())} kernels, {reads} reads: {ran}")
+    assert tensors == TENSORS
+    assert sum(ran.values()) <= 400
+    assert reads == 1
+
+
+def live_bytes(case: Case, largest: int) -> tuple[int, float]:
+    """(parameter groups, bytes a parameter at the peak of the second step, activations aside)."""
+    others = {storage._cdata for storage in storages()}
+    build.LARGEST_GROUP = largest
+    try:
+        engine, stepper, ranks = make_engine(case)
+    finally:
+        build.LARGEST_GROUP = zero_step.LARGEST_GROUP
+    most: list[int] = []
+
+    def watched(function: Any) -> Any:
+        def watch(*args: Any, **kwargs: Any) -> Any:
+            with LiveBytes(others) as mode:
+                result = function(*args, **kwargs)
+            most.append(mode.most)
+            return result
+
+        return watch
+
+    train_steps(case, stepper, ranks, 0, 1)
+    engine.optimizer.step = watched(engine.optimizer.step)
+    engine.optimizer.independent_gradient_partition_epilogue = watched(
+        engine.optimizer.independent_gradient_partition_epilogue
+    )
+    engine.optimizer.reduce_gradients = watched(engine.optimizer.reduce_gradients)
+    train_steps(case, stepper, ranks, 1, 2)
+    groups = len(engine.optimizer.param_groups)
+    parameters = sum(held.parameter.numel() for held in engine.module.local_parameters())
+    engine.destroy()
+    return groups, max(most) / parameters
+
+
+@pytest.mark.parametrize(("sums", "most"), [({}, 17.0), (FP32_SUMS, 19.0)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_live_bytes_of_a_step(pools, small_data, stage, sums, most, record_property):
+    """2 for the parameter, 12 for the optimizer, 2 or 4 for the gradient, and for a group in many what a step adds."""
+    extra = {"zero_optimization": {"stage": stage, **BUCKETS}, **sums}
+    case = Case(data=small_data, stage=stage, precision="bf16", model=QWEN, steps=2, accumulation=2, extra=extra)
+    groups, bytes_each = pools(1).run(live_bytes, case, 50_000)[0]
+    record_property("bytes", bytes_each)
+    print(f"ZeRO {stage}: {groups} groups, {bytes_each:.2f} bytes a parameter")
+    assert groups >= 16
+    assert bytes_each <= most
+
+
+FORMS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero1": (2, {"stage": 1}),
+    "zero2": (2, {"stage": 2, "accumulation": 3}),
+    "fp32-sums": (2, {"stage": 1, "precision": "bf16", "accumulation": 3, "extra": FP32_SUMS}),
+    "tp2": (2, {"stage": 1, "tensor": 2}),
+    "tp2-dp2": (4, {"stage": 2, "tensor": 2}),
+    "sp2": (2, {"stage": 2, "sequence": 2}),
+    "pp2-tied": (2, {"stage": 1, "pipeline": 2, "accumulation": 3, "model": {**LLAMA, "tie_word_embeddings": True}}),
+    "pp2-tp2": (4, {"stage": 1, "pipeline": 2, "tensor": 2, "accumulation": 3}),
+    "ep2": (2, {"stage": 2, "expert": 2, "model": FAMILIES["mixtral"]}),
+    "muon": (2, {"stage": 1, "optimizer": "muon"}),
+}
+
+
+def both_norms(case: Case, largest: int) -> list[tuple[float, float]]:
+    """(our norm, DeepSpeed's) before each update, with many small groups of parameters."""
+    build.LARGEST_GROUP = largest
+    try:
+        engine, stepper, ranks = make_engine(case)
+    finally:
+        build.LARGEST_GROUP = zero_step.LARGEST_GROUP
+    found: list[tuple[float, float]] = []
+
+    def look() -> None:
+        optimizer = engine.optimizer
+        theirs = DeepSpeedZeroOptimizer.scaled_global_norm(optimizer)
+        found.append((optimizer.scaled_global_norm(), float(theirs)))
+        assert type(optimizer) is zero_step.OneNormZero and len(optimizer.param_groups) > 2
+
+    train_steps(case, stepper, ranks, 0, 2, look)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_norm_is_deepspeeds(pools, small_data, form):
+    """Squares are summed in fp64 by both, in another order; DeepSpeed rounds to fp32 on the way."""
+    world_size, fields = FORMS[form]
+    # Its norm takes the groups one by one: on the stages of a pipeline there must be equally many.
+    largest = 20_000 if "pipeline" not in fields else 30_000 if "tensor" in fields else 60_000
+    for norms in pools(world_size).run(both_norms, Case(data=small_data, steps=2, **fields), largest):
+        for ours, theirs in norms:
+            assert ours == pytest.approx(theirs, rel=3e-7)
+
+
+def trained(case: Case, ours: bool, largest: int) -> Trace:
+    """Some steps with the step of this package or DeepSpeed's, and with that many groups."""
+    build.LARGEST_GROUP = largest
+    if not ours:
+        build.shorten_step = lambda engine: None
+    try:
+        engine, stepper, ranks = make_engine(case)
+    finally:
+        build.LARGEST_GROUP, build.shorten_step = zero_step.LARGEST_GROUP, zero_step.shorten_step
+    trace = train_steps(case, stepper, ranks, 0, case.steps)
+    engine.destroy()
+    return trace
+
+
+@pytest.mark.parametrize("clip", [1e6, 0.0, 0.5])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_losses_are_those_of_deepspeeds_step(pools, small_data, stage, clip):
+    """To the last bit where nothing is clipped; else the factor differs by what the norm does, 1e-7."""
+    case = Case(data=small_data, stage=stage, precision="bf16", accumulation=2, clip=clip, steps=6)
+    want = pools(2).run(trained, case, False, zero_step.LARGEST_GROUP)[0]
+    got = pools(2).run(trained, case, True, 20_000)[0]
+    if clip == 0.5:
+        assert min(want.norms) > clip
+        assert got.losses == pytest.approx(want.losses, abs=1e-4)  # bf16 rounds a master to either side
+    else:
+        assert got.losses == want.losses
+    assert got.norms == pytest.approx(want.norms, rel=1e-6 if clip != 0.5 else 1e-3)
+
+
+def groups_of(case: Case, largest: float) -> list[tuple[str, int]]:
+    """(name, elements) of the parameter groups."""
+    engine, _, ranks = make_engine(case)
+    groups = parameter_groups(engine.module, resolved_run(case, ranks.world_size).run.optim, largest)
+    engine.destroy()
+    return [(group["name"], sum(p.numel() for p in group["params"])) for group in groups]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_groups_are_cut(pools, small_data, optimizer):
+    case = Case(data=small_data, stage=1, optimizer=optimizer)
+    whole = pools(1).run(groups_of, case, math.inf)[0]
+    cut = pools(1).run(groups_of, case, 20_000)[0]
+    assert len({name for name, _ in whole}) == len(whole)
+    assert {name: sum(n for other, n in cut if other == name) for name, _ in whole} == dict(whole)
+    assert len(cut) > 2 * len(whole)
+    # The embedding and the head have more elements than a group may have: each is alone.
+    assert sorted(n for _, n in cut)[-2:] == [512 * 64, 512 * 64]
+    assert all(n <= 20_000 for _, n in cut if n != 512 * 64)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "use"),
+    [
+        (DeepSpeedZeroOptimizer, "step", "shorten"),
+        (DeepSpeedZeroOptimizer, "has_overflow", "shorten"),
+        (DeepSpeedEngine, "_do_optimizer_sanity_check", "choose"),
+    ],
+)
+@pytest.mark.parametrize("change", ["another", "missing"])
+def test_another_deepspeed_is_refused(monkeypatch, owner, name, use, change):
+    """Never a step that means something else: its version, its class and what to do are said."""
+    if change == "missing":
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, lambda self, *_: None)
+    words = rf"deepspeed 0\.\d+\.\d+.*{owner.__name__}.*{name}.*Install deepspeed==0\.19\.8"
+    with pytest.raises(ConfigError, match=words):
+        if use == "choose":
+            with zero_step.zero_1_with_fp32_sums():
+                pass
+        else:
+            optimizer = DeepSpeedZeroOptimizer.__new__(DeepSpeedZeroOptimizer)
+            optimizer.cpu_offload = False
+            zero_step.shorten_step(type("Engine", (), {"optimizer": optimizer}))

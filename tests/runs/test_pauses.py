@@ -1,0 +1,37 @@
+"""Python's search for garbage stops a rank: in a run all ranks search at the log points, and at no other step."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+
+from tests.helpers import forked
+from tests.helpers.launching import write_recipe
+
+
+def tell(rank: int) -> None:
+    """Each search of this rank, with the step that it comes after, goes to the output."""
+    from llmtrain.loop import Training
+
+    done = [0]
+    plain = Training._advance
+
+    def advance(self, *args):
+        plain(self, *args)
+        done[0] = self.position.step
+
+    Training._advance = advance  # type: ignore[method-assign]
+    gc.callbacks.append(
+        lambda phase, info: phase == "start" and os.write(1, f"rank {rank} step {done[0]} searches\n".encode())
+    )
+
+
+def test_all_ranks_look_for_garbage_at_log_points_alone(small_data, tmp_path):
+    recipe = write_recipe(tmp_path, small_data)
+    words = ("--schedule.name", "constant", "--train.max_steps", "9", "--train.log_every", "3")
+    code, output = forked.finish(recipe, *words, before=tell)
+    assert code == 0, output
+    searches = [(int(rank), int(step)) for rank, step in re.findall(r"rank (\d) step (\d+) searches", output)]
+    within = sorted(each for each in searches if 0 < each[1] < 9)  # what comes after the last step is the run's end
+    assert within == [(rank, step) for rank in (0, 1) for step in (3, 6)]
