@@ -39,7 +39,7 @@ def host_facts(number: int) -> dict[str, Any]:
             "cuda": "13.0",
             "nccl": "2.28",
         },
-        "devices": {"count": 8, "nodes": 8, "names": ["NVIDIA H200"] * 8, "driver": "570.86.10", "cores": 96},
+        "devices": {"count": 8, "nodes": 8, "names": ["NVIDIA H200"] * 8, "driver": "580.95.05", "cores": 96},
         "code": {"folder": True, "commit": "a" * 40, "changed": 0, "files": 100, "sum": "b" * 64},
         "config": {"/run.yaml": "c" * 64},
         "environment": {"NCCL_DEBUG": "WARN"},

@@ -239,3 +239,24 @@ def test_a_host_starts_a_process_for_each_of_its_ranks(tmp_path: Path) -> None:
     assert [step["bytes"] for step in said["steps"]][:3] == [4 << 10, 256 << 10, 4 << 20]
     ((first, second, rate),) = said["pairs"]
     assert (first, second) == (0, 1) and 1e6 < rate < 1e12
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "says"),
+    [
+        ("570.86.10", "13.0", "driver 570.86.10 is too old for torch's CUDA 13.0, which needs 580 or newer"),
+        ("515.65.01", "12.6", "needs 525 or newer"),
+        ("580.95.05", None, "torch 2.13.0 is a build without CUDA"),
+        ("535.104.05", "12.6", ""),
+        ("580.95.05", "13.0", ""),
+    ],
+)
+def test_a_driver_that_torchs_build_does_not_run_on_is_named(driver: str, cuda: str | None, says: str) -> None:
+    given = with_gpus()
+    for facts in given.facts.values():
+        facts["devices"] = {**facts["devices"], "count": 2, "driver": driver}
+        facts["packages"] = {**facts["packages"], "torch": "2.13.0", "cuda": cuda}
+    told = [finding for finding in gpu_checks.all_gpus(given) if finding.check == "versions"]
+    assert bool(told) == bool(says)
+    for finding in told:
+        assert says in finding.what and "TORCH_INDEX=" in finding.fix and finding.level == "red"

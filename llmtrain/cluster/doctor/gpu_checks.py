@@ -11,6 +11,8 @@ from llmtrain.cluster.gpus import as_list, memory_fault, read_xids, section
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.units import GIB, size
 
+_LEAST_DRIVER = {"12": 525, "13": 580}
+"""By CUDA's major version: NVIDIA's table of compatibility, Linux."""
 _MIB = 1 << 20
 _IDLE_BYTES = GIB
 """What a driver and its daemons take of a GPU's memory is below this."""
@@ -21,6 +23,7 @@ def all_gpus(survey: Survey) -> list[Finding]:
     found = []
     for host in survey.hosts:
         facts = survey.facts.get(host.name, {})
+        found += list(_driver(host, facts.get("devices") or {}, facts.get("packages") or {}))
         gpus = facts.get("gpus") or {}
         if gpus and not gpus["report"] and facts.get("devices", {}).get("nodes"):
             what = "nvidia-smi gives no report: a GPU may have gone, or the driver does not fit its kernel module"
@@ -32,6 +35,24 @@ def all_gpus(survey: Survey) -> list[Finding]:
         found += list(_kernel_log(host, gpus.get("xids", ()), survey))
         found += list(_ports(host, facts.get("infiniband") or {}, survey))
     return found
+
+
+def _driver(host: Host, devices: Mapping[str, Any], packages: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether torch's build and the driver fit together."""
+    torch, cuda, driver = packages.get("torch"), packages.get("cuda"), devices.get("driver")
+    if not devices.get("count") or not torch:
+        return
+    another = f"on {host.name}: make clean; make install TORCH_INDEX=https://download.pytorch.org/whl/cu126"
+    if not cuda:
+        what = f"torch {torch} is a build without CUDA, and there are GPUs: the ranks would refuse to start"
+        yield Finding(host=host.name, check="versions", level="red", what=what, fix=another)
+        return
+    least = _LEAST_DRIVER.get(cuda.partition(".")[0])
+    series = (driver or "").partition(".")[0]
+    if least is not None and series.isdigit() and int(series) < least:
+        what = f"driver {driver} is too old for torch's CUDA {cuda}, which needs {least} or newer"
+        fix = f"update the driver, or take a build for CUDA 12: {another}"
+        yield Finding(host=host.name, check="versions", level="red", what=what, fix=fix)
 
 
 def _chosen(host: Host, gpus: Sequence[Any]) -> list[tuple[int, Any]]:
