@@ -47,6 +47,8 @@ class Survey:
     hosts: tuple[Host, ...]
     alone: bool = False
     """This machine is the only host: it was asked without ssh, as a launch starts its ranks without."""
+    on_cpu: bool = False
+    """The ranks are to compute on the processors: DS_ACCELERATOR=cpu, which travels to them."""
     python: str
     """The interpreter that DeepSpeed will start on each host: that of this process."""
     folder: str

@@ -23,7 +23,8 @@ def all_gpus(survey: Survey) -> list[Finding]:
     found = []
     for host in survey.hosts:
         facts = survey.facts.get(host.name, {})
-        found += list(_driver(host, facts.get("devices") or {}, facts.get("packages") or {}))
+        if not survey.on_cpu:
+            found += list(_driver(host, facts.get("devices") or {}, facts.get("packages") or {}))
         gpus = facts.get("gpus") or {}
         if gpus and not gpus["report"] and facts.get("devices", {}).get("nodes"):
             what = "nvidia-smi gives no report: a GPU may have gone, or the driver does not fit its kernel module"

@@ -107,6 +107,7 @@ def look(
     survey = Survey(
         hosts=tuple(hosts),
         alone=is_alone(hosts),
+        on_cpu=os.environ.get("DS_ACCELERATOR") == "cpu",
         python=sys.executable,
         folder=folder,
         run_dir=where,
