@@ -130,10 +130,10 @@ def _fused(
     if share is not None:
         own_C1 = most_C1.clone()
         share.take_largest(most_C1)
-        chosen_C1 = (chosen_C1 - most_C1).masked_fill(~labels.mine, 0.0)
-        sum_C1, chosen_C1 = _added_up(share, sum_C1 * (own_C1 - most_C1).exp(), chosen_C1)
-    else:
-        chosen_C1 = chosen_C1 - most_C1
+        sum_C1 = sum_C1 * (own_C1 - most_C1).exp()
+    chosen_C1 = chosen_C1 - most_C1
+    if share is not None:
+        sum_C1, chosen_C1 = _added_up(share, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
     loss = torch.where(labels.counts, sum_C1.log() - chosen_C1, 0.0).sum()
     if not wants_gradient:
         return loss, None
