@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from llmtrain.engine.control import Agreement
 from llmtrain.models.build import construct, initial_weights, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel
 from tests.helpers import training
-from tests.helpers.training import LLAMA, Case, make_engine
+from tests.helpers.families import FAMILIES
+from tests.helpers.training import LLAMA, Case, make_engine, plain_pytorch, run_case
 
 ACCUMULATION, LENGTH = 64, 32
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
@@ -104,3 +106,23 @@ def test_fp32_sums_are_exact(pools, small_data, ranks, stage, record_property):
     record_property("errors", [statistics.median(rounded), rounded[-1], statistics.median(summed), summed[-1]])
     assert summed[-1] < 1e-5
     assert statistics.median(rounded) > 3e-3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "form"),
+    [
+        (2, {"stage": 1, "tensor": 2}),
+        (2, {"stage": 1, "expert": 2, "model": FAMILIES["mixtral"]}),
+        pytest.param(2, {"stage": 2, "expert": 2, "model": FAMILIES["mixtral"]}, marks=pytest.mark.slow),
+        pytest.param(2, {"stage": 3, "sequence": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"stage": 1, "pipeline": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["tp2", "ep2-zero1", "ep2-zero2", "sp2-zero3", "pp2-tp2"],
+)
+def test_fp32_sums_with_every_degree(pools, small_data, ranks, form):
+    """As the shipped files mix them, against plain PyTorch in fp32. Tolerances of bf16: tests/ranks/test_forms.py."""
+    case = Case(data=small_data, accumulation=3, steps=8, **form)
+    want = plain_pytorch(case)
+    got = pools(ranks).run(run_case, replace(case, precision="bf16", extra=FP32_SUMS))[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-2
