@@ -11,7 +11,7 @@ from tests.helpers.launching import write_recipe
 
 
 def tell(rank: int) -> None:
-    """Each search of this rank, with the step that it comes after, goes to the output."""
+    """Each search of this rank, with the step that it comes after, goes to the output. Python would look often."""
     from llmtrain.loop import Training
 
     done = [0]
@@ -22,6 +22,7 @@ def tell(rank: int) -> None:
         done[0] = self.position.step
 
     Training._advance = advance  # type: ignore[method-assign]
+    gc.set_threshold(50)
     gc.callbacks.append(
         lambda phase, info: phase == "start" and os.write(1, f"rank {rank} step {done[0]} searches\n".encode())
     )

@@ -129,8 +129,8 @@ class PipelineLanguageModel(PipelineModule):
             if name != "weight":  # DeepSpeed takes a tied head's bias for a copy, too, and leaves it out of the norm
                 parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
         if place.pipeline == stages - 1:
-            # Not as DeepSpeed's loss_fn: that runs outside of the engine's forward pass, and BF16_Optimizer clears the
-            # gradients as soon as the backward pass reaches what came out of it. The head's would be lost.
+            # Not as DeepSpeed's loss_fn, which runs outside of the engine's forward pass and its hooks: BF16_Optimizer,
+            # which DeepSpeed takes by itself, lost the head's gradients so.
             stage.conclude = self._loss
             head = stage.hf.get_output_embeddings()  # type: ignore[operator]
             head.forward = types.MethodType(head_forward, head)  # it knows of a vocabulary that ranks share
