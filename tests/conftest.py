@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers.ranks import RankPool
@@ -60,8 +60,9 @@ def _cpu_adam_is_built(request: pytest.FixtureRequest) -> Iterator[None]:
     quiet = subprocess.DEVNULL
     with subprocess.Popen(argv, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True) as build:
         yield
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(build.pid, signal.SIGKILL)  # its compilers, too
+        with contextlib.suppress(psutil.Error):  # ninja gives each compiler a process group of its own
+            for process in [*psutil.Process(build.pid).children(recursive=True), build]:
+                process.kill()
 
 
 @pytest.fixture(scope="module")
