@@ -41,7 +41,7 @@ MODELS = {**FAMILIES, **VARIANTS}
 
 def case_of(data: str, family: str = "llama", tie: bool = False, **form: Any) -> Case:
     attention = "eager" if family == "gemma2" else "sdpa"
-    return Case(data=data, model=tied(MODELS[family], tie), attention=attention, **{"tensor": 2, **form})
+    return Case(data=data, model=tied(MODELS[family], tie), **{"attention": attention, "tensor": 2, **form})
 
 
 @functools.cache
