@@ -65,10 +65,10 @@ REFUSED = {
     # What training refuses is refused here, in the same words.
     r"reads in both directions": "cpmant xlm",
     r"reads in both directions|computed in chunks": (
-        "bert bert-generation big_bird camembert data2vec-text electra ernie inkling_text megatron-bert "
-        "modernbert-decoder recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta "
-        "xlm-roberta-xl"
+        "bert bert-generation big_bird camembert data2vec-text ernie inkling_text megatron-bert modernbert-decoder "
+        "recurrent_gemma roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl"
     ),
+    r"its head takes \d+ features": "electra rembert",
     r"checkpoints hold floating-point tensors only": "deepseek_v4",
     r"without its logits": "llama4_text",
     # What training allows, and nobody can compare.
