@@ -13,8 +13,8 @@ from llmtrain.errors import ConfigError
 from llmtrain.topology import ranks_of_this_host
 
 _BUILDS = (
-    "Install a build of torch for it: `make clean`, then `make install "
-    "TORCH_INDEX=https://download.pytorch.org/whl/cu126` (CUDA 12.6 runs on drivers from 525 on, a build for CUDA 13 "
+    f"Install a build of torch for it: `pip install --force-reinstall torch=={torch.__version__.partition('+')[0]} "
+    "--index-url https://download.pytorch.org/whl/cu126` (CUDA 12.6 runs on drivers from 525 on, a build for CUDA 13 "
     "on drivers from 580 on)"
 )
 _BF16_CAPABILITY = 8
@@ -64,8 +64,7 @@ def _refuse_idle_gpus() -> None:
     if os.environ.get("DS_ACCELERATOR") or hidden or not Path("/dev/nvidia0").exists():
         return
     what = (
-        f"torch {torch.__version__} is a build without CUDA. Install one with it: `make clean`, then `make install "
-        "TORCH_INDEX=https://download.pytorch.org/whl/cu126` (without TORCH_INDEX: the newest CUDA)"
+        f"torch {torch.__version__} is a build without CUDA. {_BUILDS}"
         if torch.version.cuda is None and torch.version.hip is None
         else f"torch {torch.__version__} cannot use them: `nvidia-smi` shows whether the driver answers. {_BUILDS}"
     )
@@ -99,7 +98,7 @@ def check_device(resolved: ResolvedRun) -> None:
     name = accelerator.device_name()
     supported = {"fp32": True, "bf16": _has_bf16(), "fp16": accelerator.is_fp16_supported()}
     if not supported[resolved.precision]:
-        other = "fp16 (ds_configs/fp16.json)" if resolved.precision == "bf16" and name != "cpu" else "bf16"
+        other = "fp16" if resolved.precision == "bf16" and name != "cpu" else "bf16"
         raise ConfigError(
             f"{resolved.run.deepspeed}: {resolved.precision}.enabled is true, but the device ({name}) does not "
             f"support {resolved.precision}. Set {resolved.precision}.enabled to false, or use {other}."

@@ -259,4 +259,4 @@ def test_a_driver_that_torchs_build_does_not_run_on_is_named(driver: str, cuda: 
     told = [finding for finding in gpu_checks.all_gpus(given) if finding.check == "versions"]
     assert bool(told) == bool(says)
     for finding in told:
-        assert says in finding.what and "TORCH_INDEX=" in finding.fix and finding.level == "red"
+        assert says in finding.what and "--index-url https://" in finding.fix and finding.level == "red"

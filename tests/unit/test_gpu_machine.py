@@ -195,7 +195,7 @@ def test_a_driver_older_than_torchs_cuda_is_named_with_the_build_that_it_runs(mo
     with pytest.raises(ConfigError) as refused:
         device.own_device()
     assert "built for CUDA 13.0" in str(refused.value) and "found version 12040" in str(refused.value)
-    assert "TORCH_INDEX=https://download.pytorch.org/whl/cu126" in str(refused.value)
+    assert "--index-url https://download.pytorch.org/whl/cu126" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def all_gpus(survey: Survey) -> list[Finding]:
     for host in survey.hosts:
         facts = survey.facts.get(host.name, {})
         if not survey.on_cpu:
-            found += list(_driver(host, facts.get("devices") or {}, facts.get("packages") or {}))
+            found += list(_driver(host, survey, facts.get("devices") or {}, facts.get("packages") or {}))
         gpus = facts.get("gpus") or {}
         if gpus and not gpus["report"] and facts.get("devices", {}).get("nodes"):
             what = "nvidia-smi gives no report: a GPU may have gone, or the driver does not fit its kernel module"
@@ -38,12 +38,13 @@ def all_gpus(survey: Survey) -> list[Finding]:
     return found
 
 
-def _driver(host: Host, devices: Mapping[str, Any], packages: Mapping[str, Any]) -> Iterator[Finding]:
+def _driver(host: Host, survey: Survey, devices: Mapping[str, Any], packages: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether torch's build and the driver fit together."""
     torch, cuda, driver = packages.get("torch"), packages.get("cuda"), devices.get("driver")
     if not devices.get("count") or not torch:
         return
-    another = f"on {host.name}: make clean; make install TORCH_INDEX=https://download.pytorch.org/whl/cu126"
+    wanted = f"torch=={torch.partition('+')[0]} --index-url https://download.pytorch.org/whl/cu126"
+    another = f"on {host.name}: {survey.python} -m pip install --force-reinstall {wanted}"
     if not cuda:
         what = f"torch {torch} is a build without CUDA, and there are GPUs: the ranks would refuse to start"
         yield Finding(host=host.name, check="versions", level="red", what=what, fix=another)
