@@ -26,11 +26,11 @@ assert compiler.trouble(torch.device("cpu")) is reason
 # The same answer on CUDA: the loss and Muon go on as plain PyTorch.
 compiler._answers["cuda"] = None
 build.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
-build.parameter_groups = lambda model, optim: [
+build.parameter_groups = lambda *_: [
     {"params": [torch.nn.Parameter(torch.eye(4))], "use_muon": True, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
 ]
 resolved = SimpleNamespace(
-    run=SimpleNamespace(optim=OptimConfig(name="muon")), precision="fp32", offload_optimizer=False
+    run=SimpleNamespace(optim=OptimConfig(name="muon")), precision="fp32", offload_optimizer=False, zero_stage=1
 )
 from deepspeed.runtime.zero.muon import original_muon
 
