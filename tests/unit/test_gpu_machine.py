@@ -79,9 +79,12 @@ def test_make_install_asks_for_no_cuda_toolkit_and_takes_the_build_of_torch_that
 
 
 SETUP = """
-import runpy, sys, torch, torch.utils.cpp_extension
+import runpy, sys, torch, torch.cuda.nccl, torch.utils.cpp_extension
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
+torch.cuda.is_bf16_supported = lambda *_: True
+torch.cuda.get_device_properties = lambda *_: type("Properties", (), {"major": 9, "minor": 0})
+torch.cuda.nccl.version = lambda: (2, 28, 9)
 torch.version.cuda = "13.0"
 torch.utils.cpp_extension.CUDA_HOME = None
 sys.argv = ["setup.py", "egg_info", "--egg-base", sys.argv[1]]
