@@ -77,8 +77,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
     if "bfloat16" in tree:
         tree.setdefault("bf16", tree.pop("bfloat16"))
     _resolve_precision(tree, path, notes)
-    dropped = _drop_auto(tree, "")
-    if dropped:
+    if dropped := _drop_auto(tree, ""):
         notes.append(f'{path}: "auto" means DeepSpeed\'s default for {", ".join(dropped)}')
     fp16, bf16 = bool(lookup(tree, "fp16.enabled")), bool(lookup(tree, "bf16.enabled"))
     zero = tree.get("zero_optimization") or {}

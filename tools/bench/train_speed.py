@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from contestants import CLIP_NORM, Round, Task, serve  # noqa: E402
+from long_context import PRESETS as LONG  # noqa: E402
 
 OURS = "llmtrain"
 NAMES = (OURS, "plain", "trainer")
@@ -60,18 +61,6 @@ QWEN_HALF_B = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
-}
-# The shapes of Llama-3.1-8B.
-LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
 }
 # The shapes of Llama-3.2-1B.
 LLAMA_1B = {
@@ -108,7 +97,7 @@ PRESETS = {
     "0.5b": Preset(model=QWEN_HALF_B, sequence=4096, micro_batch=4, accumulation=2, steps=10),
     "1.2b": Preset(model=LLAMA_1B, sequence=4096, micro_batch=2, accumulation=4, steps=8),
     # 16 of the 18 bytes a parameter that a step takes are there between steps: 8 G of them fill the largest GPUs.
-    "8b": Preset(model=LLAMA_8B, sequence=4096, micro_batch=1, accumulation=4, steps=4, recompute=True),
+    "8b": Preset(model=LONG["8b"], sequence=4096, micro_batch=1, accumulation=4, steps=4, recompute=True),
 }
 
 
