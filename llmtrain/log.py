@@ -47,11 +47,20 @@ def warn_once(message: str) -> None:
         warn(message)
 
 
-class LiveLine:
-    """A bar and a text at the bottom of the terminal; what is printed meanwhile stands above them.
+_SCREEN = threading.Lock()
+"""rich puts a stream of its own in sys.stdout's place while it shows a live line, and takes it away by and by: what
+another thread writes meanwhile is erased with the line, or meets a stream that is gone."""
 
-    Safe to use from several threads.
-    """
+
+def pass_on(text: str) -> None:
+    """Write lines of another process above the live line, from any thread. Raises OSError, ValueError."""
+    with _SCREEN:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+class LiveLine:
+    """A bar and a text at the bottom of the terminal. Above them: what this thread prints or `pass_on` writes."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -67,12 +76,14 @@ class LiveLine:
 
     def show(self, text: str, share: float | None) -> None:
         """`share`: of the work that is done, 0 to 1; None where nobody knows. No text: off the screen."""
-        if not text:
-            self._bar.stop()
-            return
-        self._bar.start()
-        total = None if share is None else 1.0
-        self._bar.update(self._task, description=text, completed=share or 0.0, total=total, visible=True, refresh=True)
+        with _SCREEN:
+            if not text:
+                self._bar.stop()
+                return
+            self._bar.start()
+            total = None if share is None else 1.0
+            done = share or 0.0
+            self._bar.update(self._task, description=text, completed=done, total=total, visible=True, refresh=True)
 
 
 _LINE_EVERY_S = 10.0

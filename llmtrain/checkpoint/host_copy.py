@@ -12,7 +12,11 @@ from llmtrain.units import size
 
 
 class HostCopy:
-    """An image of a rank's file with its writer. Getting and page-locking 15 GB takes seconds: a thread does it."""
+    """An image of a rank's file with its writer. Getting and page-locking 15 GB takes seconds: a thread does it.
+
+    The thread stays until `close`: when the one that started the writer ends, the kernel takes the writer's parent for
+    dead (PR_SET_PDEATHSIG) and kills it.
+    """
 
     def __init__(self, plan: RankFile, table: dict[str, Any], device: torch.device) -> None:
         """`table`: what the writer must know (`writer.perform`)."""
@@ -20,7 +24,8 @@ class HostCopy:
         self._image: HostImage | None = None
         self._writer: WriterProcess | None = None
         self._problem: str | None = None
-        self._thread = threading.Thread(target=self._get, name="checkpoint-memory")
+        self._done, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._get, name="checkpoint-memory", daemon=True)
         self._thread.start()
 
     def _get(self) -> None:
@@ -33,9 +38,13 @@ class HostCopy:
         except Exception as problem:  # whatever it is, the other ranks have to hear of it
             self._problem = f"a copy takes {size(self._plan.bytes)} of host memory and a process: {problem}"
 
+        finally:
+            self._done.set()
+        self._closing.wait()
+
     def problem(self) -> str | None:
         """Wait until both are there; why they are not."""
-        self._thread.join()
+        self._done.wait()
         return self._problem
 
     @property
@@ -62,8 +71,10 @@ class HostCopy:
 
     def close(self) -> None:
         """Give both back."""
-        self._thread.join()
+        self._done.wait()
         self.drop_writer()
+        self._closing.set()
+        self._thread.join()
         if self._image is not None:
             self._image.close()
             self._image = None

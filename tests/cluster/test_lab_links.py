@@ -95,10 +95,10 @@ def test_half_duplex_halves_what_goes_both_ways(lab3: Lab) -> None:
         streams = [begin(first, "send", second.name, PORT, "2"), begin(second, "send", first.name, PORT, "2")]
         return sum(end(stream)["mbit"] for stream in streams)
 
-    first.shape(rate_mbit=100)
-    best(both, 130, 210)
-    first.shape(rate_mbit=100, half_duplex=True)
-    best(both, 60, 105)
+    first.shape(rate_mbit=20)
+    best(both, 26, 42)
+    first.shape(rate_mbit=20, half_duplex=True)
+    best(both, 12, 21)
 
 
 def test_a_shape_toward_one_host_is_for_that_pair(lab3: Lab) -> None:

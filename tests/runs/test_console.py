@@ -87,7 +87,7 @@ def test_ctrl_c_is_acknowledged_once_and_the_last_line_tells_what_was_saved(smal
     lines = [line.strip() for line in plain.split("\n") if line.strip() and "━" not in line]  # live ones are erased
     newest = complete_checkpoints(tmp_path / "run/checkpoints")[0]
     step = int(newest.name[5:])
-    assert lines[-1] == f"stopped (Ctrl-C) at step {step}, saved in {newest}; the same command continues"
+    assert lines[-1] == f"stopped (Ctrl-C) at step {step}, saved in {newest}; the same command continues", screen.text
     assert lines[-2].startswith(f"step {step:>6}/100000  loss") and "gradient norm" in lines[-2]
     assert sum("asked" in line or "Ctrl-C:" in line for line in lines) == 1
     assert "[INFO]" not in plain and "Traceback" not in plain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from llmtrain.checkpoint import host_copy, snapshot
+from llmtrain.checkpoint.format import PARAM
 from llmtrain.checkpoint.host_copy import HostCopy
-from llmtrain.checkpoint.snapshot import Snapshot, lock_pages
+from llmtrain.checkpoint.snapshot import RankFile, Snapshot, lock_pages
+from llmtrain.models.region import Region
 
 
 class Stream:
@@ -113,6 +116,24 @@ def test_training_begins_while_the_memory_is_got(monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - began_s >= 0.3
     assert (problem is None) == (wanted == 1000)
     copy.close()
+
+
+def test_the_writer_outlives_the_start_that_a_thread_gave_it(tmp_path: Path) -> None:
+    """It dies with its parent, which for the kernel is the thread that started it. The table is more than a socket
+    holds, so that the thread is still there when the writer asks the kernel for that."""
+    values = torch.zeros(4)
+    plan = RankFile([(PARAM, "weight", Region(0, 4), values)])
+    copy = HostCopy(plan, {"own": [], "tensors": {"weight" * (1 << 20): [4]}}, torch.device("cpu"))
+    try:
+        assert copy.problem() is None
+        time.sleep(0.5)
+        copy.writer().ask({"do": "discard", "folder": str(tmp_path / "none")})
+        until_s = time.monotonic() + 30
+        while (answer := copy.answer()) is None and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert answer == {}
+    finally:
+        copy.close()
 
 
 class DeviceView:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmtrain import log
 from llmtrain.cluster import messages
 
 _REST_S = 12.0
@@ -66,7 +67,7 @@ class Job:
                 continue
             with contextlib.suppress(OSError, ValueError):  # the terminal is gone: the job is not
                 if on_terminal():
-                    print(raw.decode("utf-8", "replace"), end="", flush=True)
+                    log.pass_on(raw.decode("utf-8", "replace"))
                 else:
                     sys.stdout.buffer.write(raw)
                     sys.stdout.buffer.flush()
