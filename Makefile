@@ -17,7 +17,7 @@ CONSTRAINTS ?= constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-slow test-oldest test-newest lint install gpu-check clean launch/hostfile.local
+.PHONY: train test test-launches test-numbers test-slow test-oldest test-newest lint install gpu-check clean launch/hostfile.local
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -53,9 +53,17 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two streams beside each other: launches wait a lot (for processes to start, for what the watch must see), and what they
+# leave of the processor is for the tests that compute.
 test: lint
 	tools/lab/install.sh
-	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory -j 2 test-launches test-numbers
+
+test-launches: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/cluster tests/runs
+
+test-numbers: $(VENV)/.dev
+	nice -n 10 $(BIN)/python -m pytest tests/ranks tests/unit
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow

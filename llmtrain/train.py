@@ -12,6 +12,7 @@ from llmtrain.config.deepspeed import let_segments_grow
 from llmtrain.config.in_use import refuse_if_in_use
 from llmtrain.config.load import load
 from llmtrain.config.run import ResolvedRun
+from llmtrain.engine.garbage import none_while_importing
 
 
 def main(argv: list[str]) -> int:
@@ -31,8 +32,9 @@ def main(argv: list[str]) -> int:
         let_segments_grow()
         _set_variables(resolved)
         # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
-        resolved = examine(resolved)
-        from llmtrain.loop import train
+        with none_while_importing():
+            resolved = examine(resolved)
+            from llmtrain.loop import train
 
         return train(resolved)
 

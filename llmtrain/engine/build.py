@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import inspect
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime import compiler as ds_compiler
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
@@ -35,6 +38,8 @@ from llmtrain.models import compiler
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
+
+_MUON = "deepspeed.runtime.zero.muon"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +179,13 @@ def _dim(parameter: torch.Tensor) -> int:
 def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.Optimizer:
     """AdamW (fused), DeepSpeed's CPUAdam under offload, or Muon with AdamW for the rest."""
     optim = resolved.run.optim
+    device = torch.device(get_accelerator().device_name())
+    import_muon(compiled=optim.name == "muon" and device.type != "cpu" and compiler.trouble(device) is None)
     cuts = resolved.zero_stage in (1, 2) and not resolved.offload_optimizer
     parameters = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf)
     if optim.name == "muon":
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-        device = torch.device(get_accelerator().device_name())
-        if device.type == "cpu" or compiler.trouble(device) is not None:
-            _uncompile_muon()
         _set_newton_schulz_dtype(resolved.precision)
         return MuonWithAuxAdam(parameters, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
     if resolved.offload_optimizer:
@@ -195,18 +199,25 @@ def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.
     return torch.optim.AdamW(parameters, fused=True)
 
 
-def _uncompile_muon() -> None:
-    """Run DeepSpeed's Muon as plain PyTorch: torch.compile wants a compiler, which not every machine has.
+def import_muon(*, compiled: bool) -> None:
+    """Import DeepSpeed's Muon, which every engine asks for whatever its optimizer, with torch.compile or without.
 
-    On a CPU it would take 20 s and a folder in /tmp, and gain nothing: the time is in the matrix products.
+    The import of torch.compile's backend takes a second of every start. It asks for a compiler, which not every machine
+    has; on a CPU compiling would take 20 s and a folder in /tmp, and gain nothing: the time is in the matrix products.
     """
-    from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
-
-    for module in (original_muon, muon_optimizer):
-        for name, function in list(vars(module).items()):
-            plain = getattr(function, "_torchdynamo_orig_callable", None)
-            if plain is not None:
-                setattr(module, name, plain)
+    original, names = f"{_MUON}.original_muon", (f"{_MUON}.original_muon", f"{_MUON}.muon_optimizer")
+    if original in sys.modules and hasattr(sys.modules[original].muon_update, "_torchdynamo_orig_callable") == compiled:
+        return
+    for name in names:  # of an earlier engine of this process
+        sys.modules.pop(name, None)
+    theirs = ds_compiler.compile
+    if not compiled:
+        ds_compiler.compile = lambda: ds_compiler.dummy_decorator
+    try:
+        for name in names:
+            importlib.import_module(name)
+    finally:
+        ds_compiler.compile = theirs
 
 
 def _set_newton_schulz_dtype(precision: str) -> None:

@@ -12,6 +12,18 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
+def none_while_importing() -> Iterator[None]:
+    """Within it nothing is collected, and what it leaves is not looked at again: torch, DeepSpeed and transformers are
+    400,000 objects, through which Python would go six times while they come, and DeepSpeed again when it begins."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextlib.contextmanager
 def collected_by_hand() -> Iterator[None]:
     """Within it nothing is collected but by `gc.collect`, which looks at what was made since."""
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -25,7 +26,6 @@ PRELOAD = [
     "llmtrain.loop",
     "transformers.models.llama.modeling_llama",
     "tests.helpers.training",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # engines import it, and with it all of torch.compile: 3 s a rank
 ]
 
 
@@ -113,6 +113,7 @@ def become_rank(rank: int, world_size: int, port: int) -> None:
         OMP_NUM_THREADS="1",
     )
     os.environ.pop("LOCAL_SIZE", None)
+    gc.freeze()  # DeepSpeed collects when an engine begins: 0.4 s each time, with all that was imported
     torch.set_num_threads(1)  # the variable comes too late for that; more threads than cores spin while they wait
 
 

@@ -107,6 +107,7 @@ def test_a_form_trains_saves_resumes_and_exports_like_one_process(form, undistur
     assert "at step 3" in output and close(back, undisturbed, range(4, 7)), losses(back)
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_on_in_all_other_forms(small_data, undisturbed, tmp_path):
     """PP 2 -> ZeRO 3 x 4 -> TP 2 -> SP 2 -> PP 2, a step each, with the launcher that users have for the first."""
     checkpoints = tmp_path / "checkpoints"

@@ -54,11 +54,15 @@ def kill_between_checkpoints(launch: forked.Launch, run: Path, left: str) -> Non
 @pytest.mark.parametrize(
     "modes",
     [
-        "offline kill, offline kill empty, offline",
         "online kill, offline kill, online",
         *(
             pytest.param(modes, marks=pytest.mark.slow)
-            for modes in ("offline kill, offline", "online, offline", "offline kill, online")
+            for modes in (
+                "offline kill, offline kill empty, offline",
+                "offline kill, offline",
+                "online, offline",
+                "offline kill, online",
+            )
         ),
     ],
 )

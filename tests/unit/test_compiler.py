@@ -32,14 +32,15 @@ build.parameter_groups = lambda *_: [
 resolved = SimpleNamespace(
     run=SimpleNamespace(optim=OptimConfig(name="muon")), precision="fp32", offload_optimizer=False, zero_stage=1
 )
-from deepspeed.runtime.zero.muon import original_muon
 
 build.build_optimizer(None, resolved)
+from deepspeed.runtime.zero.muon import original_muon
 assert hasattr(original_muon.muon_update, "_torchdynamo_orig_callable")  # where a compiler works it is compiled
 
 compiler._answers["cuda"] = reason
 assert loss._elementwise(torch.device("cuda")) is loss._in_place
 build.build_optimizer(None, resolved)
+from deepspeed.runtime.zero.muon import original_muon
 for function in (original_muon.muon_update, original_muon.zeropower_via_gram_newtonschulz):
     assert not hasattr(function, "_torchdynamo_orig_callable")
 assert original_muon.muon_update(torch.eye(4), torch.zeros(4, 4)).isfinite().all()

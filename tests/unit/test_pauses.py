@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from llmtrain.config.deepspeed import let_segments_grow
-from llmtrain.engine.garbage import collected_by_hand
+from llmtrain.engine.garbage import collected_by_hand, none_while_importing
 
 
 class Node:
@@ -42,6 +42,18 @@ def test_garbage_waits_for_whoever_collects():
         assert gc.isenabled() and gc.get_freeze_count() == 0 and len(kept) == 100_000
     finally:
         gc.callbacks.pop()
+
+
+def test_imports_are_not_looked_through():
+    times: list[int] = []
+    gc.callbacks.append(lambda phase, info: times.append(info["generation"]))
+    try:
+        with none_while_importing():
+            kept = [[] for _ in range(100_000)]
+        assert not times and gc.isenabled() and gc.get_freeze_count() > len(kept)
+    finally:
+        gc.callbacks.pop()
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize(
