@@ -1,4 +1,4 @@
-# Two commands: `make train` and `make test`. Both make .venv first, from constraints.txt.
+# `make train`, `make check`, `make test`. All make .venv first, from constraints.txt.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ CONSTRAINTS ?= constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-launches test-numbers test-slow test-oldest test-newest lint install gpu-check clean launch/hostfile.local
+.PHONY: train check test test-launches test-numbers test-slow test-oldest test-newest lint install gpu-check clean launch/hostfile.local
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -52,6 +52,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Before every push; CONTRIBUTING.md says the rest.
+check: lint
+	$(BIN)/python -m pytest tests/unit -m 'not slow and not long'
 
 # Two streams beside each other: launches wait a lot (for processes to start, for what the watch must see), and what they
 # leave of the processor is for the tests that compute.

@@ -20,7 +20,7 @@ from llmtrain.errors import UserError
 from tests.helpers.launching import environment, finish, free_port, kill_tree, rows, wait_for_step
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in (
+PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in (
     "quickstart", "proofs", "training", "checkpoints", "conversions", "tracking", "architecture",
     "style"))]  # fmt: skip
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
@@ -28,6 +28,7 @@ TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 NOT_RUN = {
     "make train": "installs a virtual environment and trains for minutes; its launch line is run here, smaller",
     "make test": "it is what runs this file",
+    "make install\nmake check": "`make test` installs the same, and its tests are more",
     "deepspeed --hostfile hosts launch/train.py --config launch/recipes/llama_1b.yaml": "needs a cluster of GPUs; "
     "test_recipes.py checks the recipe, test_the_examples_are_what_deepspeed_reads the hostfile",
 }

@@ -68,6 +68,7 @@ def left_in(folder: Path) -> list[str]:
     return [path.name for path in (folder / "tmp").glob("llmtrain-parity-*")]
 
 
+@pytest.mark.slow  # the page's first command is the same
 def test_a_run_that_trains_as_plain_pytorch_does(tmp_path: Path) -> None:
     before = unused_shared_memory()
     code, output = finish(start(tmp_path, str(recipe(tmp_path)), "--steps", "5", "--optim.weight_decay", "0.2"))
@@ -198,8 +199,10 @@ def form(line: str) -> str:
 def test_the_commands_on_the_page(tmp_path: Path, command: str) -> None:
     program, name, *words = command.split()
     assert (program, name) == ("llmtrain", "parity")
+    before = unused_shared_memory()
     code, output = finish(start(tmp_path, *words), 400)
     assert code == 0, output
+    assert not left_in(tmp_path) and unused_shared_memory() <= before
     shown = [block for block in blocks("text") if block.startswith(words[0])]
     if shown and len(words) == 1:
         assert [form(line) for line in shown[0].splitlines()] == [form(line) for line in output.splitlines()]

@@ -23,6 +23,8 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.models.tensorfile import TensorFile
 from tests.helpers.checkpoints import LLAMA, SHAPES, WHOLE_LLAMA, at, flip, tensors, write_checkpoint
 
+pytestmark = pytest.mark.long
+
 Say = Callable[..., tuple[int, str, str]]
 UP = "model.layers.0.mlp.up_proj.weight"
 

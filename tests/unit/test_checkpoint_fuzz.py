@@ -37,6 +37,8 @@ from llmtrain.models.tensorfile import numel
 from tests.helpers.checkpoints import LLAMA, SHAPES, WHOLE_LLAMA, resign, sign, tensors, write_checkpoint
 from tests.helpers.mutations import mutate_bytes, mutate_folder, mutate_header, mutate_json, mutate_tree
 
+pytestmark = pytest.mark.long
+
 EACH = 125
 """Mutations of each of the eight kinds."""
 EXPORTS = 40

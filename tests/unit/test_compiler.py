@@ -12,6 +12,8 @@ import torch
 
 from llmtrain.models import compiler
 
+pytestmark = pytest.mark.long
+
 WITHOUT = """
 import torch
 from types import SimpleNamespace

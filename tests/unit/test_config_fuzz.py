@@ -21,6 +21,8 @@ from llmtrain.errors import ConfigError, UserError
 from llmtrain.models import build
 from tests.helpers.config_workplace import merged, write
 
+pytestmark = pytest.mark.long
+
 WEIRD: list[Any] = [
     None, "", "auto", "null", "[1", "x" * 500, "\0", "{a: b}", -1, 0, 10**30, 1.5, math.inf, math.nan, True,
     [], [[]], [None], [1, 2], {}, {"a": 1}, {"type": 5, "params": []}, {"enabled": None}, {"device": 5},

@@ -12,6 +12,8 @@ import pytest
 from llmtrain.config.reference import schema
 from tests.helpers.config_workplace import DS, write
 
+pytestmark = pytest.mark.long
+
 SECTIONS = sorted({key.split(".")[0] for key in schema() if "." in key})
 EVIL = '{"class_path": "canary.Evil", "init_args": {}}'
 

@@ -17,6 +17,8 @@ from tests.helpers.config_workplace import write
 from tests.helpers.wrong_configurations import CASES, Wrong
 from tests.helpers.wrong_models import MODEL_CASES
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -22,6 +22,8 @@ from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder, as_ids, dtype_for, fingerprint
 from llmtrain.errors import DataError
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 SHARD_BYTES = "32000"
 

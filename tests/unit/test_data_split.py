@@ -16,6 +16,8 @@ from llmtrain.data.split import draw, parts
 from llmtrain.data.tokenize import Encoder
 from tests.helpers.play import BYTES, write_play
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def play(tmp_path_factory: pytest.TempPathFactory) -> Path:

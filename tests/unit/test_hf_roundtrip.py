@@ -18,6 +18,8 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.errors import CheckpointError
 from tests.helpers.hf_folders import FAMILIES, model_folder, new_model
 
+pytestmark = pytest.mark.long
+
 STEP = Path("checkpoints") / "step-00000000"
 
 

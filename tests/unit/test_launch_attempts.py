@@ -25,6 +25,8 @@ from llmtrain.cluster.launch.supervise import Attempt
 from llmtrain.config.load import load
 from tests.unit.test_launch_plan import recipe as recipe  # the fixture
 
+pytestmark = pytest.mark.long
+
 JOB = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path

@@ -17,6 +17,8 @@ from tests.helpers.launching import REPO
 from tests.unit.test_launch_attempts import JOB
 from tests.unit.test_launch_plan import recipe as recipe  # the fixture
 
+pytestmark = pytest.mark.long
+
 LAUNCH = """
 import sys
 from llmtrain.cluster.launch import attempts, command

@@ -16,6 +16,8 @@ from llmtrain.models import compiler, loss
 from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum
 from tests.helpers.compiled import inductor_in
 
+pytestmark = pytest.mark.long
+
 FORMS = {
     "plain": HeadForm(),
     "scaled": HeadForm(scale=0.25),

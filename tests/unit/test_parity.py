@@ -36,6 +36,8 @@ from llmtrain.topology import Degrees
 from tests.helpers.parity import Form, references, resolved
 from tests.helpers.processors import fp16
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 

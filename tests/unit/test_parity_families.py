@@ -12,6 +12,8 @@ import pytest
 from llmtrain.cli import main
 from llmtrain.parity import command
 
+pytestmark = pytest.mark.long
+
 BIG: dict[str, dict[str, Any]] = {
     "falcon-40b": {
         "model_type": "falcon",

@@ -22,6 +22,8 @@ from llmtrain.tracking import wandb_sink
 from llmtrain.tracking.wandb_sink import WandbSink, choose_mode, new_run_id
 from tests.helpers.wandb_files import read_back
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 CANARY = "c0ffee" * 6 + "beef"  # 40 characters, as W&B wants them
 
