@@ -96,6 +96,10 @@ def construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_c
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    none = f"model.attention {attention}: transformers has none for {config.model_type}; set model.attention to eager."
+    # With sdpa transformers 5.17 leaves out the cap of the scores (Gemma-2): other logits, and nothing said.
+    if attention == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        raise ModelError(none)
     if attention == varlen.NAME:
         varlen.register()
     try:
@@ -106,10 +110,7 @@ def construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_c
         hf.tie_weights()
     except Exception as error:  # whatever a configuration with strange numbers makes transformers or torch raise
         if "does not support" in str(error):  # sdpa or flash attention, which not every family has
-            raise ModelError(
-                f"model.attention {attention}: transformers has none for {config.model_type}; "
-                "set model.attention to eager."
-            ) from error
+            raise ModelError(none) from error
         raise ModelError(
             f"model.attention {attention}: transformers cannot build this causal language model: {error}"
             + (" If it is the attention, set model.attention to eager." if attention != "eager" else "")
