@@ -26,7 +26,7 @@ $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
 # or newer); make TORCH_INDEX=https://download.pytorch.org/whl/cu126 takes the one for CUDA 12.6, /cpu the one without.
 $(VENV)/.run: $(CONSTRAINTS) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q 'torch>=2.11,<2.14' -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/python -m pip install -q 'torch>=2.11,<2.16' -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/python -m pip install -q setuptools
 	$(BIN)/python -m pip install -q --no-build-isolation -e . -c $(CONSTRAINTS)
 	touch $@

@@ -42,8 +42,8 @@ _VARIABLES = (
 )
 
 
-VERIFIED = {"torch": ("2.11", "2.13"), "deepspeed": ("0.19", "0.19"), "transformers": ("5.17", "5.23")}
-"""The lowest and the highest series of each package with which the tests have run (make test-oldest, make test)."""
+VERIFIED = {"torch": ("2.11", "2.15"), "deepspeed": ("0.19", "0.19"), "transformers": ("5.17", "5.23")}
+"""The lowest and the highest series of each package that the tests have run with (make test-oldest, test-newest)."""
 
 
 def unverified(found: Mapping[str, str | None]) -> str | None:

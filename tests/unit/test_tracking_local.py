@@ -293,17 +293,21 @@ def test_versions_that_no_test_has_run_with_are_told_in_one_line() -> None:
     known = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "transformers": "5.17.0", "numpy": "9.0"}
     assert unverified(known) is None
     assert unverified({**known, "torch": None}) is None
-    told = unverified({**known, "torch": "2.15.0", "deepspeed": "0.20.1+abc"})
-    assert told is not None and told.startswith("not tested with torch 2.15.0 (tested: 2.11 to 2.13), deepspeed 0.20.1")
+    told = unverified({**known, "torch": "2.16.0", "deepspeed": "0.20.1+abc"})
+    assert told is not None and told.startswith("not tested with torch 2.16.0 (tested: 2.11 to 2.15), deepspeed 0.20.1")
 
 
 def test_the_verified_versions_are_those_of_the_two_constraints_files() -> None:
+    """And torch's newest is the newest that pyproject.toml admits: `make test-newest` ran with it."""
     lowest, highest = (
         dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / name).read_text(), re.M))
         for name in ("constraints-oldest.txt", "constraints.txt")
     )
     for package, (low, high) in VERIFIED.items():
-        assert lowest[package].startswith(f"{low}.") and highest[package].startswith(f"{high}.")
+        assert lowest[package].startswith(f"{low}.")
+        assert package == "torch" or highest[package].startswith(f"{high}.")
+    (ceiling,) = re.findall(r'"torch>=[\d.]+,<2\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert VERIFIED["torch"][1] == f"2.{int(ceiling) - 1}"
     floors = dict(re.findall(r'^  "([\w-]+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.M))
     for package, floor in floors.items():
         assert lowest[package] == floor or lowest[package].startswith(f"{floor}."), (package, floor)
