@@ -37,7 +37,6 @@ class HostCopy:
             self._writer = WriterProcess(self._image, self._table)
         except Exception as problem:  # whatever it is, the other ranks have to hear of it
             self._problem = f"a copy takes {size(self._plan.bytes)} of host memory and a process: {problem}"
-
         finally:
             self._done.set()
         self._closing.wait()

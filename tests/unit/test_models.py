@@ -256,3 +256,20 @@ def test_what_waits_on_the_host_comes_back_in_pieces(shape, monkeypatch):
     assert torch.equal(from_host((device, size, pieces)), tensor)
     sliced = torch.randn(4, 6, 9)[:, ::2]
     assert torch.equal(from_host(to_host(sliced)), sliced)
+
+
+def test_sdpa_is_refused_where_scores_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by transformers 5.17, which takes it and leaves the cap out."""
+    from transformers import AutoConfig, Gemma2PreTrainedModel
+
+    from llmtrain.errors import ModelError
+    from llmtrain.models.build import construct
+
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("gemma2", **sizes, **heads)
+    with pytest.raises(ModelError, match=r"model\.attention sdpa: .* gemma2; set model\.attention to eager"):
+        construct(config, "sdpa", torch.float32)
+    config.attn_logit_softcapping = None
+    construct(config, "sdpa", torch.float32)
