@@ -98,6 +98,7 @@ class Job:
 def job(lab3: Lab, small_data: str, tmp_path: Path) -> Job:
     job = Job(lab3, tmp_path, small_data)
     job.wait_for_step(6)
+    time.sleep(4)  # a watch that has not called yet is not missed: it may be a firewall that keeps it away
     return job
 
 
@@ -176,3 +177,17 @@ def test_a_slow_link_is_no_fault(lab3, small_data, tmp_path):
     assert job.process.wait(120) == 0
     kinds = [e["kind"] for e in rows(job.run, "events.jsonl")]
     assert "fault" not in kinds and "straggler" not in kinds and kinds[-1] == "stop"
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_before_its_watch_has_called_is_named(lab3, small_data, tmp_path):
+    job = Job(lab3, tmp_path, small_data, "--fault.stall_timeout_s", "20")
+    third = lab3.hosts[2]
+    while not (watch := [p for p in third.processes() if "llmtrain.cluster.watch.agent" in p.cmdline()]):
+        time.sleep(0.01)
+    watch[0].suspend()
+    job.wait_for_step(1)
+    third.cut()
+    event, said_s, _ = job.fault(watch[0].resume)
+    assert (event["cause"], event["host"], event["ranks"]) == ("host_unheard", "node-3", [2]), event["text"]
+    assert said_s < 30 * busy() and job.process.wait(10) != 0

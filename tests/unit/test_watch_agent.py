@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Iterator[Agent]:
         "connects_s": 30.0,
     }
     agent = Agent({**settings, "launcher": os.getpid(), "local_size": 1})
-    agent.job = {"is_root": True}
+    agent.job = {"is_root": True, "hosts": {}}
     yield agent
     agent.close()
 
@@ -71,6 +71,16 @@ def test_the_stacks_of_another_host_are_taken(root, other):
     other.send({"stacks": [{**report()["ranks"][0], "stack": stack}], "oom_kills": 0})
     facts = root._facts(Verdict("pause", stalled_s=61.0))
     assert [(rank.rank, rank.host, len(rank.stack)) for rank in facts.ranks] == [(1, "node-2", 1)]
+
+
+def test_ranks_of_a_host_whose_watch_never_called_are_among_the_facts(root, other):
+    """Else its absence reads as a fault of the network, or of the ranks that wait for it."""
+    root.job = {"is_root": True, "hosts": {"node-2": [1], "node-3": [2]}}
+    other.send(report())
+    time.sleep(0.1)
+    root._take_in(time.monotonic())
+    ranks = root._facts(Verdict("pause", stalled_s=61.0)).ranks
+    assert [(r.rank, r.host, r.state) for r in ranks] == [(1, "node-2", "running"), (2, "node-3", "unknown")]
 
 
 def test_a_watch_that_has_lost_its_folder_before_the_ranks_came_leaves(root, capfd):

@@ -61,6 +61,11 @@ CASES = {
         ("node-2", [1]),
         "its watch has gone and the job makes no step",
     ),
+    "host_unheard": (
+        job(waiting(0), waiting(1, collectives=209), waiting(2, state="unknown", inside=False)),
+        ("node-3", [2]),
+        "rank 2 on node-3 was never heard of, and all others wait",
+    ),
     "cut_off": (
         job(
             waiting(0),

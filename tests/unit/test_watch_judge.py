@@ -118,6 +118,16 @@ def test_no_progress_is_a_fault_after_the_time_out(cluster):
     assert verdict.trigger == "stall" and 30 < after_s <= 32 and verdict.stalled_s > 30
 
 
+def test_a_glimpse_of_a_system_call_is_no_progress(cluster):
+    """On a busy machine a rank that waits is seen in one now and then: its stack is written, a page is read."""
+    cluster.steps = False
+    for second in range(27):
+        cluster.ranks[1]["state"] = "disk" if second == 20 else "running"
+        assert cluster.second() is None
+    verdict, after_s = cluster.until_verdict(40)
+    assert (verdict.trigger, after_s) == ("stall", 4)
+
+
 @pytest.mark.parametrize(("stall_s", "after_s"), [(300.0, 60), (3600.0, 60), (30.0, 6), (10.0, 5)])
 def test_a_pause_is_told_once_and_so_is_its_end(stall_s, after_s):
     cluster, pauses = Cluster(stall_s=stall_s), Pauses(stall_s)

@@ -254,7 +254,8 @@ class Agent:
         _say(f"error: {explanation.text}")
         messages.emit("fault", **explanation.to_json())
         self._note_fault(explanation, facts)
-        self._end_everywhere(lost=any(host.silent_s > 0 or host.closed for host in facts.hosts))
+        lost = any(h.silent_s > 0 or h.closed for h in facts.hosts) or any(r.state == "unknown" for r in facts.ranks)
+        self._end_everywhere(lost)
         self.notes.finish()
 
     def _facts(self, verdict: Verdict) -> JobFacts:
@@ -276,6 +277,7 @@ class Agent:
                 with contextlib.suppress(TypeError, KeyError, ValueError):
                     facts = RankFacts.from_json({**report, "host": host})
                     ranks[facts.rank] = facts
+        ranks |= {r.rank: r for r in self._unheard() if r.rank not in ranks}
         hosts = silent if self.is_root else self._second_opinion(silent)
         return JobFacts(
             trigger=verdict.trigger,
@@ -287,6 +289,11 @@ class Agent:
             experts=bool(self.about.get("experts")),
             zero_stage=int(self.about.get("zero_stage") or 0),
         )
+
+    def _unheard(self) -> list[RankFacts]:
+        """For the root: the ranks of all hosts, of which nothing is known as long as their watch has not called."""
+        hosts = self.job["hosts"] if self.job is not None and self.is_root else {}
+        return [RankFacts(rank=rank, host=host, state="unknown") for host, there in hosts.items() for rank in there]
 
     def _second_opinion(self, hosts: tuple[HostFacts, ...]) -> tuple[HostFacts, ...]:
         """The root is not heard: is it lost, or is this host cut off? Then no third one answers either."""

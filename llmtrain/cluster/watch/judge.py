@@ -79,7 +79,7 @@ class Judge:
             if raw["beats"] != self._beats.get(facts.rank) or raw["active"]:
                 self._progress_s = now
             self._beats[facts.rank] = raw["beats"]
-            if before is None or before.state != facts.state:
+            if before is None or _changed(before.state, facts.state):
                 self._progress_s = now
             if facts.step > self._step:
                 self._step, self._step_s = facts.step, now
@@ -194,6 +194,11 @@ class Judge:
 
 def _lives(rank: RankFacts) -> bool:
     return rank.state not in ("dead", "left", "unknown")
+
+
+def _changed(before: str, state: str) -> bool:
+    """Into a system call and out of it (running, disk) a rank that waits goes, too: a page of memory, its stack."""
+    return before != state and {before, state} != {"running", "disk"}
 
 
 class Pauses:

@@ -79,6 +79,23 @@ def _connecting(facts: JobFacts) -> Cause | None:
     )
 
 
+def _unheard(facts: JobFacts) -> Cause | None:
+    """A host was lost before its watch had called the root, or cannot call it; its ranks may be what all wait for."""
+    unheard = [r for r in facts.ranks if r.state == "unknown"]
+    those = live(facts)
+    if not unheard or not all(r.inside or r.on_device for r in those):
+        return None
+    hosts = list(dict.fromkeys(r.host for r in unheard))
+    return Cause(
+        name="host_unheard",
+        ranks=unheard,
+        host=hosts[0] if len(hosts) == 1 else "",
+        says=f"{who(unheard)} <was|were> never heard of, and all others wait: most likely {hosts[0]} or its network "
+        f"failed just after the ranks had met; or a firewall keeps its watch from that of {facts.here}.",
+        remedy=f"Look at {', '.join(hosts)} (power, kernel log, network); `llmtrain doctor` measures each pair.",
+    )
+
+
 def rank_0_only(facts: JobFacts) -> Cause | None:
     """Rank 0 enters a collective of a save that the others never reach, or the others wait while it saves alone.
 
@@ -285,6 +302,7 @@ STALLS = (
     _left_early,
     _disk,
     _connecting,
+    _unheard,
     rank_0_only,
     _uneven,
     _expert,
