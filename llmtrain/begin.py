@@ -13,8 +13,8 @@ from llmtrain import log, units
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.load import dump
 from llmtrain.config.run import ResolvedRun
-from llmtrain.engine.build import Ranks
-from llmtrain.engine.device import device_name
+from llmtrain.dist.device import device_name
+from llmtrain.dist.ranks import Ranks
 from llmtrain.models.build import ModelFacts
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 

@@ -12,8 +12,8 @@ import torch
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import StepBatch
-from llmtrain.engine.build import Ranks
-from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
 from llmtrain.engine.replicas import Difference, Replicas, describe, tensor_hash
 from llmtrain.errors import TrainingStopped
 from llmtrain.tracking.tracker import Tracker

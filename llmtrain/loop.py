@@ -27,20 +27,22 @@ from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
 from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
-from llmtrain.engine.build import Ranks, join_process_group
-from llmtrain.engine.collectives import count_collectives, describe, introduce
-from llmtrain.engine.connect import leave_all
-from llmtrain.engine.control import Agree, AgreedError, Wishes, from_rank_0, together
-from llmtrain.engine.device import device_name, use_deterministic_kernels
-from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.dist.collectives import count_collectives, describe, introduce
+from llmtrain.dist.connect import leave_all
+from llmtrain.dist.control import Agree, AgreedError, Wishes, from_rank_0, together
+from llmtrain.dist.device import device_name, use_deterministic_kernels
+from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.deepspeed.step import StepResult
 from llmtrain.engine.garbage import collected_by_hand
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
-from llmtrain.engine.step import StepResult, learning_rate_factor, seed_step
 from llmtrain.errors import TrainingStopped
 from llmtrain.finish import finish, stopped
 from llmtrain.models.build import facts, initial_weights
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.saving import Saving
+from llmtrain.schedule import learning_rate_factor, seed_step
 from llmtrain.tracking.environment import versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.tracking.tracker import Status, Tracker

@@ -14,8 +14,8 @@ from llmtrain.checkpoint.gather import fetch_all
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages
 from llmtrain.config.run import ResolvedRun
-from llmtrain.engine.build import Ranks
-from llmtrain.engine.control import Agreement
+from llmtrain.dist.control import Agreement
+from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import CheckpointError
 from llmtrain.tracking.tracker import Tracker
 

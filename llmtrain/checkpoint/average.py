@@ -16,8 +16,8 @@ from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress
-from llmtrain.models.checksum import checksum
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.checksum import checksum
+from llmtrain.tensors.tensorfile import numel
 
 
 def average(sources: list[Path], out: Path) -> list[str]:

@@ -14,9 +14,9 @@ from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, FileEntry, Mani
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.verify import verify
 from llmtrain.errors import CheckpointError
-from llmtrain.models.checksum import checksum
-from llmtrain.models.region import whole
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.checksum import checksum
+from llmtrain.tensors.region import whole
+from llmtrain.tensors.tensorfile import numel
 
 _FILE_BYTES = 4 << 30
 

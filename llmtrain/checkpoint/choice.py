@@ -12,7 +12,7 @@ from llmtrain.checkpoint.format import complete_checkpoints, read_trainer
 from llmtrain.checkpoint.gather import whole
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
-from llmtrain.engine.build import Ranks
+from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import CheckpointError
 
 

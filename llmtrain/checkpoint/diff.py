@@ -17,7 +17,7 @@ from llmtrain import units
 from llmtrain.checkpoint.format import Manifest, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.log import Progress
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.tensorfile import numel
 
 _CHUNK = 2 << 20  # elements compared at a time by each thread, which takes 130 MiB
 _THREADS = 8

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from llmtrain.checkpoint.rundir import RunDirectory, claim, tidy
 from llmtrain.config.run import RunConfig
-from llmtrain.engine.build import Ranks
-from llmtrain.engine.control import from_rank_0, together
+from llmtrain.dist.control import from_rank_0, together
+from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import CheckpointError
 
 _APPEARS_S = 5.0

@@ -23,8 +23,8 @@ import xxhash
 from llmtrain import foreign
 from llmtrain.checkpoint.coverage import uncovered, wrong_region
 from llmtrain.errors import CheckpointError
-from llmtrain.models.region import Region
-from llmtrain.models.tensorfile import TensorFile
+from llmtrain.tensors.region import Region
+from llmtrain.tensors.tensorfile import TensorFile
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -65,7 +65,7 @@ class Piece:
     region: Region
     """Which elements of the flat tensor."""
     checksum: int
-    """Layout-free checksum of the elements (models/checksum.py); the pieces of a tensor add up to the tensor's."""
+    """Layout-free checksum of the elements (tensors/checksum.py); the pieces of a tensor add up to the tensor's."""
 
     def to_json(self) -> list[Any]:
         """[kind, name, start, elements, checksum]; a strided piece adds stride, skip, [[offset, length], ...]."""

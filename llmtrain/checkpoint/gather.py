@@ -32,9 +32,9 @@ from llmtrain.checkpoint.format import (
     step_of,
 )
 from llmtrain.checkpoint.retain import set_aside
-from llmtrain.engine.build import Ranks
+from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import CheckpointError
-from llmtrain.models.pieces import byte_view
+from llmtrain.tensors.pieces import byte_view
 
 _CHUNK = 16 << 20  # bytes sent at a time
 

@@ -30,12 +30,12 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
-from llmtrain.engine.build import Ranks
-from llmtrain.engine.fragments import Fragment, fragments, refresh, set_loss_scale_state, set_optimizer_step
+from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.deepspeed.fragments import Fragment, fragments, refresh, set_loss_scale_state, set_optimizer_step
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_parameters
 from llmtrain.errors import CheckpointError
-from llmtrain.models.checksum import checksum_part
-from llmtrain.models.region import Region
+from llmtrain.tensors.checksum import checksum_part
+from llmtrain.tensors.region import Region
 
 _PARAMETERS_ALONE = "take the parameters alone into a new run (resume_weights_only)"
 

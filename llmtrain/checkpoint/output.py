@@ -19,8 +19,8 @@ from torch import Tensor
 from llmtrain import foreign, log, units
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync
 from llmtrain.errors import CheckpointError, UserError
-from llmtrain.models.pieces import byte_view
-from llmtrain.models.tensorfile import ITEM_BYTES, header_bytes, numel
+from llmtrain.tensors.pieces import byte_view
+from llmtrain.tensors.tensorfile import ITEM_BYTES, header_bytes, numel
 
 _JOURNAL = "unfinished.jsonl"
 _CHUNK = 4 << 20  # elements read, converted and written at a time

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from llmtrain.checkpoint.format import PARAM, Manifest, keys, misfit, open_file
 from llmtrain.errors import CheckpointError
-from llmtrain.models.pieces import DTYPE_OF, read_shared
-from llmtrain.models.region import Region, Shared, shared
-from llmtrain.models.tensorfile import TensorFile, TensorFileError
+from llmtrain.tensors.pieces import DTYPE_OF, read_shared
+from llmtrain.tensors.region import Region, Shared, shared
+from llmtrain.tensors.tensorfile import TensorFile, TensorFileError
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Save without stopping: copy at the step boundary, write in another process, commit when every rank's file is durable.
 
 A save passes through stages that all ranks enter together. They learn of each other's progress from two numbers in the
-message that they exchange at every step anyway (engine/control.py); a save itself adds one broadcast, at its start.
+message that they exchange at every step anyway (dist/control.py); a save itself adds one broadcast, at its start.
 
 Where hosts have folders of their own, each has a leader, which does there what rank 0 does in one that all share: the
 checkpoint there gets the files of that host's ranks, trainer.json, and the manifest of all files.
@@ -32,12 +32,12 @@ from llmtrain.checkpoint.memory import memory_available
 from llmtrain.checkpoint.snapshot import RankFile, Slice, Snapshot, WriterDied
 from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import ResolvedRun
-from llmtrain.engine.build import Ranks
-from llmtrain.engine.control import from_rank_0
-from llmtrain.engine.fragments import fragments, owned, whole_shapes
+from llmtrain.dist.control import from_rank_0
+from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.deepspeed.fragments import fragments, owned, whole_shapes
 from llmtrain.errors import CheckpointError
-from llmtrain.models.checksum import checksum_part
-from llmtrain.models.pieces import byte_view
+from llmtrain.tensors.checksum import checksum_part
+from llmtrain.tensors.pieces import byte_view
 
 _CHUNK = 4 << 20  # elements that a synchronous save holds in host memory
 _POLL_S = 0.01

@@ -22,8 +22,8 @@ from torch import Tensor
 import llmtrain
 from llmtrain import log
 from llmtrain.checkpoint.format import Piece, keys
-from llmtrain.models.region import Region
-from llmtrain.models.tensorfile import ITEM_BYTES, header_bytes
+from llmtrain.tensors.region import Region
+from llmtrain.tensors.tensorfile import ITEM_BYTES, header_bytes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PAGE = 4096

@@ -25,9 +25,9 @@ from llmtrain.checkpoint.listing import disagreements
 from llmtrain.checkpoint.writer import as_fp32
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress
-from llmtrain.models.checksum import checksum_part_array
-from llmtrain.models.region import Region
-from llmtrain.models.tensorfile import ITEM_BYTES, TensorFile, TensorFileError
+from llmtrain.tensors.checksum import checksum_part_array
+from llmtrain.tensors.region import Region
+from llmtrain.tensors.tensorfile import ITEM_BYTES, TensorFile, TensorFileError
 
 _CHUNK = 4 << 20  # elements
 _NAMED = 5  # damaged tensors of a file that are named

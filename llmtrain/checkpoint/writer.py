@@ -23,7 +23,7 @@ import numpy.typing as npt
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync, write_durably
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece
 from llmtrain.checkpoint.retain import keep_newest
-from llmtrain.models.checksum import checksum_part_array
+from llmtrain.tensors.checksum import checksum_part_array
 
 _PR_SET_PDEATHSIG = 1
 _BLOCK = 16 << 20  # bytes hashed, summed and written at a time

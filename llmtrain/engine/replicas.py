@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain.engine.build import Ranks, Seat
-from llmtrain.engine.fragments import forward_copies
+from llmtrain.dist.ranks import Ranks
+from llmtrain.dist.rendezvous import Seat
+from llmtrain.engine.deepspeed.fragments import forward_copies
 
 _ROW = 4096  # words with one factor: a block that has moved is noticed, two words exchanged within it are not
 _PIECE = 1 << 17  # words copied at once, where they must be: they stay in the cache

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.config.run import ResolvedRun
+from llmtrain.dist.control import together
+from llmtrain.dist.device import check_device
+from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
-from llmtrain.engine.build import Ranks, build_engine
-from llmtrain.engine.control import together
-from llmtrain.engine.device import check_device
-from llmtrain.engine.fragments import refresh
-from llmtrain.engine.pipeline_step import PipelineStepper, make_stepper
-from llmtrain.engine.step import Stepper
+from llmtrain.engine.deepspeed.build import build_engine
+from llmtrain.engine.deepspeed.fragments import refresh
+from llmtrain.engine.deepspeed.pipeline_step import PipelineStepper, make_stepper
+from llmtrain.engine.deepspeed.step import Stepper
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ConfigError, ModelError, UserError
 from llmtrain.models import compiler
@@ -75,7 +76,7 @@ def _compiles_unasked(resolved: ResolvedRun) -> bool:
     """Whether a layer becomes one graph, and layers of one kind the same.
 
     Row maps of tensor parallelism break it; where experts are watched, each layer has a graph of its own, and torch
-    gives up after 8; and a collective in compiled code is not counted for the watch (engine/collectives.py).
+    gives up after 8; and a collective in compiled code is not counted for the watch (dist/collectives.py).
     """
     shared = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
     return resolved.may_compile_layers and not shared and experts_per_token(load_config(resolved.run.model)) is None

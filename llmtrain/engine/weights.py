@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.engine.build import Ranks
-from llmtrain.engine.fragments import (
+from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.deepspeed.fragments import (
     PARAM,
     Fragment,
     forward_copies,
@@ -25,10 +25,10 @@ from llmtrain.engine.fragments import (
     whole_shapes,
 )
 from llmtrain.errors import ModelError
-from llmtrain.models.checksum import as_int64, checksum, checksum_part
-from llmtrain.models.region import Region
 from llmtrain.models.source import ParameterSource, RandomSource, refuse_other_shapes
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.checksum import as_int64, checksum, checksum_part
+from llmtrain.tensors.region import Region
+from llmtrain.tensors.tensorfile import numel
 
 Key = tuple[str, str]
 """(kind, Hugging Face name) of a tensor of the optimizer's state."""

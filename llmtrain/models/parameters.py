@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from llmtrain.models.region import Region, whole
+from llmtrain.tensors.region import Region, whole
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

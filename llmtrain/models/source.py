@@ -20,9 +20,9 @@ from llmtrain import foreign
 from llmtrain.errors import ModelError
 from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout, Part, Placement
-from llmtrain.models.pieces import DTYPE_OF, byte_view, pick, read_shared
-from llmtrain.models.region import Region, shared
-from llmtrain.models.tensorfile import TensorFile, TensorFileError, numel
+from llmtrain.tensors.pieces import DTYPE_OF, byte_view, pick, read_shared
+from llmtrain.tensors.region import Region, shared
+from llmtrain.tensors.tensorfile import TensorFile, TensorFileError, numel
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

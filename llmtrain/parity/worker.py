@@ -21,17 +21,18 @@ import torch.distributed as dist
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import TrainLoader
-from llmtrain.engine.build import Ranks, join_process_group
-from llmtrain.engine.control import Agree
-from llmtrain.engine.fragments import PARAM, fragments, owned, whole_shapes
+from llmtrain.dist.control import Agree
+from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.deepspeed.fragments import PARAM, fragments, owned, whole_shapes
+from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
-from llmtrain.engine.step import learning_rate_factor, seed_step
 from llmtrain.errors import UserError
 from llmtrain.models.build import facts
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
+from llmtrain.schedule import learning_rate_factor, seed_step
 
 PLAN = "plan.pickle"
 

@@ -12,7 +12,7 @@ import functools
 import pytest
 import torch
 
-from llmtrain.engine.fragments import base_optimizer
+from llmtrain.engine.deepspeed.fragments import base_optimizer
 from llmtrain.models import compiler
 from tests.helpers.compiled import graphs_of
 from tests.helpers.training import LLAMA, Case, Trace, make_engine, plain_pytorch, run_case, train_steps

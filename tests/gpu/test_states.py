@@ -13,10 +13,10 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.engine.control import Agreement
-from llmtrain.engine.device import use_deterministic_kernels
-from llmtrain.engine.fragments import loss_scale_state, optimizer_step
-from llmtrain.engine.step import Stepper
+from llmtrain.dist.control import Agreement
+from llmtrain.dist.device import use_deterministic_kernels
+from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.deepspeed.step import Stepper
 from tests.helpers.training import Case, Trace, batches, make_engine, resolved_run, save_checkpoint
 from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.engine.control import Agree
+from llmtrain.dist.control import Agree
 from tests.helpers.training import Case, batches, make_engine
 
 

@@ -11,9 +11,9 @@ import xxhash
 from safetensors.torch import save_file
 
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece, hash_file, keys, step_folder
-from llmtrain.models.checksum import checksum_part
-from llmtrain.models.pieces import pick
-from llmtrain.models.region import Region, shard
+from llmtrain.tensors.checksum import checksum_part
+from llmtrain.tensors.pieces import pick
+from llmtrain.tensors.region import Region, shard
 
 SHAPES = {
     "model.embed_tokens.weight": (32, 8),

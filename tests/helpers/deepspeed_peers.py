@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.engine.build import Ranks
-from llmtrain.engine.step import learning_rate_factor
+from llmtrain.dist.ranks import Ranks
 from llmtrain.models.build import DTYPES, initial_weights
+from llmtrain.schedule import learning_rate_factor
 from tests.helpers.training import Case, Trace, batches, resolved_run
 
 

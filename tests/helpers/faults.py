@@ -35,7 +35,7 @@ class Fault:
 @contextlib.contextmanager
 def mean_per_micro_batch() -> Iterator[None]:
     """The loss is averaged per micro-batch, and the means are averaged: tokens of short ones count more."""
-    from llmtrain.engine.step import Stepper
+    from llmtrain.engine.deepspeed.step import Stepper
 
     def forward_backward(self: Any, micro: Any, agreement: Any) -> torch.Tensor:
         loss_sum = self.engine(*self._tensors(micro))
@@ -89,7 +89,7 @@ def lost_offset() -> Iterator[None]:
 @contextlib.contextmanager
 def norm_of_one_shard() -> Iterator[None]:
     """The gradient norm, and so the clipping, is that of each rank's own shards."""
-    from llmtrain.engine import build
+    from llmtrain.engine.deepspeed import build
 
     def of_one(parameters: list[Any], mesh: Any) -> torch.Tensor:
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -148,7 +148,7 @@ def late_labels() -> Context:
 
 def late_schedule() -> Context:
     """Each step has the learning rate of the next one."""
-    from llmtrain.engine.step import learning_rate_factor
+    from llmtrain.schedule import learning_rate_factor
 
     def late(schedule: Any, step: int, max_steps: int | None) -> float:
         return right(schedule, step + 1, max_steps)  # type: ignore[name-defined]  # noqa: F821
@@ -174,7 +174,7 @@ def wrong_rank_count() -> Iterator[None]:
 def late_bias_correction() -> Iterator[None]:
     """AdamW's step counter begins at 1: a step on zero gradients has been taken to create its state."""
     from llmtrain.engine import start
-    from llmtrain.engine.fragments import fragments, set_optimizer_step
+    from llmtrain.engine.deepspeed.fragments import fragments, set_optimizer_step
 
     build = start.build_engine
 
@@ -196,7 +196,7 @@ def decayed_norms() -> Iterator[None]:
     build = start.build_engine
 
     def built(*args: Any) -> Any:
-        from llmtrain.engine.fragments import base_optimizer
+        from llmtrain.engine.deepspeed.fragments import base_optimizer
 
         engine = build(*args)
         for group in base_optimizer(engine).param_groups:
@@ -224,7 +224,7 @@ def same_rows() -> Iterator[None]:
 @contextlib.contextmanager
 def lost_micro_batch() -> Iterator[None]:
     """The last micro-batch's gradients do not reach the optimizer (DeepSpeed PR #7985)."""
-    from llmtrain.engine.step import Stepper
+    from llmtrain.engine.deepspeed.step import Stepper
 
     step = Stepper.step
 

@@ -38,7 +38,7 @@ def _at_step(owner: Any, name: str, instead: Callable[..., Any]) -> None:
 def raises(rank: int) -> None:
     watched(rank)
     if rank == 1:
-        from llmtrain.engine.step import Stepper
+        from llmtrain.engine.deepspeed.step import Stepper
 
         def step(*_: Any, **__: Any) -> None:
             raise ValueError("token 600 of a vocabulary of 512")
@@ -52,7 +52,7 @@ def fails_in_transformers(rank: int) -> None:
     if rank == 0:
         from transformers.models.llama import modeling_llama
 
-        from llmtrain.engine.pipeline_step import PipelineStepper
+        from llmtrain.engine.deepspeed.pipeline_step import PipelineStepper
 
         check = PipelineStepper.check_head
 
@@ -68,7 +68,7 @@ def crashes(rank: int) -> None:
     if rank == 1:
         import ctypes
 
-        from llmtrain.engine.step import Stepper
+        from llmtrain.engine.deepspeed.step import Stepper
 
         _at_step(Stepper, "step", lambda *_, **__: ctypes.string_at(0))
 
@@ -87,7 +87,7 @@ def one_micro_batch_less(rank: int) -> None:
     if rank == 1:
         from dataclasses import replace
 
-        from llmtrain.engine.step import Stepper
+        from llmtrain.engine.deepspeed.step import Stepper
 
         def step(plain: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             return plain(self, replace(batch, micro_batches=batch.micro_batches[:-1]), *args, **kwargs)
@@ -98,7 +98,7 @@ def one_micro_batch_less(rank: int) -> None:
 def loops_for_ever(rank: int) -> None:
     watched(rank)
     if rank == 1:
-        from llmtrain.engine.step import Stepper
+        from llmtrain.engine.deepspeed.step import Stepper
 
         def step(*_: Any, **__: Any) -> None:
             from llmtrain.cluster.watch.heartbeat import heart
@@ -156,7 +156,7 @@ def never_begins_a_collective(rank: int) -> None:
 
     _as_on_gpus(threading.Thread(target=tend, daemon=True).start)
     if rank == 1:
-        from llmtrain.engine.step import Stepper
+        from llmtrain.engine.deepspeed.step import Stepper
 
         def step(*_: Any, **__: Any) -> None:
             heart.phase("backward")
@@ -171,7 +171,7 @@ def aborted_by_nccl(rank: int) -> None:
     watched(rank)
     _as_on_gpus(lambda: None)
     if rank == 1:
-        from llmtrain.engine.step import Stepper
+        from llmtrain.engine.deepspeed.step import Stepper
 
         def step(*_: Any, **__: Any) -> None:
             os.write(2, watchdog_ended(ILLEGAL).encode())
@@ -223,7 +223,7 @@ def another_collective(rank: int) -> None:
         import torch
         import torch.distributed as dist
 
-        from llmtrain.engine.step import Stepper
+        from llmtrain.engine.deepspeed.step import Stepper
 
         def step(plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             dist.broadcast(torch.zeros(4), src=0)
@@ -236,7 +236,7 @@ def slower(rank: int) -> None:
     """Rank 1 needs 60 ms more for each step, without any fault."""
     watched(rank)
     if rank == 1:
-        from llmtrain.engine.step import Stepper
+        from llmtrain.engine.deepspeed.step import Stepper
 
         plain = Stepper.forward_backward
 

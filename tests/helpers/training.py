@@ -28,14 +28,16 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.data.loader import StepBatch, TrainData, TrainLoader
-from llmtrain.engine.build import Ranks, join_process_group
-from llmtrain.engine.control import Agreement
-from llmtrain.engine.fragments import PARAM, fragments, owned, whole_shapes
+from llmtrain.dist.control import Agreement
+from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.deepspeed.fragments import PARAM, fragments, owned, whole_shapes
+from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.deepspeed.step import Stepper
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
-from llmtrain.engine.step import Stepper, learning_rate_factor
 from llmtrain.models.build import initial_weights
 from llmtrain.models.parallel.mesh import mesh_of
-from llmtrain.models.pieces import put
+from llmtrain.schedule import learning_rate_factor
+from llmtrain.tensors.pieces import put
 from llmtrain.topology import Degrees
 
 LLAMA = {

@@ -16,10 +16,10 @@ from llmtrain.checkpoint import load
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, Manifest, step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
 from llmtrain.errors import CheckpointError, UserError
-from llmtrain.models.region import Region
-from llmtrain.models.tensorfile import TensorFile
+from llmtrain.tensors.region import Region
+from llmtrain.tensors.tensorfile import TensorFile
 from tests.helpers.training import (
     LLAMA,
     Case,

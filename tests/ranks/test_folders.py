@@ -23,7 +23,7 @@ from llmtrain.checkpoint.retain import looks_good
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.checkpoint.verify import verify
 from llmtrain.config.run import CheckpointConfig, RunConfig
-from llmtrain.engine.build import Ranks
+from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import UserError
 from tests.helpers.training import Case, assembled, joined, make_engine, resolved_run, resume_from, train_steps
 

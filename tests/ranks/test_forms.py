@@ -63,7 +63,7 @@ def test_bf16_stays_within_bf16_rounding_of_fp32(pools, small_data, stage):
 @fp16(True)
 def with_loss_scale(case: Case) -> tuple[Trace, list[float]]:
     """Train in fp16 on the CPU, which computes it but which DeepSpeed refuses; returns the loss scales, too."""
-    from llmtrain.engine.fragments import loss_scale_state
+    from llmtrain.engine.deepspeed.fragments import loss_scale_state
 
     engine, stepper, ranks = make_engine(case)
     trace = train_steps(case, stepper, ranks, 0, case.steps)
@@ -86,7 +86,7 @@ def test_fp16_with_loss_scaling_agrees(pools, small_data, stage):
 @fp16(True)
 def at_the_floor(case: Case) -> tuple[int, str]:
     """Train in fp16 with every loss NaN until the run is told to stop: (steps skipped before, message)."""
-    from llmtrain.engine.control import Agreement
+    from llmtrain.dist.control import Agreement
     from llmtrain.errors import TrainingStopped
     from tests.helpers.training import batches
 
@@ -142,7 +142,7 @@ def test_a_bf16_run_orthogonalises_in_fp16_where_the_device_has_it(pools, small_
 def load_pretrained(case: Case, folder: str, break_name: str | None) -> str:
     """Write a folder's weights into a live engine and prove them; "" or the error."""
     from llmtrain.config.run import ModelConfig
-    from llmtrain.engine.fragments import PARAM, fragments, refresh
+    from llmtrain.engine.deepspeed.fragments import PARAM, fragments, refresh
     from llmtrain.engine.weights import fill_parameters, prove_weights
     from llmtrain.errors import ModelError
     from llmtrain.models.build import initial_weights
@@ -211,7 +211,7 @@ def test_pretrained_experts_are_proved(pools, small_data, tmp_path, world_size, 
 
 def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], float, bool]:
     """Train with one label out of shape: the loss of one rank's micro-batch becomes NaN at one step."""
-    from llmtrain.engine.control import Agreement
+    from llmtrain.dist.control import Agreement
     from tests.helpers.training import batches
 
     engine, stepper, ranks = make_engine(case)
@@ -250,7 +250,7 @@ def timeouts_of_groups() -> list[float]:
     """Timeout of every process group of this rank, in seconds."""
     import torch.distributed as dist
 
-    from llmtrain.engine.build import apply_group_timeout
+    from llmtrain.engine.deepspeed.join import apply_group_timeout
 
     dist.new_group(list(range(dist.get_world_size())))  # as DeepSpeed makes its groups: without a timeout
     apply_group_timeout(77.0)

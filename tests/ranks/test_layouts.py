@@ -11,7 +11,7 @@ import pytest
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
 from tests.helpers.families import FAMILIES, tied
 from tests.helpers.processors import on_device
 from tests.helpers.training import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.engine.fragments import PARAM, fragments, refresh
+from llmtrain.engine.deepspeed.fragments import PARAM, fragments, refresh
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ModelError
 from llmtrain.models.build import initial_weights

@@ -12,8 +12,8 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.engine.fragments import fragments, loss_scale_state, optimizer_step, refresh, whole_shapes
-from llmtrain.models.tensorfile import numel
+from llmtrain.engine.deepspeed.fragments import fragments, loss_scale_state, optimizer_step, refresh, whole_shapes
+from llmtrain.tensors.tensorfile import numel
 from tests.helpers.training import LLAMA, Case, make_engine, resolved_run, save_checkpoint
 
 # 17 M parameters, the largest tensor a quarter of them: headers and manifest are small beside the values, and a rank

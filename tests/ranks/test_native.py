@@ -23,7 +23,7 @@ from llmtrain.checkpoint.native.state import MOMENTS, State, add_copies
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.native.unnamed import add_unnamed
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.engine.fragments import loss_scale_state
+from llmtrain.engine.deepspeed.fragments import loss_scale_state
 from llmtrain.errors import CheckpointError
 from tests.helpers.deepspeed_peers import make_pipeline, make_plain, pipeline_steps, plain_steps
 from tests.helpers.processors import fp16

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llmtrain.data.loader import TrainData, validation_batches
-from llmtrain.engine.control import Agreement
+from llmtrain.dist.control import Agreement
 from llmtrain.errors import ModelError
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.training import (

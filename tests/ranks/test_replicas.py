@@ -19,7 +19,7 @@ SMALL_STAY_GATHERED = {"zero_optimization": {"stage": 3, "stage3_param_persisten
 
 def flip(engine: Any, name: str) -> None:
     """Change the lowest bit of one element of what the forward pass reads."""
-    from llmtrain.engine.fragments import forward_copies
+    from llmtrain.engine.deepspeed.fragments import forward_copies
 
     (values,) = (copy.values for copy in forward_copies(engine) if copy.name == name and not copy.partition)
     words = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
@@ -97,7 +97,7 @@ def test_with_four_ranks_the_majority_tells_who_is_wrong(pools, small_data, form
 
 def moved_expert(case: Case) -> list[Any]:
     """An expert of rank 1 changes, of which nobody else has a copy, and one of NaNs is the same on all ranks."""
-    from llmtrain.engine.fragments import forward_copies
+    from llmtrain.engine.deepspeed.fragments import forward_copies
     from llmtrain.engine.replicas import Replicas
 
     engine, _, ranks = make_engine(case)
@@ -120,8 +120,8 @@ def test_what_one_rank_alone_holds_is_nobodys_difference_and_nans_are_equal(pool
 def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
     """What `Consistency` says of a step: (in a healthy one, in one with a fault on rank `guilty`)."""
     from llmtrain.consistency import Consistency
-    from llmtrain.engine.step import seed_step
     from llmtrain.errors import TrainingStopped
+    from llmtrain.schedule import seed_step
     from llmtrain.tracking.tracker import Tracker
 
     engine, _, ranks = make_engine(case)

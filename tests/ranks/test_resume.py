@@ -9,7 +9,7 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.engine.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
 from tests.helpers.families import FAMILIES
 from tests.helpers.processors import on_device
 from tests.helpers.training import (

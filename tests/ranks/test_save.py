@@ -21,7 +21,7 @@ from llmtrain.checkpoint.format import Manifest, hash_file, problems
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.run import CheckpointConfig, ResolvedRun
-from llmtrain.engine.build import Ranks
+from llmtrain.dist.ranks import Ranks
 from tests.helpers.training import Case, assembled, make_engine, resolved_run, train_steps
 
 TRAINER = {"step": 2}

@@ -13,7 +13,7 @@ from deepspeed.utils import safe_get_full_grad
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.loader import MicroBatch, StepBatch
-from llmtrain.engine.control import Agreement
+from llmtrain.dist.control import Agreement
 from llmtrain.models.build import construct, initial_weights, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel
 from tests.helpers import training

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmtrain.engine.step import seed_step
 from llmtrain.models import compiler, loss
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.parallel.tensor_layers import Span
 from llmtrain.models.parallel.vocabulary import Words
+from llmtrain.schedule import seed_step
 from llmtrain.topology import Degrees
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.ranks import RankFailed

@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llmtrain.engine import build, zero_step
-from llmtrain.engine.build import parameter_groups
+from llmtrain.engine.deepspeed import build, zero_step
+from llmtrain.engine.deepspeed.build import parameter_groups
 from llmtrain.errors import ConfigError
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import LLAMA, Case, Trace, make_engine, resolved_run, train_steps

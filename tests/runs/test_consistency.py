@@ -15,8 +15,8 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 def lose_a_bit(rank: int) -> None:
     """Rank 1's memory changes after its 7th step."""
     os.environ[messages.SUPERVISED] = "1"  # here: the server of forks keeps the environment that it began with
-    from llmtrain.engine.fragments import forward_copies
-    from llmtrain.engine.step import Stepper
+    from llmtrain.engine.deepspeed.fragments import forward_copies
+    from llmtrain.engine.deepspeed.step import Stepper
 
     plain, steps = Stepper.step, [0]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.loader import MicroBatch
-from llmtrain.engine.step import Stepper
+from llmtrain.engine.deepspeed.step import Stepper
 from llmtrain.models.attention import gets_mask
 from llmtrain.models.build import construct, load_config
 from llmtrain.models.language import documents_in_rows

@@ -20,7 +20,7 @@ from llmtrain.checkpoint import build
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Manifest, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.models.tensorfile import TensorFile
+from llmtrain.tensors.tensorfile import TensorFile
 from tests.helpers.checkpoints import LLAMA, SHAPES, WHOLE_LLAMA, at, flip, tensors, write_checkpoint
 
 pytestmark = pytest.mark.long

@@ -31,9 +31,9 @@ from llmtrain.checkpoint.verify import verify
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.build import load_config
-from llmtrain.models.checksum import checksum
 from llmtrain.models.source import SafetensorsSource
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.checksum import checksum
+from llmtrain.tensors.tensorfile import numel
 from tests.helpers.checkpoints import LLAMA, SHAPES, WHOLE_LLAMA, resign, sign, tensors, write_checkpoint
 from tests.helpers.mutations import mutate_bytes, mutate_folder, mutate_header, mutate_json, mutate_tree
 

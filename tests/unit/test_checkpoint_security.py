@@ -24,7 +24,7 @@ from llmtrain import cli
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.errors import CheckpointError, UserError
-from llmtrain.models.tensorfile import TensorFile, TensorFileError
+from llmtrain.tensors.tensorfile import TensorFile, TensorFileError
 from tests.helpers.checkpoints import LLAMA, SHAPES, resign, sign, tensors, write_checkpoint
 
 RANK = "rank-00001.safetensors"

@@ -18,7 +18,7 @@ WITHOUT = """
 import torch
 from types import SimpleNamespace
 from llmtrain.config.run import OptimConfig
-from llmtrain.engine import build
+from llmtrain.engine.deepspeed import build
 from llmtrain.models import compiler, loss
 
 reason = compiler.trouble(torch.device("cpu"))

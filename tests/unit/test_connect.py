@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmtrain.engine import connect
-from llmtrain.engine.control import AgreedError
-from llmtrain.engine.rendezvous import Meeting, RendezvousError, Seat
+from llmtrain.dist import connect
+from llmtrain.dist.control import AgreedError
+from llmtrain.dist.rendezvous import Meeting, RendezvousError, Seat
 from tests.helpers import gpu_texts as texts
 
 GLOO_SAYS = (

@@ -15,8 +15,9 @@ from llmtrain.checkpoint import snapshot
 from llmtrain.cluster.watch import folder, observe, watched
 from llmtrain.cluster.watch.heartbeat import Heartbeat, read
 from llmtrain.data.loader import MicroBatch, StepBatch
-from llmtrain.engine import progress, step
-from llmtrain.engine.control import Agreement
+from llmtrain.dist.control import Agreement
+from llmtrain.engine import progress
+from llmtrain.engine.deepspeed import step
 from llmtrain.engine.progress import DeviceProgress
 from tests.helpers.gpu_texts import trace
 

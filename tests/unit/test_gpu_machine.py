@@ -157,7 +157,7 @@ def test_launch_hands_the_visible_devices_to_deepspeed(tmp_path, capsys, monkeyp
     [(0, 8, 8, 0), (7, 8, 8, 7), (3, 8, 1, 0), (0, 1, 1, 0), (2, 3, 2, None), (8, 16, 8, None)],
 )
 def test_the_device_of_a_rank(monkeypatch, local_rank, ranks, visible, index):
-    from llmtrain.engine.device import device_index
+    from llmtrain.dist.device import device_index
 
     if index is not None:
         assert device_index(local_rank, ranks, visible) == index
@@ -189,7 +189,7 @@ class FakeCuda:
 def test_a_driver_older_than_torchs_cuda_is_named_with_the_build_that_it_runs(monkeypatch):
     import torch
 
-    from llmtrain.engine import device
+    from llmtrain.dist import device
 
     monkeypatch.setattr(device, "get_accelerator", lambda: FakeCuda(OLD_DRIVER))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -213,7 +213,7 @@ def test_a_driver_older_than_torchs_cuda_is_named_with_the_build_that_it_runs(mo
 def test_a_machine_with_gpus_does_not_train_on_the_processor_in_silence(monkeypatch, environ, cuda, refused):
     import torch
 
-    from llmtrain.engine import device
+    from llmtrain.dist import device
 
     for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
@@ -233,7 +233,7 @@ def test_a_machine_with_gpus_does_not_train_on_the_processor_in_silence(monkeypa
 def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch, capability, passes):
     import torch
 
-    from llmtrain.engine import device
+    from llmtrain.dist import device
 
     run: Any = SimpleNamespace(precision="bf16", run=SimpleNamespace(deepspeed="zero1.json"))
     monkeypatch.setattr(device, "get_accelerator", FakeCuda)
@@ -247,7 +247,7 @@ def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch, capability, passes):
 
 
 def test_two_ranks_on_one_gpu_are_named_when_they_meet():
-    from llmtrain.engine.rendezvous import _shared_devices
+    from llmtrain.dist.rendezvous import _shared_devices
 
     def rank(number: int, host: str, uuid: str) -> dict[str, Any]:
         return {"seat": {"rank": number, "host": host}, "device_id": uuid}
@@ -265,7 +265,7 @@ def test_deterministic_training_is_asked_for_before_torchs_libraries_start(tmp_p
     import torch
 
     from llmtrain import train
-    from llmtrain.engine.device import use_deterministic_kernels
+    from llmtrain.dist.device import use_deterministic_kernels
     from llmtrain.errors import UserError
 
     seen: list[str | None] = []

@@ -10,7 +10,7 @@ import pytest
 
 from llmtrain.cluster.doctor import compare
 from llmtrain.cluster.hosts.interfaces import GLOO, NCCL
-from llmtrain.engine import interfaces
+from llmtrain.dist import interfaces
 from llmtrain.errors import ConfigError
 from tests.unit.test_doctor_checks import NAMES, healthy
 

@@ -6,8 +6,8 @@ import pytest
 
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import watched
-from llmtrain.engine.control import AgreedError
-from llmtrain.engine.rendezvous import RanksDiffer, RendezvousError
+from llmtrain.dist.control import AgreedError
+from llmtrain.dist.rendezvous import RanksDiffer, RendezvousError
 from llmtrain.errors import ConfigError, UserError
 
 

@@ -13,11 +13,11 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models import varlen
 from llmtrain.models.build import construct, facts, initial_weights, load_config, restore_buffers, skeleton
-from llmtrain.models.checksum import checksum
 from llmtrain.models.language import LanguageModel, from_host, to_host
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.source import RandomSource, SafetensorsSource
 from llmtrain.models.varlen import Documents, set_documents
+from llmtrain.tensors.checksum import checksum
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}

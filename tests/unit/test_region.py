@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from llmtrain.checkpoint.coverage import uncovered
-from llmtrain.models.checksum import checksum, checksum_part, checksum_part_array
-from llmtrain.models.pieces import pick, put, read_shared
-from llmtrain.models.region import Region, shard, shared, whole
-from llmtrain.models.tensorfile import TensorFile
+from llmtrain.tensors.checksum import checksum, checksum_part, checksum_part_array
+from llmtrain.tensors.pieces import pick, put, read_shared
+from llmtrain.tensors.region import Region, shard, shared, whole
+from llmtrain.tensors.tensorfile import TensorFile
 
 
 def elements(region: Region) -> list[int]:

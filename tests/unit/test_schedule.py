@@ -8,7 +8,7 @@ import math
 import pytest
 
 from llmtrain.config.run import ScheduleConfig
-from llmtrain.engine.step import learning_rate_factor
+from llmtrain.schedule import learning_rate_factor
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])

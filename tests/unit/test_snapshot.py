@@ -16,7 +16,7 @@ from llmtrain.checkpoint import host_copy, snapshot
 from llmtrain.checkpoint.format import PARAM
 from llmtrain.checkpoint.host_copy import HostCopy
 from llmtrain.checkpoint.snapshot import RankFile, Snapshot, lock_pages
-from llmtrain.models.region import Region
+from llmtrain.tensors.region import Region
 
 
 class Stream:
@@ -156,7 +156,7 @@ class DeviceView:
 
 def test_weights_reach_a_gpu_through_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from llmtrain.engine.weights import fill
-    from llmtrain.models.region import whole
+    from llmtrain.tensors.region import whole
 
     def lock(values: torch.Tensor) -> torch.Tensor:
         values.locked = True  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from llmtrain.cluster.watch.explain.paragraph import explain
 
 IN_BACKWARD = (
     Frame("/x/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce"),
-    Frame("/x/llmtrain/engine/collectives.py", 77, "counted"),
+    Frame("/x/llmtrain/dist/collectives.py", 77, "counted"),
     Frame("/x/.venv/lib/python3.11/site-packages/deepspeed/runtime/zero/stage_1_and_2.py", 2384, "allreduce_bucket"),
     Frame("/x/llmtrain/engine/step.py", 97, "forward_backward"),
     Frame("/x/llmtrain/loop.py", 180, "loop"),

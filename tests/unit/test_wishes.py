@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.engine.control import Wishes
+from llmtrain.dist.control import Wishes
 
 
 def reason_within(wishes: Wishes, seconds: float) -> str | None:

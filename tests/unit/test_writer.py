@@ -10,7 +10,7 @@ import pytest
 
 from llmtrain.checkpoint import writer
 from llmtrain.checkpoint.format import MANIFEST, Manifest, problems
-from llmtrain.models.checksum import checksum_array
+from llmtrain.tensors.checksum import checksum_array
 
 
 @pytest.fixture

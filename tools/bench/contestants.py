@@ -137,8 +137,8 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
     from llmtrain.checkpoint.folder import find_folder
     from llmtrain.checkpoint.rundir import RunDirectory
     from llmtrain.config.load import load
-    from llmtrain.engine.build import join_process_group
-    from llmtrain.engine.control import Wishes
+    from llmtrain.dist.control import Wishes
+    from llmtrain.engine.deepspeed.join import join_process_group
     from llmtrain.loop import Training
     from llmtrain.saving import Saving
     from llmtrain.tracking.tracker import Tracker

@@ -122,10 +122,11 @@ def ours(task: Attempt) -> Any:
     from llmtrain.config.load import resolve
     from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
     from llmtrain.data.loader import MicroBatch, StepBatch
-    from llmtrain.engine.build import build_engine, join_process_group
-    from llmtrain.engine.control import Agreement
-    from llmtrain.engine.fragments import refresh
-    from llmtrain.engine.pipeline_step import make_stepper
+    from llmtrain.dist.control import Agreement
+    from llmtrain.engine.deepspeed.build import build_engine
+    from llmtrain.engine.deepspeed.fragments import refresh
+    from llmtrain.engine.deepspeed.join import join_process_group
+    from llmtrain.engine.deepspeed.pipeline_step import make_stepper
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.build import initial_weights
     from llmtrain.models.forms import build_model
@@ -171,7 +172,7 @@ def theirs(task: Attempt, *, recompute: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from llmtrain.config.run import ModelConfig
-    from llmtrain.engine.build import return_freed_memory
+    from llmtrain.engine.malloc import return_freed_memory
     from llmtrain.models.build import initial_weights
 
     on_gpu = torch.cuda.is_available()

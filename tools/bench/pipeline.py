@@ -105,10 +105,11 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(stages)}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
     from llmtrain.data.loader import MicroBatch, StepBatch
-    from llmtrain.engine.build import build_engine, join_process_group
-    from llmtrain.engine.control import Agreement
-    from llmtrain.engine.fragments import refresh
-    from llmtrain.engine.pipeline_step import make_stepper
+    from llmtrain.dist.control import Agreement
+    from llmtrain.engine.deepspeed.build import build_engine
+    from llmtrain.engine.deepspeed.fragments import refresh
+    from llmtrain.engine.deepspeed.join import join_process_group
+    from llmtrain.engine.deepspeed.pipeline_step import make_stepper
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.build import initial_weights
     from llmtrain.models.forms import build_model

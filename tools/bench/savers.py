@@ -32,10 +32,12 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.data.loader import MicroBatch, StepBatch
-from llmtrain.engine.build import Ranks, build_engine, join_process_group
-from llmtrain.engine.control import Agreement
-from llmtrain.engine.fragments import fragments, loss_scale_state, optimizer_step, owned
-from llmtrain.engine.step import Stepper
+from llmtrain.dist.control import Agreement
+from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.deepspeed.build import build_engine
+from llmtrain.engine.deepspeed.fragments import fragments, loss_scale_state, optimizer_step, owned
+from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.deepspeed.step import Stepper
 from llmtrain.models.forms import build_model
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.topology import Degrees

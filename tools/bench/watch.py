@@ -107,7 +107,7 @@ def rank(recipe: str, results: str, control: str) -> None:
 
 def cost_of_a_call() -> float:
     """Microseconds that a collective takes longer because it is counted."""
-    from llmtrain.engine.collectives import _counted
+    from llmtrain.dist.collectives import _counted
 
     def plain() -> None:
         pass

@@ -33,11 +33,11 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.build import skeleton
-from llmtrain.models.checksum import checksum
 from llmtrain.models.layout import FolderLayout
-from llmtrain.models.pieces import DTYPE_OF
 from llmtrain.models.source import INDEX, SafetensorsSource, refuse_escape
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.checksum import checksum
+from llmtrain.tensors.pieces import DTYPE_OF
+from llmtrain.tensors.tensorfile import numel
 
 MARK = "llmtrain_export.json"
 """Says which checkpoint a folder was made from; such a folder may be replaced by a later export of the same run."""

@@ -24,9 +24,9 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.layout import FolderLayout
-from llmtrain.models.pieces import DTYPE_OF
 from llmtrain.models.source import SafetensorsSource, refuse_escape
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.pieces import DTYPE_OF
+from llmtrain.tensors.tensorfile import numel
 
 _ASKED_BY = "from-hf"
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from llmtrain import log, units
 from llmtrain.checkpoint.memory import memory_available
 from llmtrain.errors import CheckpointError, UserError
-from llmtrain.models.checksum import checksum
 from llmtrain.models.frozen import named_tensors
 from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.source import RandomSource
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.checksum import checksum
+from llmtrain.tensors.tensorfile import numel
 
 Check = Literal["auto", "logits", "none"]
 """How far a conversion proves itself: `none` does not read back what it wrote, `auto` does, and compares logits where

@@ -32,7 +32,7 @@ from llmtrain.checkpoint.native.universal import add_universal
 from llmtrain.checkpoint.native.unnamed import add_unnamed
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.log import Progress
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.tensorfile import numel
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

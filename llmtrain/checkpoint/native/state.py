@@ -20,7 +20,7 @@ from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.pickles import PickleFile
 from llmtrain.checkpoint.native.scan import shown
 from llmtrain.errors import CheckpointError
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.tensorfile import numel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _TIED = "tied_modules."

@@ -19,8 +19,8 @@ from llmtrain.checkpoint.output import OutputFolder
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress
-from llmtrain.models.checksum import checksum
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.checksum import checksum
+from llmtrain.tensors.tensorfile import numel
 
 _VERSION = "0.19.8"
 _FILE_OF = {PARAM: "fp32"}

@@ -18,7 +18,7 @@ from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.pickles import PickleFile
 from llmtrain.checkpoint.native.state import Span, State, adam_moments
 from llmtrain.errors import CheckpointError
-from llmtrain.models.tensorfile import numel
+from llmtrain.tensors.tensorfile import numel
 
 _COMPARED = 4096  # elements
 

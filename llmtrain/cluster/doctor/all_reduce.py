@@ -49,7 +49,7 @@ def measure(survey: Survey, ssh_port: int | None = None) -> dict[str, Any]:
     }
 
     def one(name: str) -> Answer:
-        worker = [sys.executable, "-m", "llmtrain.engine.fabric", json.dumps({**questions, "here": here[name]})]
+        worker = [sys.executable, "-m", "llmtrain.dist.fabric", json.dumps({**questions, "here": here[name]})]
         command = ["/bin/sh", "-c", _IN_FOLDER, "sh", survey.folder, *worker]
         return on_hosts([name], command, timeout_s=_WITHIN_S[backend], port=ssh_port, here=survey.alone)[name]
 
@@ -90,7 +90,7 @@ def _rounds(here: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[tuple[in
 
 
 def _read(answer: Answer) -> tuple[dict[str, Any], str]:
-    """What engine/fabric.py said on a host, and why it failed there."""
+    """What dist/fabric.py said on a host, and why it failed there."""
     lines = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
     said: dict[str, Any] = json.loads(lines[-1][len(_MARK) :]) if lines else {}
     if answer.code == 0 and lines and not said.get("error"):

@@ -26,7 +26,7 @@ from typing import Any
 
 MARK = "llmtrain-facts "
 BUILD_LOCK = "llmtrain-build.lock"
-"""In torch's folder of extensions: locked by whoever of ours builds an op there (engine/op_builds.py)."""
+"""In torch's folder of extensions: locked by whoever of ours builds an op there (engine/deepspeed/op_builds.py)."""
 INFINIBAND = "/sys/class/infiniband"
 LIMIT_S = 12.0
 """For all questions together: what a dead file server keeps is left out, and its name told."""

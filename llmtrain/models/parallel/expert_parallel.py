@@ -26,7 +26,7 @@ from llmtrain.models.parallel.experts import (
 )
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Share, set_share
-from llmtrain.models.region import Region, whole
+from llmtrain.tensors.region import Region, whole
 
 
 def group_name(degree: int) -> str:

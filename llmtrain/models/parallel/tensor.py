@@ -21,10 +21,10 @@ from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.tensor_layers import Column, Row, Span, copied, gathered, summed
 from llmtrain.models.parallel.vocabulary import Words, share_embedding
 from llmtrain.models.parameters import Share, set_share
-from llmtrain.models.region import Region, shard, whole
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
 from llmtrain.models.structure.rehearsal import divide_heads
+from llmtrain.tensors.region import Region, shard, whole
 
 
 def shared_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Any:

@@ -80,7 +80,7 @@ class Column(LinearLayer):
         return _linear(input, self.weight, self.bias, self._transposed)
 
     def _mark_uc_metadata(self) -> None:
-        """Our checkpoints know shards as regions (models/region.py)."""
+        """Our checkpoints know shards as regions (tensors/region.py)."""
 
 
 class Row(LinearAllreduce):

@@ -24,7 +24,7 @@ def short(file: str) -> str:
 def own_line(stack: Sequence[Frame]) -> Frame | None:
     """The innermost line that is not of a library: what the user can read."""
     ours = [f for f in stack if "/llmtrain/" in f.file or not re.search(r"/lib(64)?/python[\d.]+/", f.file)]
-    around = [f for f in ours if not f.file.endswith("llmtrain/engine/collectives.py")]  # it wraps every collective
+    around = [f for f in ours if not f.file.endswith("llmtrain/dist/collectives.py")]  # it wraps every collective
     return next(iter(around or ours or stack), None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.config.run import ScheduleConfig
 from llmtrain.data.loader import MicroBatch, StepBatch
+from llmtrain.dist.control import Agreement
+from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
-from llmtrain.engine.build import Ranks
-from llmtrain.engine.control import Agreement
-from llmtrain.engine.fragments import base_optimizer
+from llmtrain.engine.deepspeed.fragments import base_optimizer
 from llmtrain.errors import ModelError, TrainingStopped
 from llmtrain.models import varlen
 from llmtrain.models.attention import gets_mask, without_cudnn
@@ -28,35 +26,6 @@ from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.experts import RoutingFigures
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.varlen import Documents, set_documents
-
-
-def learning_rate_factor(schedule: ScheduleConfig, step: int, max_steps: int | None) -> float:
-    """Factor on the peak learning rate for optimizer step `step` (0 is the first).
-
-    Warm-up rises linearly and reaches 1 at step `warmup_steps`; the decay reaches min_ratio at the last step.
-    """
-    if step < schedule.warmup_steps:
-        return (step + 1) / (schedule.warmup_steps + 1)
-    if schedule.name == "constant":
-        return 1.0
-    assert max_steps is not None, "the configuration check asks for max_steps or max_tokens"
-    if schedule.name == "wsd":
-        decay = schedule.decay_steps if schedule.decay_steps is not None else max(1, max_steps // 10)
-        first = max_steps - decay
-    else:
-        first = schedule.warmup_steps
-    progress = min(1.0, max(0.0, (step - first) / max(1, max_steps - 1 - first)))
-    shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1.0 - progress
-    return schedule.min_ratio + (1 - schedule.min_ratio) * shape
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Dropout of a step is a pure function of (seed, step, rank): resume needs no saved generator state.
-
-    The ranks of a tensor-parallel group give the same `rank`: what they all compute, they drop alike (Span of
-    models/parallel/tensor_layers.py lets them differ where each has its own heads or features).
-    """
-    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
 
 
 @dataclass(frozen=True, kw_only=True)

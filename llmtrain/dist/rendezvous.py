@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from llmtrain import log
 from llmtrain.cluster import messages
-from llmtrain.engine.device import device_id, device_name
-from llmtrain.engine.interfaces import choose_interfaces
+from llmtrain.dist.device import device_id, device_name
+from llmtrain.dist.interfaces import choose_interfaces
 from llmtrain.errors import UserError
 from llmtrain.redact import redact
 from llmtrain.tracking.environment import versions

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from llmtrain.models.region import Region, Shared, shared
-from llmtrain.models.tensorfile import ITEM_BYTES, TensorFile
+from llmtrain.tensors.region import Region, Shared, shared
+from llmtrain.tensors.tensorfile import ITEM_BYTES, TensorFile
 
 _SHORT = 1 << 10  # bytes of a row below which the gap to the next is read as well: a system call costs more
 _SCRATCH = 1 << 20  # elements that are read at once where they do not go straight to their place

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from llmtrain import log
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.engine.build import Ranks
+from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import UserError
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from llmtrain.models.region import Block, Region
+from llmtrain.tensors.region import Block, Region
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -182,5 +182,5 @@ def _check(what: str, owner: type, names: tuple[str, ...]) -> None:
         found = f"has no {', '.join(missing)}" if missing else f"has another code in {', '.join(names)}"
         raise ConfigError(
             f"deepspeed {deepspeed.__version__}: its {owner.__name__} {found}. llmtrain replaces a part of it "
-            f"(engine/zero_step.py), which is known of 0.19.8 only. Install deepspeed==0.19.8."
+            f"(engine/deepspeed/zero_step.py), which is known of 0.19.8 only. Install deepspeed==0.19.8."
         )

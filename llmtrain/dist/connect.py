@@ -12,7 +12,7 @@ import torch.distributed as dist
 from llmtrain.cluster.hosts.interfaces import GLOO, NCCL
 from llmtrain.cluster.watch.explain.device import device_fault, with_reason
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.engine.rendezvous import Meeting, RendezvousError
+from llmtrain.dist.rendezvous import Meeting, RendezvousError
 
 
 def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: float) -> Any:

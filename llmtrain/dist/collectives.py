@@ -17,7 +17,7 @@ import torch.distributed as dist
 from llmtrain.cluster.watch import watched
 from llmtrain.cluster.watch.heartbeat import heart, named
 from llmtrain.config.run import ResolvedRun
-from llmtrain.engine.build import Ranks
+from llmtrain.dist.ranks import Ranks
 
 _FUNCTIONS = (
     "all_gather",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llmtrain.models.build import DTYPES
 from llmtrain.models.parameters import LocalParameter
-from llmtrain.models.region import Region
+from llmtrain.tensors.region import Region
 
 PARAM = "param"
 """Kind of a fragment that holds the fp32 master values; the other kinds are the optimizer's names of its moments."""

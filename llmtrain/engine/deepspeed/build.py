@@ -1,19 +1,14 @@
-"""Process groups, the optimizer, and the one place where DeepSpeed builds its engine."""
+"""The optimizer, and the one place where DeepSpeed builds its engine."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import importlib
 import inspect
 import math
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -27,12 +22,10 @@ from deepspeed.utils import groups
 from torch import nn
 
 from llmtrain.config.run import OptimConfig, ResolvedRun
-from llmtrain.engine import progress
-from llmtrain.engine.connect import connect_all
-from llmtrain.engine.device import own_device
-from llmtrain.engine.op_builds import op_build_lock
-from llmtrain.engine.rendezvous import Seat, meet
-from llmtrain.engine.zero_step import LARGEST_GROUP, shorten_step, zero_1_with_fp32_sums
+from llmtrain.engine.deepspeed.join import apply_group_timeout
+from llmtrain.engine.deepspeed.op_builds import op_build_lock
+from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP, shorten_step, zero_1_with_fp32_sums
+from llmtrain.engine.malloc import return_freed_memory
 from llmtrain.log import warn
 from llmtrain.models import compiler
 from llmtrain.models.build import decoder_layers
@@ -40,99 +33,6 @@ from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
 
 _MUON = "deepspeed.runtime.zero.muon"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """This process among the others."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    control: Any
-    """gloo group over all ranks for small host-side messages: reading its results never waits for the device."""
-    seats: tuple[Seat, ...] = ()
-    """Where each rank runs, in order of rank."""
-    store: dist.Store | None = None
-    """Keys and values that all ranks see, served by rank 0's process."""
-
-
-def join_process_group(
-    timeout_s: float, *, start_timeout_s: float = 300.0, settings: Mapping[str, Any] | None = None
-) -> Ranks:
-    """Start torch.distributed for the launcher's RANK, WORLD_SIZE, LOCAL_RANK; alone (one rank) without a launcher.
-
-    Args:
-        timeout_s: how long a collective may wait for a rank.
-        start_timeout_s: how long the ranks wait for each other here.
-        settings: what must be the same on all ranks.
-
-    Raises:
-        RendezvousError: the ranks do not come together, or they differ; on every rank that came.
-        ConfigError: an environment variable names a network interface that this host does not have; there is no
-            device for this rank, or torch cannot use it.
-    """
-    for key, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(key, value)
-    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
-    accelerator = get_accelerator()
-    device = own_device()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(compiler.cores_of_a_rank())
-    if device.type == "cpu":
-        # DeepSpeed's shared-memory all-reduce leaves 69 MB a rank in /dev/shm for ever; gloo carries it instead.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        _keep_freed_memory()
-    progress.begin(device)
-    backend = accelerator.communication_backend_name()
-    meeting = meet(device=device, backend=backend, settings=settings or {}, limit_s=start_timeout_s)
-    # NCCL makes a group's connections at its first use, and asks the store for them: a slow rank counts as elsewhere.
-    meeting.store.set_timeout(timedelta(seconds=max(timeout_s, start_timeout_s)))
-    control = connect_all(meeting, backend, device, start_timeout_s)
-    apply_group_timeout(timeout_s)
-    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
-    return Ranks(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=device,
-        control=control,
-        seats=meeting.seats,
-        store=meeting.store,
-    )
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed: by default each step maps its large tensors anew, and the kernel zeroes every page.
-
-    Measured on a 6 M model with ZeRO 1: 5,660 page faults a step without it, 1 with it.
-    """
-    mmap_max, trim_threshold = -4, -1  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_max, 0)
-        libc.mallopt(trim_threshold, -1)
-
-
-def return_freed_memory() -> None:
-    """Undo that for tensors of 1 MiB and more: what is kept is cut up, and a long sequence needs large pieces.
-
-    Measured on a 7 M model with tiled MLPs: a step of 4,096 tokens took 0.69 GiB with it, 0.58 GiB without.
-    """
-    mmap_threshold, mmap_max = -3, -4
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_max, 65536)
-        libc.mallopt(mmap_threshold, 2**20)
-
-
-def apply_group_timeout(timeout_s: float) -> None:
-    """Give the run's timeout to every process group.
-
-    DeepSpeed makes its subgroups without one (comm/torch.py new_group), so a hung rank would go
-    unnoticed for torch's default of 10 (NCCL) or 30 (gloo) minutes whatever the user asked for.
-    """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def parameter_groups(model: LanguageModel, optim: OptimConfig, largest: float = math.inf) -> list[dict[str, Any]]:

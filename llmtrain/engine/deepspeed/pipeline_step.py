@@ -13,11 +13,11 @@ from torch import Tensor
 
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.loader import MicroBatch, StepBatch
+from llmtrain.dist.control import AgreedError, Agreement
+from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
-from llmtrain.engine.build import Ranks
-from llmtrain.engine.control import AgreedError, Agreement
-from llmtrain.engine.fragments import base_optimizer
-from llmtrain.engine.step import Stepper, StepResult
+from llmtrain.engine.deepspeed.fragments import base_optimizer
+from llmtrain.engine.deepspeed.step import Stepper, StepResult
 from llmtrain.errors import ModelError
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel
@@ -149,7 +149,7 @@ def _check_groups(engine: Any, ranks: Ranks) -> None:
         AgreedError: on every rank.
     """
     if not engine.optimizer.cpu_offload:
-        return  # one sum over all groups: engine/zero_step.py
+        return  # one sum over all groups: engine/deepspeed/zero_step.py
     counts: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(counts, len(base_optimizer(engine).param_groups), group=ranks.control)
     if len(set(counts)) > 1:

@@ -1,0 +1,75 @@
+"""The process group: DeepSpeed's accelerator says which backend, and its ops may not reach beyond this rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from llmtrain.dist.connect import connect_all
+from llmtrain.dist.device import own_device
+from llmtrain.dist.ranks import Ranks
+from llmtrain.dist.rendezvous import meet
+from llmtrain.engine import progress
+from llmtrain.engine.malloc import keep_freed_memory
+from llmtrain.models import compiler
+
+
+def join_process_group(
+    timeout_s: float, *, start_timeout_s: float = 300.0, settings: Mapping[str, Any] | None = None
+) -> Ranks:
+    """Start torch.distributed for the launcher's RANK, WORLD_SIZE, LOCAL_RANK; alone (one rank) without a launcher.
+
+    Args:
+        timeout_s: how long a collective may wait for a rank.
+        start_timeout_s: how long the ranks wait for each other here.
+        settings: what must be the same on all ranks.
+
+    Raises:
+        RendezvousError: the ranks do not come together, or they differ; on every rank that came.
+        ConfigError: an environment variable names a network interface that this host does not have; there is no
+            device for this rank, or torch cannot use it.
+    """
+    for key, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(key, value)
+    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+    accelerator = get_accelerator()
+    device = own_device()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(compiler.cores_of_a_rank())
+    if device.type == "cpu":
+        # DeepSpeed's shared-memory all-reduce leaves 69 MB a rank in /dev/shm for ever; gloo carries it instead.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        keep_freed_memory()
+    progress.begin(device)
+    backend = accelerator.communication_backend_name()
+    meeting = meet(device=device, backend=backend, settings=settings or {}, limit_s=start_timeout_s)
+    # NCCL makes a group's connections at its first use, and asks the store for them: a slow rank counts as elsewhere.
+    meeting.store.set_timeout(timedelta(seconds=max(timeout_s, start_timeout_s)))
+    control = connect_all(meeting, backend, device, start_timeout_s)
+    apply_group_timeout(timeout_s)
+    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        control=control,
+        seats=meeting.seats,
+        store=meeting.store,
+    )
+
+
+def apply_group_timeout(timeout_s: float) -> None:
+    """Give the run's timeout to every process group.
+
+    DeepSpeed makes its subgroups without one (comm/torch.py new_group), so a hung rank would go
+    unnoticed for torch's default of 10 (NCCL) or 30 (gloo) minutes whatever the user asked for.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
