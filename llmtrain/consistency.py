@@ -13,7 +13,7 @@ import torch
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import StepBatch
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
+from llmtrain.engine.api import Engine
 from llmtrain.engine.replicas import Difference, Replicas, describe, tensor_hash
 from llmtrain.errors import TrainingStopped
 from llmtrain.tracking.tracker import Tracker
@@ -29,7 +29,7 @@ class ReplicasDiffer(TrainingStopped):
 class Consistency:
     """Compares the ranks every `fault.check_every` steps and before each checkpoint. All ranks call it together."""
 
-    def __init__(self, resolved: ResolvedRun, engine: Any, ranks: Ranks, tracker: Tracker, data: str) -> None:
+    def __init__(self, resolved: ResolvedRun, engine: Engine, ranks: Ranks, tracker: Tracker, data: str) -> None:
         """`data`: the fingerprint of what this rank reads."""
         self._every = resolved.run.fault.check_every
         self._engine, self._ranks, self._tracker = engine, ranks, tracker
@@ -70,8 +70,8 @@ class Consistency:
             **{f"{name.replace('_', ' ')} of the run": value for name, value in position.items()},
             "first sample of the step": batch.first_index,
             "random seed of the step": [(seed - share) % 2**64 for seed in seeds],
-            "steps of the optimizer": optimizer_step(self._engine),
-            "loss scale": loss_scale_state(self._engine),
+            "steps of the optimizer": self._engine.optimizer_step(),
+            "loss scale": self._engine.loss_scale(),
             **self._constant,
         }
 

@@ -26,15 +26,13 @@ from llmtrain.cluster.watch import watched
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
 from llmtrain.consistency import Consistency
-from llmtrain.data.loader import MicroBatch, StepBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
+from llmtrain.data.loader import MicroBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.dist.collectives import count_collectives, describe, introduce
 from llmtrain.dist.connect import leave_all
-from llmtrain.dist.control import Agree, AgreedError, Wishes, from_rank_0, together
+from llmtrain.dist.control import AgreedError, Wishes, from_rank_0, together
 from llmtrain.dist.device import device_name, use_deterministic_kernels
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.engine.deepspeed.step import StepResult
 from llmtrain.engine.garbage import collected_by_hand
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.errors import TrainingStopped
@@ -42,7 +40,7 @@ from llmtrain.finish import finish, stopped
 from llmtrain.models.build import facts, initial_weights
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.saving import Saving
-from llmtrain.schedule import learning_rate_factor, seed_step
+from llmtrain.session import Requests, Session, Step
 from llmtrain.tracking.environment import versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.tracking.tracker import Status, Tracker
@@ -78,8 +76,7 @@ class Training:
                 check_vocabulary(manifest, self.model_facts.vocab_size)
             if self.run.train.eval:
                 self.evaluation_batches()  # its data must be there now, not after days of training
-        self.stepper = start_engine(resolved, ranks, self.mesh)
-        self.engine = self.stepper.engine
+        self.engine = start_engine(resolved, ranks, self.mesh)
         self.notes: list[str] = self.engine.module.notes
         self.position = Position()
         self.wandb_id = from_rank_0(ranks, new_run_id)
@@ -93,7 +90,7 @@ class Training:
     def check_loss(self) -> None:
         """Prove on a few tokens that our loss is the one of the model's own logits. Raises AgreedError."""
         row = torch.from_numpy(self.data.sequence(0)[0])
-        prove_loss(self.stepper, row, self.ranks, isolate_documents=self.run.data.isolate_documents)
+        prove_loss(self.engine, row, self.ranks, isolate_documents=self.run.data.isolate_documents)
 
     def resume_or_start(self) -> list[str]:
         """Give the parameters their values: from a checkpoint, or from the model section. Returns lines to log."""
@@ -102,7 +99,7 @@ class Training:
             resumed = resume(self.engine, self.run, self.folder, self.checkpoints, now, self.ranks)
         if resumed is None:
             source = initial_weights(self.run.model, self.run.train.seed, self.ranks.device)
-            write_weights(self.stepper, source, self.ranks)
+            write_weights(self.engine, source, self.ranks)
             return []
         self.began_from = resumed.began_from
         if not resumed.weights_only:
@@ -111,7 +108,7 @@ class Training:
             heart.at_step(self.position.step)
             self.wandb_id = saved.get("wandb_id") or self.wandb_id
             applied = self.position.step - self.position.skipped_steps
-            self.uncounted_steps = optimizer_step(self.engine) - applied
+            self.uncounted_steps = self.engine.optimizer_step() - applied
             if resumed.folder.parent == self.checkpoints.path:
                 self.saved_step = self.position.step
         return resumed.lines
@@ -122,7 +119,7 @@ class Training:
             **asdict(self.position),
             # Counted, not read from the optimizer: on a GPU its counter is a tensor, and reading it waits for the step.
             "optimizer_step": self.uncounted_steps + self.position.step - self.position.skipped_steps,
-            "loss_scale": loss_scale_state(self.engine),
+            "loss_scale": self.engine.loss_scale(),
             "wandb_id": self.wandb_id,
             "began_from": self.began_from,
             **self._settings,
@@ -147,7 +144,7 @@ class Training:
     def loop(self, tracker: Tracker, saving: Saving) -> bool:
         """Train until the run is over (True) or someone asks to stop (False)."""
         run, ranks = self.run, self.ranks
-        agree = Agree(ranks)
+        self.session = Session(self.engine, self.resolved, ranks, step=self.position.step)
         consistency = Consistency(self.resolved, self.engine, ranks, tracker, self.data.fingerprint)
         speed = self._throughput()
         loader = TrainLoader(
@@ -160,44 +157,50 @@ class Training:
             start_index=self.position.sample_index,
             pin_memory=ranks.device.type == "cuda",
         )
-        last, stopped, eval_every = self._complete(), False, run.train.eval_every or math.inf
+        goes_on = not self._complete()
         with contextlib.closing(loader):
-            while not last:
+            while goes_on:
                 heart.begin_step()
                 waited_s = loader.data_wait_s
                 batch = next(loader)
                 waited_s = loader.data_wait_s - waited_s
-                agreement = agree.start(
-                    counted_tokens=batch.counted_tokens if self.mesh.place.leads else 0,
-                    stop=self.wishes.stop_reason is not None,
-                    time_up=self._time_is_up(),
-                    save=self.wishes.take_save() or saving.time_is_due(),
-                    save_status=saving.status(),
-                )
-                seed_step(run.train.seed, self.position.step, ranks.rank // self.resolved.degrees.tensor)
-                lr_factor = learning_rate_factor(run.schedule, self.position.step, self.resolved.max_steps)
-                result = self.stepper.step(batch, agreement, lr_factor, saving.before_update)
-                agreed = agreement()
-                self._advance(batch, result, tracker)
-                saving.advance(agreed)
+                done = self.session.step(batch, self._requests(saving), saving.before_update)
+                self._advance(done, tracker)
+                saving.advance(done.agreed)
                 heart.end_step(self.position.step)
                 speed.step(tokens=self._tokens_per_step(), data_wait_s=waited_s)
-                stopped = agreed.stop and not self._complete()
-                last = agreed.stop or agreed.time_up or self._complete()
-                evaluates = run.train.eval and (self._complete() if last else self.position.step % eval_every == 0)
-                if last or self.position.step % run.train.log_every == 0:
-                    self._log(tracker, speed, result, agreed.counted_tokens, lr_factor, evaluates)
-                if evaluates and not last:
-                    with speed.pause():
-                        self.evaluate(tracker)
-                due = not last and saving.is_due(self.position.step, agreed)
-                if consistency.is_due(self.position.step, saving=due or last):
-                    with heart.during("compare"):
-                        consistency.check(asdict(self.position), batch)
-                if due:
-                    with speed.checkpoint_stall(), heart.during("save"):
-                        saving.save(self.position.step, self.trainer_state)
-        return not stopped
+                goes_on = self._after_update(done, tracker, saving, consistency, speed)
+        return self._complete() or not done.agreed.stop
+
+    def _requests(self, saving: Saving) -> Requests:
+        """What the ranks are to hear of this one with the next step."""
+        return Requests(
+            stop=self.wishes.stop_reason is not None,
+            time_up=self._time_is_up(),
+            save=self.wishes.take_save() or saving.time_is_due(),
+            save_status=saving.status(),
+        )
+
+    def _after_update(
+        self, done: Step, tracker: Tracker, saving: Saving, consistency: Consistency, speed: Throughput
+    ) -> bool:
+        """What is due between this step and the next: logs, evaluation, comparison, checkpoint. Whether one follows."""
+        train, step = self.run.train, self.position.step
+        last = done.agreed.stop or done.agreed.time_up or self._complete()
+        evaluates = train.eval and (self._complete() if last else step % (train.eval_every or math.inf) == 0)
+        if last or step % train.log_every == 0:
+            self._log(tracker, speed, done, evaluates)
+        if evaluates and not last:
+            with speed.pause():
+                self.evaluate(tracker)
+        due = not last and saving.is_due(step, done.agreed)
+        if consistency.is_due(step, saving=due or last):
+            with heart.during("compare"):
+                consistency.check(asdict(self.position), done.batch)
+        if due:
+            with speed.checkpoint_stall(), heart.during("save"):
+                saving.save(step, self.trainer_state)
+        return not last
 
     def evaluation_batches(self) -> Iterator[MicroBatch]:
         """This rank's share of the validation sequences. Raises DataError when there are none."""
@@ -213,25 +216,25 @@ class Training:
     def evaluate(self, tracker: Tracker) -> float:
         """Validation loss in nats per token, over all ranks."""
         with heart.during("evaluate"):
-            loss, _ = self.stepper.evaluate(self.evaluation_batches())
+            loss, _ = self.engine.evaluate(self.evaluation_batches())
         tracker.log({"step": self.position.step, "eval/loss": loss, "eval/perplexity": perplexity(loss)})
         return loss
 
-    def _advance(self, batch: StepBatch, result: StepResult, tracker: Tracker) -> None:
+    def _advance(self, done: Step, tracker: Tracker) -> None:
         """Count the step; report a skipped one with its samples; stop after too many in a row."""
         self.position = replace(
             self.position,
             step=self.position.step + 1,
             tokens=self.position.tokens + self._tokens_per_step(),
             sample_index=self.position.sample_index + (self.run.train.global_batch or 0),
-            skipped_steps=self.position.skipped_steps + int(result.skipped),
+            skipped_steps=self.position.skipped_steps + int(done.update.skipped),
         )
-        if not result.skipped:
+        if not done.update.skipped:
             self.skipped_in_a_row = 0
             return
         bad = [
             index
-            for micro, loss in zip(batch.micro_batches, result.micro_losses, strict=True)
+            for micro, loss in zip(done.batch.micro_batches, done.losses, strict=True)
             if not math.isfinite(float(loss))
             for index in micro.sample_indices
         ]
@@ -241,7 +244,7 @@ class Training:
         # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
         scaling = self.resolved.precision == "fp16" and not samples
         what = "gradient" if not samples else "loss"
-        first, count = batch.first_index, self.run.train.global_batch or 0
+        first, count = done.batch.first_index, self.run.train.global_batch or 0
         named = samples or list(range(first, first + count))
         tracker.event("skip", step=self.position.step, what=f"non-finite {what}", samples=named, loss_scaling=scaling)
         if scaling:
@@ -258,19 +261,17 @@ class Training:
                 f"resume from an earlier checkpoint in {self.folder.checkpoints}."
             )
 
-    def _log(
-        self, tracker: Tracker, speed: Throughput, result: StepResult, counted: int, lr_factor: float, more: bool
-    ) -> None:
+    def _log(self, tracker: Tracker, speed: Throughput, done: Step, more: bool) -> None:
         gc.collect()
-        scale = loss_scale_state(self.engine).get("cur_scale")
-        routing = self.stepper.routing()
+        norm, scale = done.update.grad_norm, self.engine.loss_scale().get("cur_scale")
+        routing = self.engine.routing()
         tracker.log(
             {
                 "step": self.position.step,
                 "tokens": self.position.tokens,
-                "loss": self.stepper.global_loss(result.local_loss_sum, counted),
-                "lr": (self.run.optim.lr or 0.0) * lr_factor,
-                "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
+                "loss": self.session.loss(done),
+                "lr": (self.run.optim.lr or 0.0) * done.lr_factor,
+                "grad_norm": None if norm is None else float(norm),
                 **({} if scale is None else {"loss_scale": scale}),
                 **({} if routing is None else routing_metrics(routing.aux_loss, routing.tokens_LE)),
                 "skipped_steps": self.position.skipped_steps,

@@ -16,6 +16,7 @@ from llmtrain.cluster import messages
 from llmtrain.config.run import ResolvedRun
 from llmtrain.dist.control import Agreement
 from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.api import Engine
 from llmtrain.errors import CheckpointError
 from llmtrain.tracking.tracker import Tracker
 
@@ -28,7 +29,7 @@ class Saving:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         folder: CheckpointFolder,
         resolved: ResolvedRun,
         ranks: Ranks,

@@ -31,7 +31,7 @@ from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.deepspeed.fragments import Fragment, fragments, refresh, set_loss_scale_state, set_optimizer_step
+from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_parameters
 from llmtrain.errors import CheckpointError
 from llmtrain.tensors.checksum import checksum_part
@@ -57,7 +57,7 @@ class Resumed:
 
 
 def resume(
-    engine: Any, run: RunConfig, folder: RunDirectory, where: CheckpointFolder, now: dict[str, Any], ranks: Ranks
+    engine: Engine, run: RunConfig, folder: RunDirectory, where: CheckpointFolder, now: dict[str, Any], ranks: Ranks
 ) -> Resumed | None:
     """Fill the engine from the newest checkpoint that proves intact. None: there is none, the run begins.
 
@@ -115,7 +115,7 @@ def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], no
     ]
 
 
-def _needed(engine: Any, folder: Path, weights_only: bool) -> set[str]:
+def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
     """The files of a checkpoint that this rank reads. What is wrong with it `_open` and `load_checkpoint` say."""
     try:
         reader = CheckpointReader(folder)
@@ -124,7 +124,7 @@ def _needed(engine: Any, folder: Path, weights_only: bool) -> set[str]:
     held = reader.tensors()
     return {
         file
-        for f in fragments(engine)
+        for f in engine.state()
         if (f.kind, f.name) in held and (f.kind == PARAM or not weights_only)
         for file in reader.files_of(f.kind, f.name, f.region)
     }
@@ -182,7 +182,7 @@ def _joined(shares: list[list[str]]) -> list[str]:
 
 @torch.no_grad()
 def load_checkpoint(
-    engine: Any, reader: CheckpointReader, trainer: dict[str, Any], ranks: Ranks, *, weights_only: bool = False
+    engine: Engine, reader: CheckpointReader, trainer: dict[str, Any], ranks: Ranks, *, weights_only: bool = False
 ) -> None:
     """Fill the engine from a checkpoint of any layout and prove that every value arrived.
 
@@ -194,7 +194,7 @@ def load_checkpoint(
         CheckpointError: it holds no moments, or moments of other tensors.
         ModelError: it holds other parameters, or other shapes.
     """
-    live = fragments(engine)
+    live = engine.state()
     check_names(engine, reader)
     if not weights_only:
         _refuse_other_state(live, reader, ranks)
@@ -212,9 +212,9 @@ def load_checkpoint(
         raise DamagedCheckpoint("; ".join(found))
     if not weights_only:
         applied = trainer.get("optimizer_step")
-        set_optimizer_step(engine, reader.manifest.step if applied is None else applied)
-        set_loss_scale_state(engine, trainer.get("loss_scale") or {})
-    refresh(engine)
+        engine.set_optimizer_step(reader.manifest.step if applied is None else applied)
+        engine.set_loss_scale(trainer.get("loss_scale") or {})
+    engine.refresh()
     sums = reader.manifest.checksums()
     expected = {key: value for key, value in sums.items() if key[0] == PARAM or not weights_only}
     bad = differing_tensors(engine, expected, ranks, rounded)
@@ -222,24 +222,24 @@ def load_checkpoint(
         raise _mismatch(reader, bad, ranks)
 
 
-def _fill_moments(live: list[Fragment], reader: CheckpointReader) -> dict[Key, int]:
+def _fill_moments(live: list[StateTensor], reader: CheckpointReader) -> dict[Key, int]:
     """Returns the checksums of the exact values where the optimizer keeps them rounded (Muon's momentum in bf16)."""
     exact: dict[Key, int] = {}
-    for fragment in live:
-        if fragment.kind == PARAM:
+    for piece in live:
+        if piece.kind == PARAM:
             continue
-        key = (fragment.kind, fragment.name)
+        key = (piece.kind, piece.name)
         read = partial(reader.read_kind_region, *key)
-        if fragment.view.dtype == torch.float32:
-            fill(fragment, read)
+        if piece.dtype == torch.float32:
+            fill(piece, read)
         else:
-            exact[key] = exact.get(key, 0) + _fill_rounding(fragment, read)
+            exact[key] = exact.get(key, 0) + _fill_rounding(piece, read)
     return exact
 
 
-def _fill_rounding(fragment: Fragment, read: Any) -> int:
+def _fill_rounding(piece: StateTensor, read: Any) -> int:
     """Fill, and return the checksum of what was read for the part that this rank owns."""
-    own = fragment.region.part(fragment.own.start, fragment.own.stop)
+    own = piece.region.part(piece.own.start, piece.own.stop)
     total = 0
 
     def watched(region: Region) -> Tensor:
@@ -250,11 +250,11 @@ def _fill_rounding(fragment: Fragment, read: Any) -> int:
             total += checksum_part(values[low:high], region.part(low, high))
         return values
 
-    fill(fragment, watched)
+    fill(piece, watched)
     return total
 
 
-def _refuse_other_state(live: list[Fragment], reader: CheckpointReader, ranks: Ranks) -> None:
+def _refuse_other_state(live: list[StateTensor], reader: CheckpointReader, ranks: Ranks) -> None:
     """The optimizer must keep exactly the moments that the checkpoint holds, tensor by tensor."""
     if reader.kinds() == {PARAM}:
         raise CheckpointError(
@@ -262,7 +262,7 @@ def _refuse_other_state(live: list[Fragment], reader: CheckpointReader, ranks: R
             f"{reader.folder} --resume-weights-only, with a train.run_dir of its own."
         )
     there = sorted(reader.tensors())
-    here = {(fragment.kind, fragment.name) for fragment in live}
+    here = {(piece.kind, piece.name) for piece in live}
     held = torch.tensor([int(key in here) for key in there], dtype=torch.int64)
     dist.all_reduce(held, group=ranks.control)
     unwanted = [key for key, count in zip(there, held.tolist(), strict=True) if count == 0]

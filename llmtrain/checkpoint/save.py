@@ -26,15 +26,15 @@ from llmtrain import log, units
 from llmtrain.checkpoint import space
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
 from llmtrain.checkpoint.folder import CheckpointFolder
-from llmtrain.checkpoint.format import HOSTS, MANIFEST, PARAM, step_folder
+from llmtrain.checkpoint.format import HOSTS, MANIFEST, step_folder
 from llmtrain.checkpoint.host_copy import HostCopy
 from llmtrain.checkpoint.memory import memory_available
-from llmtrain.checkpoint.snapshot import RankFile, Slice, Snapshot, WriterDied
+from llmtrain.checkpoint.snapshot import RankFile, Snapshot, WriterDied
 from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import ResolvedRun
 from llmtrain.dist.control import from_rank_0
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.deepspeed.fragments import fragments, owned, whole_shapes
+from llmtrain.engine.api import PARAM, Engine, StateTensor
 from llmtrain.errors import CheckpointError
 from llmtrain.tensors.checksum import checksum_part
 from llmtrain.tensors.pieces import byte_view
@@ -70,7 +70,7 @@ class Outcome:
 class Saver:
     """Saves of one run. All ranks call every method together, `before_update` excepted. Use as a context manager."""
 
-    def __init__(self, engine: Any, folder: CheckpointFolder, resolved: ResolvedRun, ranks: Ranks) -> None:
+    def __init__(self, engine: Engine, folder: CheckpointFolder, resolved: ResolvedRun, ranks: Ranks) -> None:
         self._engine, self._folder, self._ranks = engine, folder, ranks
         self._keep = resolved.run.checkpoint.keep
         self.asynchronous = resolved.run.checkpoint.mode == "async"
@@ -118,7 +118,7 @@ class Saver:
         """Lay out the files, and begin to get the memory for asynchronous saves: the first one finds it there."""
         if self._plan is not None:
             return
-        self._plan = RankFile(self._slices())
+        self._plan = RankFile(self._pieces())
         shares: list[Any] = [None] * self._ranks.world_size
         pieces = [piece.to_json() for piece in self._plan.pieces]
         mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, _boot())
@@ -127,7 +127,7 @@ class Saver:
         self._table = {"own": [(offset, dtype, piece.to_json()) for offset, dtype, piece in self._plan.layout]}
         if self._folder.leads:
             self._table["pieces"] = {share[0]: share[1] for share in shares}
-            self._table["tensors"] = {name: list(shape) for name, shape in whole_shapes(self._engine).items()}
+            self._table["tensors"] = {name: list(shape) for name, shape in self._engine.shapes().items()}
         if self.asynchronous:
             self._ask_for_memory(sum(share[2] for share in shares if share[3] == _boot()))
 
@@ -174,12 +174,12 @@ class Saver:
         self._answer, self._errors = None, []
         self._stage = _Stage.WRITING
         path = self._partial / self._file(self._ranks.rank)
-        slices = self._slices()
-        assert self._plan is not None and self._plan.holds(slices), "the optimizer's state has another layout now"
+        pieces = self._pieces()
+        assert self._plan is not None and self._plan.holds(pieces), "the optimizer's state has another layout now"
         if self.asynchronous:
-            self._write_behind(path, slices)
+            self._write_behind(path, pieces)
         else:
-            self._answer = self._guarded(lambda: self._write_here(path, slices))
+            self._answer = self._guarded(lambda: self._write_here(path, pieces))
         self._blocked_s = time.monotonic() - self._began_s
 
     def before_update(self) -> None:
@@ -232,17 +232,17 @@ class Saver:
                 time.sleep(_POLL_S)
         return None
 
-    def _slices(self) -> list[Slice]:
+    def _pieces(self) -> list[StateTensor]:
         """What this rank writes, in the order of its file: the largest elements first, so that each is aligned."""
-        found = [(f.kind, f.name, *owned(f)) for f in fragments(self._engine) if f.own.stop > f.own.start]
-        return sorted(found, key=lambda s: -s[3].element_size())
+        found = [piece for piece in self._engine.state() if piece.own.stop > piece.own.start]
+        return sorted(found, key=lambda piece: -piece.dtype.itemsize)
 
     def check_shares(self) -> None:
         """The ranks' parts of each parameter have to add up to it: a form that has its shards wrong is noticed here."""
-        shapes = whole_shapes(self._engine)
+        shapes = self._engine.shapes()
         held = dict.fromkeys(sorted(shapes), 0)
-        for kind, name, region, _ in self._slices():
-            held[name] += region.numel if kind == PARAM else 0
+        for piece in self._pieces():
+            held[piece.name] += piece.own_region.numel if piece.kind == PARAM else 0
         total = torch.tensor(list(held.values()), dtype=torch.int64)
         dist.all_reduce(total, group=self._ranks.control)
         wrong = {n: count for n, count in zip(held, total.tolist(), strict=True) if count != math.prod(shapes[n])}
@@ -290,7 +290,7 @@ class Saver:
             return f"cannot make {checkpoints / name}: {problem.strerror}"
         return None
 
-    def _write_behind(self, path: Path, slices: list[Slice]) -> None:
+    def _write_behind(self, path: Path, pieces: list[StateTensor]) -> None:
         assert self._copy is not None
         try:
             writer = self._copy.writer()
@@ -298,21 +298,16 @@ class Saver:
             self._answer = self._lost(error)
             return
         job = {"do": "write", "path": str(path)}
-        self._snapshot.start([values for *_, values in slices], self._copy.image.slots, then=lambda: writer.ask(job))
+        self._snapshot.start(pieces, self._copy.image.slots, then=lambda: writer.ask(job))
 
-    def _write_here(self, path: Path, slices: list[Slice]) -> dict[str, Any]:
+    def _write_here(self, path: Path, pieces: list[StateTensor]) -> dict[str, Any]:
         """The synchronous way: no copy of the state, a chunk at a time."""
         assert self._plan is not None
         sums = []
         with DurableFile(path) as file:
             file.write(memoryview(self._plan.header))
-            for _, _, region, values in slices:
-                total = 0
-                for low in range(0, values.numel(), _CHUNK):
-                    chunk = values[low : low + _CHUNK].detach().cpu().contiguous()
-                    total += checksum_part(chunk, region.part(low, low + chunk.numel()))
-                    file.write(byte_view(chunk))
-                sums.append(total % 2**64)
+            for piece in pieces:
+                sums.append(_write_piece(file, piece))
             size, xxh3 = file.close()
         return {"bytes": size, "xxh3": xxh3, "checksums": sums}
 
@@ -391,6 +386,18 @@ class Saver:
         except (OSError, WriterDied) as error:
             return self._lost(error)
         return None
+
+
+def _write_piece(file: DurableFile, piece: StateTensor) -> int:
+    """Append the part that this rank owns, a chunk at a time; its checksum."""
+    region, total = piece.own_region, 0
+    with piece.open() as view:
+        values = view[piece.own]
+        for low in range(0, values.numel(), _CHUNK):
+            chunk = values[low : low + _CHUNK].detach().cpu().contiguous()
+            total += checksum_part(chunk, region.part(low, low + chunk.numel()))
+            file.write(byte_view(chunk))
+    return total % 2**64
 
 
 def _boot() -> str:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 import llmtrain
 from llmtrain import log
 from llmtrain.checkpoint.format import Piece, keys
-from llmtrain.tensors.region import Region
+from llmtrain.engine.api import StateTensor
 from llmtrain.tensors.tensorfile import ITEM_BYTES, header_bytes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -30,17 +31,13 @@ _PAGE = 4096
 _RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-Slice = tuple[str, str, Region, Tensor]
-"""(kind, name, which elements of the flat tensor, values)."""
-
-
 class RankFile:
-    """How a rank's slices lie in its file: a safetensors header, then the slices one after another."""
+    """How a rank's pieces lie in its file: a safetensors header, then the part of each that it owns, one by one."""
 
-    def __init__(self, slices: list[Slice]) -> None:
-        self.pieces = _pieces(slices)
+    def __init__(self, pieces: Sequence[StateTensor]) -> None:
+        self.pieces = _entries(pieces)
         """With checksums that are not known yet."""
-        dtypes = [_DTYPES[values.dtype] for *_, values in slices]
+        dtypes = [_DTYPES[piece.dtype] for piece in pieces]
         names = keys(self.pieces)
         described: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, dtype, piece in zip(names, dtypes, self.pieces, strict=True):
@@ -54,18 +51,17 @@ class RankFile:
             end += piece.region.numel * ITEM_BYTES[dtype]
         self.bytes = end
 
-    def holds(self, slices: list[Slice]) -> bool:
-        """Whether these are the slices that it was laid out for."""
-        return _pieces(slices) == self.pieces
+    def holds(self, pieces: Sequence[StateTensor]) -> bool:
+        """Whether these are the pieces that it was laid out for."""
+        return _entries(pieces) == self.pieces
 
 
-def _pieces(slices: list[Slice]) -> list[Piece]:
-    assert all(region.numel == values.numel() for _, _, region, values in slices)
-    return [Piece(kind, name, region, 0) for kind, name, region, _ in slices]
+def _entries(pieces: Sequence[StateTensor]) -> list[Piece]:
+    return [Piece(piece.kind, piece.name, piece.own_region, 0) for piece in pieces]
 
 
 class HostImage:
-    """Shared memory that holds a rank's file; page-locked when the slices come from a GPU.
+    """Shared memory that holds a rank's file; page-locked when the values come from a GPU.
 
     Raises:
         OSError: the memory cannot be had.
@@ -112,7 +108,7 @@ _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class Snapshot:
-    """Copies slices into an image: from a GPU on a stream of its own, from host memory in a thread.
+    """Copies the optimizer's state into an image: from a GPU on a stream of its own, from host memory in a thread.
 
     The optimizer must not write before `wait_before_update` has returned.
     """
@@ -127,20 +123,23 @@ class Snapshot:
         self._host_done = threading.Event()
         self.error: BaseException | None = None
 
-    def start(self, slices: list[Tensor], slots: list[Tensor], then: Any) -> None:
-        """Begin to copy; `then()` is called from another thread when the image is complete, unless `error` is set."""
+    def start(self, pieces: Sequence[StateTensor], slots: Sequence[Tensor], then: Any) -> None:
+        """Begin to copy what this rank owns of each piece.
+
+        `then()` is called from another thread when the image is complete, unless `error` is set.
+        """
         if self._thread is not None:
             self._thread.join()  # of a save that failed early: what it meets now is not this save's error
         self.error, self._waiting = None, None
         host = []
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        for values, slot in zip(slices, slots, strict=True):
-            if values.device.type == "cpu":
-                host.append((values, slot))
+        for piece, slot in zip(pieces, slots, strict=True):
+            if piece.device.type == "cpu":
+                host.append((piece, slot))
                 continue
-            with torch.cuda.stream(self._stream):
-                slot.copy_(values, non_blocking=True)
+            with piece.open() as values, torch.cuda.stream(self._stream):
+                slot.copy_(values[piece.own], non_blocking=True)
         self._copied = self._stream.record_event() if self._stream is not None else None
         self._host_done.clear()
         self._thread = threading.Thread(target=self._run, args=(host, self._copied, then), name="checkpoint-copy")
@@ -167,12 +166,13 @@ class Snapshot:
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1000
 
-    def _run(self, host: list[tuple[Tensor, Tensor]], copied: Any, then: Any) -> None:
+    def _run(self, host: list[tuple[StateTensor, Tensor]], copied: Any, then: Any) -> None:
         try:
             if copied is not None:
                 torch.cuda.set_device(self._device)  # a new thread's is GPU 0: a context there takes 0.5 GB of it
-            for values, slot in host:
-                slot.copy_(values)
+            for piece, slot in host:
+                with piece.open() as values:
+                    slot.copy_(values[piece.own])
             self._host_done.set()
             if copied is not None:
                 copied.synchronize()

@@ -1,7 +1,7 @@
 """Do the ranks that should hold the same values still hold them? One small hash a tensor, compared over all ranks.
 
 Which ranks hold the same is not written down anywhere: each rank says which elements of which Hugging Face tensor its
-parameters are (`local_parameters`, by way of `fragments.forward_copies`), and whatever two ranks both hold is compared:
+parameters are (`local_parameters`, by way of `Engine.copies`), and whatever two ranks both hold is compared:
 data-parallel replicas, norms that every tensor-parallel rank holds, an embedding tied over two stages, what ZeRO 3
 keeps gathered.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmtrain.dist.ranks import Ranks
 from llmtrain.dist.rendezvous import Seat
-from llmtrain.engine.deepspeed.fragments import forward_copies
+from llmtrain.engine.api import Engine
 
 _ROW = 4096  # words with one factor: a block that has moved is noticed, two words exchanged within it are not
 _PIECE = 1 << 17  # words copied at once, where they must be: they stay in the cache
@@ -90,7 +90,7 @@ def _add(total: Tensor, flat: Tensor, first_row: int) -> Tensor:
 class Replicas:
     """Compares what the ranks hold. Every rank calls `differences` together with the others."""
 
-    def __init__(self, engine: Any, ranks: Ranks) -> None:
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
         self._engine, self._ranks = engine, ranks
         self._rows: dict[int, int] = {}
         """Row of the message by key, of what two ranks or more hold."""
@@ -106,7 +106,7 @@ class Replicas:
         """
         held = [(_key(name), name, json.dumps(value)) for name, value in (*facts.items(), *(own or {}).items())]
         hashes = [_number(shown) for _, _, shown in held]
-        copies = list(forward_copies(self._engine))
+        copies = list(self._engine.copies())
         if copies:
             with torch.no_grad():
                 device = self._ranks.device  # offloaded values are on the host

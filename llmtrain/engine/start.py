@@ -20,10 +20,8 @@ from llmtrain.dist.control import together
 from llmtrain.dist.device import check_device
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
+from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.build import build_engine
-from llmtrain.engine.deepspeed.fragments import refresh
-from llmtrain.engine.deepspeed.pipeline_step import PipelineStepper, make_stepper
-from llmtrain.engine.deepspeed.step import Stepper
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ConfigError, ModelError, UserError
 from llmtrain.models import compiler
@@ -36,8 +34,8 @@ from llmtrain.models.source import ParameterSource
 _PROVED_TOKENS = 32
 
 
-def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Stepper:
-    """The engine behind its stepper; its parameters have no values yet.
+def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Engine:
+    """The engine of a run; its parameters have no values yet.
 
     Raises: UserError, on all ranks alike.
     """
@@ -48,9 +46,9 @@ def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Stepper:
         model = build_model(resolved, ranks.device, mesh)
     if resolved.run.model.compile_layers:
         model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
-    engine = build_engine(model, resolved, mesh)
+    engine = build_engine(model, resolved, ranks, mesh)
     progress.tell_compilation()  # DeepSpeed has imported torch.compile by now
-    return make_stepper(engine, ranks, mesh)
+    return engine
 
 
 def _layers_decided(resolved: ResolvedRun, ranks: Ranks) -> ResolvedRun:
@@ -97,16 +95,16 @@ def _agreed_trouble(ranks: Ranks) -> str | None:
     return None
 
 
-def write_weights(stepper: Stepper, source: ParameterSource, ranks: Ranks) -> None:
+def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> None:
     """Give the engine's parameters their first values, and prove that they arrived. Raises AgreedError on all ranks."""
     with together(ranks):
-        fill_parameters(stepper.engine, source)
+        fill_parameters(engine, source)
     with together(ranks):
-        refresh(stepper.engine)
-        prove_weights(stepper.engine, source, ranks)
+        engine.refresh()
+        prove_weights(engine, source, ranks)
 
 
-def prove_loss(stepper: Stepper, row: Tensor, ranks: Ranks, *, isolate_documents: bool) -> None:
+def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: bool) -> None:
     """Prove on the first tokens of `row` [T], which all ranks give alike, that our loss is the one of the model's own
     logits and, if documents are to be isolated, that they are. With the values of a start or of a resume.
 
@@ -114,11 +112,11 @@ def prove_loss(stepper: Stepper, row: Tensor, ranks: Ranks, *, isolate_documents
     """
     few = row[:_PROVED_TOKENS].unsqueeze(0)
     # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
-    failures = contextlib.nullcontext() if isinstance(stepper, PipelineStepper) else _failures_in_transformers()
+    failures = contextlib.nullcontext() if engine.stages else _failures_in_transformers()
     with together(ranks), failures, compiler.uncompiled():
-        stepper.check_head(few)
+        engine.check_head(few)
         if isolate_documents:
-            stepper.check_isolation(few[:, : few.shape[1] // 2 * 2])
+            engine.check_isolation(few[:, : few.shape[1] // 2 * 2])
 
 
 @contextlib.contextmanager

@@ -14,16 +14,7 @@ from torch import Tensor
 
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.deepspeed.fragments import (
-    PARAM,
-    Fragment,
-    forward_copies,
-    forward_dtype,
-    fragments,
-    frozen_names,
-    owned,
-    whole_shapes,
-)
+from llmtrain.engine.api import PARAM, Engine, StateTensor
 from llmtrain.errors import ModelError
 from llmtrain.models.source import ParameterSource, RandomSource, refuse_other_shapes
 from llmtrain.tensors.checksum import as_int64, checksum, checksum_part
@@ -39,7 +30,7 @@ _DEVICE_CHUNK = 1 << 22
 
 
 @torch.no_grad()
-def fill_parameters(engine: Any, source: ParameterSource) -> None:
+def fill_parameters(engine: Engine, source: ParameterSource) -> None:
     """Fill the fp32 masters of this rank from the source. No rank waits for another; `refresh` has to follow.
 
     Every rank reads only the pieces that it holds. Names and shapes must agree with the model's.
@@ -48,32 +39,33 @@ def fill_parameters(engine: Any, source: ParameterSource) -> None:
         ModelError: the source lacks a parameter, has one more, or one of another shape.
     """
     check_names(engine, source)
-    here: dict[str, list[Fragment]] = {}
-    for fragment in fragments(engine):
-        if fragment.kind == PARAM:
-            here.setdefault(fragment.name, []).append(fragment)
+    here: dict[str, list[StateTensor]] = {}
+    for piece in engine.state():
+        if piece.kind == PARAM:
+            here.setdefault(piece.name, []).append(piece)
     for name in source.order():
-        for fragment in here.get(name, ()):
-            fill(fragment, partial(source.read_region, name))
+        for piece in here.get(name, ()):
+            fill(piece, partial(source.read_region, name))
 
 
-def fill(fragment: Fragment, read: Callable[[Region], Tensor]) -> None:
-    """Fill a fragment from `read`: the elements of a region of the flat Hugging Face tensor.
+def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> None:
+    """Fill a piece from `read`: the elements of a region of the flat Hugging Face tensor.
 
     To a GPU through page-locked memory, which torch keeps for the next chunk: the host reads that one meanwhile.
     """
     heart.beat()
-    on_device = fragment.view.is_cuda
+    on_device = piece.device.type == "cuda"
     chunk = _DEVICE_CHUNK if on_device else _CHUNK
-    for low in range(0, fragment.view.numel(), chunk):
-        view = fragment.view[low : low + chunk]
-        values = read(fragment.region.part(low, low + view.numel()))
-        if on_device and not values.is_cuda:
-            values = values.pin_memory()
-        view.copy_(values, non_blocking=on_device)
+    with piece.open() as live:
+        for low in range(0, live.numel(), chunk):
+            view = live[low : low + chunk]
+            values = read(piece.region.part(low, low + view.numel()))
+            if on_device and not values.is_cuda:
+                values = values.pin_memory()
+            view.copy_(values, non_blocking=on_device)
 
 
-def prove_weights(engine: Any, source: ParameterSource, ranks: Ranks) -> None:
+def prove_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> None:
     """Compare checksums of the assembled parameters with those of the source (DeepSpeed #7848: silent random weights).
 
     Raises:
@@ -82,7 +74,7 @@ def prove_weights(engine: Any, source: ParameterSource, ranks: Ranks) -> None:
     if isinstance(source, RandomSource):
         return
     check_names(engine, source)
-    names = sorted(whole_shapes(engine))
+    names = sorted(engine.shapes())
     mine = {}
     for name in names[ranks.rank :: ranks.world_size]:  # each file is read once, by all ranks together
         heart.beat()
@@ -100,7 +92,7 @@ def prove_weights(engine: Any, source: ParameterSource, ranks: Ranks) -> None:
 
 @torch.no_grad()
 def differing_tensors(
-    engine: Any, expected: Mapping[Key, int], ranks: Ranks, rounded: Mapping[Key, int] | None = None
+    engine: Engine, expected: Mapping[Key, int], ranks: Ranks, rounded: Mapping[Key, int] | None = None
 ) -> list[Key]:
     """(kind, name) of what is not in memory as expected, put together over the ranks. The same list on all ranks.
 
@@ -111,22 +103,22 @@ def differing_tensors(
         rounded: what a view in a lower precision could not hold: this rank's checksum of the exact values in the
             parts that it owns.
     """
-    shapes, rounded = whole_shapes(engine), rounded or {}
+    shapes, rounded = engine.shapes(), rounded or {}
     parts = [_Part(key, (0, 1), 0, value) for key, value in rounded.items()]
     bad = set()
-    for fragment in fragments(engine):
-        key = (fragment.kind, fragment.name)
-        low, high = fragment.own.start, fragment.own.stop
+    for piece in engine.state():
+        key = (piece.kind, piece.name)
+        low, high = piece.own.start, piece.own.stop
         if key in rounded:
             parts.append(_Part(key, (0, 1), high - low, 0))
         elif key not in expected:
             continue
-        elif fragment.region.numel < numel(shapes[fragment.name]):
-            parts.append(_Part(key, fragment.replica, fragment.region.numel, _sum(fragment, 0, fragment.region.numel)))
+        elif piece.region.numel < numel(shapes[piece.name]):
+            parts.append(_Part(key, piece.replica, piece.region.numel, _sum(piece, 0, piece.region.numel)))
         else:  # this rank proves its replica by itself; the sum over the ranks counts each element once
-            mine = _sum(fragment, low, high)
+            mine = _sum(piece, low, high)
             parts.append(_Part(key, (0, 1), high - low, mine))
-            others = _sum(fragment, 0, low) + _sum(fragment, high, fragment.region.numel)
+            others = _sum(piece, 0, low) + _sum(piece, high, piece.region.numel)
             if (mine + others) % 2**64 != expected[key]:
                 bad.add(key)
     bad |= _wrong(parts, expected, shapes, ranks)
@@ -182,31 +174,45 @@ def _wrong(
     return bad
 
 
-def _sum(fragment: Fragment, low: int, high: int) -> int:
+def _sum(piece: StateTensor, low: int, high: int) -> int:
     heart.beat()
-    return checksum_part(fragment.view[low:high], fragment.region.part(low, high))
+    with piece.open() as view:
+        return checksum_part(view[low:high], piece.region.part(low, high))
+
+
+def _rounded_sum(piece: StateTensor, dtype: torch.dtype) -> int:
+    """Checksum of the part that this rank owns, in another precision."""
+    region, total = piece.own_region, 0
+    with piece.open() as view:
+        values = view[piece.own]
+        for low in range(0, values.numel(), _CHUNK):
+            chunk = values[low : low + _CHUNK].to(dtype)
+            total += checksum_part(chunk, region.part(low, low + chunk.numel()))
+    return total
+
+
+def _address(piece: StateTensor) -> int:
+    with piece.open() as view:
+        return view.data_ptr()
 
 
 def _differing_copies(
-    engine: Any, masters: Mapping[Key, int], shapes: Mapping[str, tuple[int, ...]], ranks: Ranks
+    engine: Engine, masters: Mapping[Key, int], shapes: Mapping[str, tuple[int, ...]], ranks: Ranks
 ) -> set[Key]:
     """Parameters whose copies on this rank, or put together from several ranks' parts, differ from the masters."""
-    dtype = forward_dtype(engine)
-    live = [fragment for fragment in fragments(engine) if fragment.kind == PARAM]
+    dtype = engine.forward_dtype
+    live = [piece for piece in engine.state() if piece.kind == PARAM]
     wanted = {key: masters[key] for key in masters if key[0] == PARAM}
     if dtype != torch.float32:
         sums = dict.fromkeys(wanted, 0)
-        for fragment in live:
-            region, values = owned(fragment)
-            for low in range(0, values.numel(), _CHUNK):
-                piece = values[low : low + _CHUNK].to(dtype)
-                sums[fragment.kind, fragment.name] += checksum_part(piece, region.part(low, low + piece.numel()))
+        for piece in live:
+            sums[piece.kind, piece.name] += _rounded_sum(piece, dtype)
         wanted = _summed(sums, ranks)
-    in_place = {fragment.view.data_ptr() for fragment in live}  # ZeRO 0 in fp32 computes with the masters themselves
+    in_place = set(map(_address, live))  # ZeRO 0 in fp32 computes with the masters themselves
     partitions: list[_Part] = []
     shards: list[_Part] = []
     bad = set()
-    for held in forward_copies(engine):
+    for held in engine.copies():
         heart.beat()
         key = (PARAM, held.name)
         if not held.partition and held.values.data_ptr() in in_place:
@@ -218,8 +224,8 @@ def _differing_copies(
             shards.append(_Part(key, held.replica, held.region.numel, value))
         elif value != wanted[key]:
             bad.add(key)
-    if engine.zero_optimization_stage() == 3:
-        frozen = frozen_names(engine)  # whole everywhere; under ZeRO 3 each rank has every name
+    if engine.partitions_parameters:
+        frozen = {piece.name for piece in live if not piece.trains}  # whole everywhere; each rank has every name
         bad |= _wrong(partitions, {key: wanted[key] for key in wanted if key[1] not in frozen}, shapes, ranks)
     # Only the shards that are there are looked at: ZeRO 3 keeps some parameters gathered, ZeRO 0 has no copies.
     return bad | _wrong(shards, wanted, shapes, ranks, every=False)
@@ -233,10 +239,10 @@ def _summed(sums: dict[Key, int], ranks: Ranks) -> dict[Key, int]:
     return {key: int(value) % 2**64 for key, value in zip(keys, total.tolist(), strict=True)}
 
 
-def check_names(engine: Any, source: ParameterSource) -> None:
+def check_names(engine: Engine, source: ParameterSource) -> None:
     """The source must hold the model's parameters: the same names and shapes.
 
     Raises:
         ModelError: the source lacks a parameter, has one more, or one of another shape.
     """
-    refuse_other_shapes(source, whole_shapes(engine))
+    refuse_other_shapes(source, engine.shapes())

@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import TrainLoader
-from llmtrain.dist.control import Agree
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.deepspeed.fragments import PARAM, fragments, owned, whole_shapes
+from llmtrain.engine.api import PARAM, Engine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.errors import UserError
@@ -32,25 +31,24 @@ from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
-from llmtrain.schedule import learning_rate_factor, seed_step
+from llmtrain.session import Session
 
 PLAN = "plan.pickle"
 
 
 def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
-    """`steps` steps of the run, as loop.py does them; parameters are put together on rank 0, empty elsewhere.
+    """`steps` steps of the run; parameters are put together on rank 0, empty elsewhere.
 
     Raises: UserError, on all ranks alike.
     """
     run, mesh = resolved.run, mesh_of(resolved.degrees)
     tokens = Tokens(run.data, facts(run.model).vocab_size)
-    stepper = start_engine(resolved, ranks, mesh)
-    engine = stepper.engine
-    write_weights(stepper, LoudSource(run.model, run.train.seed, torch.device("cpu")), ranks)
+    engine = start_engine(resolved, ranks, mesh)
+    write_weights(engine, LoudSource(run.model, run.train.seed, torch.device("cpu")), ranks)
     row = torch.from_numpy(tokens.sequence(0)[0])
-    prove_loss(stepper, row, ranks, isolate_documents=run.data.isolate_documents)
+    prove_loss(engine, row, ranks, isolate_documents=run.data.isolate_documents)
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
-    agree = Agree(ranks)
+    session = Session(engine, resolved, ranks)
     with TrainLoader(
         tokens,
         global_batch=run.train.global_batch or 0,
@@ -60,41 +58,36 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
         data_parallel=resolved.data_parallel,
     ) as loader:
         for step in range(steps):
-            batch = next(loader)
-            agreement = agree.start(
-                counted_tokens=batch.counted_tokens if mesh.place.leads else 0,
-                stop=False,
-                time_up=False,
-                save=False,
-                save_status=(False, False),
-            )
-            seed_step(run.train.seed, step, ranks.rank // resolved.degrees.tensor)
-            result = stepper.step(batch, agreement, learning_rate_factor(run.schedule, step, resolved.max_steps))
-            trace.losses.append(stepper.global_loss(result.local_loss_sum, agreement().counted_tokens))
-            trace.norms.append(math.nan if result.grad_norm is None else float(result.grad_norm))
+            done = session.step(next(loader))
+            norm = done.update.grad_norm
+            trace.losses.append(session.loss(done))
+            trace.norms.append(math.nan if norm is None else float(norm))
             trace.parameters.append(whole_tensors(engine, ranks))
             if step == 0:
                 trace.gradients = whole_tensors(engine, ranks, "exp_avg")
-            if result.skipped:
+            if done.update.skipped:
                 trace.skipped.append(step + 1)
-    engine.destroy()
+    engine.close()
     return trace
 
 
 @torch.no_grad()
-def whole_tensors(engine: Any, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
+def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
     """The fp32 masters (or a moment) put together from the pieces that the ranks own, on rank 0; empty on the others.
 
     What no rank owns is NaN, and so differs from everything.
     """
-    mine = [(f.name, *owned(f)) for f in fragments(engine) if f.kind == kind]
-    sent = [(name, region, values.detach().cpu().clone()) for name, region, values in mine]
+    sent = []
+    for piece in engine.state():
+        if piece.kind == kind:
+            with piece.open() as values:
+                sent.append((piece.name, piece.own_region, values[piece.own].detach().cpu().clone()))
     parts: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
     dist.gather_object(sent, parts, group=ranks.control)
     if parts is None:
         return {}
     names = {name for part in parts for name, _, _ in part}
-    shapes = {name: shape for name, shape in whole_shapes(engine).items() if kind == PARAM or name in names}
+    shapes = {name: shape for name, shape in engine.shapes().items() if kind == PARAM or name in names}
     whole = {name: torch.full(shape, math.nan) for name, shape in shapes.items()}
     for name, region, values in (piece for part in parts for piece in part):
         for start, at, count in region.spans():

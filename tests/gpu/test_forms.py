@@ -12,7 +12,7 @@ import functools
 import pytest
 import torch
 
-from llmtrain.engine.deepspeed.fragments import base_optimizer
+from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.models import compiler
 from tests.helpers.compiled import graphs_of
 from tests.helpers.training import LLAMA, Case, Trace, make_engine, plain_pytorch, run_case, train_steps
@@ -59,10 +59,10 @@ def test_offload_agrees(pools, small_data, stage, offload):
 
 def run_named(case: Case) -> tuple[str, Trace]:
     """(class of the optimizer that does the work, trace)."""
-    engine, stepper, ranks = make_engine(case)
-    name = type(base_optimizer(engine)).__name__
-    trace = train_steps(case, stepper, ranks, 0, case.steps)
-    engine.destroy()
+    engine, ranks = make_engine(case)
+    name = type(base_optimizer(engine.deepspeed)).__name__
+    trace = train_steps(case, engine, ranks, 0, case.steps)
+    engine.close()
     return name, trace
 
 
@@ -158,11 +158,11 @@ def ops_of_a_step(case: Case) -> set[str]:
     """Names of the operators of one optimizer step."""
     from torch.profiler import ProfilerActivity, profile
 
-    engine, stepper, ranks = make_engine(case)
-    train_steps(case, stepper, ranks, 0, 2)
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, 2)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        train_steps(case, stepper, ranks, 2, 3)
-    engine.destroy()
+        train_steps(case, engine, ranks, 2, 3)
+    engine.close()
     return {event.key for event in profiled.key_averages()}
 
 

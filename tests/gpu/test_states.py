@@ -6,18 +6,15 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.dist.control import Agreement
 from llmtrain.dist.device import use_deterministic_kernels
-from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
-from llmtrain.engine.deepspeed.step import Stepper
-from tests.helpers.training import Case, Trace, batches, make_engine, resolved_run, save_checkpoint
+from llmtrain.engine.deepspeed.engine import ZeroEngine
+from tests.helpers.training import Case, Trace, batches, make_engine, one_step, resolved_run, save_checkpoint
 from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
 
 
@@ -91,37 +88,36 @@ def test_fp16_finds_its_loss_scale_and_resumes_with_it(pools, small_data, tmp_pa
 
 def fp16_save(case: Case, folder: str, steps: int) -> tuple[Scaled, str, dict[str, float]]:
     allow_fp16()
-    engine, stepper, ranks = make_engine(case)
-    scaled = fp16_steps(case, engine, stepper, 0, steps)
-    state = {"optimizer_step": optimizer_step(engine), "loss_scale": loss_scale_state(engine)}
+    engine, ranks = make_engine(case)
+    scaled = fp16_steps(case, engine, 0, steps)
+    state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale()}
     path = save_checkpoint(engine, Path(folder), steps, state, resolved_run(case, 1), ranks)
-    engine.destroy()
+    engine.close()
     return scaled, str(path), state["loss_scale"]
 
 
 def fp16_load(case: Case, path: str, first: int) -> tuple[dict[str, float], Scaled]:
     allow_fp16()
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     trainer = json.loads((Path(path) / "trainer.json").read_text())
     load_checkpoint(engine, CheckpointReader(Path(path)), trainer, ranks)
-    loaded = loss_scale_state(engine)
-    scaled = fp16_steps(case, engine, stepper, first, case.steps)
-    engine.destroy()
+    loaded = engine.loss_scale()
+    scaled = fp16_steps(case, engine, first, case.steps)
+    engine.close()
     return loaded, scaled
 
 
-def fp16_steps(case: Case, engine: Any, stepper: Stepper, first: int, last: int) -> Scaled:
+def fp16_steps(case: Case, engine: ZeroEngine, first: int, last: int) -> Scaled:
     scaled = Scaled([], [], [], 0)
     source = batches(case, (0, 1), case.accumulation, first)
     for _ in range(first, last):
         batch = next(source)
-        agreed = Agreement(counted_tokens=batch.counted_tokens, stop=False, time_up=False, save=False)
-        result = stepper.step(batch, lambda agreed=agreed: agreed, 1.0)  # type: ignore[misc]
-        scaled.losses.append(stepper.global_loss(result.local_loss_sum, batch.counted_tokens))
-        scaled.scales.append(loss_scale_state(engine)["cur_scale"])
+        losses, result = one_step(engine, batch, batch.counted_tokens)
+        scaled.losses.append(engine.global_loss(torch.stack(losses).sum(), batch.counted_tokens))
+        scaled.scales.append(engine.loss_scale()["cur_scale"])
         scaled.skipped.append(result.skipped)
     source.close()  # type: ignore[attr-defined]
-    scaled.applied = optimizer_step(engine)
+    scaled.applied = engine.optimizer_step()
     return scaled
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.dist.control import Agree
-from tests.helpers.training import Case, batches, make_engine
+from llmtrain.session import Session
+from tests.helpers.training import Case, batches, make_engine, resolved_run
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
@@ -30,20 +30,16 @@ def test_our_loop_waits_at_most_once_a_step(pools, small_data, stage, precision,
 
 def waits_of_steps(case: Case, steps: int) -> dict[str, int]:
     """Where (file:line of llmtrain or DeepSpeed) -> how often, in `steps` steps after two others."""
-    engine, stepper, ranks = make_engine(case)
-    agree = Agree(ranks)
+    engine, ranks = make_engine(case)
+    session = Session(engine, resolved_run(case, ranks.world_size), ranks)
     source = batches(case, (0, 1), case.accumulation)
     found: Counter[str] = Counter()
     for index in range(2 + steps):
         batch = next(source)
         with recorded_waits(found) if index >= 2 else contextlib.nullcontext():
-            agreement = agree.start(
-                counted_tokens=batch.counted_tokens, stop=False, time_up=False, save=False, save_status=(False, False)
-            )
-            stepper.step(batch, agreement, 1.0)
-            agreement()
+            session.step(batch)
     source.close()  # type: ignore[attr-defined]
-    engine.destroy()
+    engine.close()
     return dict(found)
 
 
@@ -53,15 +49,15 @@ def test_evaluation_waits_once(cuda, pools, small_data):
 
 
 def waits_of_an_evaluation(case: Case) -> dict[str, int]:
-    engine, stepper, _ = make_engine(case)
+    engine, _ = make_engine(case)
     found: Counter[str] = Counter()
     source = batches(case, (0, 1), 4)
     micros = next(source).micro_batches
     source.close()  # type: ignore[attr-defined]
-    stepper.evaluate(micros)
+    engine.evaluate(micros)
     with recorded_waits(found):
-        stepper.evaluate(micros)
-    engine.destroy()
+        engine.evaluate(micros)
+    engine.close()
     return dict(found)
 
 

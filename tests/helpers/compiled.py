@@ -44,14 +44,14 @@ def graphs_of(case: Case) -> list[tuple[bool, list[str]]]:
         patch.setattr(nn.Module, "compile", lambda self, **kwargs: plain(self, backend=backend, **kwargs))
         patch.setattr(compiler, "_answers", {"cpu": None, "cuda": None})
         torch._dynamo.reset()
-        engine, stepper, ranks = make_engine(case)
+        engine, ranks = make_engine(case)
         assert found == [], "a check before training has compiled something"
         assert any("torch.compile" in note for note in engine.module.notes)
-        train_steps(case, stepper, ranks, 0, 2)
+        train_steps(case, engine, ranks, 0, 2)
         rows = 1 + GLOBAL_BATCH // case.accumulation  # another shape, from which torch would make a dynamic one
         tokens = torch.arange(rows * LENGTH).view(rows, LENGTH)
-        stepper.evaluate([MicroBatch(inputs=tokens, labels=tokens, sample_indices=[])] * 2)
-        train_steps(case, stepper, ranks, 2, 3)
-        engine.destroy()
+        engine.evaluate([MicroBatch(inputs=tokens, labels=tokens, sample_indices=[])] * 2)
+        train_steps(case, engine, ranks, 2, 3)
+        engine.close()
         torch._dynamo.reset()
     return found

@@ -35,15 +35,15 @@ class Fault:
 @contextlib.contextmanager
 def mean_per_micro_batch() -> Iterator[None]:
     """The loss is averaged per micro-batch, and the means are averaged: tokens of short ones count more."""
-    from llmtrain.engine.deepspeed.step import Stepper
+    from llmtrain.engine.deepspeed.engine import ZeroEngine
 
-    def forward_backward(self: Any, micro: Any, agreement: Any) -> torch.Tensor:
-        loss_sum = self.engine(*self._tensors(micro))
-        self.engine.backward(loss_sum / (micro.labels >= 0).sum())
-        agreement()
+    def micro_step(self: Any, micro: Any, tokens: Any) -> torch.Tensor:
+        loss_sum = self.deepspeed(*self._tensors(micro))
+        self.deepspeed.backward(loss_sum / (micro.labels >= 0).sum())
+        tokens()
         return loss_sum.detach()
 
-    with patch.object(Stepper, "forward_backward", forward_backward):
+    with patch.object(ZeroEngine, "micro_step", micro_step):
         yield
 
 
@@ -174,14 +174,13 @@ def wrong_rank_count() -> Iterator[None]:
 def late_bias_correction() -> Iterator[None]:
     """AdamW's step counter begins at 1: a step on zero gradients has been taken to create its state."""
     from llmtrain.engine import start
-    from llmtrain.engine.deepspeed.fragments import fragments, set_optimizer_step
 
     build = start.build_engine
 
     def built(*args: Any) -> Any:
         engine = build(*args)
-        fragments(engine)  # creates the state
-        set_optimizer_step(engine, 1)
+        engine.state()  # creates the state
+        engine.set_optimizer_step(1)
         return engine
 
     with patch.object(start, "build_engine", built):
@@ -196,10 +195,10 @@ def decayed_norms() -> Iterator[None]:
     build = start.build_engine
 
     def built(*args: Any) -> Any:
-        from llmtrain.engine.deepspeed.fragments import base_optimizer
+        from llmtrain.engine.deepspeed.state import base_optimizer
 
         engine = build(*args)
-        for group in base_optimizer(engine).param_groups:
+        for group in base_optimizer(engine.deepspeed).param_groups:
             group["weight_decay"] = 0.1
         return engine
 
@@ -224,15 +223,15 @@ def same_rows() -> Iterator[None]:
 @contextlib.contextmanager
 def lost_micro_batch() -> Iterator[None]:
     """The last micro-batch's gradients do not reach the optimizer (DeepSpeed PR #7985)."""
-    from llmtrain.engine.deepspeed.step import Stepper
+    from llmtrain.session import Session
 
-    step = Stepper.step
+    step = Session.step
 
     def stepping(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         batch.micro_batches[-1].labels[:] = -100
         return step(self, batch, *args, **kwargs)
 
-    with patch.object(Stepper, "step", stepping):
+    with patch.object(Session, "step", stepping):
         yield
 
 

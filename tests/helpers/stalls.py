@@ -38,12 +38,12 @@ def _at_step(owner: Any, name: str, instead: Callable[..., Any]) -> None:
 def raises(rank: int) -> None:
     watched(rank)
     if rank == 1:
-        from llmtrain.engine.deepspeed.step import Stepper
+        from llmtrain.session import Session
 
         def step(*_: Any, **__: Any) -> None:
             raise ValueError("token 600 of a vocabulary of 512")
 
-        _at_step(Stepper, "step", step)
+        _at_step(Session, "step", step)
 
 
 def fails_in_transformers(rank: int) -> None:
@@ -52,15 +52,15 @@ def fails_in_transformers(rank: int) -> None:
     if rank == 0:
         from transformers.models.llama import modeling_llama
 
-        from llmtrain.engine.deepspeed.pipeline_step import PipelineStepper
+        from llmtrain.engine.deepspeed.pipeline import PipelineZeroEngine
 
-        check = PipelineStepper.check_head
+        check = PipelineZeroEngine.check_head
 
-        def check_head(self: PipelineStepper, inputs: Any) -> None:
+        def check_head(self: PipelineZeroEngine, inputs: Any) -> None:
             modeling_llama.apply_rotary_pos_emb = None
             check(self, inputs)
 
-        PipelineStepper.check_head = check_head  # type: ignore[method-assign]
+        PipelineZeroEngine.check_head = check_head  # type: ignore[method-assign]
 
 
 def crashes(rank: int) -> None:
@@ -68,9 +68,9 @@ def crashes(rank: int) -> None:
     if rank == 1:
         import ctypes
 
-        from llmtrain.engine.deepspeed.step import Stepper
+        from llmtrain.session import Session
 
-        _at_step(Stepper, "step", lambda *_, **__: ctypes.string_at(0))
+        _at_step(Session, "step", lambda *_, **__: ctypes.string_at(0))
 
 
 def file_server_is_silent(rank: int, fifo: Path) -> None:
@@ -87,18 +87,18 @@ def one_micro_batch_less(rank: int) -> None:
     if rank == 1:
         from dataclasses import replace
 
-        from llmtrain.engine.deepspeed.step import Stepper
+        from llmtrain.session import Session
 
         def step(plain: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             return plain(self, replace(batch, micro_batches=batch.micro_batches[:-1]), *args, **kwargs)
 
-        _at_step(Stepper, "step", step)
+        _at_step(Session, "step", step)
 
 
 def loops_for_ever(rank: int) -> None:
     watched(rank)
     if rank == 1:
-        from llmtrain.engine.deepspeed.step import Stepper
+        from llmtrain.session import Session
 
         def step(*_: Any, **__: Any) -> None:
             from llmtrain.cluster.watch.heartbeat import heart
@@ -107,7 +107,7 @@ def loops_for_ever(rank: int) -> None:
             while True:
                 pass
 
-        _at_step(Stepper, "step", step)
+        _at_step(Session, "step", step)
 
 
 def spins_in_evaluate(rank: int) -> None:
@@ -156,14 +156,14 @@ def never_begins_a_collective(rank: int) -> None:
 
     _as_on_gpus(threading.Thread(target=tend, daemon=True).start)
     if rank == 1:
-        from llmtrain.engine.deepspeed.step import Stepper
+        from llmtrain.session import Session
 
         def step(*_: Any, **__: Any) -> None:
             heart.phase("backward")
             while True:
                 pass
 
-        Stepper.step = step  # type: ignore[method-assign, assignment]
+        Session.step = step  # type: ignore[method-assign, assignment]
 
 
 def aborted_by_nccl(rank: int) -> None:
@@ -171,13 +171,13 @@ def aborted_by_nccl(rank: int) -> None:
     watched(rank)
     _as_on_gpus(lambda: None)
     if rank == 1:
-        from llmtrain.engine.deepspeed.step import Stepper
+        from llmtrain.session import Session
 
         def step(*_: Any, **__: Any) -> None:
             os.write(2, watchdog_ended(ILLEGAL).encode())
             os.abort()
 
-        _at_step(Stepper, "step", step)
+        _at_step(Session, "step", step)
 
 
 def fails_before_training(rank: int) -> None:
@@ -223,28 +223,28 @@ def another_collective(rank: int) -> None:
         import torch
         import torch.distributed as dist
 
-        from llmtrain.engine.deepspeed.step import Stepper
+        from llmtrain.session import Session
 
         def step(plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             dist.broadcast(torch.zeros(4), src=0)
             return plain(self, *args, **kwargs)
 
-        _at_step(Stepper, "step", step)
+        _at_step(Session, "step", step)
 
 
 def slower(rank: int) -> None:
     """Rank 1 needs 60 ms more for each step, without any fault."""
     watched(rank)
     if rank == 1:
-        from llmtrain.engine.deepspeed.step import Stepper
+        from llmtrain.engine.deepspeed.engine import ZeroEngine
 
-        plain = Stepper.forward_backward
+        plain = ZeroEngine.micro_step
 
-        def forward_backward(self: Any, *args: Any) -> Any:
+        def micro_step(self: Any, *args: Any) -> Any:
             time.sleep(0.03)  # two micro-batches a step
             return plain(self, *args)
 
-        Stepper.forward_backward = forward_backward  # type: ignore[method-assign]
+        ZeroEngine.micro_step = micro_step  # type: ignore[method-assign]
 
 
 def busy_export(rank: int) -> None:

@@ -28,15 +28,15 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.data.loader import StepBatch, TrainData, TrainLoader
-from llmtrain.dist.control import Agreement
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.deepspeed.fragments import PARAM, fragments, owned, whole_shapes
+from llmtrain.engine.api import PARAM, StateTensor, Update
+from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.engine.deepspeed.step import Stepper
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.models.build import initial_weights
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.schedule import learning_rate_factor
+from llmtrain.session import Session
 from llmtrain.tensors.pieces import put
 from llmtrain.topology import Degrees
 
@@ -206,15 +206,16 @@ def joined() -> Ranks:
     return join_process_group(120.0)
 
 
-def make_engine(case: Case) -> tuple[Any, Stepper, Ranks]:
+def make_engine(case: Case) -> tuple[ZeroEngine, Ranks]:
     """An engine with the run's initial weights, after all proofs that a run makes before its first step."""
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    stepper = start_engine(resolved, ranks, mesh_of(resolved.degrees))
-    write_weights(stepper, initial_weights(resolved.run.model, 0, torch.device("cpu")), ranks)
+    engine = start_engine(resolved, ranks, mesh_of(resolved.degrees))
+    assert isinstance(engine, ZeroEngine)
+    write_weights(engine, initial_weights(resolved.run.model, 0, torch.device("cpu")), ranks)
     row = torch.from_numpy(TrainData(resolved.run.data).sequence(0)[0])
-    prove_loss(stepper, row, ranks, isolate_documents=case.isolate_documents)
-    return stepper.engine, stepper, ranks
+    prove_loss(engine, row, ranks, isolate_documents=case.isolate_documents)
+    return engine, ranks
 
 
 @dataclass
@@ -226,9 +227,18 @@ class Trace:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def one_step(
+    engine: ZeroEngine, batch: StepBatch, tokens: int, before_update: Callable[[], None] = lambda: None
+) -> tuple[list[torch.Tensor], Update]:
+    """A step at the peak learning rates, as if all ranks had agreed on so many counted tokens."""
+    losses = engine.forward_backward(batch.micro_batches, lambda: tokens)
+    before_update()
+    return losses, engine.update(1.0)
+
+
 def train_steps(
     case: Case,
-    stepper: Stepper,
+    engine: ZeroEngine,
     ranks: Ranks,
     first: int,
     last: int,
@@ -239,26 +249,29 @@ def train_steps(
     resolved = resolved_run(case, ranks.world_size)
     place = resolved.degrees.place(ranks.rank)
     source = batches(case, (place.data, resolved.degrees.data), case.accumulation, first)
-    for step in range(first, last):
-        batch = next(source)
-        total = torch.tensor([batch.counted_tokens if place.leads else 0])
-        dist.all_reduce(total, group=ranks.control)
-        agreed = Agreement(counted_tokens=int(total), stop=False, time_up=False, save=False)
-        factor = learning_rate_factor(resolved.run.schedule, step, case.steps)
-        result = stepper.step(batch, lambda agreed=agreed: agreed, factor, before_update)  # type: ignore[misc]
-        assert not result.skipped
-        trace.losses.append(stepper.global_loss(result.local_loss_sum, agreed.counted_tokens))
-        trace.norms.append(float(result.grad_norm) if result.grad_norm is not None else float("nan"))
+    session = Session(engine, resolved, ranks, step=first)
+    for _ in range(first, last):
+        done = session.step(next(source), before_update=before_update)
+        assert not done.update.skipped
+        norm = done.update.grad_norm
+        trace.losses.append(session.loss(done))
+        trace.norms.append(float("nan") if norm is None else float(norm))
     source.close()  # type: ignore[attr-defined]
     return trace
 
 
-def assembled(engine: Any, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
+def view_of(piece: StateTensor) -> torch.Tensor:
+    """The live values of what lies in memory."""
+    with piece.open() as view:
+        return view
+
+
+def assembled(engine: ZeroEngine, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
     """All fp32 tensors of a kind, put together from every rank's own slices (the same result on all ranks)."""
-    mine = [(f.name, *owned(f)) for f in fragments(engine) if f.kind == kind]
+    mine = [(f.name, f.own_region, view_of(f)[f.own].clone()) for f in engine.state() if f.kind == kind]
     parts: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(parts, [(n, r, v.clone()) for n, r, v in mine], group=ranks.control)
-    whole = {name: torch.full(shape, float("nan")) for name, shape in whole_shapes(engine).items()}
+    dist.all_gather_object(parts, mine, group=ranks.control)
+    whole = {name: torch.full(shape, float("nan")) for name, shape in engine.shapes().items()}
     for name, region, values in (piece for part in parts for piece in part):
         put(whole[name].view(-1), region, values)
     return whole
@@ -266,11 +279,11 @@ def assembled(engine: Any, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.T
 
 def run_case(case: Case) -> Trace:
     """All steps of a case on this rank; parameters on rank 0 only."""
-    engine, stepper, ranks = make_engine(case)
-    trace = train_steps(case, stepper, ranks, 0, case.steps)
+    engine, ranks = make_engine(case)
+    trace = train_steps(case, engine, ranks, 0, case.steps)
     parameters = assembled(engine, ranks)
     trace.parameters = parameters if ranks.rank == 0 else {}
-    engine.destroy()
+    engine.close()
     return trace
 
 

@@ -16,7 +16,6 @@ from llmtrain.checkpoint import load
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, Manifest, step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.tensors.region import Region
 from llmtrain.tensors.tensorfile import TensorFile
@@ -44,10 +43,10 @@ NOW = {
 
 def save_run(case: Case, run: str, steps: list[int]) -> None:
     """A run folder with a checkpoint after each of these steps."""
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     done = 0
     for step in steps:
-        train_steps(case, stepper, ranks, done, step)
+        train_steps(case, engine, ranks, done, step)
         done = step
         state = {
             **NOW,
@@ -55,16 +54,16 @@ def save_run(case: Case, run: str, steps: list[int]) -> None:
             "tokens": 384 * step,
             "sample_index": 12 * step,
             "wandb_id": "w",
-            "optimizer_step": optimizer_step(engine),
-            "loss_scale": loss_scale_state(engine),
+            "optimizer_step": engine.optimizer_step(),
+            "loss_scale": engine.loss_scale(),
         }
         save_checkpoint(engine, Path(run) / "checkpoints", step, state, resolved_run(case, ranks.world_size), ranks)
-    engine.destroy()
+    engine.close()
 
 
 def try_resume(case: Case, attempts: list[dict[str, Any]], broken: Callable[[Any], None] | None = None) -> list[Any]:
     """For each {"folder", "resume", ...}: what `resume` gives, or its error; one engine is loaded again and again."""
-    engine, _, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     found = []
     with pytest.MonkeyPatch.context() as patch:
         if broken is not None:
@@ -82,7 +81,7 @@ def try_resume(case: Case, attempts: list[dict[str, Any]], broken: Callable[[Any
                 found.append((resumed.folder.name, resumed.lines))
             except UserError as error:
                 found.append(f"{type(error).__name__}: {error}")
-    engine.destroy()
+    engine.close()
     return found
 
 
@@ -145,8 +144,8 @@ def test_one_bit_is_found_under_every_layout_and_named(pools, small_data, run, t
 
 def resumed_state(case: Case, attempt: dict[str, Any]) -> tuple[dict[str, dict[str, torch.Tensor]], int]:
     """All tensors by kind, and the optimizer's step, after a resume."""
-    engine, stepper, ranks = make_engine(case)
-    train_steps(case, stepper, ranks, 0, 1)  # its own state is not the one that a new engine has
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, 1)  # its own state is not the one that a new engine has
     run = replace(
         resolved_run(case, ranks.world_size).run,
         resume=attempt.get("resume", "auto"),
@@ -154,8 +153,8 @@ def resumed_state(case: Case, attempt: dict[str, Any]) -> tuple[dict[str, dict[s
     )
     resume_from(engine, run, attempt["folder"], NOW, ranks)
     state = {kind: assembled(engine, ranks, kind) for kind in (PARAM, "exp_avg", "exp_avg_sq")}
-    step = optimizer_step(engine)
-    engine.destroy()
+    step = engine.optimizer_step()
+    engine.close()
     return state, step
 
 

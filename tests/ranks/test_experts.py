@@ -147,13 +147,13 @@ def train_with_choices(case: Case) -> tuple[Trace, list[str], list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         with_listed_experts(patch)
         prefer(patch, [[0, 1], [1, 2]] if int(os.environ["WORLD_SIZE"]) == 1 else [[0, 1], [1, 2]][rank() :][:1])
-        engine, stepper, ranks = make_engine(case)
-        trace = train_steps(case, stepper, ranks, 0, case.steps)
+        engine, ranks = make_engine(case)
+        trace = train_steps(case, engine, ranks, 0, case.steps)
         trace.parameters = assembled(engine, ranks)
         leaves = [type(module).__name__ for module in get_z3_leaf_modules(engine.module)]
-        figures = stepper.routing()
+        figures = engine.routing()
         assert figures is not None
-        engine.destroy()
+        engine.close()
         return trace, leaves, [sum(column) for column in zip(*figures.tokens_LE, strict=True)]
 
 
@@ -199,9 +199,9 @@ def as_a_leaf(case: Case) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expert_parallel, "set_leaf_modules", mark)
-        _, stepper, ranks = make_engine(case)
+        engine, ranks = make_engine(case)
         try:
-            train_steps(case, stepper, ranks, 0, 1)
+            train_steps(case, engine, ranks, 0, 1)
         except UserError as error:
             return str(error)
     return "nothing"
@@ -231,13 +231,13 @@ def test_experts_without_a_gradient_are_refused_where_deepspeed_mixes_them_up(po
 
 
 def routing_of(case: Case) -> tuple[float, list[list[int]]]:
-    engine, stepper, ranks = make_engine(case)
-    train_steps(case, stepper, ranks, 0, 1)
-    figures = stepper.routing()
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, 1)
+    figures = engine.routing()
     assert figures is not None
-    stepper.evaluate(next(batches(case, (0, 1), 1)).micro_batches)
-    again = stepper.routing()  # nothing was trained since: what an evaluation routes does not count
-    engine.destroy()
+    engine.evaluate(next(batches(case, (0, 1), 1)).micro_batches)
+    again = engine.routing()  # nothing was trained since: what an evaluation routes does not count
+    engine.close()
     assert again is not None
     assert not any(map(any, again.tokens_LE))
     return figures.aux_loss, figures.tokens_LE
@@ -279,11 +279,11 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks(pools, small_data, model,
 
 
 def waits_of_a_step(case: Case) -> dict[str, int]:
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     found: Counter[str] = Counter()
     with recorded_waits(found):
-        train_steps(case, stepper, ranks, 0, 1)
-    engine.destroy()
+        train_steps(case, engine, ranks, 0, 1)
+    engine.close()
     return dict(found)
 
 

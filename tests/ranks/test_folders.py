@@ -59,18 +59,18 @@ def state_of(engine: Any, ranks: Ranks) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def train_and_save(case: Case, root: str, mode: str, steps: list[int]) -> tuple[Any, list[Outcome]]:
-    engine, stepper, ranks = make_engine(case)
-    train_steps(case, stepper, ranks, 0, 2)
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, 2)
     outcomes = save(case, engine, root, ranks, steps, mode)
     state = state_of(engine, ranks)
-    engine.destroy()
+    engine.close()
     return state, outcomes
 
 
 def load_and_gather(case: Case, root: str, gather: bool) -> Any:
     """(step, lines, tensors) after a resume, or the error."""
-    engine, stepper, ranks = make_engine(case)
-    train_steps(case, stepper, ranks, 0, 1)  # its own state is not the one that a new engine has
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, 1)  # its own state is not the one that a new engine has
     run, folder = run_of(case, root, ranks)
     try:
         resumed = resume_from(engine, run, folder, {**NOW, "layout": {}}, ranks)
@@ -81,7 +81,7 @@ def load_and_gather(case: Case, root: str, gather: bool) -> Any:
     except UserError as error:
         return str(error)
     finally:
-        engine.destroy()
+        engine.close()
 
 
 def checkpoints(root: Path, host: int) -> list[str]:

@@ -21,6 +21,7 @@ from tests.helpers.training import (
     plain_pytorch,
     run_case,
     train_steps,
+    view_of,
 )
 
 
@@ -63,13 +64,12 @@ def test_bf16_stays_within_bf16_rounding_of_fp32(pools, small_data, stage):
 @fp16(True)
 def with_loss_scale(case: Case) -> tuple[Trace, list[float]]:
     """Train in fp16 on the CPU, which computes it but which DeepSpeed refuses; returns the loss scales, too."""
-    from llmtrain.engine.deepspeed.fragments import loss_scale_state
 
-    engine, stepper, ranks = make_engine(case)
-    trace = train_steps(case, stepper, ranks, 0, case.steps)
-    scales = [loss_scale_state(engine)["cur_scale"]]
+    engine, ranks = make_engine(case)
+    trace = train_steps(case, engine, ranks, 0, case.steps)
+    scales = [engine.loss_scale()["cur_scale"]]
     trace.parameters = assembled(engine, ranks)
-    engine.destroy()
+    engine.close()
     return trace, scales
 
 
@@ -86,24 +86,22 @@ def test_fp16_with_loss_scaling_agrees(pools, small_data, stage):
 @fp16(True)
 def at_the_floor(case: Case) -> tuple[int, str]:
     """Train in fp16 with every loss NaN until the run is told to stop: (steps skipped before, message)."""
-    from llmtrain.dist.control import Agreement
     from llmtrain.errors import TrainingStopped
-    from tests.helpers.training import batches
+    from tests.helpers.training import batches, one_step
 
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     hook = engine.module.hf.get_output_embeddings().register_forward_hook(lambda module, args, out: out * float("nan"))
     source = batches(case, (ranks.rank, ranks.world_size), case.accumulation)
-    agreed = Agreement(counted_tokens=100, stop=False, time_up=False, save=False)
     skipped = 0
     try:
         for batch in source:
-            skipped += stepper.step(batch, lambda: agreed, 1.0).skipped
+            skipped += one_step(engine, batch, 100)[1].skipped
     except TrainingStopped as error:
         return skipped, str(error)
     finally:
         hook.remove()
         source.close()  # type: ignore[attr-defined]
-        engine.destroy()
+        engine.close()
     return skipped, ""
 
 
@@ -142,26 +140,26 @@ def test_a_bf16_run_orthogonalises_in_fp16_where_the_device_has_it(pools, small_
 def load_pretrained(case: Case, folder: str, break_name: str | None) -> str:
     """Write a folder's weights into a live engine and prove them; "" or the error."""
     from llmtrain.config.run import ModelConfig
-    from llmtrain.engine.deepspeed.fragments import PARAM, fragments, refresh
+    from llmtrain.engine.api import PARAM
     from llmtrain.engine.weights import fill_parameters, prove_weights
     from llmtrain.errors import ModelError
     from llmtrain.models.build import initial_weights
 
-    engine, _, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     try:
         source = initial_weights(ModelConfig(pretrained=folder), 0, torch.device("cpu"))
         fill_parameters(engine, source)
-        refresh(engine)
+        engine.refresh()
         if break_name:
-            for fragment in fragments(engine):
+            for fragment in engine.state():
                 if fragment.name == break_name and fragment.kind == PARAM:
                     with torch.no_grad():
-                        fragment.view[:1] += 1e-6
+                        view_of(fragment)[:1] += 1e-6
         prove_weights(engine, source, ranks)
     except ModelError as error:
         return str(error)
     finally:
-        engine.destroy()
+        engine.close()
     return ""
 
 
@@ -211,21 +209,19 @@ def test_pretrained_experts_are_proved(pools, small_data, tmp_path, world_size, 
 
 def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], float, bool]:
     """Train with one label out of shape: the loss of one rank's micro-batch becomes NaN at one step."""
-    from llmtrain.dist.control import Agreement
-    from tests.helpers.training import batches
+    from tests.helpers.training import batches, one_step
 
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     head = engine.module.hf.get_output_embeddings()
     source = batches(case, (ranks.rank, ranks.world_size), case.accumulation)
     skipped, unchanged = [], True
     for index in range(4):
         batch = next(source)
-        agreed = Agreement(counted_tokens=100, stop=False, time_up=False, save=False)
         before = assembled(engine, ranks)
         hook = None
         if index == step and ranks.rank == rank:
             hook = head.register_forward_hook(lambda module, args, out: out * float("nan"))
-        result = stepper.step(batch, lambda agreed=agreed: agreed, 1.0)  # type: ignore[misc]
+        _, result = one_step(engine, batch, 100)
         if hook is not None:
             hook.remove()
         skipped.append(result.skipped)
@@ -234,7 +230,7 @@ def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], float, bool]
             unchanged = all(torch.equal(before[name], after[name]) for name in before)
     source.close()  # type: ignore[attr-defined]
     finite = all(bool(torch.isfinite(value).all()) for value in assembled(engine, ranks).values())
-    engine.destroy()
+    engine.close()
     return skipped, finite, unchanged
 
 
@@ -283,12 +279,12 @@ def train_and_export(case: Case, folder: str) -> tuple[torch.Tensor, torch.Tenso
     from llmtrain.checkpoint.hf.exporting import export_hf
     from tests.helpers.training import resolved_run, save_checkpoint
 
-    engine, stepper, ranks = make_engine(case)
-    train_steps(case, stepper, ranks, 0, case.steps)
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, case.steps)
     tokens = torch.arange(20).unsqueeze(0)
     engine.module.eval()
     with torch.no_grad():
-        engine(tokens, tokens)
+        engine.deepspeed(tokens, tokens)
         logits = engine.module.hf(input_ids=tokens).logits.clone()
     trainer = {
         "step": 3,
@@ -303,7 +299,7 @@ def train_and_export(case: Case, folder: str) -> tuple[torch.Tensor, torch.Tenso
     path = save_checkpoint(engine, Path(folder) / "checkpoints", 3, trainer, resolved, ranks)
     if ranks.rank == 0:
         export_hf(path, Path(folder) / "export")
-    engine.destroy()
+    engine.close()
     return logits, tokens
 
 
@@ -312,11 +308,11 @@ def evaluated(case: Case) -> float:
     from llmtrain.config.run import DataConfig
     from llmtrain.data.loader import TrainData, validation_batches
 
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     data = TrainData(DataConfig(path=case.data, sequence_length=32))
     split = {"rank": ranks.rank, "data_parallel": ranks.world_size}
-    loss, counted = stepper.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
-    engine.destroy()
+    loss, counted = engine.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
+    engine.close()
     assert counted <= 7 * 32
     return loss
 

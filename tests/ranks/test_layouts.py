@@ -11,7 +11,6 @@ import pytest
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
 from tests.helpers.families import FAMILIES, tied
 from tests.helpers.processors import on_device
 from tests.helpers.training import (
@@ -103,15 +102,15 @@ def test_muon_goes_on_in_a_pipeline(pools, small_data, tmp_path):
 
 def segment(case: Case, path: str | None, first: int, last: int, folder: str) -> tuple[Trace, str]:
     """Steps [first, last) from a checkpoint, and the next one."""
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     if path is not None:
         trainer = json.loads((Path(path) / "trainer.json").read_text())
         load_checkpoint(engine, CheckpointReader(Path(path)), trainer, ranks)
-    trace = train_steps(case, stepper, ranks, first, last)
+    trace = train_steps(case, engine, ranks, first, last)
     trace.parameters = assembled(engine, ranks)
-    state = {"optimizer_step": optimizer_step(engine), "loss_scale": loss_scale_state(engine)}
+    state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale()}
     saved = save_checkpoint(engine, Path(folder), last, state, resolved_run(case, ranks.world_size), ranks)
-    engine.destroy()
+    engine.close()
     return trace, str(saved)
 
 

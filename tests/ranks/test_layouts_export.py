@@ -25,18 +25,18 @@ def tokens() -> torch.Tensor:
 
 def train_and_save(case: Case, folder: str) -> tuple[str, list[float]]:
     """The checkpoint after three steps, and what the engine gives for TOKENS."""
-    engine, stepper, ranks = make_engine(case)
-    train_steps(case, stepper, ranks, 0, 3)
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, 3)
     found = []
     for row, position, token in TOKENS:
         labels = torch.full((ROWS, LENGTH), IGNORE)
         labels[row, position] = token
-        loss, counted = stepper.evaluate([MicroBatch(inputs=tokens(), labels=labels, sample_indices=[0, 1])])
+        loss, counted = engine.evaluate([MicroBatch(inputs=tokens(), labels=labels, sample_indices=[0, 1])])
         assert counted == resolved_run(case, ranks.world_size).degrees.data
         found.append(-loss)
     state = {"step": 3, "tokens": 0, "model_config": engine.module.config.to_dict()}
     path = save_checkpoint(engine, Path(folder), 3, state, resolved_run(case, ranks.world_size), ranks)
-    engine.destroy()
+    engine.close()
     return str(path), found
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.engine.deepspeed.fragments import PARAM, fragments, refresh
+from llmtrain.engine.api import PARAM
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ModelError
 from llmtrain.models.build import initial_weights
 from tests.helpers.families import FAMILIES, tied
-from tests.helpers.training import Case, assembled, make_engine
+from tests.helpers.training import Case, assembled, make_engine, view_of
 
 DENSE = tied(FAMILIES["qwen2"])
 EMBEDDING, NORM, DOWN = "model.embed_tokens.weight", "model.norm.weight", "model.layers.3.mlp.down_proj.weight"
@@ -22,13 +22,13 @@ EXPERTS = "model.layers.3.mlp.experts.gate_up_proj"
 
 def load_and_break(case: Case, folder: str, faults: list[tuple[str, str]]) -> tuple[list[str], dict[str, torch.Tensor]]:
     """What the proof says without and with each fault on the last rank; the weights as they arrived."""
-    engine, _, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     source = initial_weights(ModelConfig(pretrained=folder), 0, torch.device("cpu"))
     told = []
     held: dict[str, torch.Tensor] = {}
     for kind, name in [("", ""), *faults]:
         fill_parameters(engine, source)
-        refresh(engine)
+        engine.refresh()
         held = held or assembled(engine, ranks)
         if ranks.rank == ranks.world_size - 1:
             _break(engine, kind, name)
@@ -37,21 +37,21 @@ def load_and_break(case: Case, folder: str, faults: list[tuple[str, str]]) -> tu
             told.append("")
         except ModelError as error:
             told.append(str(error))
-    engine.destroy()
+    engine.close()
     return told, held if ranks.rank == 0 else {}
 
 
 @torch.no_grad()
 def _break(engine: Any, kind: str, name: str) -> None:
     if kind == "master":
-        view = next(f.view for f in fragments(engine) if (f.kind, f.name) == (PARAM, name) and f.view.numel())
+        view = next(view_of(f) for f in engine.state() if (f.kind, f.name) == (PARAM, name) and f.region.numel)
         view[-1] += 1e-6
     elif kind == "copy":
         parameter = next(held.parameter for held in engine.module.local_parameters() if held.name == name)
         values = getattr(parameter, "ds_tensor", parameter).detach().reshape(-1)
         values[0] *= 1.01
     elif kind == "swapped":  # a sum over all positions alone would not see it
-        view = next(f.view for f in fragments(engine) if (f.kind, f.name) == (PARAM, name) and f.view.numel() > 1)
+        view = next(view_of(f) for f in engine.state() if (f.kind, f.name) == (PARAM, name) and f.region.numel > 1)
         view[:2] = view[:2].flip(0)
 
 

@@ -12,9 +12,8 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.engine.deepspeed.fragments import fragments, loss_scale_state, optimizer_step, refresh, whole_shapes
 from llmtrain.tensors.tensorfile import numel
-from tests.helpers.training import LLAMA, Case, make_engine, resolved_run, save_checkpoint
+from tests.helpers.training import LLAMA, Case, make_engine, resolved_run, save_checkpoint, view_of
 
 # 17 M parameters, the largest tensor a quarter of them: headers and manifest are small beside the values, and a rank
 # that read whole files would be seen.
@@ -33,40 +32,40 @@ FORMS = [
 
 
 def save_large(case: Case, folder: str) -> str:
-    engine, _, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     with torch.no_grad():
-        for index, fragment in enumerate(fragments(engine)):
-            fragment.view.add_(torch.arange(fragment.view.numel()) % 97 + index)
-    refresh(engine)
-    state = {"step": 1, "tokens": 0, "optimizer_step": optimizer_step(engine), "loss_scale": loss_scale_state(engine)}
+        for index, fragment in enumerate(engine.state()):
+            view_of(fragment).add_(torch.arange(fragment.region.numel) % 97 + index)
+    engine.refresh()
+    state = {"step": 1, "tokens": 0, "optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale()}
     path = save_checkpoint(engine, Path(folder), 1, state, resolved_run(case, ranks.world_size), ranks)
-    engine.destroy()
+    engine.close()
     return str(path)
 
 
 def measured_load(case: Case, path: str) -> dict[str, int]:
     """Bytes: needed, read, the largest tensor, the peak of resident memory above what the engine takes."""
-    engine, _, ranks = make_engine(case)
-    live = fragments(engine)
+    engine, ranks = make_engine(case)
+    live = engine.state()
     trainer = json.loads((Path(path) / "trainer.json").read_text())
     # Once before it counts: zeros that were never written take no memory yet, nor does code that never ran.
     load_checkpoint(engine, CheckpointReader(Path(path)), trainer, ranks)
     with torch.no_grad():
         for fragment in live:
-            fragment.view.fill_(0.5)
-    refresh(engine)
+            view_of(fragment).fill_(0.5)
+    engine.refresh()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # memory that is free but kept would hide what loading takes
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     resident, read = _status("VmRSS"), _read_bytes()
     load_checkpoint(engine, CheckpointReader(Path(path)), trainer, ranks)
     costs = {
-        "needed": 4 * sum(fragment.view.numel() for fragment in live),
+        "needed": 4 * sum(fragment.region.numel for fragment in live),
         "read": _read_bytes() - read,
-        "largest": 4 * max(numel(shape) for shape in whole_shapes(engine).values()),
+        "largest": 4 * max(numel(shape) for shape in engine.shapes().values()),
         "extra": _status("VmHWM") - resident,
     }
-    engine.destroy()
+    engine.close()
     return costs
 
 

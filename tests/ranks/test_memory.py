@@ -19,15 +19,15 @@ def held_bytes(case: Case) -> int:
     """Bytes of all tensors on this rank in the moment before the second update, activations gone; model alone."""
     gc.collect()
     before = _storages()
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     seen: list[int] = []
 
     def look() -> None:
         gc.collect()
         seen.append(sum(size for key, size in _storages().items() if key not in before))
 
-    train_steps(case, stepper, ranks, 0, 2, look)
-    engine.destroy()
+    train_steps(case, engine, ranks, 0, 2, look)
+    engine.close()
     return seen[-1]
 
 

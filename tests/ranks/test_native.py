@@ -23,7 +23,6 @@ from llmtrain.checkpoint.native.state import MOMENTS, State, add_copies
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.native.unnamed import add_unnamed
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.engine.deepspeed.fragments import loss_scale_state
 from llmtrain.errors import CheckpointError
 from tests.helpers.deepspeed_peers import make_pipeline, make_plain, pipeline_steps, plain_steps
 from tests.helpers.processors import fp16
@@ -57,34 +56,34 @@ def imported(source: Path, out: Path, model: dict[str, Any] = LLAMA, **options: 
 @fp16(True)
 def saved_by_deepspeed(case: Case, folder: str) -> dict[str, float]:
     """The first half in our engine, then DeepSpeed's save. Returns the loss scaler's numbers."""
-    engine, stepper, ranks = make_engine(case)
-    train_steps(case, stepper, ranks, 0, HALF)
-    engine.save_checkpoint(folder)
-    scale = loss_scale_state(engine)
-    engine.destroy()
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, HALF)
+    engine.deepspeed.save_checkpoint(folder)
+    scale = engine.loss_scale()
+    engine.close()
     return scale
 
 
 @fp16(True)
 def resumed_by_deepspeed(case: Case, folder: str) -> Trace:
     """The second half, after DeepSpeed's load."""
-    engine, stepper, ranks = make_engine(case)
-    assert engine.load_checkpoint(folder)[0] is not None
-    trace = train_steps(case, stepper, ranks, HALF, END)
-    engine.destroy()
+    engine, ranks = make_engine(case)
+    assert engine.deepspeed.load_checkpoint(folder)[0] is not None
+    trace = train_steps(case, engine, ranks, HALF, END)
+    engine.close()
     return trace
 
 
 @fp16(True)
 def resumed_by_us(case: Case, path: str) -> Trace:
     """The second half from the imported checkpoint, in an engine with other initial weights."""
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.data.add_(1.0)
     load_checkpoint(engine, CheckpointReader(Path(path)), read_trainer(Path(path)), ranks)
-    trace = train_steps(case, stepper, ranks, HALF, END)
-    engine.destroy()
+    trace = train_steps(case, engine, ranks, HALF, END)
+    engine.close()
     return trace
 
 
@@ -228,11 +227,11 @@ def test_universal_both_ways(pools, small_data, tmp_path, saved, loaded, one_gro
 
 def saved_twice(case: Case, folder: str) -> None:
     """DeepSpeed's checkpoints of steps 2 and 3."""
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     for first, last in ((0, 2), (2, 3)):
-        train_steps(case, stepper, ranks, first, last)
-        engine.save_checkpoint(folder)
-    engine.destroy()
+        train_steps(case, engine, ranks, first, last)
+        engine.deepspeed.save_checkpoint(folder)
+    engine.close()
 
 
 RANK_0, RANK_1 = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))

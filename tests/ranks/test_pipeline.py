@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from llmtrain.data.loader import TrainData, validation_batches
-from llmtrain.dist.control import Agreement
 from llmtrain.errors import ModelError
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.training import (
@@ -26,6 +25,7 @@ from tests.helpers.training import (
     joined,
     largest_difference,
     make_engine,
+    one_step,
     plain_pytorch,
     resolved_run,
     run_case,
@@ -193,29 +193,29 @@ def test_stages_that_cannot_be_are_refused(pools, small_data, form, words):
 
 def evaluated(case: Case) -> tuple[float, int, float, str]:
     """(validation loss, its tokens, the same after a step, what the checks say of a head that is wrong)."""
-    engine, stepper, ranks = make_engine(case)
-    place = stepper._mesh.place
+    engine, ranks = make_engine(case)
+    place = engine.mesh.place
     data = TrainData(case_data(case))
 
     def evaluate() -> tuple[float, int]:
-        split = {"rank": place.data, "data_parallel": stepper._mesh.degrees.data}
-        return stepper.evaluate(validation_batches(data, sequences=7, micro_batch=3, **split))
+        split = {"rank": place.data, "data_parallel": engine.mesh.degrees.data}
+        return engine.evaluate(validation_batches(data, sequences=7, micro_batch=3, **split))
 
     loss, counted = evaluate()
     inputs = torch.from_numpy(data.sequence(0)[0][:32]).unsqueeze(0)
-    stepper.check_head(inputs)
+    engine.check_head(inputs)
     if case.isolate_documents:
-        stepper.check_isolation(inputs)
-    train_steps(case, stepper, ranks, 0, 1)  # shapes change back
+        engine.check_isolation(inputs)
+    train_steps(case, engine, ranks, 0, 1)  # shapes change back
     after, _ = evaluate()
     message = ""
-    if engine.is_last_stage():
+    if engine.deepspeed.is_last_stage():
         engine.module._form = type(engine.module._form)(scale=3.0)
     try:
-        stepper.check_head(inputs)
+        engine.check_head(inputs)
     except ModelError as error:
         message = str(error)
-    engine.destroy()
+    engine.close()
     return loss, counted, after, message
 
 
@@ -236,11 +236,10 @@ def test_evaluation_and_the_checks_of_the_start(pools, small_data):
 
 def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], bool, bool]:
     """Train with NaN in what one rank's stage gives at one step: (skipped, parameters finite, unchanged by it)."""
-    engine, stepper, ranks = make_engine(case)
-    place = stepper._mesh.place
-    source = batches(case, (place.data, stepper._mesh.degrees.data), case.accumulation)
+    engine, ranks = make_engine(case)
+    place = engine.mesh.place
+    source = batches(case, (place.data, engine.mesh.degrees.data), case.accumulation)
     skipped, unchanged = [], True
-    agreed = Agreement(counted_tokens=100, stop=False, time_up=False, save=False)
     for index in range(4):
         batch = next(source)
         before = assembled(engine, ranks)
@@ -248,8 +247,8 @@ def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], bool, bool]:
         hook = None
         if index == step and ranks.rank == rank:
             hook = norm.register_forward_hook(lambda module, args, out: out * float("nan"))
-        result = stepper.step(batch, lambda: agreed, 1.0)
-        assert len(result.micro_losses) == case.accumulation
+        losses, result = one_step(engine, batch, 100)
+        assert len(losses) == case.accumulation
         if hook is not None:
             hook.remove()
         skipped.append(result.skipped)
@@ -258,7 +257,7 @@ def poisoned(case: Case, step: int, rank: int) -> tuple[list[bool], bool, bool]:
             unchanged = all(torch.equal(before[name], after[name]) for name in before)
     source.close()  # type: ignore[attr-defined]
     finite = all(bool(torch.isfinite(value).all()) for value in assembled(engine, ranks).values())
-    engine.destroy()
+    engine.close()
     return skipped, finite, unchanged
 
 
@@ -272,17 +271,22 @@ def test_a_nan_on_one_stage_skips_the_step_on_all(pools, small_data, precision, 
 
 def before_the_update(case: Case) -> tuple[bool, bool]:
     """(the callback sees the parameters of before the step, a gradient is there by then)."""
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     before = {local.name: local.parameter.detach().clone() for local in engine.module.local_parameters()}
     seen: list[tuple[bool, bool]] = []
 
     def look() -> None:
         local = engine.module.local_parameters()
         same = all(torch.equal(before[held.name], held.parameter) for held in local)
-        seen.append((same, any(bool(g.any()) for group in engine.optimizer.averaged_gradients.values() for g in group)))
+        seen.append(
+            (
+                same,
+                any(bool(g.any()) for group in engine.deepspeed.optimizer.averaged_gradients.values() for g in group),
+            )
+        )
 
-    train_steps(case, stepper, ranks, 0, 1, before_update=look)
-    engine.destroy()
+    train_steps(case, engine, ranks, 0, 1, before_update=look)
+    engine.close()
     assert len(seen) == 1
     return seen[0]
 

@@ -19,9 +19,8 @@ SMALL_STAY_GATHERED = {"zero_optimization": {"stage": 3, "stage3_param_persisten
 
 def flip(engine: Any, name: str) -> None:
     """Change the lowest bit of one element of what the forward pass reads."""
-    from llmtrain.engine.deepspeed.fragments import forward_copies
 
-    (values,) = (copy.values for copy in forward_copies(engine) if copy.name == name and not copy.partition)
+    (values,) = (copy.values for copy in engine.copies() if copy.name == name and not copy.partition)
     words = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
     words[values.numel() // 3] ^= 1
 
@@ -30,11 +29,11 @@ def watched(case: Case, name: str, guilty: int, checks: int = 6) -> tuple[list[A
     """(differences of clean steps, of the last one after a flip on `guilty`, once it is undone)."""
     from llmtrain.engine.replicas import Replicas
 
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     replicas = Replicas(engine, ranks)
     clean = []
     for step in range(checks):
-        train_steps(case, stepper, ranks, step, step + 1)
+        train_steps(case, engine, ranks, step, step + 1)
         clean += replicas.differences({"step": step})
     if ranks.rank == guilty:
         flip(engine, name)
@@ -42,7 +41,7 @@ def watched(case: Case, name: str, guilty: int, checks: int = 6) -> tuple[list[A
     if ranks.rank == guilty:
         flip(engine, name)
     healed = replicas.differences({"step": checks})
-    engine.destroy()
+    engine.close()
     return clean, found, healed
 
 
@@ -97,18 +96,17 @@ def test_with_four_ranks_the_majority_tells_who_is_wrong(pools, small_data, form
 
 def moved_expert(case: Case) -> list[Any]:
     """An expert of rank 1 changes, of which nobody else has a copy, and one of NaNs is the same on all ranks."""
-    from llmtrain.engine.deepspeed.fragments import forward_copies
     from llmtrain.engine.replicas import Replicas
 
-    engine, _, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     replicas = Replicas(engine, ranks)
-    for copy in forward_copies(engine):
+    for copy in engine.copies():
         if copy.name == NORM:
             copy.values.fill_(float("nan"))
         if ranks.rank == 1 and "experts" in copy.name:
             copy.values.add_(1)
     found = replicas.differences({"of all": 1}, {f"of rank {ranks.rank} alone": ranks.rank})
-    engine.destroy()
+    engine.close()
     return found
 
 
@@ -124,7 +122,7 @@ def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
     from llmtrain.schedule import seed_step
     from llmtrain.tracking.tracker import Tracker
 
-    engine, _, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     resolved = resolved_run(case, ranks.world_size)
     degrees: Degrees = resolved.degrees
     told = []
@@ -145,7 +143,7 @@ def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
             told.append("")
         except TrainingStopped as error:
             told.append(str(error))
-    engine.destroy()
+    engine.close()
     return told[0], told[1]
 
 

@@ -9,7 +9,6 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.engine.deepspeed.fragments import loss_scale_state, optimizer_step
 from tests.helpers.families import FAMILIES
 from tests.helpers.processors import on_device
 from tests.helpers.training import (
@@ -29,14 +28,14 @@ HALF, END = 4, 9
 
 def save_in_the_middle(case: Case, folder: str) -> tuple[Trace, str]:
     """All steps with a checkpoint after HALF; the trace covers the second half."""
-    engine, stepper, ranks = make_engine(case)
-    train_steps(case, stepper, ranks, 0, HALF)
-    state = {"optimizer_step": optimizer_step(engine), "loss_scale": loss_scale_state(engine)}
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, HALF)
+    state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale()}
     resolved = resolved_run(case, ranks.world_size)
     path = save_checkpoint(engine, Path(folder), HALF, state, resolved, ranks)
-    trace = train_steps(case, stepper, ranks, HALF, END)
+    trace = train_steps(case, engine, ranks, HALF, END)
     trace.parameters = assembled(engine, ranks)
-    engine.destroy()
+    engine.close()
     return trace, str(path)
 
 
@@ -44,15 +43,15 @@ def load_and_go_on(case: Case, path: str) -> Trace:
     """The second half from the checkpoint, in an engine with other initial weights."""
     import json
 
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.data.add_(1.0)
     reader = CheckpointReader(Path(path))
     load_checkpoint(engine, reader, json.loads((Path(path) / "trainer.json").read_text()), ranks)
-    trace = train_steps(case, stepper, ranks, HALF, END)
+    trace = train_steps(case, engine, ranks, HALF, END)
     trace.parameters = assembled(engine, ranks)
-    engine.destroy()
+    engine.close()
     return trace
 
 

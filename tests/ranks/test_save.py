@@ -39,8 +39,8 @@ def saver_for(engine: Any, case: Case, checkpoints: Path, mode: str, ranks: Rank
 
 def save_both_ways(case: Case, folder: str) -> tuple[list[str], bool, dict[str, torch.Tensor]]:
     """Synchronously, and asynchronously with steps on top. (paths, whether it was asynchronous, parameters)."""
-    engine, stepper, ranks = make_engine(case)
-    train_steps(case, stepper, ranks, 0, 2)
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, 2)
     want = assembled(engine, ranks)
     paths = []
     for mode in ("sync", "async"):
@@ -49,12 +49,12 @@ def save_both_ways(case: Case, folder: str) -> tuple[list[str], bool, dict[str, 
         ) as saver:
             saver.begin(2, TRAINER)
             if mode == "async":
-                train_steps(case, stepper, ranks, 2, 4, before_update=saver.before_update)
+                train_steps(case, engine, ranks, 2, 4, before_update=saver.before_update)
             outcome = saver.drain()
             assert outcome is not None and outcome.path is not None, outcome
             paths.append(str(outcome.path))
             asynchronous = saver.asynchronous
-    engine.destroy()
+    engine.close()
     return paths, asynchronous, want
 
 
@@ -89,8 +89,8 @@ def test_a_copy_made_while_training_goes_on_is_the_state_at_the_boundary(pools, 
 
 def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, Any]:
     """A disk that fills up in the middle of a save, a writer that is killed, host memory that is short."""
-    engine, stepper, ranks = make_engine(case)
-    train_steps(case, stepper, ranks, 0, 2)
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, 2)
     found: dict[str, Any] = {}
     resolved = resolved_in_mode(case, ranks.world_size, "async")
     usage = shutil.disk_usage
@@ -126,7 +126,7 @@ def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, A
             found["synchronous"] = not saver.asynchronous
     finally:
         psutil.virtual_memory = memory
-    engine.destroy()
+    engine.close()
     return found
 
 

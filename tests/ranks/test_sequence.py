@@ -133,12 +133,12 @@ def evaluated(case: Case) -> tuple[float, int]:
     from llmtrain.data.loader import TrainData, validation_batches
     from tests.helpers.training import case_degrees
 
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     degrees = case_degrees(case, ranks.world_size)
     data = TrainData(DataConfig(path=case.data, sequence_length=32))
     split = {"rank": degrees.place(ranks.rank).data, "data_parallel": degrees.data}
-    found = stepper.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
-    engine.destroy()
+    found = engine.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
+    engine.close()
     return found
 
 
@@ -158,7 +158,7 @@ def checked_at_the_start(case: Case, fault: str) -> str:
     if fault == "angles":
         sequence._see_the_last_position = lambda rotary, exchange: None
     try:
-        engine, stepper, _ = make_engine(case)
+        engine, _ = make_engine(case)
         with torch.no_grad():  # as small as they begin, attention is nearly the same for all positions
             for parameter in engine.module.parameters():
                 parameter.mul_(8.0 if parameter.dim() > 1 else 1.0)
@@ -168,13 +168,13 @@ def checked_at_the_start(case: Case, fault: str) -> str:
             base.forward = lambda *args, position_ids=None, **kwargs: plain(
                 *args, position_ids=None if position_ids is None else position_ids - position_ids[:, :1], **kwargs
             )
-        stepper.check_head(torch.arange(32).unsqueeze(0) + 40)
-        stepper.check_isolation(torch.arange(32).unsqueeze(0) + 40)
+        engine.check_head(torch.arange(32).unsqueeze(0) + 40)
+        engine.check_isolation(torch.arange(32).unsqueeze(0) + 40)
     except ModelError as error:
         return str(error)
     finally:
         sequence._see_the_last_position = own
-    engine.destroy()
+    engine.close()
     return ""
 
 

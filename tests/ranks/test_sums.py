@@ -13,12 +13,11 @@ from deepspeed.utils import safe_get_full_grad
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.loader import MicroBatch, StepBatch
-from llmtrain.dist.control import Agreement
 from llmtrain.models.build import construct, initial_weights, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel
 from tests.helpers import training
 from tests.helpers.families import FAMILIES
-from tests.helpers.training import LLAMA, Case, make_engine, plain_pytorch, run_case
+from tests.helpers.training import LLAMA, Case, make_engine, one_step, plain_pytorch, run_case
 
 ACCUMULATION, LENGTH = 64, 32
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
@@ -59,13 +58,12 @@ def gradients(case: Case) -> dict[str, torch.Tensor]:
     ranks = training.joined()
     training.GLOBAL_BATCH = ACCUMULATION * ranks.world_size
     try:
-        engine, stepper, ranks = make_engine(case)
+        engine, ranks = make_engine(case)
     finally:
         training.GLOBAL_BATCH = usual
     first = ACCUMULATION * ranks.rank
     micros = [micro_batch(first + index) for index in range(ACCUMULATION)]
     total = ACCUMULATION * ranks.world_size * LENGTH
-    agreed = Agreement(counted_tokens=total, stop=False, time_up=False, save=False)
     found: dict[str, torch.Tensor] = {}
 
     def look() -> None:
@@ -73,8 +71,8 @@ def gradients(case: Case) -> dict[str, torch.Tensor]:
             found[held.name] = safe_get_full_grad(held.parameter).detach().float().clone().view(held.shape)
 
     batch = StepBatch(micro_batches=micros, counted_tokens=ACCUMULATION * LENGTH, first_index=first)
-    stepper.step(batch, lambda: agreed, 1.0, look)
-    engine.destroy()
+    one_step(engine, batch, total, look)
+    engine.close()
     return found
 
 

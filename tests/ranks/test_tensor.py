@@ -135,16 +135,16 @@ def test_heads_that_do_not_divide_are_refused(pools, small_data):
 
 def what_ranks_hold(case: Case) -> tuple[dict[str, torch.Tensor], list[float], float, int, list[int]]:
     """After three steps: what all ranks of a group hold, losses, and an evaluation; the samples of the first batch."""
-    engine, stepper, ranks = make_engine(case)
-    place = mesh_of(stepper._mesh.degrees).place
+    engine, ranks = make_engine(case)
+    place = mesh_of(engine.mesh.degrees).place
     seed_step(0, 0, ranks.rank // case.tensor)
-    trace = train_steps(case, stepper, ranks, 0, 3)
+    trace = train_steps(case, engine, ranks, 0, 3)
     held = engine.module.local_parameters()
     common = {p.name: p.parameter.detach().clone() for p in held if p.copy[1] > 1}
-    batch = next(batches(case, (place.data, stepper._mesh.degrees.data), 1))
-    loss, tokens = stepper.evaluate(batch.micro_batches)
-    stepper.check_head(torch.arange(LENGTH).unsqueeze(0))
-    engine.destroy()
+    batch = next(batches(case, (place.data, engine.mesh.degrees.data), 1))
+    loss, tokens = engine.evaluate(batch.micro_batches)
+    engine.check_head(torch.arange(LENGTH).unsqueeze(0))
+    engine.close()
     return common, trace.losses, loss, tokens, batch.micro_batches[0].sample_indices
 
 

@@ -66,13 +66,13 @@ def streams() -> Iterator[Counter[str]]:
 def waits_of(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     """(of all micro-batches but the last of each step, of these with the update), by whom."""
     with streams() as waits:
-        engine, stepper, ranks = make_engine(case)
-        train_steps(case, stepper, ranks, 0, 1)
+        engine, ranks = make_engine(case)
+        train_steps(case, engine, ranks, 0, 1)
         waits.clear()
         between: Counter[str] = Counter()
-        plain, done = stepper.forward_backward, [0]
+        plain, done = engine.micro_step, [0]
 
-        def forward_backward(*args: Any) -> Any:
+        def micro_step(*args: Any) -> Any:
             before = waits.copy()
             result = plain(*args)
             done[0] += 1
@@ -80,10 +80,10 @@ def waits_of(case: Case) -> tuple[dict[str, int], dict[str, int]]:
                 between.update(waits - before)
             return result
 
-        stepper.forward_backward = forward_backward
-        train_steps(case, stepper, ranks, 1, 1 + STEPS)
+        engine.micro_step = micro_step
+        train_steps(case, engine, ranks, 1, 1 + STEPS)
         found = dict(between), dict(waits)
-        engine.destroy()
+        engine.close()
         return found
 
 

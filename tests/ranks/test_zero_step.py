@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llmtrain.engine.deepspeed import build, zero_step
-from llmtrain.engine.deepspeed.build import parameter_groups
+from llmtrain.engine.deepspeed import build, optimizers, zero_step
+from llmtrain.engine.deepspeed.optimizers import parameter_groups
 from llmtrain.errors import ConfigError
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import LLAMA, Case, Trace, make_engine, resolved_run, train_steps
@@ -88,19 +88,19 @@ def storages() -> list[Any]:
 
 def update_counted(case: Case) -> tuple[int, dict[str, int], int]:
     """(tensors, kernels by name, reads) of the optimizer's part of the second step."""
-    engine, stepper, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     modes: list[Kernels] = []
-    plain = engine.step
+    plain = engine.deepspeed.step
 
     def step() -> None:
         with Kernels() as mode:
             plain()
         modes.append(mode)  # the last one is the update's
 
-    engine.step = step
-    train_steps(case, stepper, ranks, 0, 2)
+    engine.deepspeed.step = step
+    train_steps(case, engine, ranks, 0, 2)
     tensors = len(engine.module.local_parameters())
-    engine.destroy()
+    engine.close()
     return tensors, dict(modes[-1].ran), modes[-1].reads
 
 
@@ -120,11 +120,11 @@ def test_kernels_and_reads_of_a_step(pools, small_data, stage, sums, record_prop
 def live_bytes(case: Case, largest: int) -> tuple[int, float]:
     """(parameter groups, bytes a parameter at the peak of the second step, activations aside)."""
     others = {storage._cdata for storage in storages()}
-    build.LARGEST_GROUP = largest
+    optimizers.LARGEST_GROUP = largest
     try:
-        engine, stepper, ranks = make_engine(case)
+        engine, ranks = make_engine(case)
     finally:
-        build.LARGEST_GROUP = zero_step.LARGEST_GROUP
+        optimizers.LARGEST_GROUP = zero_step.LARGEST_GROUP
     most: list[int] = []
 
     def watched(function: Any) -> Any:
@@ -136,16 +136,16 @@ def live_bytes(case: Case, largest: int) -> tuple[int, float]:
 
         return watch
 
-    train_steps(case, stepper, ranks, 0, 1)
-    engine.optimizer.step = watched(engine.optimizer.step)
-    engine.optimizer.independent_gradient_partition_epilogue = watched(
-        engine.optimizer.independent_gradient_partition_epilogue
+    train_steps(case, engine, ranks, 0, 1)
+    engine.deepspeed.optimizer.step = watched(engine.deepspeed.optimizer.step)
+    engine.deepspeed.optimizer.independent_gradient_partition_epilogue = watched(
+        engine.deepspeed.optimizer.independent_gradient_partition_epilogue
     )
-    engine.optimizer.reduce_gradients = watched(engine.optimizer.reduce_gradients)
-    train_steps(case, stepper, ranks, 1, 2)
-    groups = len(engine.optimizer.param_groups)
+    engine.deepspeed.optimizer.reduce_gradients = watched(engine.deepspeed.optimizer.reduce_gradients)
+    train_steps(case, engine, ranks, 1, 2)
+    groups = len(engine.deepspeed.optimizer.param_groups)
     parameters = sum(held.parameter.numel() for held in engine.module.local_parameters())
-    engine.destroy()
+    engine.close()
     return groups, max(most) / parameters
 
 
@@ -178,21 +178,21 @@ FORMS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def both_norms(case: Case, largest: int) -> list[tuple[float, float]]:
     """(our norm, DeepSpeed's) before each update, with many small groups of parameters."""
-    build.LARGEST_GROUP = largest
+    optimizers.LARGEST_GROUP = largest
     try:
-        engine, stepper, ranks = make_engine(case)
+        engine, ranks = make_engine(case)
     finally:
-        build.LARGEST_GROUP = zero_step.LARGEST_GROUP
+        optimizers.LARGEST_GROUP = zero_step.LARGEST_GROUP
     found: list[tuple[float, float]] = []
 
     def look() -> None:
-        optimizer = engine.optimizer
+        optimizer = engine.deepspeed.optimizer
         theirs = DeepSpeedZeroOptimizer.scaled_global_norm(optimizer)
         found.append((optimizer.scaled_global_norm(), float(theirs)))
         assert type(optimizer) is zero_step.OneNormZero and len(optimizer.param_groups) > 2
 
-    train_steps(case, stepper, ranks, 0, 2, look)
-    engine.destroy()
+    train_steps(case, engine, ranks, 0, 2, look)
+    engine.close()
     return found
 
 
@@ -209,15 +209,15 @@ def test_the_norm_is_deepspeeds(pools, small_data, form):
 
 def trained(case: Case, ours: bool, largest: int) -> Trace:
     """Some steps with the step of this package or DeepSpeed's, and with that many groups."""
-    build.LARGEST_GROUP = largest
+    optimizers.LARGEST_GROUP = largest
     if not ours:
         build.shorten_step = lambda engine: None
     try:
-        engine, stepper, ranks = make_engine(case)
+        engine, ranks = make_engine(case)
     finally:
-        build.LARGEST_GROUP, build.shorten_step = zero_step.LARGEST_GROUP, zero_step.shorten_step
-    trace = train_steps(case, stepper, ranks, 0, case.steps)
-    engine.destroy()
+        optimizers.LARGEST_GROUP, build.shorten_step = zero_step.LARGEST_GROUP, zero_step.shorten_step
+    trace = train_steps(case, engine, ranks, 0, case.steps)
+    engine.close()
     return trace
 
 
@@ -238,9 +238,9 @@ def test_losses_are_those_of_deepspeeds_step(pools, small_data, stage, clip):
 
 def groups_of(case: Case, largest: float) -> list[tuple[str, int]]:
     """(name, elements) of the parameter groups."""
-    engine, _, ranks = make_engine(case)
+    engine, ranks = make_engine(case)
     groups = parameter_groups(engine.module, resolved_run(case, ranks.world_size).run.optim, largest)
-    engine.destroy()
+    engine.close()
     return [(group["name"], sum(p.numel() for p in group["params"])) for group in groups]
 
 

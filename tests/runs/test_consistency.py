@@ -15,20 +15,19 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 def lose_a_bit(rank: int) -> None:
     """Rank 1's memory changes after its 7th step."""
     os.environ[messages.SUPERVISED] = "1"  # here: the server of forks keeps the environment that it began with
-    from llmtrain.engine.deepspeed.fragments import forward_copies
-    from llmtrain.engine.deepspeed.step import Stepper
+    from llmtrain.session import Session
 
-    plain, steps = Stepper.step, [0]
+    plain, steps = Session.step, [0]
 
-    def step(self: Stepper, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Session, *args: Any, **kwargs: Any) -> Any:
         result = plain(self, *args, **kwargs)
         steps[0] += 1
         if rank == 1 and steps[0] == 7:
-            (values,) = (copy.values for copy in forward_copies(self.engine) if copy.name == NAME)
+            (values,) = (copy.values for copy in self.engine.copies() if copy.name == NAME)
             values[5] *= -1
         return result
 
-    Stepper.step = step  # type: ignore[method-assign]
+    Session.step = step  # type: ignore[method-assign]
 
 
 def test_a_lost_bit_on_one_rank_stops_the_run_and_is_named(small_data, tmp_path):

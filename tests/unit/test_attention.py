@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.loader import MicroBatch
-from llmtrain.engine.deepspeed.step import Stepper
+from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.models.attention import gets_mask
 from llmtrain.models.build import construct, load_config
 from llmtrain.models.language import documents_in_rows
@@ -86,12 +86,12 @@ def test_masks_are_foreseen(monkeypatch, family, length, documents):
 
 def kernels(device: str, family: str, *, documents: bool) -> tuple[bool, bool, list[int]]:
     """(cuDNN allowed, flash allowed, order) inside a step on such a device."""
-    stepper: Any = object.__new__(Stepper)
-    stepper._ranks = SimpleNamespace(device=torch.device(device))
-    stepper.engine = SimpleNamespace(module=SimpleNamespace(config=load_config(ModelConfig(config=FAMILIES[family]))))
+    engine: Any = object.__new__(ZeroEngine)
+    engine._ranks = SimpleNamespace(device=torch.device(device))
+    engine.module = SimpleNamespace(config=load_config(ModelConfig(config=FAMILIES[family])))
     tokens = torch.zeros(1, 12, dtype=torch.long)
     micro = MicroBatch(inputs=tokens, labels=tokens, sample_indices=[], positions=tokens if documents else None)
-    with stepper._attention([micro]):
+    with engine._attention([micro]):
         order: list[int] = torch._C._get_sdp_priority_order()
         return torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled(), order
 

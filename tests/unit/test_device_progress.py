@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,10 +15,9 @@ import torch
 from llmtrain.checkpoint import snapshot
 from llmtrain.cluster.watch import folder, observe, watched
 from llmtrain.cluster.watch.heartbeat import Heartbeat, read
-from llmtrain.data.loader import MicroBatch, StepBatch
-from llmtrain.dist.control import Agreement
+from llmtrain.data.loader import MicroBatch
 from llmtrain.engine import progress
-from llmtrain.engine.deepspeed import step
+from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.progress import DeviceProgress
 from tests.helpers.gpu_texts import trace
 
@@ -64,7 +64,7 @@ def test_the_heart_beats_when_the_device_has_come_to_a_mark(device: tuple[Device
 
 
 class Engine:
-    """What a stepper asks of DeepSpeed's, written down."""
+    """What ours asks of DeepSpeed's, written down."""
 
     def __init__(self, done: list[str]) -> None:
         self.done = done
@@ -72,6 +72,7 @@ class Engine:
         self.module.balance = None
         self.optimizer = torch.optim.SGD(self.module.parameters(), 0.1)
         self.optimizer.param_groups[0]["peak_lr"] = 0.1
+        self.optimizer.overflow, self.optimizer._global_grad_norm = False, 1.0  # type: ignore[attr-defined]
         self.seq_dp_world_size = 1
 
     def __call__(self, *_: Any) -> torch.Tensor:
@@ -91,13 +92,14 @@ class Engine:
 def test_every_micro_batch_and_every_update_leaves_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(progress, "mark", lambda: done.append("mark"))
-    monkeypatch.setattr(step, "base_optimizer", lambda engine: engine.optimizer)
-    monkeypatch.setattr(step.Stepper, "_tensors", lambda self, micro: ())
-    stepper = step.Stepper.__new__(step.Stepper)
-    stepper.engine, stepper._attention, stepper._must_look = Engine(done), contextlib.nullcontext, False
+    monkeypatch.setattr(ZeroEngine, "_tensors", lambda self, micro: ())
+    theirs: Any = Engine(done)
+    ours: Any = ZeroEngine.__new__(ZeroEngine)
+    ours.deepspeed, ours.module, ours._attention, ours._must_look = theirs, theirs.module, contextlib.nullcontext, False
+    ours._state = SimpleNamespace(base=theirs.optimizer)
     micro = MicroBatch(inputs=torch.zeros(1, 1), labels=torch.zeros(1, 1), sample_indices=[0])
-    agreed = Agreement(counted_tokens=1, stop=False, time_up=False, save=False)
-    stepper.step(StepBatch(micro_batches=[micro] * 2, counted_tokens=1, first_index=0), lambda: agreed, 1.0)
+    ours.forward_backward([micro] * 2, lambda: 1)
+    ours.update(1.0)
     assert done == ["forward", "backward", "mark", "step", "forward", "backward", "mark", "step", "mark"]
 
 

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cluster", "data", "models", "tracking"),
     ("dist",),
     ("engine",),
-    ("checkpoint",),
+    ("checkpoint", "session"),
     ("begin", "check", "consistency", "generate", "init", "parity", "saving"),
     ("finish",),
     ("loop",),

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from llmtrain.checkpoint import host_copy, snapshot
-from llmtrain.checkpoint.format import PARAM
 from llmtrain.checkpoint.host_copy import HostCopy
 from llmtrain.checkpoint.snapshot import RankFile, Snapshot, lock_pages
-from llmtrain.tensors.region import Region
+from llmtrain.engine.api import PARAM, StateTensor
+from llmtrain.tensors.region import whole
 
 
 class Stream:
@@ -54,6 +54,21 @@ class Event:
         return other.at_ms - self.at_ms
 
 
+def piece(view: Any, device: torch.device, count: int = 4) -> StateTensor:
+    """A parameter that this rank holds whole."""
+    return StateTensor(
+        name="weight",
+        kind=PARAM,
+        region=whole((count,)),
+        own=slice(0, count),
+        replica=(0, 1),
+        dtype=torch.float32,
+        device=device,
+        trains=True,
+        open=lambda: contextlib.nullcontext(view),
+    )
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Its compute stream; devices that were made current, with their threads."""
@@ -75,7 +90,7 @@ def test_the_gpus_own_wait_for_the_copy_is_told(cuda: Any, copy_ms: float, backw
         copy._stream.now_ms += copy_ms
 
     done = threading.Event()
-    copy.start([SimpleNamespace(device=device)], [SimpleNamespace(copy_=slow_copy)], then=done.set)  # type: ignore[list-item]
+    copy.start([piece(range(4), device)], [SimpleNamespace(copy_=slow_copy)], then=done.set)  # type: ignore[list-item]
     assert done.wait(5)
     cuda.compute.now_ms += backward_ms
     copy.wait_before_update()
@@ -122,7 +137,7 @@ def test_the_writer_outlives_the_start_that_a_thread_gave_it(tmp_path: Path) -> 
     """It dies with its parent, which for the kernel is the thread that started it. The table is more than a socket
     holds, so that the thread is still there when the writer asks the kernel for that."""
     values = torch.zeros(4)
-    plan = RankFile([(PARAM, "weight", Region(0, 4), values)])
+    plan = RankFile([piece(values, values.device)])
     copy = HostCopy(plan, {"own": [], "tensors": {"weight" * (1 << 20): [4]}}, torch.device("cpu"))
     try:
         assert copy.problem() is None
@@ -139,8 +154,6 @@ def test_the_writer_outlives_the_start_that_a_thread_gave_it(tmp_path: Path) -> 
 class DeviceView:
     """Memory of a GPU that keeps count of how it is written."""
 
-    is_cuda = True
-
     def __init__(self, count: int, copies: list[tuple[int, bool, bool]]) -> None:
         self._count, self._copies = count, copies
 
@@ -156,7 +169,6 @@ class DeviceView:
 
 def test_weights_reach_a_gpu_through_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from llmtrain.engine.weights import fill
-    from llmtrain.tensors.region import whole
 
     def lock(values: torch.Tensor) -> torch.Tensor:
         values.locked = True  # type: ignore[attr-defined]
@@ -165,6 +177,6 @@ def test_weights_reach_a_gpu_through_page_locked_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
     copies: list[tuple[int, bool, bool]] = []
     count = (1 << 22) + 5
-    fragment: Any = SimpleNamespace(view=DeviceView(count, copies), region=whole((count,)))
-    fill(fragment, lambda region: torch.zeros(region.numel))
+    there = piece(DeviceView(count, copies), torch.device("cuda", 0), count)
+    fill(there, lambda region: torch.zeros(region.numel))
     assert copies == [(1 << 22, True, True), (5, True, True)]

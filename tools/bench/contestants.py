@@ -141,6 +141,7 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
     from llmtrain.engine.deepspeed.join import join_process_group
     from llmtrain.loop import Training
     from llmtrain.saving import Saving
+    from llmtrain.session import Session, Step
     from llmtrain.tracking.tracker import Tracker
 
     resolved = load(["--config", str(_write_yaml(task))], 1, "the benchmark")
@@ -159,15 +160,14 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
             total_steps=resolved.max_steps,
             enabled=True,
         )
-        step = training.stepper.step
+        step = Session.step
 
-        def timed_step(*arguments: Any) -> Any:
-            batch = arguments[0]
-            result = step(*arguments)
-            clock.step_done(result.local_loss_sum / batch.counted_tokens)
-            return result
+        def timed_step(session: Session, *arguments: Any) -> Step:
+            done = step(session, *arguments)
+            clock.step_done(torch.stack(done.losses).sum() / done.batch.counted_tokens)
+            return done
 
-        training.stepper.step = timed_step  # type: ignore[method-assign, assignment]
+        Session.step = timed_step  # type: ignore[method-assign, assignment]
         # Not entered: no checkpoint is due, and 12 bytes a parameter of memory and disk are not asked for.
         saving = Saving(training.engine, checkpoints, resolved, ranks, tracker, saved_step=None)
         clock.ready()

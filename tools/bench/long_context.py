@@ -121,12 +121,9 @@ def ours(task: Attempt) -> Any:
 
     from llmtrain.config.load import resolve
     from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
-    from llmtrain.data.loader import MicroBatch, StepBatch
-    from llmtrain.dist.control import Agreement
+    from llmtrain.data.loader import MicroBatch
     from llmtrain.engine.deepspeed.build import build_engine
-    from llmtrain.engine.deepspeed.fragments import refresh
     from llmtrain.engine.deepspeed.join import join_process_group
-    from llmtrain.engine.deepspeed.pipeline_step import make_stepper
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.build import initial_weights
     from llmtrain.models.forms import build_model
@@ -148,20 +145,15 @@ def ours(task: Attempt) -> Any:
     resolved = resolve(run, 1, "one process")
     ranks = join_process_group(3600.0)
     mesh = mesh_of(resolved.degrees)
-    engine = build_engine(build_model(resolved, ranks.device, mesh), resolved, mesh)
+    engine = build_engine(build_model(resolved, ranks.device, mesh), resolved, ranks, mesh)
     fill_parameters(engine, initial_weights(model, 0, torch.device("cpu")))
-    refresh(engine)
-    stepper = make_stepper(engine, ranks, mesh)
+    engine.refresh()
 
     def step(inputs: Any, labels: Any) -> float:
-        agreed = Agreement(counted_tokens=labels.numel(), stop=False, time_up=False, save=False)
-        batch = StepBatch(
-            micro_batches=[MicroBatch(inputs=inputs, labels=labels, sample_indices=[0])],
-            counted_tokens=labels.numel(),
-            first_index=0,
-        )
-        result = stepper.step(batch, lambda: agreed, 1.0)
-        return float(result.local_loss_sum) / labels.numel()
+        micro = MicroBatch(inputs=inputs, labels=labels, sample_indices=[0])
+        (loss,) = engine.forward_backward([micro], labels.numel)
+        engine.update(1.0)
+        return float(loss) / labels.numel()
 
     return step
 

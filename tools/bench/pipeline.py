@@ -104,12 +104,9 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     """One rank: puts (rank, seconds of a step, seconds in its passes) of each step but the first into `out`."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(stages)}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-    from llmtrain.data.loader import MicroBatch, StepBatch
-    from llmtrain.dist.control import Agreement
+    from llmtrain.data.loader import MicroBatch
     from llmtrain.engine.deepspeed.build import build_engine
-    from llmtrain.engine.deepspeed.fragments import refresh
     from llmtrain.engine.deepspeed.join import join_process_group
-    from llmtrain.engine.deepspeed.pipeline_step import make_stepper
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.build import initial_weights
     from llmtrain.models.forms import build_model
@@ -119,26 +116,24 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     resolved = resolved_run(stages, micro_batches)
     mesh = mesh_of(resolved.degrees)
     model: Any = build_model(resolved, ranks.device, mesh)
-    engine = build_engine(model, resolved, mesh)
+    engine = build_engine(model, resolved, ranks, mesh)
     fill_parameters(engine, initial_weights(resolved.run.model, 0, ranks.device))
-    refresh(engine)
-    stepper = make_stepper(engine, ranks, mesh)
+    engine.refresh()
 
     def slow(module: Any, args: Any, result: torch.Tensor) -> torch.Tensor:
         time.sleep(forward_s)
         return _SlowBackward.apply(result, 2 * forward_s)
 
     model.stage.register_forward_hook(slow)
-    marks = time_instructions(engine)
+    marks = time_instructions(engine.deepspeed)
     tokens = torch.arange(LENGTH).unsqueeze(0)
     micros = [MicroBatch(inputs=tokens, labels=tokens, sample_indices=[0]) for _ in range(micro_batches)]
-    batch = StepBatch(micro_batches=micros, counted_tokens=LENGTH * micro_batches, first_index=0)
-    agreed = Agreement(counted_tokens=batch.counted_tokens, stop=False, time_up=False, save=False)
     for step in range(steps + 1):
         torch.distributed.barrier()
         marks.clear()
         began = time.perf_counter()
-        stepper.step(batch, lambda: agreed, 1.0)
+        engine.forward_backward(micros, lambda: LENGTH * micro_batches)
+        engine.update(1.0)
         pairs = list(zip(marks[::2], marks[1::2], strict=True))
         busy = sum(end - begin for (_, begin), (name, end) in pairs if name == "pass")
         last = max(end for _, (name, end) in pairs if name != "end")

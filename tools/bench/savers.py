@@ -31,13 +31,11 @@ from llmtrain.config.run import (
     ScheduleConfig,
     TrainConfig,
 )
-from llmtrain.data.loader import MicroBatch, StepBatch
-from llmtrain.dist.control import Agreement
+from llmtrain.data.loader import MicroBatch
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.deepspeed.build import build_engine
-from llmtrain.engine.deepspeed.fragments import fragments, loss_scale_state, optimizer_step, owned
+from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.engine.deepspeed.step import Stepper
 from llmtrain.models.forms import build_model
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.topology import Degrees
@@ -76,7 +74,7 @@ class Save:
     bytes: int
 
 
-def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[Any, Ranks, ResolvedRun]:
+def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[ZeroEngine, Ranks, ResolvedRun]:
     """A bf16 engine of our own build. Its weights are zeros: no figure depends on them."""
     ranks = _joined()
     config: dict[str, Any] = {
@@ -120,7 +118,7 @@ def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[Any
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
-    return build_engine(model, resolved, mesh), ranks, resolved
+    return build_engine(model, resolved, ranks, mesh), ranks, resolved
 
 
 @cache
@@ -131,9 +129,8 @@ def _joined() -> Ranks:
 class Trainer:
     """Steps on random tokens, each timed between two synchronisations."""
 
-    def __init__(self, task: Task, engine: Any, ranks: Ranks) -> None:
-        self._stepper = Stepper(engine, ranks, mesh_of(Degrees(data=ranks.world_size)))
-        self._task, self._ranks = task, ranks
+    def __init__(self, task: Task, engine: ZeroEngine, ranks: Ranks) -> None:
+        self._engine, self._task, self._ranks = engine, task, ranks
         self.step_number = 0
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> float:
@@ -144,9 +141,9 @@ class Trainer:
         inputs = torch.randint(0, self._task.model["vocab_size"], shape).to(self._ranks.device)
         micro = MicroBatch(inputs=inputs, labels=inputs, sample_indices=list(range(shape[0])))
         counted = inputs.numel() * self._ranks.world_size
-        agreed = Agreement(counted_tokens=counted, stop=False, time_up=False, save=False)
-        batch = StepBatch(micro_batches=[micro], counted_tokens=inputs.numel(), first_index=0)
-        self._stepper.step(batch, lambda: agreed, 1.0, before_update)
+        self._engine.forward_backward([micro], lambda: counted)
+        before_update()
+        self._engine.update(1.0)
         self.step_number += 1
         return self._now() - began_s
 
@@ -159,14 +156,14 @@ class Trainer:
 class Ours:
     """llmtrain's Saver, as the loop uses it."""
 
-    def __init__(self, task: Task, engine: Any, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
+    def __init__(self, task: Task, engine: ZeroEngine, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
         self._engine, self._ranks, self._folder = engine, ranks, folder
         self._saver = Saver(engine, find_folder(folder, ranks), resolved, ranks)
         self._saver.prepare()
         self.waited_s = 0.0
 
     def begin(self, step: int) -> None:
-        trainer = {"optimizer_step": optimizer_step(self._engine), "loss_scale": loss_scale_state(self._engine)}
+        trainer = {"optimizer_step": self._engine.optimizer_step(), "loss_scale": self._engine.loss_scale()}
         self._saver.begin(step, {"step": step, "tokens": 0, **trainer})
 
     def before_update(self) -> None:
@@ -192,13 +189,13 @@ class Ours:
 class DeepSpeed:
     """engine.save_checkpoint: the loop stands still until the files are written (not: durable)."""
 
-    def __init__(self, task: Task, engine: Any, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
+    def __init__(self, task: Task, engine: ZeroEngine, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
         self._engine, self._folder = engine, folder
         self.waited_s = 0.0
 
     def begin(self, step: int) -> None:
         state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
-        self._engine.save_checkpoint(str(self._folder), tag=f"step-{step}", client_state=state)
+        self._engine.deepspeed.save_checkpoint(str(self._folder), tag=f"step-{step}", client_state=state)
 
     def before_update(self) -> None:
         pass
@@ -218,7 +215,7 @@ class Dcp:
 
     kind = "thread"
 
-    def __init__(self, task: Task, engine: Any, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
+    def __init__(self, task: Task, engine: ZeroEngine, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
         self._engine, self._ranks, self._folder = engine, ranks, folder
         self._group = _gloo()
         self._future: Any = None
@@ -228,8 +225,11 @@ class Dcp:
         from torch.distributed.checkpoint import async_save
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-        pieces = [(f, owned(f)[1]) for f in fragments(self._engine)]
-        state = {f"{self._ranks.rank}/{f.kind}/{f.name}": values.detach() for f, values in pieces if values.numel()}
+        state = {}
+        for piece in self._engine.state():
+            with piece.open() as values:
+                if piece.own_region.numel:
+                    state[f"{self._ranks.rank}/{piece.kind}/{piece.name}"] = values[piece.own].detach()
         kind = AsyncCheckpointerType.THREAD if self.kind == "thread" else AsyncCheckpointerType.PROCESS
         path = self._folder / f"step-{step}"
         self._future = async_save(state, checkpoint_id=path, process_group=self._group, async_checkpointer_type=kind)
@@ -291,7 +291,7 @@ def saves(task: Task) -> tuple[dict[str, list[Save]], list[float]]:
     for contestant in made.values():
         contestant.close()
     DeepSpeed(task, engine, ranks, resolved, Path(task.folder) / "source").begin(trainer.step_number)
-    engine.destroy()
+    engine.close()
     return {name: found[1:] for name, found in results.items()}, plain
 
 
@@ -346,7 +346,7 @@ def writes(task: Task) -> list[tuple[float, float]]:
         found.append((ours_s, time.monotonic() - began_s))
         (Path(task.folder) / f"plain-{ranks.rank}").unlink()
     ours.close()
-    engine.destroy()
+    engine.close()
     return found[1:]
 
 
@@ -381,7 +381,7 @@ def resume_ours(task: Task, path: str) -> tuple[float, int]:
     began_s, read = time.monotonic(), read_bytes()
     load_checkpoint(engine, CheckpointReader(Path(path)), read_trainer(Path(path)), ranks)
     result = time.monotonic() - began_s, read_bytes() - read
-    engine.destroy()
+    engine.close()
     return result
 
 
@@ -389,7 +389,7 @@ def resume_universal(task: Task, path: str) -> tuple[float, int]:
     """The same for DeepSpeed's load of a universal checkpoint."""
     engine, _, _ = make_engine(task, RESUMED, universal=True)
     began_s, read = time.monotonic(), read_bytes()
-    assert engine.load_checkpoint(path)[0] is not None
+    assert engine.deepspeed.load_checkpoint(path)[0] is not None
     result = time.monotonic() - began_s, read_bytes() - read
-    engine.destroy()
+    engine.close()
     return result

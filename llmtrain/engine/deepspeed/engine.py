@@ -1,138 +1,108 @@
-"""One optimizer step and one evaluation, the same for every ZeRO stage."""
+"""DeepSpeed's engine as a run drives it, without a pipeline; the same for every ZeRO stage."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.data.loader import MicroBatch, StepBatch
-from llmtrain.dist.control import Agreement
+from llmtrain.data.loader import MicroBatch
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
-from llmtrain.engine.deepspeed.fragments import base_optimizer
+from llmtrain.engine.api import ForwardCopy, StateTensor, Update
+from llmtrain.engine.deepspeed.state import HalfState, PlainState, State
+from llmtrain.engine.deepspeed.zero3 import Zero3State
+from llmtrain.engine.deepspeed.zero12 import Zero12State
 from llmtrain.errors import ModelError, TrainingStopped
 from llmtrain.models import varlen
 from llmtrain.models.attention import gets_mask, without_cudnn
-from llmtrain.models.language import compare_losses
+from llmtrain.models.language import LanguageModel, compare_losses
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.experts import RoutingFigures
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.varlen import Documents, set_documents
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What a step left on the device. Reading a tensor here waits for the device: do it at log points only."""
-
-    local_loss_sum: Tensor
-    """Summed loss of this rank's tokens (nats), fp32 scalar."""
-    micro_losses: list[Tensor]
-    """The same for each micro-batch, to find the bad one when a step is skipped."""
-    skipped: bool
-    """The gradient (or the loss) was not finite: the parameters were left alone."""
-    grad_norm: Tensor | float | None
-    """Global gradient norm before clipping."""
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Which of them there are depends on fp16.loss_scale."""
 
 
-class Stepper:
-    """Runs micro-batches through the DeepSpeed engine with the loss weighted by tokens of the global batch."""
+def state_of(engine: DeepSpeedEngine) -> State:
+    """How this engine keeps its optimizer's state."""
+    stage = engine.zero_optimization_stage()
+    if stage == 3:
+        return Zero3State(engine)
+    if stage > 0:
+        return Zero12State(engine)
+    return HalfState(engine) if engine.bfloat16_enabled() or engine.fp16_enabled() else PlainState(engine)
 
-    def __init__(self, engine: Any, ranks: Ranks, mesh: Mesh) -> None:
-        self.engine = engine
+
+class ZeroEngine:
+    """Runs micro-batches through DeepSpeed's engine with the loss weighted by tokens of the global batch."""
+
+    stages = False
+
+    def __init__(self, deepspeed: DeepSpeedEngine, ranks: Ranks, mesh: Mesh) -> None:
+        self.deepspeed = deepspeed
+        """DeepSpeed's engine: for tests and benchmarks, and for this package."""
+        self.module: LanguageModel = deepspeed.module
+        self.device = ranks.device
+        self.forward_dtype = torch.float32
+        if deepspeed.bfloat16_enabled() or deepspeed.fp16_enabled():
+            self.forward_dtype = torch.bfloat16 if deepspeed.bfloat16_enabled() else torch.float16
+        self.mesh = mesh
         self._ranks = ranks
-        self._mesh = mesh
+        self._state = state_of(deepspeed)
         self._own_tokens = int(mesh.place.tensor == 0)  # the ranks of a tensor-parallel group have the same loss
-        self._varlen = engine.module.config._attn_implementation == varlen.NAME
-        self._must_look = engine.zero_optimization_stage() == 3
+        self._varlen = self.module.config._attn_implementation == varlen.NAME
+        self.partitions_parameters = self._state.partitions_parameters
+        self._must_look = self.partitions_parameters
         """Whether it is not yet known that ZeRO 3 takes every gradient."""
 
-    def forward_backward(self, micro: MicroBatch, agreement: Callable[[], Agreement]) -> Tensor:
-        """One micro-batch of a global batch whose counted tokens all ranks agree on. The agreement is asked for after
-        the forward pass, so that it overlaps with the computation.
+    def forward_backward(self, micros: Sequence[MicroBatch], tokens: Callable[[], int]) -> list[Tensor]:
+        """The gradient of a step: the summed loss of each micro-batch."""
+        losses: list[Tensor] = []
+        for micro in micros:
+            losses.append(self.micro_step(micro, tokens))
+            if len(losses) < len(micros):
+                self.deepspeed.step()  # counts the micro-batch; updates nothing before the last one
+        return losses
 
-        Returns the summed loss of the micro-batch. DeepSpeed divides by the accumulation steps and averages
-        over the ranks with other tokens, as if all held equally many; the factor undoes both.
+    def micro_step(self, micro: MicroBatch, tokens: Callable[[], int]) -> Tensor:
+        """Forward and backward pass of one micro-batch; its summed loss.
+
+        DeepSpeed divides by the accumulation steps and averages over the ranks with other tokens, as if all held
+        equally many; the factor undoes both.
         """
-        engine = self.engine
+        engine = self.deepspeed
         equal_shares = engine.gradient_accumulation_steps() * engine.seq_dp_world_size
         heart.phase("forward")
         with self._attention([micro]):
             loss_sum = engine(*self._tensors(micro))
-            part = loss_sum / max(1, agreement().counted_tokens)
-            if engine.module.balance is not None:  # its parts add up over the ranks, and each micro-batch has its own
-                part = part + engine.module.balance / engine.gradient_accumulation_steps()
+            part = loss_sum / max(1, tokens())
+            if self.module.balance is not None:  # its parts add up over the ranks, and each micro-batch has its own
+                part = part + self.module.balance / engine.gradient_accumulation_steps()
             heart.phase("backward")
             engine.backward(part * equal_shares)
         progress.mark()
         return loss_sum.detach()
 
-    def step(
-        self,
-        batch: StepBatch,
-        agreement: Callable[[], Agreement],
-        lr_factor: float,
-        before_update: Callable[[], None] = lambda: None,
-    ) -> StepResult:
-        """All micro-batches of one optimizer step, then the update with peak learning rates x `lr_factor`.
-
-        `before_update` is called when the gradients are there and the optimizer has not written yet.
-        """
-        losses = []
-        for micro in batch.micro_batches:
-            losses.append(self.forward_backward(micro, agreement))
-            if len(losses) < len(batch.micro_batches):
-                self.engine.step()  # counts the micro-batch; updates nothing before the last one
-        for group in base_optimizer(self.engine).param_groups:
+    def update(self, lr_factor: float) -> Update:
+        """The optimizer step; a step that is not finite is skipped."""
+        for group in self._state.base.param_groups:
             group["lr"] = group["peak_lr"] * lr_factor
-        before_update()
         heart.phase("step")
-        self._update()
-        progress.mark()
-        return StepResult(
-            local_loss_sum=torch.stack(losses).sum(),
-            micro_losses=losses,
-            skipped=bool(getattr(self.engine.optimizer, "overflow", False)),
-            grad_norm=self._grad_norm(),
-        )
-
-    def routing(self) -> RoutingFigures | None:
-        """What the routers of a mixture of experts did since the last call; every rank calls it, at log points."""
-        routing = getattr(self.engine.module, "routing", None)
-        if routing is None:
-            return None
-        return routing.take(self._ranks.control, counts=self._mesh.place.tensor == 0)
-
-    def _update(self) -> None:
-        """DeepSpeed's step."""
         if self._must_look:
             self._refuse_lost_gradients()
             self._must_look = False
-        self._guarded(self.engine.step)
-
-    def _refuse_lost_gradients(self) -> None:
-        """ZeRO 3 takes a gradient where the module of the parameter is called, and drops what else there is of one.
-
-        Raises: ModelError, on all ranks alike.
-        """
-        lost = [name for name, parameter in self.engine.module.named_parameters() if parameter.grad is not None]
-        if lost:
-            raise ModelError(
-                f"model: ZeRO 3 would drop the gradients of {len(lost)} parameters in silence, first of {lost[0]}: "
-                "other code than the forward method of its module uses it. Set zero_optimization.stage to 2 or less."
-            )
-
-    def _guarded(self, step: Callable[[], Any]) -> None:
-        """Raises TrainingStopped, on all ranks alike, when fp16 has no smaller loss scale left."""
         try:
-            step()
+            self._optimizer_step()
         except Exception as error:  # DeepSpeed raises no class of its own here (fp16/loss_scaler.py)
             if "loss scale already at minimum" not in str(error):
                 raise
@@ -140,11 +110,36 @@ class Stepper:
                 "fp16: the gradient is not finite at the smallest loss scale (fp16.min_loss_scale). Lower optim.lr, "
                 "or train in bf16."
             ) from error
+        progress.mark()
+        optimizer = self.deepspeed.optimizer
+        return Update(skipped=bool(optimizer.overflow), grad_norm=optimizer._global_grad_norm)
+
+    def _optimizer_step(self) -> None:
+        self.deepspeed.step()
+
+    def routing(self) -> RoutingFigures | None:
+        """What the routers of a mixture of experts did since the last call; every rank calls it, at log points."""
+        routing = self.module.routing
+        if routing is None:
+            return None
+        return routing.take(self._ranks.control, counts=self.mesh.place.tensor == 0)
+
+    def _refuse_lost_gradients(self) -> None:
+        """ZeRO 3 takes a gradient where the module of the parameter is called, and drops what else there is of one.
+
+        Raises: ModelError, on all ranks alike.
+        """
+        lost = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
+        if lost:
+            raise ModelError(
+                f"model: ZeRO 3 would drop the gradients of {len(lost)} parameters in silence, first of {lost[0]}: "
+                "other code than the forward method of its module uses it. Set zero_optimization.stage to 2 or less."
+            )
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """(mean loss in nats, counted tokens) over all ranks. Every rank must get equally many micro-batches."""
-        module = self.engine.module
+        module = self.module
         module.eval()
         loss = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         counted = 0
@@ -152,10 +147,10 @@ class Stepper:
             for micro in batches:
                 heart.beat()
                 with self._attention([micro]):
-                    loss_sum = self.engine(*self._tensors(micro))
+                    loss_sum = self.deepspeed(*self._tensors(micro))
                 progress.mark()
                 loss += loss_sum.double()
-                if self._mesh.place.sequence == 0:
+                if self.mesh.place.sequence == 0:
                     counted += int((micro.labels >= 0).sum())  # of host memory: the device is not waited for
         finally:
             module.train()
@@ -178,7 +173,7 @@ class Stepper:
         Raises:
             ModelError: they differ by more than rounding.
         """
-        module = self.engine.module
+        module = self.module
         inputs = self._shareable(inputs)
         labels = inputs.roll(-1, dims=1)
         ours, _ = self.evaluate([MicroBatch(inputs=inputs, labels=labels, sample_indices=[])])
@@ -191,7 +186,7 @@ class Stepper:
 
     def _compare_losses(self, ours: float, theirs: float) -> None:
         """Raises ModelError when the loss in chunks is not the one of transformers' logits."""
-        compare_losses(self.engine.module.hf, ours, theirs)
+        compare_losses(self.module.hf, ours, theirs)
 
     def check_isolation(self, inputs: Tensor) -> None:
         """Prove on `inputs` [1, T], as two documents in a row, that nothing of the first reaches the second.
@@ -220,14 +215,14 @@ class Stepper:
     def _attention(self, micros: list[MicroBatch]) -> AbstractContextManager[None]:
         """In which these are computed, forward and backward: without cuDNN where attention gets a mask tensor."""
         masked = self._ranks.device.type == "cuda" and any(
-            gets_mask(self.engine.module.config, micro.inputs.shape[1], documents=micro.positions is not None)
+            gets_mask(self.module.config, micro.inputs.shape[1], documents=micro.positions is not None)
             for micro in micros
         )
         return without_cudnn() if masked else contextlib.nullcontext()
 
     def _shareable(self, inputs: Tensor) -> Tensor:
         """As many columns as the ranks of a row can share."""
-        return inputs[:, : inputs.shape[1] // self._mesh.degrees.sequence * self._mesh.degrees.sequence]
+        return inputs[:, : inputs.shape[1] // self.mesh.degrees.sequence * self.mesh.degrees.sequence]
 
     def _tensors(self, micro: MicroBatch) -> tuple[Tensor | None, ...]:
         """What the module's forward takes."""
@@ -239,5 +234,51 @@ class Stepper:
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._ranks.device, non_blocking=True)
 
-    def _grad_norm(self) -> Tensor | float | None:
-        return getattr(self.engine.optimizer, "_global_grad_norm", None)
+    # State
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every parameter of the model."""
+        return self.module.shapes()
+
+    def state(self) -> list[StateTensor]:
+        """All of this rank's pieces of the optimizer's state."""
+        return self._state.tensors()
+
+    def copies(self) -> Iterator[ForwardCopy]:
+        """What the forward pass reads on this rank."""
+        return self._state.copies()
+
+    def refresh(self) -> None:
+        """Make what the forward pass reads equal to the masters."""
+        self._state.refresh()
+
+    def optimizer_step(self) -> int:
+        """Applied steps, by the first counter of the optimizer."""
+        return next((int(state["step"]) for state in self._state.base.state.values() if "step" in state), 0)
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set every step counter of the optimizer."""
+        for state in self._state.base.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"].fill_(step)
+            elif "step" in state:
+                state["step"] = step
+
+    def loss_scale(self) -> dict[str, float]:
+        """The dynamic loss scaler's numbers (fp16)."""
+        scaler = self._scaler()
+        return {} if scaler is None else {key: getattr(scaler, key) for key in _SCALER_KEYS if hasattr(scaler, key)}
+
+    def set_loss_scale(self, numbers: dict[str, float]) -> None:
+        """Restore what `loss_scale` gave."""
+        scaler = self._scaler()
+        if scaler is not None:
+            for key, value in numbers.items():
+                setattr(scaler, key, value)
+
+    def _scaler(self) -> Any:
+        return self.deepspeed.optimizer.loss_scaler if self.deepspeed.fp16_enabled() else None
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the module, and give its buffers back."""
+        self.deepspeed.destroy()

@@ -1,8 +1,8 @@
-"""One optimizer step and one evaluation through DeepSpeed's pipeline engine."""
+"""DeepSpeed's pipeline engine as a run drives it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,62 +12,49 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceTiedGrads
 from torch import Tensor
 
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.data.loader import MicroBatch, StepBatch
-from llmtrain.dist.control import AgreedError, Agreement
+from llmtrain.data.loader import MicroBatch
+from llmtrain.dist.control import AgreedError
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
-from llmtrain.engine.deepspeed.fragments import base_optimizer
-from llmtrain.engine.deepspeed.step import Stepper, StepResult
+from llmtrain.engine.deepspeed.engine import ZeroEngine
+from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.errors import ModelError
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 
 
-def make_stepper(engine: Any, ranks: Ranks, mesh: Mesh) -> Stepper:
-    """The stepper for the engine's form of parallelism."""
-    if isinstance(engine.module, PipelineLanguageModel):
-        return PipelineStepper(engine, ranks, mesh)
-    return Stepper(engine, ranks, mesh)
-
-
-class PipelineStepper(Stepper):
+class PipelineZeroEngine(ZeroEngine):
     """Runs DeepSpeed's 1F1B schedule. The last stage speaks for the loss; it is zero on the others."""
 
-    def __init__(self, engine: Any, ranks: Ranks, mesh: Mesh) -> None:
-        super().__init__(engine, ranks, mesh)
-        _check_groups(engine, ranks)
-        # Here the engine looks up what to do for an instruction of its schedule.
-        ours = {ReduceTiedGrads: _reduce_tied, OptimizerStep: self._optimizer_step}
-        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **ours}
-        engine._compute_loss = False  # what the last stage gives is the loss already
-        self._before_update: Callable[[], None] = lambda: None
-        self._lr_factor = 1.0
+    stages = True
 
-    def step(
-        self,
-        batch: StepBatch,
-        agreement: Callable[[], Agreement],
-        lr_factor: float,
-        before_update: Callable[[], None] = lambda: None,
-    ) -> StepResult:
-        """As of `Stepper`. Not through train_batch(): that waits for the device and broadcasts the loss, each step."""
-        engine, module = self.engine, self.engine.module
+    def __init__(self, deepspeed: PipelineEngine, ranks: Ranks, mesh: Mesh) -> None:
+        super().__init__(deepspeed, ranks, mesh)
+        self._pipeline: PipelineLanguageModel = deepspeed.module
+        _check_groups(deepspeed, ranks)
+        # Here the engine looks up what to do for an instruction of its schedule; `update` does the optimizer's step.
+        ours = {ReduceTiedGrads: _reduce_tied, OptimizerStep: lambda engine, **_: None}
+        deepspeed._INSTRUCTION_MAP = {**deepspeed._INSTRUCTION_MAP, **ours}
+        deepspeed._compute_loss = False  # what the last stage gives is the loss already
+
+    def forward_backward(self, micros: Sequence[MicroBatch], tokens: Callable[[], int]) -> list[Tensor]:
+        """The gradient of a step. Not through train_batch(): that waits for the device and broadcasts the loss."""
+        engine, module = self.deepspeed, self._pipeline
         equal_shares = engine.gradient_accumulation_steps() * engine.dp_world_size
-        module.factor = lambda: equal_shares / max(1, agreement().counted_tokens)
-        self._lr_factor, self._before_update = lr_factor, before_update
+        module.factor = lambda: equal_shares / max(1, tokens())
         module.train()
         heart.phase("forward")
-        losses = self._run(batch.micro_batches, engine._train_schedule())
-        return StepResult(
-            local_loss_sum=torch.stack(losses).sum(),
-            micro_losses=losses,
-            skipped=bool(getattr(engine.optimizer, "overflow", False)),
-            grad_norm=self._grad_norm(),
-        )
+        return self._run(list(micros), engine._train_schedule())
+
+    def _optimizer_step(self) -> None:
+        PipelineEngine._exec_optimizer_step(self.deepspeed)
+
+    def routing(self) -> None:
+        """Mixtures of experts have no pipeline."""
 
     def _run(self, micros: list[MicroBatch], schedule: Any) -> list[Tensor]:
         """Follow a schedule; the summed loss of each micro-batch on the last stage, zeros elsewhere."""
-        engine, module = self.engine, self.engine.module
+        engine, module = self.deepspeed, self._pipeline
         module.losses = []
         module.labels.clear()
         engine.total_loss = None
@@ -83,22 +70,15 @@ class PipelineStepper(Stepper):
             heart.beat()
             progress.mark()  # behind what the schedule has handed over of earlier ones
             inputs, labels, positions = self._tensors(micro)
-            if self.engine.is_last_stage():
-                self.engine.module.labels.append(labels)  # the forward pass of this micro-batch comes next
+            assert labels is not None
+            if self.deepspeed.is_last_stage():
+                self._pipeline.labels.append(labels)  # the forward pass of this micro-batch comes next
             yield (inputs if positions is None else (inputs, positions)), labels
-
-    def _optimizer_step(self, engine: Any) -> None:
-        """The gradients are there, summed over micro-batches, ties and data-parallel ranks."""
-        for group in base_optimizer(engine).param_groups:
-            group["lr"] = group["peak_lr"] * self._lr_factor
-        self._before_update()
-        heart.phase("step")
-        self._guarded(lambda: PipelineEngine._exec_optimizer_step(engine))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """As of `Stepper`."""
-        engine, module = self.engine, self.engine.module
+        """Over all stages: the last one has the loss."""
+        engine, module = self.deepspeed, self._pipeline
         micros = list(batches)
         module.eval()
         # The first message tells the shape, which all micro-batches of a call have: told of each one, a stage would
@@ -118,12 +98,12 @@ class PipelineStepper(Stepper):
 
     @torch.no_grad()
     def check_head(self, inputs: Tensor) -> None:
-        """As of `Stepper`; the last stage has the logits."""
+        """Compare the losses; the last stage has the logits."""
         micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
         ours, _ = self.evaluate([micro])
-        stage = self.engine.module.stage
+        stage = self._pipeline.stage
         # The other stages give their hidden state as ever: transformers' forward would scale or cap that as logits.
-        stage.wants_logits = self.engine.is_last_stage()
+        stage.wants_logits = self.deepspeed.is_last_stage()
         try:
             theirs, _ = self.evaluate([micro])
         finally:
