@@ -16,6 +16,7 @@ from torch import nn
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.deepspeed import patches
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import apply_group_timeout
 from llmtrain.engine.deepspeed.optimizers import build_optimizer
@@ -29,7 +30,11 @@ from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 
 
 def build_engine(model: LanguageModel, resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> ZeroEngine:
-    """The engine for a model whose parameters have not been given values yet."""
+    """The engine for a model whose parameters have not been given values yet.
+
+    Raises: ConfigError, for a DeepSpeed or torch that lacks what a run depends on.
+    """
+    patches.check()
     if resolved.run.model.mlp_tile_tokens is not None and get_accelerator().device_name() == "cpu":
         return_freed_memory()
     optimizer = build_optimizer(model, resolved)

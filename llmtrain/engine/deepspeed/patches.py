@@ -1,0 +1,148 @@
+"""The private names of DeepSpeed and torch that this folder reads or replaces, and a check that they are still there.
+
+An update of either may take any of them away. Where Python would not notice (an attribute that nobody reads any more, a
+method that nobody calls), the run would go on and mean something else: so a start refuses a package that lacks one.
+`tests/unit/test_private_names.py` holds this table to the code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from llmtrain.errors import ConfigError
+
+VERIFIED = "0.19.8"
+"""The DeepSpeed whose private parts were read; zero_step.py compares the code of what it replaces."""
+
+
+@dataclass(frozen=True)
+class Private:
+    """Names of one module, and what they are for."""
+
+    module: str
+    names: tuple[str, ...]
+    why: str
+
+
+PRIVATE = (
+    Private(
+        "deepspeed.ops",
+        ("__compatible_ops__",),
+        "the shared-memory all-reduce, which leaves 69 MB a rank in /dev/shm, is marked as not there",
+    ),
+    Private(
+        "torch.distributed.distributed_c10d",
+        ("_world", "_set_pg_timeout"),
+        "every process group gets the run's timeout: DeepSpeed makes its subgroups without one",
+    ),
+    Private(
+        "torch.utils.cpp_extension",
+        ("_get_build_directory",),
+        "a lock that a killed build of an op has left is found",
+    ),
+    Private(
+        "deepspeed.runtime.compiler",
+        ("compile", "dummy_decorator"),
+        "Muon is imported without torch.compile where that does not work or does not pay",
+    ),
+    Private(
+        "deepspeed.runtime.zero.muon.original_muon",
+        ("ns_compute_dtype",),
+        "Muon's iteration runs in fp32 in a run in fp32",
+    ),
+    Private(
+        "torch._dynamo.eval_frame",
+        ("_torchdynamo_orig_callable",),
+        "whether this process has imported Muon compiled or not",
+    ),
+    Private("torch.nn.utils.clip_grad", ("_foreach_norm", "_foreach_mul_"), "one kernel for a list of gradients"),
+    Private(
+        "deepspeed.utils.groups",
+        ("mpu", "_get_expert_parallel_group"),
+        "the mpu of an earlier engine of the process is forgotten; the norm of shared experts is summed over the group",
+    ),
+    Private(
+        "deepspeed.runtime.engine",
+        ("_global_grad_norm", "_do_optimizer_sanity_check"),
+        "the gradient norm of a step; ZeRO 1 in bf16 with fp32 sums runs in the class of ZeRO 1 and 2",
+    ),
+    Private(
+        "deepspeed.runtime.pipe.engine",
+        (
+            "_INSTRUCTION_MAP",
+            "_compute_loss",
+            "_exec_schedule",
+            "_exec_optimizer_step",
+            "_train_schedule",
+            "_inference_schedule",
+            "total_loss",
+            "reset_activation_shape",
+        ),
+        "the schedule runs without train_batch(), which waits for the device, and without the optimizer's step",
+    ),
+    Private(
+        "deepspeed.runtime.zero.stage_1_and_2",
+        (
+            "_hp_mapping",
+            "_use_compact_grad_partition_buffer",
+            "_muon_update_lacks_loss_scale",
+            "_zero_padding",
+            "single_partition_of_fp32_groups",
+            "parallel_partitioned_bit16_groups",
+            "params_in_partition",
+            "use_grad_accum_attribute",
+        ),
+        "where ZeRO 1 and 2 keep masters and Muon's momentum; one norm for a step",
+    ),
+    Private(
+        "deepspeed.runtime.zero.stage3",
+        (
+            "_partition_all_parameters",
+            "_reassign_or_swap_out_partitioned_parameters",
+            "fp32_partitioned_groups_flat",
+            "sub_group_to_group_id",
+            "grad_position",
+            "persistent_parameters",
+        ),
+        "where ZeRO 3 keeps masters, and what its forward pass reads after they were written",
+    ),
+    Private(
+        "deepspeed.runtime.fp16.unfused_optimizer",
+        ("fp32_groups", "fp16_groups", "overflow"),
+        "where ZeRO 0 in bf16 and fp16 keeps masters; whether a step was skipped",
+    ),
+)
+
+
+def check() -> None:
+    """Look for all of them in the sources of the installed packages: about 10 ms.
+
+    Raises:
+        ConfigError: one is gone.
+    """
+    for private in PRIVATE:
+        text = _source(private.module)
+        gone = [name for name in private.names if not re.search(rf"\b{name}\b", text)]
+        if gone:
+            package = private.module.partition(".")[0]
+            raise ConfigError(
+                f"{package} {version(package)}: {private.module} has no {', '.join(gone)} any more, on which a run "
+                f"depends ({private.why}). llmtrain knows deepspeed {VERIFIED}: install deepspeed=={VERIFIED}, and a "
+                "torch that README.md names."
+            )
+
+
+def _source(module: str) -> str:
+    """Empty when there is no such module. Nothing is imported: torch.compile's backend would take two seconds."""
+    package, *inside = module.split(".")
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None, package
+    path = Path(spec.origin).parent.joinpath(*inside)
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return file.read_text()
+    return ""

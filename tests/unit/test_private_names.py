@@ -1,0 +1,84 @@
+"""Private names of other packages stand in few places, each in a table with its reason, and a start misses none."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmtrain.engine.deepspeed import patches
+from llmtrain.errors import ConfigError
+
+PACKAGE = Path(patches.__file__).parents[2]
+BEHIND_THE_DOOR = "engine/deepspeed/"
+ELSEWHERE = {
+    "checkpoint/native/pickles.py": {"_storage_classes", "_checkpoint_offset"},  # torch's own way to read a .pt file
+    "engine/progress.py": {"_C", "_distributed_c10d", "_dump_nccl_trace_json"},  # the flight recorder has no other name
+    "tracking/wandb_sink.py": {"_singleton", "_connection", "_cleanup"},  # W&B's exit hook, suppressed with a warning
+}
+"""What may be named outside, and why."""
+PUBLIC = {"_exit"}  # os._exit is documented
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def own_names() -> set[str]:
+    """Private names that this package gives to something itself."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(tree_of(path)):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                    found.add(name)
+    return found
+
+
+def foreign(path: Path, own: set[str]) -> Iterator[tuple[str, int]]:
+    """(private name of another package, line) as attribute, import, or text of getattr and its kin."""
+    for node in ast.walk(tree_of(path)):
+        names: list[str] = []
+        match node:
+            case ast.Attribute(attr=name):
+                names = [name]
+            case ast.ImportFrom(module=str(module), names=aliases) if not module.startswith(("llmtrain", "__")):
+                names = [alias.name for alias in aliases]
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]
+            ):
+                names = [name]
+        for name in names:
+            if name.startswith("_") and not name.endswith("__") and name not in own | PUBLIC:
+                yield name, node.lineno
+
+
+def test_private_names_of_others_stand_behind_the_door():
+    own = own_names()
+    tabled = {name for private in patches.PRIVATE for name in private.names}
+    stray = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        where = path.relative_to(PACKAGE).as_posix()
+        for name, line in foreign(path, own):
+            allowed = tabled if where.startswith(BEHIND_THE_DOOR) else ELSEWHERE.get(where, set())
+            if name not in allowed:
+                stray.append(f"{where}:{line} {name}")
+    assert not stray, stray
+
+
+def test_all_that_a_run_depends_on_is_there():
+    patches.check()
+
+
+def test_a_package_that_lacks_one_is_refused_by_its_version(monkeypatch):
+    gone = patches.Private("deepspeed.runtime.zero.stage3", ("_partition_all_parameters", "_renamed"), "for a test")
+    monkeypatch.setattr(patches, "PRIVATE", (gone,))
+    with pytest.raises(ConfigError, match=r"deepspeed 0\.19\.8: deepspeed\.runtime\.zero\.stage3 has no _renamed any"):
+        patches.check()
+    monkeypatch.setattr(patches, "PRIVATE", (patches.Private("deepspeed.moved", ("anything",), "for a test"),))
+    with pytest.raises(ConfigError, match="deepspeed.moved has no anything"):
+        patches.check()
