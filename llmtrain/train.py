@@ -1,4 +1,4 @@
-"""`llmtrain train`, and what launch/train.py runs on every rank."""
+"""`llmtrain train`: what every rank of a launch runs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def main(argv: list[str]) -> int:
             stall_timeout_s=stall_timeout_s(resolved),
             start_timeout_s=resolved.run.fault.start_timeout_s,
             run_dir=str(resolved.run.train.run_dir),
+            notes="llmtrain.tracking.fault_note",
         )
         let_segments_grow()
         _set_variables(resolved)

@@ -1,8 +1,8 @@
 """An all-reduce of growing size: `python -m llmtrain.dist.fabric QUESTIONS`, started by doctor on each host.
 
-QUESTIONS is JSON: backend, ranks (their names, in order), here (this host's: [rank, device] each), address and port of
-rank 0, rounds (of pairs of ranks to be measured one by one), limit_s. The answer is one line of JSON: on the host of
-rank 0 steps (bytes and seconds each) and pairs (two ranks and bytes a second), or error.
+QUESTIONS is JSON: mark, backend, ranks (their names, in order), here (this host's: [rank, device] each), address and
+port of rank 0, rounds (of pairs of ranks to be measured one by one), limit_s. The answer is one line, mark and then
+JSON: on the host of rank 0 steps (bytes and seconds each) and pairs (two ranks and bytes a second), or error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from llmtrain.cluster.watch.explain.device import with_reason
 from llmtrain.dist.interfaces import choose_interfaces
 from llmtrain.errors import UserError
 
-MARK = "llmtrain-all-reduce "
 _SMALL = (4 << 10, 256 << 10, 4 << 20, 32 << 20)
 SIZES_BYTES: dict[str, tuple[int, ...]] = {"gloo": _SMALL, "nccl": (*_SMALL, 256 << 20, 1 << 30)}
 PAIR_BYTES = {"gloo": 4 << 20, "nccl": 256 << 20}
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> int:
     """0: done. 1: it failed, and the line says why."""
     ask = json.loads(argv[0])
     answer = _each_of(ask) if len(ask["here"]) > 1 else _alone(ask)
-    print("\n" + MARK + json.dumps(answer), flush=True)
+    print("\n" + ask["mark"] + json.dumps(answer), flush=True)
     # Destroying a group whose peers are gone can wait for them: the process ends here.
     os._exit(1 if "error" in answer else 0)
 
@@ -45,11 +44,11 @@ def _each_of(ask: dict[str, Any]) -> dict[str, Any]:
     alone = [{**ask, "here": [one], "local_size": len(ask["here"])} for one in ask["here"]]
     words = [[sys.executable, "-m", "llmtrain.dist.fabric", json.dumps(each)] for each in alone]
     started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in words]
-    answers = []
+    answers, mark = [], ask["mark"]
     for (rank, _), process in zip(ask["here"], started, strict=True):
-        said = [line for line in process.communicate()[0].splitlines() if line.startswith(MARK)]
+        said = [line for line in process.communicate()[0].splitlines() if line.startswith(mark)]
         silent = {"error": f"{ask['ranks'][rank]} ended with code {process.returncode} and said nothing"}
-        answers.append(json.loads(said[-1][len(MARK) :]) if said else silent)
+        answers.append(json.loads(said[-1][len(mark) :]) if said else silent)
     return next((answer for answer in answers if "error" in answer), answers[0])
 
 

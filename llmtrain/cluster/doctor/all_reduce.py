@@ -27,11 +27,12 @@ def is_worth_it(survey: Survey) -> bool:
     return len(names) > 1 or any(len(each) > 1 for each in _here(survey, names).values())
 
 
-def measure(survey: Survey, ssh_port: int | None = None) -> dict[str, Any]:
+def measure(survey: Survey, module: str, ssh_port: int | None = None) -> dict[str, Any]:
     """backend, ranks (their number), steps (bytes and seconds), pairs (names and bytes a second), errors (by host).
 
     With the backend that a run would take: a rank for each GPU that the hostfile names, or one for each host without.
-    Sizes grow while they are quick. Of more than 64 hosts so many take part.
+    Sizes grow while they are quick. Of more than 64 hosts so many take part. `module`: the program that each host
+    runs, which gets its questions as JSON and prints `mark` and its answer.
     """
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     names = [names[0], *random.Random(0).sample(names[1:], min(len(names), ALL_PAIRS_TO) - 1)]
@@ -40,6 +41,7 @@ def measure(survey: Survey, ssh_port: int | None = None) -> dict[str, Any]:
     labels = {r: f"{name} GPU {at}" if backend == "nccl" else name for name, own in here.items() for r, at in own}
     port = survey.port if survey.facts[names[0]].get("port", {}).get("free") else random.randint(32001, 32700)
     questions = {
+        "mark": _MARK,
         "backend": backend,
         "ranks": [labels[rank] for rank in sorted(labels)],
         "address": "127.0.0.1" if survey.alone else addresses(survey, names[:1])[names[0]],
@@ -49,7 +51,7 @@ def measure(survey: Survey, ssh_port: int | None = None) -> dict[str, Any]:
     }
 
     def one(name: str) -> Answer:
-        worker = [sys.executable, "-m", "llmtrain.dist.fabric", json.dumps({**questions, "here": here[name]})]
+        worker = [sys.executable, "-m", module, json.dumps({**questions, "here": here[name]})]
         command = ["/bin/sh", "-c", _IN_FOLDER, "sh", survey.folder, *worker]
         return on_hosts([name], command, timeout_s=_WITHIN_S[backend], port=ssh_port, here=survey.alone)[name]
 
@@ -90,7 +92,7 @@ def _rounds(here: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[tuple[in
 
 
 def _read(answer: Answer) -> tuple[dict[str, Any], str]:
-    """What dist/fabric.py said on a host, and why it failed there."""
+    """What the program said on a host, and why it failed there."""
     lines = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
     said: dict[str, Any] = json.loads(lines[-1][len(_MARK) :]) if lines else {}
     if answer.code == 0 and lines and not said.get("error"):

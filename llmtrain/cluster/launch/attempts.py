@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from llmtrain import log
-from llmtrain.cluster.doctor.command import quick
+from llmtrain.cluster.doctor.quick import quick
 from llmtrain.cluster.doctor.report import print_report
 from llmtrain.cluster.hosts.environment import SECRETS_VARIABLE, deliver, remove
 from llmtrain.cluster.hosts.here import is_here

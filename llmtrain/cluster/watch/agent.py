@@ -51,7 +51,7 @@ class Agent:
         """Raises OSError."""
         self.folder = Path(settings["folder"])
         self.host = str(settings["host"])
-        self.notes = Notes(str(settings["run_dir"]))
+        self.notes = Notes(str(settings["run_dir"]), str(settings["notes"]))
         self.stall_s = float(settings["stall_s"])
         self.launcher: Process | None = identify(int(settings["launcher"]))
         self.started_by = job_of(int(settings["launcher"]))

@@ -11,7 +11,6 @@ import sys
 import time
 from typing import Any
 
-_MODULE = "llmtrain.tracking.fault_note"
 _WITHIN_S = 9.5
 """That a note may take; W&B needs seconds."""
 
@@ -19,8 +18,9 @@ _WITHIN_S = 9.5
 class Notes:
     """The notes of one run."""
 
-    def __init__(self, run_dir: str) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: str, module: str) -> None:
+        """`module`: the program that writes a note; it reads one JSON object from its standard input."""
+        self._run_dir, self._module = run_dir, module
         self._open: list[tuple[subprocess.Popen[bytes], float]] = []
 
     def write(self, kind: str, event: dict[str, Any], run: dict[str, Any] | None = None) -> None:
@@ -30,7 +30,7 @@ class Notes:
         content = {"run_dir": self._run_dir, "kind": kind, "event": event, "run": run or {}}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE],
+                [sys.executable, "-m", self._module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
