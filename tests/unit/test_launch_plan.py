@@ -162,9 +162,9 @@ def deepspeeds_command(given: Plan) -> int:
 
     devices = {each.name: list(each.devices) for each in given.hosts}
     args = argparse.Namespace(
-        user_args=[for_pdsh(word) for word in given.words], user_script=str(REPO / "launch/train.py"),
+        user_args=["train", *map(for_pdsh, given.words)], user_script="llmtrain",
         launcher_args="", master_addr="10.0.0.1", master_port=29500, ssh_port=None, venv_script=None,
-        no_python=False, module=False, no_local_rank=False, save_pid=False, enable_each_rank_log=None,
+        no_python=False, module=True, no_local_rank=True, save_pid=False, enable_each_rank_log=None,
     )  # fmt: skip
     runner = PDSHRunner(args, encode_world_info(devices))
     for line in deepspeed_env(given.travel.open).splitlines():

@@ -21,15 +21,16 @@ from llmtrain.cluster.hosts.environment import Travel, deepspeed_env, for_pdsh, 
 from llmtrain.cluster.hosts.here import is_alone
 from llmtrain.cluster.hosts.hostfile import Host, include_of, render
 from llmtrain.cluster.launch import slurm
-from llmtrain.cluster.launch.job import on_terminal
+from llmtrain.cluster.launch.job import TRAIN, on_terminal
 from llmtrain.errors import ConfigError
 from llmtrain.redact import redact_argv
 
-SCRIPT = (Path(__file__).parents[2] / "shipped/launch/train.py").resolve()
 # A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
 _MAX_COMMAND = (128 << 10) - 1
 """Bytes that Linux takes in one argument (MAX_ARG_STRLEN), and pdsh and sshd make one of the whole command."""
+_STARTS = ("--no_local_rank", "--module")
+"""DeepSpeed's flags for `python -m`; a rank knows its number by LOCAL_RANK."""
 _SPARE = 512
 """Of the command, for what is not known yet: address, port, threads, the secrets' file."""
 
@@ -55,7 +56,7 @@ class Plan:
 
     hosts: tuple[Host, ...]
     words: tuple[str, ...]
-    """Of launch/train.py: --config RUN.yaml and the overrides."""
+    """Of `llmtrain train`: --config RUN.yaml and the overrides."""
     travel: Travel
     verbose: bool = False
 
@@ -92,7 +93,7 @@ def check(plan: Plan) -> None:
     """Raises ConfigError for what DeepSpeed's launcher over pdsh would break on."""
     if plan.alone:
         return
-    problems = [path_problem(path) for path in (os.getcwd(), sys.executable, str(SCRIPT))]
+    problems = [path_problem(path) for path in (os.getcwd(), sys.executable)]
     problems += [
         f"the argument {word!a} has a line break, and no shell can hand it on: put the value into the YAML"
         for word in plan.words
@@ -112,7 +113,7 @@ def command_length(plan: Plan) -> int:
     """Bytes of the command that DeepSpeed's launcher has pdsh run on a host (multinode_runner.py, PDSHRunner)."""
     world = json.dumps({host.name: list(host.devices) for host in plan.hosts})
     exports = len(os.fsencode(deepspeed_env(plan.travel.open))) + len('export ""; ') * len(plan.travel.open)
-    words = [os.getcwd(), sys.executable, "-u -m deepspeed.launcher.launch --node_rank=0", str(SCRIPT)]
+    words = [os.getcwd(), sys.executable, "-u -m deepspeed.launcher.launch --node_rank=0", *_STARTS, *TRAIN]
     words += map(for_pdsh, plan.words)
     quotes = len('"" ')
     return len(base64.b64encode(world.encode())) + exports + sum(len(os.fsencode(w)) + quotes for w in words) + _SPARE
@@ -135,7 +136,7 @@ def command(plan: Plan, folder: Path | str, address: str, port: int | str) -> li
         # Without this a single host is taken for the machine at hand, whatever its name is.
         *(() if plan.alone or len(plan.hosts) > 1 else ("--force_multi",)),
         *("--master_addr", "127.0.0.1" if plan.alone else address, "--master_port", str(port)),
-        str(SCRIPT),
+        *(*_STARTS, *TRAIN),
         *(plan.words if plan.alone else map(for_pdsh, plan.words)),
     ]
 
