@@ -28,7 +28,7 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.data.loader import StepBatch, TrainData, TrainLoader
-from llmtrain.dist.control import Agreement
+from llmtrain.dist.control import Agreement, from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.deepspeed.fragments import PARAM, fragments, owned, whole_shapes
 from llmtrain.engine.deepspeed.join import join_process_group
@@ -256,8 +256,7 @@ def train_steps(
 def assembled(engine: Any, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
     """All fp32 tensors of a kind, put together from every rank's own slices (the same result on all ranks)."""
     mine = [(f.name, *owned(f)) for f in fragments(engine) if f.kind == kind]
-    parts: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(parts, [(n, r, v.clone()) for n, r, v in mine], group=ranks.control)
+    parts = from_all(ranks, [(n, r, v.clone()) for n, r, v in mine])
     whole = {name: torch.full(shape, float("nan")) for name, shape in whole_shapes(engine).items()}
     for name, region, values in (piece for part in parts for piece in part):
         put(whole[name].view(-1), region, values)

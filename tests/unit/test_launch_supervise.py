@@ -26,7 +26,7 @@ def end(status: str, code: int = 0, reason: str | None = None) -> dict[str, Any]
     "messages, code, asked, kind, exit_code",
     [
         ([end("complete")], 0, None, "complete", 0),
-        ([end("complete")], 0, 2, "complete", 0),  # it was done before the wish arrived
+        ([end("complete")], 0, 2, "complete", 0),  # it was done before the request arrived
         ([end("stopped", reason="SIGTERM")], 0, None, "preempted", 75),
         ([end("stopped", reason="SIGTERM")], 1, None, "preempted", 75),  # the host's launcher was signalled too
         ([end("stopped", reason="preempt file /run/spot")], 0, None, "preempted", 75),
