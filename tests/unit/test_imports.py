@@ -16,7 +16,7 @@ PACKAGE = ROOT / "llmtrain"
 # A part may import from its own layer's own part and from every layer above it in this list.
 # Parts that share a layer are siblings: they never import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "foreign", "units", "topology"),
+    ("errors", "files", "foreign", "units", "topology"),
     ("log", "redact"),
     ("config", "tensors"),
     ("completion", "schedule"),
@@ -35,6 +35,7 @@ LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 HEAVY = {"torch", "deepspeed", "transformers", "numpy", "pandas"}
 LIGHT = (
     "errors",
+    "files",
     "foreign",
     "units",
     "log",

@@ -14,6 +14,7 @@ from llmtrain.cluster.watch import ending, folder, observe, proc, watched
 from llmtrain.cluster.watch.explain.facts import RankFacts
 from llmtrain.cluster.watch.heartbeat import PHASES, Heartbeat, named, read
 from llmtrain.cluster.watch.link import Server, answers, call, wait
+from llmtrain.files import lock_folder
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_folders_that_somebody_uses_are_not_swept(tmp_path):
             Heartbeat().connect(each / "rank-00000.beat", rank=0, local_rank=0)
         if what != "young":
             os.utime(each, (time.time() - 3600, time.time() - 3600))
-    held = folder.lock(folders["watch"])
+    held = lock_folder(folders["watch"])
     folder.sweep(tmp_path / f"llmtrain-watch-{uid}-own")
     os.close(held)
     assert [what for what, each in folders.items() if not each.exists()] == ["dead"]
