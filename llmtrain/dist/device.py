@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from llmtrain import units
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError
 from llmtrain.topology import ranks_of_this_host
@@ -53,7 +54,7 @@ def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") 
     if visible == 1:
         return 0
     raise ConfigError(
-        f"this host has {visible} {kind} devices for {ranks} ranks (CUDA_VISIBLE_DEVICES is "
+        f"this host has {units.counted(visible, f'{kind} device')} for {ranks} ranks (CUDA_VISIBLE_DEVICES is "
         f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): set its slots in the hostfile to {visible}."
     )
 

@@ -296,7 +296,7 @@ def test_a_thousand_hosts_stay_readable(tmp_path: Path) -> None:
     assert "red    shm: node-[0007,0500-0501]: /dev/shm has 1 MiB free" in text
     assert re.search(r"^ node-\[0002-0006,", text, re.M) and "1020" in text, text
     assert text.count("fix:") == 1 and "on HOST: mount -o remount" in text
-    assert "1024 hosts, 9.0s: 3 to mend" in text
+    assert "1024 hosts, 9.0s: 3 to fix" in text
     assert elapsed_s < 20, elapsed_s  # a million addresses are compared: 2 s on a machine that has nothing else to do
 
 

@@ -95,7 +95,7 @@ def trouble(host: str, **how: Any) -> Trouble:
         ("refusing", "refused", "no sshd listens", "systemctl start ssh"),
         ("noroute", "unreachable", "No route to host", "ping -c 1 noroute"),
         ("off", "unreachable", "Connection timed out", "ping -c 1 off"),
-        ("mute", "timeout", "its sshd does not speak", "systemctl restart ssh"),
+        ("mute", "timeout", "its sshd does not answer", "systemctl restart ssh"),
         ("stranger", "host_key", "is not known here", "ssh-keyscan stranger >> ~/.ssh/known_hosts"),
         ("changed", "host_key", "another host key", "ssh-keygen -R changed"),
         ("keyless", "key", "refuses our key", "ssh-copy-id keyless"),

@@ -178,7 +178,10 @@ def deepspeeds_command(given: Plan) -> int:
     [
         (["--", "run.yaml"], "--hostfile is missing"),
         (["--hostfile", "hosts"], "no run: write"),
-        (["--hostfile", "hosts", "--min-hosts", "3", "--", "run.yaml"], "--min-hosts is 3, and there are 2 hosts"),
+        (
+            ["--hostfile", "hosts", "--min-hosts", "3", "--", "run.yaml"],
+            "--min-hosts is 3: give 1 to 2",
+        ),
         (["--hostfile", "hosts", "--min-hosts", "0", "--", "run.yaml"], "--min-hosts is 0"),
         (["--hostfile", "hosts", "--max-restarts", "-1", "--", "run.yaml"], "--max-restarts is -1"),
         (["--hostfile", "hosts", "--launcher", "slurm", "--", "run.yaml"], "leave --hostfile out"),

@@ -36,7 +36,7 @@ def end(status: str, code: int = 0, reason: str | None = None) -> dict[str, Any]
         ([end("stopped", reason="another rank was asked to stop")], 137, None, "fault", 1),
         ([end("refused", 2, "train.global_batch")], 2, None, "refused", 2),
         ([end("refused", 3, "non-finite")], 3, None, "refused", 3),
-        ([end("failed", 2, "ranks 4 to 7 had not come")], 2, None, "fault", 1),
+        ([end("failed", 2, "ranks 4 to 7 had not connected")], 2, None, "fault", 1),
         ([FAULT], 137, None, "fault", 1),
         ([FAULT], 0, None, "fault", 1),  # DeepSpeed's runner exits 0 where its launcher was killed
         ([], 0, None, "fault", 1),

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
+from llmtrain import units
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SLOW, addresses, rounds
 from llmtrain.cluster.doctor.survey import in_parallel
@@ -107,7 +108,7 @@ def judge(found: Mapping[str, Any]) -> list[Finding]:
     findings = []
     for host, why in found["errors"].items():
         what = f"an all-reduce of {found['ranks']} ranks with {found['backend']} failed: {why[:300]}"
-        fix = f"mend what else is red; then on {host}: is every TCP port open to the other hosts?"
+        fix = f"fix what else is marked FAIL; then on {host}: is every TCP port open to the other hosts?"
         findings.append(Finding(host=host, check="fabric", level="red", what=what, fix=fix))
     best: dict[str, float] = {}
     for first, second, rate in found["pairs"]:
@@ -130,7 +131,7 @@ def summary(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"all-reduce of {found['ranks']} ranks ({found['backend']}): {shown}")
     if rates := sorted(rate for _, _, rate in found["pairs"]):
         lines.append(
-            f"{len(rates)} pairs of GPUs of a host: {_rate(rates[0])} to {_rate(rates[-1])} each way "
+            f"{units.counted(len(rates), 'pair')} of GPUs of a host: {_rate(rates[0])} to {_rate(rates[-1])} each way "
             f"(median {_rate(median(rates))})"
         )
     return lines

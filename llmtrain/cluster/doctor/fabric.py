@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from llmtrain import units
 from llmtrain.cluster.doctor import wire
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.doctor.compare import held, right_interfaces
@@ -254,7 +255,7 @@ def _odd(pairs: Sequence[Pair]) -> Iterator[Finding]:
         words = _odd_pair(pair, best, trip, duplex)
         if words:
             what = f"a slow pair, {pair.first} and {pair.second}: {'; '.join(words)}"
-            fix = f"look at the way between the two: on {pair.first}: traceroute {pair.second}; cables between switches"
+            fix = f"look at the path between the two: on {pair.first}: traceroute {pair.second}; cables, switches"
             yield Finding(host=pair.first, check="fabric", level="red", what=what, fix=fix)
 
 
@@ -297,7 +298,7 @@ def summary(fabric: Fabric) -> list[str]:
     if good:
         rates, trips = sorted(pair.rate for pair in good), sorted(pair.trip_s for pair in good)
         lines.append(
-            f"{len(good)} pairs over TCP: {bits(rates[0])} to {bits(rates[-1])} (median {bits(median(rates))}), "
-            f"round trip {1e3 * trips[0]:.2f} to {1e3 * trips[-1]:.2f} ms"
+            f"{units.counted(len(good), 'pair')} over TCP: {bits(rates[0])} to {bits(rates[-1])} "
+            f"(median {bits(median(rates))}), round trip {1e3 * trips[0]:.2f} to {1e3 * trips[-1]:.2f} ms"
         )
     return lines

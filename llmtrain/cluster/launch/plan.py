@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain import units
 from llmtrain.cluster import messages
 from llmtrain.cluster.hosts.envfile import read_env_file
 from llmtrain.cluster.hosts.environment import Travel, deepspeed_env, for_pdsh, path_problem, travelling
@@ -197,15 +198,14 @@ def threads(plan: Plan, cores: Mapping[str, int]) -> int:
 
 def describe(plan: Plan, options: Options) -> str:
     """What --dry-run prints. No value of a variable is shown: a name is enough to see whether it travels."""
-    hosts = "host" if len(plan.hosts) == 1 else "hosts"
-    ranks = "rank" if plan.world_size == 1 else "ranks"
-    lines = [f"{len(plan.hosts)} {hosts}, {plan.world_size} {ranks}"]
+    hosts = units.counted(len(plan.hosts), "host")
+    lines = [f"{hosts}, {units.counted(plan.world_size, 'rank')}"]
     width = max(len(host.name) for host in plan.hosts)
     digits = int(math.log10(max(1, plan.world_size - 1))) + 1
     first = 0
     for host in plan.hosts:
         span = f"{first:{digits}}" + (f" to {first + host.slots - 1:{digits}}" if host.slots > 1 else "")
-        lines.append(f"  {host.name:<{width}}  ranks {span}  devices {_spans(host.devices)}")
+        lines.append(f"  {host.name:<{width}}  ranks {span}  devices {units.spans(host.devices)}")
         first += host.slots
     by_slurm = options.launcher == "slurm"
     argv = slurm.command(plan.hosts, plan.words, "NAME") if by_slurm else command(plan, "FOLDER", "ADDRESS", "PORT")
@@ -216,8 +216,8 @@ def describe(plan: Plan, options: Options) -> str:
     lines.append(f"environment, {how}: {' '.join(sorted(plan.travel.open)) or '(nothing)'}")
     private = "inherited" if inherited else "in a file of mode 0600"
     lines.append(f"environment, {private}: {' '.join(sorted(plan.travel.private)) or '(nothing)'}")
-    least = f"on at least {options.min_hosts} of {len(plan.hosts)} {hosts}"
-    lines.append(f"after a fault: at most {options.max_restarts} restarts, {least}")
+    restarts = units.counted(options.max_restarts, "restart")
+    lines.append(f"after a fault: at most {restarts}, on at least {options.min_hosts} of {hosts}")
     return "\n".join(lines)
 
 
@@ -235,8 +235,3 @@ def host_of_rank(hosts: Sequence[Host], rank: int) -> str:
     """The name in the hostfile of the host that a rank runs on; empty when there are fewer ranks."""
     names = [host.name for host in hosts for _ in range(host.slots)]
     return names[rank] if rank < len(names) else ""
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    whole = list(numbers) == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 2
-    return f"{numbers[0]}-{numbers[-1]}" if whole else ",".join(map(str, numbers))

@@ -23,11 +23,12 @@ from llmtrain.cluster.watch.capture import captured, with_gpus
 from llmtrain.cluster.watch.ending import Process, end_host, hang_up, identify, job_of
 from llmtrain.cluster.watch.explain.facts import Explanation, HostFacts, JobFacts, RankFacts
 from llmtrain.cluster.watch.explain.paragraph import explain
-from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, lock, own, read_json, sweep, write_json
+from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, own, read_json, sweep, write_json
 from llmtrain.cluster.watch.judge import Judge, Pauses, Stragglers, Verdict
 from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.observe import HostRanks
 from llmtrain.cluster.watch.proc import oom_kills
+from llmtrain.files import lock_folder
 
 _TICK_S, _SOONEST_S = 0.5, 0.1
 """Between two looks at everything. Reports come at any time: of 1,000 hosts, each must not cost a look."""
@@ -128,7 +129,7 @@ class Agent:
     def _settle(self) -> None:
         """Hold the folder, and leave in it how to reach this watch. Raises OSError."""
         own(self.folder)
-        self.lock = lock(self.folder)
+        self.lock = lock_folder(self.folder)
         write_json(self.folder / AGENT, {"port": self.server.port, "token": self.server.token, "pid": os.getpid()})
 
     def _finished(self) -> bool:
@@ -358,7 +359,7 @@ class Agent:
             )
             self.notes.write("pause", _event(explanation, facts))
         elif change == "over":
-            _say(f"the ranks go on, after {lasted_s:.0f} s without progress")
+            _say(f"the ranks make progress again, after {lasted_s:.0f} s without progress")
             self.notes.write("pause_over", {"lasted_s": round(lasted_s, 1)})
 
     def close(self) -> None:
