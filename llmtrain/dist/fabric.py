@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.cluster.doctor.survey import read_marked
 from llmtrain.cluster.watch.explain.device import with_reason
 from llmtrain.dist.interfaces import choose_interfaces
 from llmtrain.errors import UserError
@@ -44,11 +45,11 @@ def _each_of(ask: dict[str, Any]) -> dict[str, Any]:
     alone = [{**ask, "here": [one], "local_size": len(ask["here"])} for one in ask["here"]]
     words = [[sys.executable, "-m", "llmtrain.dist.fabric", json.dumps(each)] for each in alone]
     started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in words]
-    answers, mark = [], ask["mark"]
+    answers = []
     for (rank, _), process in zip(ask["here"], started, strict=True):
-        said = [line for line in process.communicate()[0].splitlines() if line.startswith(mark)]
+        said = read_marked(process.communicate()[0], ask["mark"])
         silent = {"error": f"{ask['ranks'][rank]} ended with code {process.returncode} and said nothing"}
-        answers.append(json.loads(said[-1][len(mark) :]) if said else silent)
+        answers.append(silent if said is None else said)
     return next((answer for answer in answers if "error" in answer), answers[0])
 
 

@@ -101,7 +101,7 @@ def trouble(host: str, **how: Any) -> Trouble:
         ("keyless", "key", "refuses our key", "ssh-copy-id keyless"),
         ("typing", "prompt", "takes passwords only", "PubkeyAuthentication yes"),
         ("closing", "died", "Connection reset by peer", "journalctl -u ssh"),
-        ("killed", "died", "was ended here (signal 9)", "ask again"),
+        ("killed", "died", "was stopped here (signal 9)", "ask again"),
         ("cut", "died", "broke while the command ran (client_loop", "ssh cut uptime"),
         ("nologin", "noise", "ended with code 1 before our command: This account", "start files"),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 from llmtrain import units
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SLOW, addresses, rounds
-from llmtrain.cluster.doctor.survey import in_parallel
+from llmtrain.cluster.doctor.survey import in_parallel, read_marked
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import Answer, on_hosts
 
@@ -94,9 +94,9 @@ def _rounds(here: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[tuple[in
 
 def _read(answer: Answer) -> tuple[dict[str, Any], str]:
     """What the program said on a host, and why it failed there."""
-    lines = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
-    said: dict[str, Any] = json.loads(lines[-1][len(_MARK) :]) if lines else {}
-    if answer.code == 0 and lines and not said.get("error"):
+    found = read_marked(answer.stdout, _MARK)
+    said = found or {}
+    if answer.code == 0 and found is not None and not said.get("error"):
         return said, ""
     last = [line for line in answer.stderr.splitlines() if line.strip()][-1:]
     trouble = answer.trouble.text if answer.trouble and answer.code is None else None

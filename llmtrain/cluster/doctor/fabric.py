@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from llmtrain import units
 from llmtrain.cluster.doctor import wire
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.doctor.compare import held, right_interfaces
-from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program
+from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program, read_marked
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer
 
 ALL_PAIRS_TO = FAN_OUT
@@ -127,7 +126,7 @@ def measure_pairs(
     found = []
     for first, second in (pair for each in plan for pair in each):
         answer = answers[first]
-        measured = _read(answer.stdout)
+        measured = read_marked(answer.stdout, wire.MARK) or {}
         why = answer.trouble.text if answer.trouble and answer.code is None else "the measurement did not end in time"
         about = measured.get(second) or {"error": measured.get("", {}).get("error", why)}
         found.append(Pair(first=first, second=second, **about))
@@ -139,15 +138,6 @@ def addresses(survey: Survey, names: Sequence[str]) -> dict[str, str]:
     rights = right_interfaces(survey)
     found = {name: held(survey.facts[name]).get(rights.get(name, ""), []) for name in names}
     return {name: addresses[0] if addresses else name for name, addresses in found.items()}
-
-
-def _read(text: str) -> dict[str, Any]:
-    for line in reversed(text.splitlines()):
-        if line.startswith(wire.MARK):
-            found = json.loads(line[len(wire.MARK) :])
-            assert isinstance(found, dict)
-            return found
-    return {}
 
 
 def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -341,13 +340,9 @@ class Launch:
 
     def _newest(self) -> int:
         """Step of the newest complete checkpoint that is seen from here; 0 if there is none."""
-        found = re.compile(r"step-(\d+)")
-        steps = [
-            int(matched[1])
-            for path in (self._run_dir / "checkpoints").glob("step-*/manifest.json")
-            if (matched := found.fullmatch(path.parent.name))
-        ]
-        return max(steps, default=0)
+        complete = (self._run_dir / "checkpoints").glob("step-*/manifest.json")
+        steps = (path.parent.name.removeprefix("step-") for path in complete)
+        return max((int(step) for step in steps if step.isdecimal()), default=0)
 
     def _event(self, kind: str, **fields: Any) -> None:
         """One line in the run's events.jsonl, if its folder is here."""
