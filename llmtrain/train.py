@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     completion.offer_run()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
-    with watched.told_how_it_ends():
+    with watched.outcome_reported():
         load_secrets()
         resolved = load(argv, world_size, source)
         refuse_if_in_use(str(resolved.run.train.run_dir))  # rank 0 takes the folder when all ranks have met: later

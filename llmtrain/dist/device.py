@@ -60,7 +60,7 @@ def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") 
 
 
 def _refuse_idle_gpus() -> None:
-    """A CPU build of torch, or a driver that does not answer, would train on the processor without a word."""
+    """A CPU build of torch, or a driver that does not answer, would train on the processor in silence."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if os.environ.get("DS_ACCELERATOR") or hidden or not Path("/dev/nvidia0").exists():
         return

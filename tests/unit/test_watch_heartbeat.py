@@ -118,7 +118,7 @@ def test_only_the_jobs_own_connections_are_hung_up(monkeypatch):
             time.sleep(0.01)
         monkeypatch.setenv("LLMTRAIN_LAUNCH", "aaaa")
         assert ending.job_of(vague.pid) is None and ending.job_of(launcher.pid) == job
-        ending.hang_up(job, 0.0)
+        ending.end_ssh(job, 0.0)
         assert ssh[0].wait(10) == -signal.SIGTERM and ssh[1].poll() is None
     finally:
         for each in (launcher, vague, *ssh):
@@ -343,7 +343,7 @@ def test_only_what_is_said_of_a_lost_peer_is_left_to_the_watch(tmp_path, monkeyp
     monkeypatch.delenv("LLMTRAIN_VERBOSE", raising=False)
 
     def end() -> type[BaseException]:
-        with pytest.raises((SystemExit, type(error))) as ended, watched.told_how_it_ends():
+        with pytest.raises((SystemExit, type(error))) as ended, watched.outcome_reported():
             raise error
         return ended.type
 

@@ -43,7 +43,7 @@ class Notes:
             return
         self._open.append((process, time.monotonic()))
 
-    def tend(self) -> None:
+    def reap(self) -> None:
         """End those that are done or had their time, with all that they started. Call it often."""
         still = []
         for process, began_s in self._open:
@@ -58,5 +58,5 @@ class Notes:
     def finish(self) -> None:
         """Wait for them, and leave none."""
         while self._open:
-            self.tend()
+            self.reap()
             time.sleep(0.05)

@@ -135,13 +135,13 @@ def tend(flight_recorder: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def left(code: int) -> None:
-    """This rank ends of its own will, with this exit code: from now on it only leaves. Nothing after a 0 is a fault."""
+    """This rank ends by itself, with this exit code: from now on it only leaves. Nothing after a 0 is a fault."""
     heart.left(code)
     faulthandler.unregister(STACK_SIGNAL)
 
 
 @contextlib.contextmanager
-def told_how_it_ends() -> Iterator[None]:
+def outcome_reported() -> Iterator[None]:
     """Around everything that this rank does: the watch, and the supervisor, learn how it ends."""
     try:
         yield
