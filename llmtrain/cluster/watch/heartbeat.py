@@ -85,7 +85,7 @@ class Beat:
     """Optimizer steps done."""
     phase: str
     left: int | None
-    """The exit code that the rank is about to end with by itself; None while it works."""
+    """The exit code with which the rank is about to end by itself; None while it works."""
     stopping: bool
     """It was asked to stop, and will at the next step boundary."""
     collectives: int
