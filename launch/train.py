@@ -1,4 +1,4 @@
-"""What DeepSpeed's launcher starts on every rank:
+"""`llmtrain train` for a start by hand, from a clone that need not be installed; `llmtrain launch` does without it:
 
 deepspeed --hostfile hosts launch/train.py --config launch/recipes/NAME.yaml [--section.key value ...]
 """

@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     world_size, source, rest = _world_size(rest)
     resolved = load(["--config", yaml_path, *rest], world_size, source)
     if action == "show":
-        print(f"# {yaml_path}, resolved for {world_size} rank{'' if world_size == 1 else 's'}\n{dump(resolved.run)}")
+        print(f"# {yaml_path}, resolved for {units.counted(world_size, 'rank')}\n{dump(resolved.run)}")
         print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")
         print(summary(resolved))
     else:

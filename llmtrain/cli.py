@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "llmtrain.cluster.launch.command",
         "train on the hosts of a hostfile: start, watch, start again after a fault",
     ),
-    "doctor": ("llmtrain.cluster.doctor.command", "examine the hosts of a hostfile, and say how to mend what is wrong"),
+    "doctor": ("llmtrain.doctor", "examine the hosts of a hostfile, and say how to fix what is wrong"),
     "train": ("llmtrain.train", "train in this process; on many ranks, `launch` or `deepspeed` starts it"),
     "parity": ("llmtrain.parity.command", "hold a small copy of a run against plain PyTorch in one process"),
     "generate": ("llmtrain.generate", "print a continuation of a prompt"),

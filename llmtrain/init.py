@@ -15,7 +15,7 @@ _SHIPPED = Path(__file__).parent / "shipped"
 _NEXT = """\
 launch/recipes/   a YAML for each run: copy one and change it
 ds_configs/       DeepSpeed JSON; its README.md says which to take
-launch/           train.py (what `deepspeed` starts), examples of a hostfile and of an environment, a Slurm script
+launch/           train.py (for `deepspeed` by hand), examples of a hostfile and of an environment, a Slurm script
 to begin:         cd {folder}
                   llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib
                   llmtrain train --config launch/recipes/quickstart.yaml"""

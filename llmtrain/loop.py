@@ -29,7 +29,7 @@ from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.dist.collectives import count_collectives, describe, introduce
 from llmtrain.dist.connect import leave_all
-from llmtrain.dist.control import AgreedError, Wishes, from_rank_0, together
+from llmtrain.dist.control import AgreedError, StopRequests, from_rank_0, together
 from llmtrain.dist.device import device_name, use_deterministic_kernels
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.deepspeed.join import join_process_group
@@ -64,10 +64,15 @@ class Training:
     """One launch: everything that lives between the first and the last step."""
 
     def __init__(
-        self, resolved: ResolvedRun, ranks: Ranks, folder: RunDirectory, checkpoints: CheckpointFolder, wishes: Wishes
+        self,
+        resolved: ResolvedRun,
+        ranks: Ranks,
+        folder: RunDirectory,
+        checkpoints: CheckpointFolder,
+        requests: StopRequests,
     ) -> None:
         self.resolved, self.run, self.ranks = resolved, resolved.run, ranks
-        self.folder, self.checkpoints, self.wishes = folder, checkpoints, wishes
+        self.folder, self.checkpoints, self.requests = folder, checkpoints, requests
         self.mesh = mesh_of(resolved.degrees)
         with together(ranks):
             self.data = TrainData(self.run.data)
@@ -175,9 +180,9 @@ class Training:
     def _requests(self, saving: Saving) -> Requests:
         """What the ranks are to hear of this one with the next step."""
         return Requests(
-            stop=self.wishes.stop_reason is not None,
+            stop=self.requests.stop_reason is not None,
             time_up=self._time_is_up(),
-            save=self.wishes.take_save() or saving.time_is_due(),
+            save=self.requests.take_save() or saving.time_is_due(),
             save_status=saving.status(),
         )
 
@@ -333,12 +338,12 @@ def train(resolved: ResolvedRun) -> int:
 
 def _train(resolved: ResolvedRun, ranks: Ranks, folder: RunDirectory, stack: contextlib.ExitStack) -> None:
     """All that the ranks do together. `stack`: what is to be closed at the end."""
-    wishes = stack.enter_context(Wishes(resolved.run.fault.preempt_file))
+    requests = stack.enter_context(StopRequests(resolved.run.fault.preempt_file))
     with together(ranks):
         if ranks.rank == 0:
             stack.enter_context(folder)
     checkpoints = stack.enter_context(open_checkpoints(folder, resolved.run, ranks))
-    training = Training(resolved, ranks, folder, checkpoints, wishes)
+    training = Training(resolved, ranks, folder, checkpoints, requests)
     heart.phase("resume")
     lines = training.resume_or_start()
     training.check_loss()
@@ -392,7 +397,7 @@ def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bo
         saving.last(position.step, training.trainer_state, exports=complete and training.run.train.export)
     validation_loss = training.evaluate(tracker) if complete and training.run.train.eval else None
     if ranks.rank == 0:
-        reason = None if complete else training.wishes.stop_reason or "another rank was asked to stop"
+        reason = None if complete else training.requests.stop_reason or "another rank was asked to stop"
         tracker.event("stop", step=position.step, complete=complete, reason=reason)
         if complete:
             heart.phase("export")

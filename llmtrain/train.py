@@ -1,4 +1,4 @@
-"""`llmtrain train`, and what launch/train.py runs on every rank."""
+"""`llmtrain train`: what every rank of a launch runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     completion.offer_run()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
-    with watched.told_how_it_ends():
+    with watched.outcome_reported():
         load_secrets()
         resolved = load(argv, world_size, source)
         refuse_if_in_use(str(resolved.run.train.run_dir))  # rank 0 takes the folder when all ranks have met: later
@@ -28,6 +28,7 @@ def main(argv: list[str]) -> int:
             stall_timeout_s=stall_timeout_s(resolved),
             start_timeout_s=resolved.run.fault.start_timeout_s,
             run_dir=str(resolved.run.train.run_dir),
+            notes="llmtrain.tracking.fault_note",
         )
         let_segments_grow()
         _set_variables(resolved)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 
 GIB = 1024**3
 
@@ -13,6 +14,11 @@ def count(n: float) -> str:
         if abs(n) >= limit:
             return f"{n / limit:.3g}{suffix}"
     return f"{n:.3g}" if isinstance(n, float) else str(n)
+
+
+def counted(number: int, noun: str) -> str:
+    """'1 rank', '2 ranks'."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def size(n_bytes: float) -> str:
@@ -33,6 +39,19 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
     return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def spans(numbers: Iterable[int], most: int = sys.maxsize) -> str:
+    """Ascending numbers as '0-3, 7'; after `most` spans, how many numbers more there are."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found[:most])
+    more = sum(high - low + 1 for low, high in found[most:])
+    return f"{text} and {more} more" if more else text
 
 
 def some(numbers: Sequence[int]) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer
 from llmtrain.checkpoint.gather import whole
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
+from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import CheckpointError
 
@@ -30,8 +29,7 @@ def agreed_candidates(
             found = ([str(path) for path in paths], own, None)
         except CheckpointError as error:
             found = ([], False, str(error))
-    shares: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(shares, found, group=ranks.control)
+    shares = from_all(ranks, found)
     refused = next((message for *_, message in shares if message), None)
     if refused:
         raise CheckpointError(refused)

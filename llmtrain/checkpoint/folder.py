@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from llmtrain.checkpoint.rundir import RunDirectory, claim, tidy
 from llmtrain.config.run import RunConfig
-from llmtrain.dist.control import from_rank_0, together
+from llmtrain.dist.control import from_all, from_rank_0, together
 from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import CheckpointError
 
@@ -82,11 +82,10 @@ def find_folder(path: Path, ranks: Ranks, *, own: bool = False) -> CheckpointFol
     dist.barrier(group=ranks.control)  # rank 0 leads the folder that it sees
     if ranks.rank != 0 and own:
         error = _leave(mark, ranks.rank)
-    shares: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(shares, error, group=ranks.control)
+    shares: list[Any] = from_all(ranks, error)
     leader = None if error or (shares[0] and not own) else _read(mark)
     if not any(shares):
-        dist.all_gather_object(shares, leader, group=ranks.control)
+        shares = from_all(ranks, leader)
     if leader == ranks.rank:
         with contextlib.suppress(OSError):
             mark.unlink()

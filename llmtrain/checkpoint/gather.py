@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from llmtrain.checkpoint.format import (
     step_of,
 )
 from llmtrain.checkpoint.retain import set_aside
+from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import CheckpointError
 from llmtrain.tensors.pieces import byte_view
@@ -95,8 +95,7 @@ def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list
     All ranks call it together; `mine` counts on leaders only.
     """
     offers = {_name(path, where): _offer(path) for path in mine} if where.leads else {}
-    shares: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(shares, offers, group=ranks.control)
+    shares = from_all(ranks, offers)
     good, bad = [], {}
     for name in sorted({name for share in shares for name in share}, key=lambda n: -(step_of(Path(n)) or 0)):
         path = where.path / name
@@ -134,9 +133,7 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
     """
     if not where.split:
         return
-    shares: list[Any] = [None] * ranks.world_size
-    mine = (_offer(checkpoint) if where.leads else None, {MANIFEST, TRAINER, *wanted})
-    dist.all_gather_object(shares, mine, group=ranks.control)
+    shares = from_all(ranks, (_offer(checkpoint) if where.leads else None, {MANIFEST, TRAINER, *wanted}))
     versions = _versions((rank, offer) for rank, (offer, _) in enumerate(shares))
     if not versions or versions[0].lacking:
         raise DamagedCheckpoint(_what_lacks(versions))
@@ -164,8 +161,7 @@ def fetch(checkpoint: Path, wanted: Iterable[str], where: CheckpointFolder, rank
     if takes:
         problem = problem or _settle(into, checkpoint, takes)
         _clear(into, checkpoint, takes)
-    dist.all_gather_object(shares, problem, group=ranks.control)
-    found = [each for each in shares if each is not None]
+    found = [each for each in from_all(ranks, problem) if each is not None]
     if found:
         raise next((each for each in found if isinstance(each, DamagedCheckpoint)), found[0])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from torch import Tensor
 from llmtrain import foreign, log, units
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync
 from llmtrain.errors import CheckpointError, UserError
+from llmtrain.files import lock_folder
 from llmtrain.tensors.pieces import byte_view
 from llmtrain.tensors.tensorfile import ITEM_BYTES, header_bytes, numel
 
@@ -31,9 +31,7 @@ def claim(partial: Path) -> int:
     """Make a folder to write into and take its lock, which goes with the returned handle. Raises CheckpointError."""
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return lock
+        return lock_folder(partial)
     except BlockingIOError:
         raise CheckpointError(f"{partial} is being written by another process. Wait for it.") from None
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from llmtrain import log
 from llmtrain.checkpoint.durable import remove_tree
 from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, stale_folders
 from llmtrain.errors import CheckpointError
+from llmtrain.files import lock_folder
 
 
 def looks_good(folder: Path) -> bool:
@@ -85,9 +85,7 @@ def leftovers(checkpoints: Path) -> Iterator[list[Path]]:
 def lock(folder: Path, locks: contextlib.ExitStack) -> bool:
     """Take the lock of a folder for as long as `locks` is open. False: another process has it."""
     try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        locks.callback(os.close, handle)
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.callback(os.close, lock_folder(folder))
     except OSError:
         return False
     return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.retain import leftovers, remove
 from llmtrain.config.in_use import in_use
 from llmtrain.errors import CheckpointError
+from llmtrain.files import lock_folder
 
 
 class RunDirectory:
@@ -93,13 +93,12 @@ def claim(folder: Path, key: str, locks: contextlib.ExitStack) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
-        locks.callback(os.close, handle)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            handle = lock_folder(folder)
         except BlockingIOError:
             time.sleep(0.2)  # a launch that only looks (`refuse_if_in_use`) holds it for a moment
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            handle = lock_folder(folder)
+        locks.callback(os.close, handle)
     except BlockingIOError:
         raise CheckpointError(in_use(folder, key)) from None
     except OSError as error:

@@ -6,7 +6,6 @@ It is written last. A folder without it is not prepared, whatever else lies ther
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import xxhash
 
 from llmtrain import foreign
 from llmtrain.errors import DataError
+from llmtrain.files import replace_file
 
 NAME = "manifest.json"
 FORMAT = "llmtrain-data"
@@ -77,7 +77,7 @@ def data_fingerprint(
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Atomically: the manifest is there whole, or not at all."""
-    write_atomically(
+    replace_file(
         folder / NAME, json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}, indent=1).encode() + b"\n"
     )
 
@@ -123,13 +123,3 @@ def check_vocabulary(manifest: Manifest, model_vocab_size: int) -> None:
             f"{model_vocab_size} on would index past the embedding; set the model's vocab_size to at least "
             f"{manifest.vocab_size}, or prepare the data with the model's own tokenizer (--tokenizer FOLDER)"
         )
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write, fsync, rename: after a crash the file is the old one or the new one."""
-    partial = path.with_name(path.name + ".tmp")
-    with open(partial, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)

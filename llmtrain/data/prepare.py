@@ -25,7 +25,7 @@ import xxhash
 from llmtrain import completion, log, units
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize
-from llmtrain.data.manifest import SPLITS, Manifest, Shard, write_atomically
+from llmtrain.data.manifest import SPLITS, Manifest, Shard
 from llmtrain.data.pool import run_units
 from llmtrain.data.progress import Progress
 from llmtrain.data.records import Document, Rejection, read_piece
@@ -35,6 +35,7 @@ from llmtrain.data.split import cut_above
 from llmtrain.data.worker import UNFINISHED, WorkerSettings, unit_record_path, write_held_out
 from llmtrain.data.workplace import REJECTED, already_complete, clear, locked, start_or_continue
 from llmtrain.errors import DataError, UserError
+from llmtrain.files import replace_file
 
 _BPE_SAMPLE_BYTES = 128 << 20  # more text does not change the frequent merges; it only takes time and memory
 _LISTED = 1000  # rejections beyond the allowed number that are still listed before the run stops
@@ -91,10 +92,7 @@ def _plan(settings: PrepareSettings, files: list[SourceFile], validation: list[S
     work = plan_units(files, unit_bytes)
     work += plan_units(validation, unit_bytes, first_index=len(work), validation=True)
     count = len(files) + len(validation)
-    log.info(
-        f"{count} file{'' if count == 1 else 's'}, {units.size(total)}, in {len(work)} shard"
-        f"{'' if len(work) == 1 else 's'}"
-    )
+    log.info(f"{units.counted(count, 'file')}, {units.size(total)}, in {units.counted(len(work), 'shard')}")
     return work
 
 
@@ -196,7 +194,7 @@ def _stop_if_too_many(settings: PrepareSettings, out: Path, records: dict[int, d
         return
     _write_rejected(out, [records[index] for index in sorted(records)])
     shown = "".join(f"\n  {_place(entry)}: {entry['reason']}" for entry in rejected[:5])
-    so_far = f"{len(rejected)} bad record{'' if len(rejected) == 1 else 's'} so far"
+    so_far = f"{units.counted(len(rejected), 'bad record')} so far"
     raise DataError(
         f"{so_far}, --max-rejected is {settings.max_rejected}:{shown}\n"
         f"All found so far are listed in {out / REJECTED}. Mend the source, or allow them with --max-rejected N "
@@ -211,7 +209,7 @@ def _place(entry: dict[str, Any]) -> str:
 def _write_rejected(out: Path, records: list[dict[str, Any]]) -> None:
     rejected = [entry for record in records for entry in record["rejected"]]
     if rejected:
-        write_atomically(out / REJECTED, "".join(json.dumps(entry) + "\n" for entry in rejected).encode())
+        replace_file(out / REJECTED, "".join(json.dumps(entry) + "\n" for entry in rejected).encode())
     else:
         (out / REJECTED).unlink(missing_ok=True)
 

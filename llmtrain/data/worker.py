@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from llmtrain.data.manifest import SPLITS, Split, write_atomically
+from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.records import Document, Rejection, read_piece, reject
 from llmtrain.data.sources import Piece, Unit
 from llmtrain.data.split import draw, parts
 from llmtrain.data.tokenize import Encoder
 from llmtrain.errors import DataError
+from llmtrain.files import replace_file
 
 UNFINISHED = "unfinished"
 _BATCH_BYTES = 1 << 19  # text encoded in one call: enough to amortise it, little enough to stay flat
@@ -163,7 +164,7 @@ def process_unit(
         }
         if unit.validation:
             _hashes_path(out, unit.index).write_bytes(written.hashes)
-        write_atomically(unit_record_path(out, unit.index), json.dumps(record).encode())
+        replace_file(unit_record_path(out, unit.index), json.dumps(record).encode())
         return record
     except OSError as error:
         raise DataError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -12,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import log, units
-from llmtrain.data.manifest import Manifest, write_atomically
+from llmtrain.data.manifest import Manifest
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.worker import UNFINISHED
 from llmtrain.errors import DataError
+from llmtrain.files import lock_folder, replace_file
 
 REJECTED = "rejected.jsonl"
 
@@ -26,14 +26,11 @@ def locked(out: Path) -> Iterator[None]:
     existed = out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+        lock = lock_folder(out)
+    except BlockingIOError as error:
+        raise DataError(f"--out {out}: another `llmtrain prepare` is at work in it; wait for it") from error
     except OSError as error:
         raise DataError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise DataError(f"--out {out}: another `llmtrain prepare` is at work in it; wait for it") from error
     try:  # from here on, what is unfinished in it is ours
         yield
     except OSError as error:
@@ -47,7 +44,7 @@ def locked(out: Path) -> Iterator[None]:
             partial.unlink()
         if not existed and not any(out.iterdir()):
             out.rmdir()
-        os.close(descriptor)
+        os.close(lock)
 
 
 def already_complete(out: Path, plan: dict[str, Any]) -> Manifest:
@@ -95,7 +92,7 @@ def start_or_continue(out: Path, plan: dict[str, Any]) -> None:
     elif any(entry.suffix != ".tmp" and entry.name != UNFINISHED for entry in out.iterdir()):
         raise DataError(f"--out {out}: the folder is not empty and not made by `llmtrain prepare`; choose another")
     (out / UNFINISHED).mkdir(exist_ok=True)
-    write_atomically(path, json.dumps(plan).encode())
+    replace_file(path, json.dumps(plan).encode())
 
 
 def clear(out: Path) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from llmtrain.cluster.watch import watched
 from llmtrain.cluster.watch.heartbeat import heart, named
 from llmtrain.config.run import ResolvedRun
+from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 
 _FUNCTIONS = (
@@ -86,8 +87,7 @@ def _counted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def introduce(ranks: Ranks) -> None:
     """Tell every rank's watch of all the others. Every rank must call it."""
-    agents: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(agents, watched.agent_address(), group=ranks.control)
+    agents = from_all(ranks, watched.agent_address())
     watched.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])
 
 

@@ -1,4 +1,4 @@
-"""Wishes from outside (signals, a vanished launcher) and how the ranks agree on them.
+"""Stop and save requests from outside (signals, a vanished launcher) and how the ranks agree on them.
 
 DeepSpeed's launcher signals its ranks one after another, up to 30 s apart, and kills each 30 s after its
 signal (launcher/launch.py). So a rank never acts on a signal alone: it raises a flag, the flags of all ranks
@@ -31,7 +31,7 @@ from llmtrain.errors import UserError
 T = TypeVar("T")
 
 
-class Wishes:
+class StopRequests:
     """SIGTERM and SIGINT ask to stop, SIGUSR1 asks to save now. A vanished launcher asks to stop as well, and so does
     `preempt_file` when it appears on this host.
 
@@ -45,10 +45,10 @@ class Wishes:
         self._before: dict[int, Any] = {}
         self._done = threading.Event()
 
-    def __enter__(self) -> Wishes:
+    def __enter__(self) -> StopRequests:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._on_signal)
-        threading.Thread(target=self._watch, name="wishes", daemon=True).start()
+        threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,6 +156,13 @@ def from_rank_0(ranks: Ranks, make: Callable[[], T]) -> T:
     return made
 
 
+def from_all(ranks: Ranks, value: T) -> list[T]:
+    """Every rank's value, in order of rank, on all ranks. All ranks must call it."""
+    values: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(values, value, group=ranks.control)
+    return values
+
+
 class AgreedError(UserError):
     """A user's mistake that one rank met and all ranks know of: only rank 0 needs to print it."""
 
@@ -178,9 +185,7 @@ def together(ranks: Ranks) -> Iterator[None]:
         yield
     except UserError as error:
         mine = (str(error), error.exit_code)
-    errors: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(errors, mine, group=ranks.control)
-    for rank, met in enumerate(errors):
+    for rank, met in enumerate(from_all(ranks, mine)):
         if met is not None:
             where = f"rank {rank}: " if rank > 0 else ""
             raise AgreedError(f"{where}{met[0]}", met[1])

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from llmtrain import units
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError
 from llmtrain.topology import ranks_of_this_host
@@ -53,13 +54,13 @@ def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") 
     if visible == 1:
         return 0
     raise ConfigError(
-        f"this host has {visible} {kind} devices for {ranks} ranks (CUDA_VISIBLE_DEVICES is "
+        f"this host has {units.counted(visible, f'{kind} device')} for {ranks} ranks (CUDA_VISIBLE_DEVICES is "
         f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): set its slots in the hostfile to {visible}."
     )
 
 
 def _refuse_idle_gpus() -> None:
-    """A CPU build of torch, or a driver that does not answer, would train on the processor without a word."""
+    """A CPU build of torch, or a driver that does not answer, would train on the processor in silence."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if os.environ.get("DS_ACCELERATOR") or hidden or not Path("/dev/nvidia0").exists():
         return

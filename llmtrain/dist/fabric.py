@@ -1,8 +1,8 @@
 """An all-reduce of growing size: `python -m llmtrain.dist.fabric QUESTIONS`, started by doctor on each host.
 
-QUESTIONS is JSON: backend, ranks (their names, in order), here (this host's: [rank, device] each), address and port of
-rank 0, rounds (of pairs of ranks to be measured one by one), limit_s. The answer is one line of JSON: on the host of
-rank 0 steps (bytes and seconds each) and pairs (two ranks and bytes a second), or error.
+QUESTIONS is JSON: mark, backend, ranks (their names, in order), here (this host's: [rank, device] each), address and
+port of rank 0, rounds (of pairs of ranks to be measured one by one), limit_s. The answer is one line, mark and then
+JSON: on the host of rank 0 steps (bytes and seconds each) and pairs (two ranks and bytes a second), or error.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.cluster.doctor.survey import read_marked
 from llmtrain.cluster.watch.explain.device import with_reason
 from llmtrain.dist.interfaces import choose_interfaces
 from llmtrain.errors import UserError
 
-MARK = "llmtrain-all-reduce "
 _SMALL = (4 << 10, 256 << 10, 4 << 20, 32 << 20)
 SIZES_BYTES: dict[str, tuple[int, ...]] = {"gloo": _SMALL, "nccl": (*_SMALL, 256 << 20, 1 << 30)}
 PAIR_BYTES = {"gloo": 4 << 20, "nccl": 256 << 20}
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     """0: done. 1: it failed, and the line says why."""
     ask = json.loads(argv[0])
     answer = _each_of(ask) if len(ask["here"]) > 1 else _alone(ask)
-    print("\n" + MARK + json.dumps(answer), flush=True)
+    print("\n" + ask["mark"] + json.dumps(answer), flush=True)
     # Destroying a group whose peers are gone can wait for them: the process ends here.
     os._exit(1 if "error" in answer else 0)
 
@@ -47,9 +47,9 @@ def _each_of(ask: dict[str, Any]) -> dict[str, Any]:
     started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in words]
     answers = []
     for (rank, _), process in zip(ask["here"], started, strict=True):
-        said = [line for line in process.communicate()[0].splitlines() if line.startswith(MARK)]
+        said = read_marked(process.communicate()[0], ask["mark"])
         silent = {"error": f"{ask['ranks'][rank]} ended with code {process.returncode} and said nothing"}
-        answers.append(json.loads(said[-1][len(MARK) :]) if said else silent)
+        answers.append(silent if said is None else said)
     return next((answer for answer in answers if "error" in answer), answers[0])
 
 

@@ -24,7 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from llmtrain import log
+from llmtrain import log, units
 from llmtrain.cluster import messages
 from llmtrain.dist.device import device_id, device_name
 from llmtrain.dist.interfaces import choose_interfaces
@@ -172,7 +172,7 @@ def _connect(seat: Seat, limit_s: float) -> dist.TCPStore:
             trouble = error.strerror or str(error)
         if time.monotonic() > deadline:
             raise RendezvousError(
-                f"{_me(seat)} found nobody at MASTER_ADDR:MASTER_PORT {_address()} for {limit_s:g} s ({trouble}; "
+                f"{_me(seat)} found no listener at MASTER_ADDR:MASTER_PORT {_address()} for {limit_s:g} s ({trouble}; "
                 f"fault.start_timeout_s). {_why_unreachable(host)}"
             )
         time.sleep(pause_s)
@@ -200,7 +200,7 @@ def _why_unreachable(host: str) -> str:
         return "That is this very host: with several hosts, give `deepspeed --master_addr` an address of rank 0's host."
     return (
         "Either rank 0 has failed to start (look at its output), or this host cannot reach its port: "
-        "`llmtrain doctor --hostfile HOSTS` tells which."
+        "`llmtrain doctor --hostfile HOSTS` shows which."
     )
 
 
@@ -223,7 +223,7 @@ def _gather(store: dist.TCPStore, about: dict[str, Any], world_size: int, limit_
         problem = twice
     elif len(came) < world_size:
         problem = (
-            f"{_missing(came, world_size, expected)} had not come to {_address()} after {limit_s:g} s "
+            f"{_missing(came, world_size, expected)} had not connected to {_address()} after {limit_s:g} s "
             "(fault.start_timeout_s). They have failed to start, or cannot reach that port: look at their output, or "
             "ask `llmtrain doctor --hostfile HOSTS`."
         )
@@ -247,7 +247,7 @@ def _follow(store: dist.TCPStore, about: dict[str, Any], limit_s: float) -> list
     seat = Seat(**about["seat"])
     if store.add(_key("came", seat.rank), 1) > 1:
         problem = (
-            f"rank {seat.rank} came to {_address()} twice, the second time on {seat.host}: two launches use one "
+            f"rank {seat.rank} connected to {_address()} twice, the second time from {seat.host}: two launches use one "
             "address and port. Give `deepspeed --master_port` of one of them another one."
         )
         store.set(_key("twice"), problem)
@@ -311,21 +311,10 @@ def _missing(came: Mapping[int, Any], world_size: int, expected: Mapping[int, st
     for rank in range(world_size):
         if rank not in came:
             by_host.setdefault(expected.get(rank, ""), []).append(rank)
-    named = [f"{_spans(ranks)} ({host})" if host else _spans(ranks) for host, ranks in by_host.items()]
+    named = [f"{units.spans(ranks)} ({host})" if host else units.spans(ranks) for host, ranks in by_host.items()]
     count = sum(map(len, by_host.values()))
     more = f" and those of {len(named) - _SHOWN} more hosts" if len(named) > _SHOWN else ""
     return f"rank{'s' if count > 1 else ''} {', '.join(named[:_SHOWN])}{more} of {world_size}"
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """ "0, 4-7"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
 
 
 def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
@@ -339,7 +328,7 @@ def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
         if wrong:
             told = "; ".join(f"{key} is {_by_value(key, what, everyone)}" for key in wrong[:_SHOWN])
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            return f"the ranks do not run the same thing: {told}{more}. {remedy}: they would part during training."
+            return f"the ranks do not run the same thing: {told}{more}. {remedy}: their parameters would diverge during training."
     return ""
 
 
@@ -352,7 +341,7 @@ def _shared_devices(everyone: Sequence[Mapping[str, Any]]) -> str:
     for (host, _), ranks in by_device.items():
         if len(ranks) > 1:
             return (
-                f"ranks {_spans(ranks)} have the same GPU of {host}: it has fewer GPUs than slots in the hostfile. Set "
+                f"ranks {units.spans(ranks)} have the same GPU of {host}: it has fewer GPUs than slots in the hostfile. Set "
                 "slots to the number of its GPUs, or show each task a GPU of its own."
             )
     return ""
@@ -363,7 +352,7 @@ def _by_value(key: str, what: str, everyone: Sequence[Mapping[str, Any]]) -> str
     hosts: dict[str, list[str]] = {}
     for each in everyone:
         value = each[what].get(key)
-        shown = "not there" if value is None else str(redact({key.rpartition(".")[2]: value}).popitem()[1])
+        shown = "missing" if value is None else str(redact({key.rpartition(".")[2]: value}).popitem()[1])
         on = hosts.setdefault(shown, [])
         if each["seat"]["host"] not in on:
             on.append(each["seat"]["host"])

@@ -99,7 +99,7 @@ class Console:
             if (value := _number(row, key)) is not None:
                 parts.append(form.format(value))
         if skipped := _number(row, "skipped_steps"):
-            parts.append(f"skipped {skipped:.0f} step{'' if skipped == 1 else 's'}")
+            parts.append(f"skipped {units.counted(round(skipped), 'step')}")
         return "  ".join(parts)
 
     def _eta_s(self, step: float) -> float | None:

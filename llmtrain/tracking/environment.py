@@ -13,8 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from llmtrain.files import replace_file
 from llmtrain.redact import redact, redact_argv
-from llmtrain.tracking.local import to_json, write_atomic
+from llmtrain.tracking.local import to_json
 
 _PACKAGES = (
     "llmtrain",
@@ -121,4 +122,4 @@ def describe_environment(*, ranks: Iterable[Mapping[str, Any]], argv: Iterable[s
 def write_environment(run_dir: Path | str, environment: Mapping[str, Any]) -> None:
     """Write environment.json into the run folder, atomically. Raises OSError."""
     text = json.dumps(to_json(dict(environment)), indent=2, allow_nan=False)
-    write_atomic(Path(run_dir) / "environment.json", text.encode() + b"\n")
+    replace_file(Path(run_dir) / "environment.json", text.encode() + b"\n")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import foreign, log
+from llmtrain.files import replace_file
 
 
 def to_json(value: Any) -> Any:
@@ -32,19 +33,6 @@ def to_json(value: Any) -> Any:
     if callable(item := getattr(value, "item", None)):
         return to_json(item())
     return str(value)
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: after a crash there is the old file or the new one. Raises OSError."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -101,7 +89,7 @@ def truncate_after(path: Path, step: int) -> int:
         if row is None or not isinstance(at, (int, float)) or at <= step:
             kept.append(line)
     if len(kept) < len(lines):
-        write_atomic(path, b"".join(kept))
+        replace_file(path, b"".join(kept))
     return len(lines) - len(kept)
 
 

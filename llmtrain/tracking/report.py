@@ -15,7 +15,8 @@ from typing import Any
 from llmtrain import completion, foreign, log, units
 from llmtrain.config import strict_yaml
 from llmtrain.errors import UserError
-from llmtrain.tracking.local import read_rows, write_atomic
+from llmtrain.files import replace_file
+from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.metrics import perplexity
 from llmtrain.tracking.page import page, table
 from llmtrain.tracking.plots import MARKED_BELOW, Curve, Curves, draw, smooth
@@ -318,9 +319,9 @@ def write_report(run_dirs: list[Path], out: Path) -> list[Path]:
     text = page_of(runs)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / "index.html", text.encode(errors="replace"))
+        replace_file(out / "index.html", text.encode(errors="replace"))
         for name, png in pictures.items():
-            write_atomic(out / f"{name}.png", png)
+            replace_file(out / f"{name}.png", png)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror}). Give another folder with --out.") from None
     return [out / "index.html", *(out / f"{name}.png" for name in pictures)]

@@ -193,7 +193,7 @@ def profile(index: int, text: str) -> Callable[[Place], None]:
 LINK_CUT = "does not answer|not ready"
 FAULTS: dict[str, Fault] = {
     "a name that one host does not know": Fault(_unknown_name, "node-2", "name", "does not know the name node-3"),
-    "a stale address": Fault(_stale_address, "node-2", "name", "node-3 to be 10.77.0.9, but node-3 has 10.77.0.3"),
+    "a stale address": Fault(_stale_address, "node-2", "name", "node-3 to 10.77.0.9, but node-3 has 10.77.0.3"),
     "two names for one machine": Fault(_same_machine, "node-3", "name", "same machine as node-2"),
     "no sshd": Fault(lambda place: place.hosts[2].stop_sshd(), "node-3", "ssh", "no sshd listens"),
     "the link cut": Fault(lambda place: place.hosts[2].cut(), "node-3", "ssh", LINK_CUT),

@@ -135,7 +135,7 @@ class Launched:
             with contextlib.suppress(psutil.Error):
                 parent = process.parent()
                 from_launcher = parent is not None and "deepspeed.launcher.launch" in parent.cmdline()
-                if from_launcher and any("launch/train.py" in word for word in process.cmdline()):
+                if from_launcher and "llmtrain" in process.cmdline():
                     found.append(process)
         return found
 

@@ -116,7 +116,7 @@ def test_three_nodes_without_ssh_lose_a_rank(lab3: Lab, small_data: str, tmp_pat
     with Launched(lab3, recipe, "--launcher", "slurm", path=slurm_bin, env=extra) as run:
         run.wait_for(r"^rank 2 -> node-3")
         run.wait_for_step(7)
-        tasks = [p for p in lab3.hosts[1].processes() if any("launch/train.py" in word for word in p.cmdline())]
+        tasks = [p for p in lab3.hosts[1].processes() if "llmtrain" in p.cmdline()]
         tasks[0].kill()
         told = run.wait_for(r"error: fault after step")
         assert "node-2" in run.lines[told][1]

@@ -79,7 +79,7 @@ def test_a_killed_rank_and_a_cancelled_job(lab3: Lab, small_data: str, tmp_path:
     for number in range(3):
         job.wait_for(rf"^rank {number} -> node-{number + 1} -> cpu, local rank 0$")
     job.wait_for(r"^step +7/")
-    tasks = [p for p in lab3.hosts[1].processes() if any("launch/train.py" in word for word in p.cmdline())]
+    tasks = [p for p in lab3.hosts[1].processes() if "llmtrain" in p.cmdline()]
     tasks[0].kill()
     job.wait_for(r"^error: fault after step \d+: rank 1 on node-2 .*killed it")
     resumed = job.wait_for(r"^resumed from .* at step (\d+)$")

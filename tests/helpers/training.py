@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from llmtrain.checkpoint.folder import find_folder
 from llmtrain.checkpoint.load import Resumed, resume
@@ -28,6 +27,7 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.data.loader import StepBatch, TrainData, TrainLoader
+from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import PARAM, StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
@@ -269,8 +269,7 @@ def view_of(piece: StateTensor) -> torch.Tensor:
 def assembled(engine: ZeroEngine, ranks: Ranks, kind: str = PARAM) -> dict[str, torch.Tensor]:
     """All fp32 tensors of a kind, put together from every rank's own slices (the same result on all ranks)."""
     mine = [(f.name, f.own_region, view_of(f)[f.own].clone()) for f in engine.state() if f.kind == kind]
-    parts: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(parts, mine, group=ranks.control)
+    parts = from_all(ranks, mine)
     whole = {name: torch.full(shape, float("nan")) for name, shape in engine.shapes().items()}
     for name, region, values in (piece for part in parts for piece in part):
         put(whole[name].view(-1), region, values)

@@ -157,7 +157,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_host_within_the_limit(job):
     three.start(0, limit_s=3, faults=launched)
     three.start(1, limit_s=3, faults=launched)
     for kind, message, seconds in three.answers():
-        assert kind == "error" and "rank 2 (node-3) of 3 had not come" in message, message
+        assert kind == "error" and "rank 2 (node-3) of 3 had not connected" in message, message
         assert "fault.start_timeout_s" in message
         assert seconds < 8
 

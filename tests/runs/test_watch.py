@@ -140,7 +140,7 @@ def test_a_stop_that_ends_is_explained_and_the_run_goes_on(small_data, tmp_path)
     assert f"warning: {told['text']} The job is ended after 30 s" in job.output()
     kinds = [e["kind"] for e in rows(run, "events.jsonl")]
     assert (kinds.count("pause"), kinds.count("pause_over"), kinds.count("fault")) == (1, 1, 0)
-    assert "the ranks go on, after" in job.output()
+    assert "the ranks make progress again, after" in job.output()
 
 
 def test_an_exception_is_told_with_its_line_and_its_phase(small_data, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -105,9 +106,21 @@ def test_the_wheel_alone_prepares_trains_and_launches(place: tuple[Path, dict[st
     assert "ok: " in say("llmtrain", "config", "check", recipe, *SMALL)
     say("llmtrain", "train", "--config", recipe, *SMALL, "--train.max_steps", "2")
     (folder / "hosts").write_text("localhost slots=2\n")
+    (folder / "launch/train.py").unlink()  # it is for a start by hand
     told = say("llmtrain", "launch", "--hostfile", "hosts", "--", recipe, *SMALL, "--train.max_steps", "4")
     assert "resumed from runs/quickstart/checkpoints/step-00000002" in told
     assert [row["step"] for row in rows(folder / "runs/quickstart") if "loss" in row] == [1, 2, 3, 4]
+    script = json.loads((folder / "runs/quickstart/environment.json").read_text())["argv"][0]
+    assert script.endswith("site-packages/llmtrain/__main__.py") and script.startswith(env["PATH"].split("/bin:")[0])
+
+
+def test_a_task_of_slurm_runs_the_wheel(place: tuple[Path, dict[str, str]]) -> None:
+    folder, env = place
+    task = {"PROCID": "0", "LOCALID": "0", "NODEID": "0", "STEP_NUM_NODES": "1", "STEP_NUM_TASKS": "1"}
+    slurm = {f"SLURM_{name}": value for name, value in {**task, "STEP_TASKS_PER_NODE": "1"}.items()}
+    words = ["python", "-m", "llmtrain.cluster.launch.slurm", "--config", "none.yaml"]
+    done = subprocess.run(words, cwd=folder, env={**env, **slurm}, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "none.yaml" in done.stderr
 
 
 def test_init_never_replaces_a_users_file(place: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
@@ -152,7 +165,7 @@ def _strings(file: Path) -> Iterator[str]:
 def test_no_message_names_a_file_that_only_a_clone_has() -> None:
     """What `init` says is of files that it has written; all else would be wrong for whoever installed the wheel."""
     package = REPO / "llmtrain"
-    allowed = {"init.py", "cluster/launch/plan.py"}
+    allowed = {"init.py"}
     named = [
         (str(file.relative_to(package)), found)
         for file in sorted(package.rglob("*.py"))

@@ -121,7 +121,7 @@ def test_hosts_that_are_alike_raise_no_alarm() -> None:
         ("ops.built", [], "ops", "yellow", "cpu_adam will be compiled"),
         ("ops.locks", {"/x/cpu_adam/lock": 7200.0}, "ops", "red", "a dead build left the lock /x/cpu_adam/lock 2h00m"),
         ("names.addresses.node-3", None, "name", "red", "does not know the name node-3"),
-        ("names.addresses.node-3", "10.0.0.99", "name", "red", "node-3 to be 10.0.0.99, but node-3 has 10.0.0.3"),
+        ("names.addresses.node-3", "10.0.0.99", "name", "red", "node-3 to 10.0.0.99, but node-3 has 10.0.0.3"),
         ("names.own", "127.0.1.1", "interface", "yellow", "gloo alone would take lo"),
         ("environment.GLOO_SOCKET_IFNAME", "lo", "interface", "red", "makes gloo take lo; .* by eth0"),
         ("environment.GLOO_SOCKET_IFNAME", "docker0", "interface", "yellow", "makes gloo take docker0"),
@@ -296,7 +296,7 @@ def test_a_thousand_hosts_stay_readable(tmp_path: Path) -> None:
     assert "red    shm: node-[0007,0500-0501]: /dev/shm has 1 MiB free" in text
     assert re.search(r"^ node-\[0002-0006,", text, re.M) and "1020" in text, text
     assert text.count("fix:") == 1 and "on HOST: mount -o remount" in text
-    assert "1024 hosts, 9.0s: 3 to mend" in text
+    assert "1024 hosts, 9.0s: 3 to fix" in text
     assert elapsed_s < 20, elapsed_s  # a million addresses are compared: 2 s on a machine that has nothing else to do
 
 

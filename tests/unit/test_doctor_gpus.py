@@ -228,13 +228,13 @@ def test_sizes_grow_to_1_gib_on_gpus() -> None:
 def test_a_host_starts_a_process_for_each_of_its_ranks(tmp_path: Path) -> None:
     """With gloo in the place of NCCL: two ranks of one host, all sums right, their pair measured."""
     questions = {
-        "backend": "gloo", "ranks": ["node-1 GPU 0", "node-1 GPU 1"], "here": [[0, 0], [1, 1]],
+        "mark": "answer: ", "backend": "gloo", "ranks": ["node-1 GPU 0", "node-1 GPU 1"], "here": [[0, 0], [1, 1]],
         "address": "127.0.0.1", "port": free_port(), "rounds": [[[0, 1]]], "limit_s": 60.0,
     }  # fmt: skip
     words = [sys.executable, "-m", "llmtrain.dist.fabric", json.dumps(questions)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(fabric.__file__).parents[2])
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith(fabric.MARK)]
-    said = json.loads(line[len(fabric.MARK) :])
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer: ")]
+    said = json.loads(line.removeprefix("answer: "))
     assert done.returncode == 0, (said, done.stderr)
     assert [step["bytes"] for step in said["steps"]][:3] == [4 << 10, 256 << 10, 4 << 20]
     ((first, second, rate),) = said["pairs"]

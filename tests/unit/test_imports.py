@@ -1,8 +1,9 @@
-"""Imports go one way, and the light parts stay light. Lazy imports inside functions count too."""
+"""Imports go one way, and the light parts stay light. Lazy imports inside functions count, and modules in strings."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ PACKAGE = ROOT / "llmtrain"
 # A part may import from its own layer's own part and from every layer above it in this list.
 # Parts that share a layer are siblings: they never import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "foreign", "units", "topology"),
+    ("errors", "files", "foreign", "units", "topology"),
     ("log", "redact"),
     ("config", "tensors"),
     ("completion", "schedule"),
@@ -23,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dist",),
     ("engine",),
     ("checkpoint", "session"),
-    ("begin", "check", "consistency", "generate", "init", "parity", "saving"),
+    ("begin", "check", "consistency", "doctor", "generate", "init", "parity", "saving"),
     ("finish",),
     ("loop",),
     ("train",),
@@ -34,6 +35,7 @@ LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 HEAVY = {"torch", "deepspeed", "transformers", "numpy", "pandas"}
 LIGHT = (
     "errors",
+    "files",
     "foreign",
     "units",
     "log",
@@ -41,6 +43,7 @@ LIGHT = (
     "topology",
     "config",
     "cluster",
+    "doctor",
     "init",
     "cli",
     "__main__",
@@ -54,9 +57,12 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "gpus": set(),
     "hosts": set(),
     "doctor": {"hosts", "gpus"},
-    "launch": {"hosts", "doctor", "messages"},
     "watch": {"messages", "gpus"},
+    "launch": {"hosts", "doctor", "watch", "messages"},
 }
+
+MODULE = re.compile(r"\bllmtrain(?:\.\w+)+")
+SOURCE = re.compile(r"(?:\w+/)+\w+\.py\b")
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -71,8 +77,21 @@ def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
+def strings(file: Path) -> Iterator[tuple[str, int]]:
+    """(text, line) of every string that is no docstring."""
+    documented = {id(node.value) for node in ast.walk(tree_of(file)) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
+            yield node.value, node.lineno
+
+
 def imported(file: Path) -> Iterator[tuple[str, int]]:
-    """(dotted module, line) of every import of the file, relative ones resolved."""
+    """(dotted module, line) of every import of the file, relative ones resolved, and of every module in its strings.
+
+    `python -m llmtrain.x.y` needs that module as much as an import does.
+    """
+    for text, line in strings(file):
+        yield from ((name, line) for name in MODULE.findall(text))
     package = list(file.relative_to(ROOT).parent.parts)
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
@@ -154,7 +173,20 @@ def test_deepspeed_initialize_is_called_in_one_file() -> None:
     assert callers == {"engine/deepspeed/build.py"}
 
 
-def test_the_walker_sees_lazy_and_plain_imports() -> None:
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_modules_and_files_that_strings_name_are_there(file: Path) -> None:
+    """After a rename the watch would know a file in a stack no more, and say so to nobody."""
+    for text, line in strings(file):
+        for module in MODULE.findall(text):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), (line, module)
+        for source in SOURCE.findall(text):
+            if (PACKAGE / source.removeprefix("llmtrain/").split("/")[0]).exists() or source.startswith("llmtrain/"):
+                assert (PACKAGE / source.removeprefix("llmtrain/")).exists(), (line, source)
+
+
+def test_the_walker_sees_lazy_and_plain_imports_and_strings() -> None:
+    assert "llmtrain.cluster.watch.agent" in {module for module, _ in imported(PACKAGE / "cluster/watch/watched.py")}
     assert "llmtrain.errors.UserError" in {module for module, _ in imported(PACKAGE / "cli.py")}
     lazy = {module for module, _ in imported(PACKAGE / "config/deepspeed.py")}
     assert "deepspeed.runtime.config.DeepSpeedConfig" in lazy

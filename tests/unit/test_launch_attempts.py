@@ -244,4 +244,4 @@ def test_a_host_with_a_broken_gpu_is_not_started_on_again(
     assert [host.name for host in made._hosts] == ["a", "c"]
     assert "on 2 hosts, 4 ranks, without b" in capfd.readouterr().err
     why = made._prepare_restart(unfit(3), "step 13: gpu_broken", 0.0)  # rank 3 is on c now
-    assert why == "1 hosts are left, and --min-hosts is 2 (unfit after a fault of their own: b, c)"
+    assert why == "1 host left, and --min-hosts is 2 (unfit after a fault of their own: b, c)"

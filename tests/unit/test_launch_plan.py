@@ -162,9 +162,9 @@ def deepspeeds_command(given: Plan) -> int:
 
     devices = {each.name: list(each.devices) for each in given.hosts}
     args = argparse.Namespace(
-        user_args=[for_pdsh(word) for word in given.words], user_script=str(REPO / "launch/train.py"),
+        user_args=["train", *map(for_pdsh, given.words)], user_script="llmtrain",
         launcher_args="", master_addr="10.0.0.1", master_port=29500, ssh_port=None, venv_script=None,
-        no_python=False, module=False, no_local_rank=False, save_pid=False, enable_each_rank_log=None,
+        no_python=False, module=True, no_local_rank=True, save_pid=False, enable_each_rank_log=None,
     )  # fmt: skip
     runner = PDSHRunner(args, encode_world_info(devices))
     for line in deepspeed_env(given.travel.open).splitlines():
@@ -178,7 +178,10 @@ def deepspeeds_command(given: Plan) -> int:
     [
         (["--", "run.yaml"], "--hostfile is missing"),
         (["--hostfile", "hosts"], "no run: write"),
-        (["--hostfile", "hosts", "--min-hosts", "3", "--", "run.yaml"], "--min-hosts is 3, and there are 2 hosts"),
+        (
+            ["--hostfile", "hosts", "--min-hosts", "3", "--", "run.yaml"],
+            "--min-hosts is 3: give 1 to 2",
+        ),
         (["--hostfile", "hosts", "--min-hosts", "0", "--", "run.yaml"], "--min-hosts is 0"),
         (["--hostfile", "hosts", "--max-restarts", "-1", "--", "run.yaml"], "--max-restarts is -1"),
         (["--hostfile", "hosts", "--launcher", "slurm", "--", "run.yaml"], "leave --hostfile out"),

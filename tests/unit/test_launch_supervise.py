@@ -26,7 +26,7 @@ def end(status: str, code: int = 0, reason: str | None = None) -> dict[str, Any]
     "messages, code, asked, kind, exit_code",
     [
         ([end("complete")], 0, None, "complete", 0),
-        ([end("complete")], 0, 2, "complete", 0),  # it was done before the wish arrived
+        ([end("complete")], 0, 2, "complete", 0),  # it was done before the request arrived
         ([end("stopped", reason="SIGTERM")], 0, None, "preempted", 75),
         ([end("stopped", reason="SIGTERM")], 1, None, "preempted", 75),  # the host's launcher was signalled too
         ([end("stopped", reason="preempt file /run/spot")], 0, None, "preempted", 75),
@@ -36,7 +36,7 @@ def end(status: str, code: int = 0, reason: str | None = None) -> dict[str, Any]
         ([end("stopped", reason="another rank was asked to stop")], 137, None, "fault", 1),
         ([end("refused", 2, "train.global_batch")], 2, None, "refused", 2),
         ([end("refused", 3, "non-finite")], 3, None, "refused", 3),
-        ([end("failed", 2, "ranks 4 to 7 had not come")], 2, None, "fault", 1),
+        ([end("failed", 2, "ranks 4 to 7 had not connected")], 2, None, "fault", 1),
         ([FAULT], 137, None, "fault", 1),
         ([FAULT], 0, None, "fault", 1),  # DeepSpeed's runner exits 0 where its launcher was killed
         ([], 0, None, "fault", 1),

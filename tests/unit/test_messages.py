@@ -41,11 +41,11 @@ def test_only_what_the_hosts_did_may_be_tried_again(
     error: type[UserError], status: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(messages.SUPERVISED, "1")
-    with pytest.raises(error), watched.told_how_it_ends():
-        raise error("ranks 4 to 7 had not come")
+    with pytest.raises(error), watched.outcome_reported():
+        raise error("ranks 4 to 7 had not connected")
     told = messages.parse(capfd.readouterr().out)
     assert told is not None and (told["status"], told["code"]) == (status, 2)
-    with pytest.raises(AgreedError), watched.told_how_it_ends():  # as the loop ends on all ranks alike
+    with pytest.raises(AgreedError), watched.outcome_reported():  # as the loop ends on all ranks alike
         raise AgreedError("the same on all", 3) from error("the same on all")
     told = messages.parse(capfd.readouterr().out)
     assert told is not None and (told["status"], told["code"]) == (status, 3)

@@ -25,6 +25,7 @@ def root(tmp_path: Path) -> Iterator[Agent]:
         "folder": str(tmp_path / "watch"),
         "host": "node-1",
         "run_dir": str(tmp_path),
+        "notes": "llmtrain.tracking.fault_note",
         "stall_s": 300.0,
         "connects_s": 30.0,
     }

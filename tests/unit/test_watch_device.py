@@ -67,7 +67,7 @@ def test_what_nccls_watchdog_ends_is_explained_by_its_last_words(
     aborted = waiting(1, state="dead", signal="SIGABRT", native=True, inside=False, on_device=True, said=said)
     found = explain(job(waiting(0, on_device=True), aborted, trigger="dead_rank"))
     assert (found.cause, found.ranks, found.unfit, found.again) == (name, [1], unfit, again), found.text
-    assert "different ways" not in found.text and "which said: [PG ID 0 PG GUID 0(default_pg) Rank 1]" in found.text
+    assert "different paths" not in found.text and "which said: [PG ID 0 PG GUID 0(default_pg) Rank 1]" in found.text
 
 
 def test_a_collective_that_took_too_long_names_itself() -> None:
@@ -196,13 +196,16 @@ def test_a_single_rank_waits_for_its_device() -> None:
     alone = on_nccl(0, begun=0, done=0, recorded=(), given=41)
     found = explain(job(replace(alone, done=40)))
     assert (found.cause, found.ranks) == ("device_waits", [0]), found.text
-    assert "it waits there for its device; it has done 40 of 41 micro-batches, or computes without an end" in found.text
+    assert (
+        "it waits there for its device; it has done 40 of 41 micro-batches, or computes in an endless loop"
+        in found.text
+    )
 
 
 def test_ranks_that_never_get_connected_are_told() -> None:
     ranks = [waiting(rank, phase="connect", inside=False, cpu_busy=True, on_device=True, step=0) for rank in (0, 1)]
     found = explain(job(*ranks))
-    assert (found.cause, found.ranks) == ("not_connected", [0, 1]) and "NCCL has no limit of its own" in found.text
+    assert (found.cause, found.ranks) == ("not_connected", [0, 1]) and "NCCL has no timeout of its own" in found.text
 
 
 @pytest.fixture

@@ -54,17 +54,17 @@ CASES = {
             waiting(0), waiting(1), waiting(2), trigger="silent_host", hosts=(HostFacts(name="node-3", silent_s=10.4),)
         ),
         ("node-3", [2]),
-        "node-3 (rank 2) is lost: nothing was heard of it for 10 s",
+        "node-3 (rank 2) is lost: it has not reported for 10 s",
     ),
     "host_lost, its kernel answers": (
         job(waiting(0), waiting(1), waiting(2), trigger="silent_host", hosts=(HostFacts(name="node-2", closed=True),)),
         ("node-2", [1]),
-        "its watch has gone and the job makes no step",
+        "its watch has ended and the job completes no step",
     ),
     "host_unheard": (
         job(waiting(0), waiting(1, collectives=209), waiting(2, state="unknown", inside=False)),
         ("node-3", [2]),
-        "rank 2 on node-3 was never heard of, and all others wait",
+        "rank 2 on node-3 has never reported, and all others wait",
     ),
     "cut_off": (
         job(
@@ -121,7 +121,7 @@ CASES = {
     "communication": (
         job(waiting(0, state="dead", error=CLOSED), waiting(1), trigger="dead_rank"),
         ("node-1", [0]),
-        "No rank died of itself",
+        "No rank failed on its own",
     ),
     "stopped": (
         job(waiting(0), waiting(1, state="stopped", stack=(), inside=False), waiting(2)),

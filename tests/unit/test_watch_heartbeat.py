@@ -14,6 +14,7 @@ from llmtrain.cluster.watch import ending, folder, observe, proc, watched
 from llmtrain.cluster.watch.explain.facts import RankFacts
 from llmtrain.cluster.watch.heartbeat import PHASES, Heartbeat, named, read
 from llmtrain.cluster.watch.link import Server, answers, call, wait
+from llmtrain.files import lock_folder
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_only_the_jobs_own_connections_are_hung_up(monkeypatch):
             time.sleep(0.01)
         monkeypatch.setenv("LLMTRAIN_LAUNCH", "aaaa")
         assert ending.job_of(vague.pid) is None and ending.job_of(launcher.pid) == job
-        ending.hang_up(job, 0.0)
+        ending.end_ssh(job, 0.0)
         assert ssh[0].wait(10) == -signal.SIGTERM and ssh[1].poll() is None
     finally:
         for each in (launcher, vague, *ssh):
@@ -136,7 +137,7 @@ def test_folders_that_somebody_uses_are_not_swept(tmp_path):
             Heartbeat().connect(each / "rank-00000.beat", rank=0, local_rank=0)
         if what != "young":
             os.utime(each, (time.time() - 3600, time.time() - 3600))
-    held = folder.lock(folders["watch"])
+    held = lock_folder(folders["watch"])
     folder.sweep(tmp_path / f"llmtrain-watch-{uid}-own")
     os.close(held)
     assert [what for what, each in folders.items() if not each.exists()] == ["dead"]
@@ -342,7 +343,7 @@ def test_only_what_is_said_of_a_lost_peer_is_left_to_the_watch(tmp_path, monkeyp
     monkeypatch.delenv("LLMTRAIN_VERBOSE", raising=False)
 
     def end() -> type[BaseException]:
-        with pytest.raises((SystemExit, type(error))) as ended, watched.told_how_it_ends():
+        with pytest.raises((SystemExit, type(error))) as ended, watched.outcome_reported():
             raise error
         return ended.type
 

@@ -137,7 +137,7 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
     from llmtrain.checkpoint.folder import find_folder
     from llmtrain.checkpoint.rundir import RunDirectory
     from llmtrain.config.load import load
-    from llmtrain.dist.control import Wishes
+    from llmtrain.dist.control import StopRequests
     from llmtrain.engine.deepspeed.join import join_process_group
     from llmtrain.loop import Training
     from llmtrain.saving import Saving
@@ -147,9 +147,9 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
     resolved = load(["--config", str(_write_yaml(task))], 1, "the benchmark")
     run = resolved.run
     ranks = join_process_group(run.fault.timeout_s)
-    with Wishes() as wishes, RunDirectory(str(run.train.run_dir)) as folder:
+    with StopRequests() as requests, RunDirectory(str(run.train.run_dir)) as folder:
         checkpoints = find_folder(folder.checkpoints, ranks)
-        training = Training(resolved, ranks, folder, checkpoints, wishes)
+        training = Training(resolved, ranks, folder, checkpoints, requests)
         training.resume_or_start()
         training.check_loss()  # as a run: what it leaves behind in compiled layers is in the figures
         tracker = Tracker(

@@ -10,9 +10,10 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
+from llmtrain import units
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SLOW, addresses, rounds
-from llmtrain.cluster.doctor.survey import in_parallel
+from llmtrain.cluster.doctor.survey import in_parallel, read_marked
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import Answer, on_hosts
 
@@ -27,11 +28,12 @@ def is_worth_it(survey: Survey) -> bool:
     return len(names) > 1 or any(len(each) > 1 for each in _here(survey, names).values())
 
 
-def measure(survey: Survey, ssh_port: int | None = None) -> dict[str, Any]:
+def measure(survey: Survey, module: str, ssh_port: int | None = None) -> dict[str, Any]:
     """backend, ranks (their number), steps (bytes and seconds), pairs (names and bytes a second), errors (by host).
 
     With the backend that a run would take: a rank for each GPU that the hostfile names, or one for each host without.
-    Sizes grow while they are quick. Of more than 64 hosts so many take part.
+    Sizes grow while they are quick. Of more than 64 hosts so many take part. `module`: the program that each host
+    runs, which gets its questions as JSON and prints `mark` and its answer.
     """
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     names = [names[0], *random.Random(0).sample(names[1:], min(len(names), ALL_PAIRS_TO) - 1)]
@@ -40,6 +42,7 @@ def measure(survey: Survey, ssh_port: int | None = None) -> dict[str, Any]:
     labels = {r: f"{name} GPU {at}" if backend == "nccl" else name for name, own in here.items() for r, at in own}
     port = survey.port if survey.facts[names[0]].get("port", {}).get("free") else random.randint(32001, 32700)
     questions = {
+        "mark": _MARK,
         "backend": backend,
         "ranks": [labels[rank] for rank in sorted(labels)],
         "address": "127.0.0.1" if survey.alone else addresses(survey, names[:1])[names[0]],
@@ -49,7 +52,7 @@ def measure(survey: Survey, ssh_port: int | None = None) -> dict[str, Any]:
     }
 
     def one(name: str) -> Answer:
-        worker = [sys.executable, "-m", "llmtrain.dist.fabric", json.dumps({**questions, "here": here[name]})]
+        worker = [sys.executable, "-m", module, json.dumps({**questions, "here": here[name]})]
         command = ["/bin/sh", "-c", _IN_FOLDER, "sh", survey.folder, *worker]
         return on_hosts([name], command, timeout_s=_WITHIN_S[backend], port=ssh_port, here=survey.alone)[name]
 
@@ -90,10 +93,10 @@ def _rounds(here: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[tuple[in
 
 
 def _read(answer: Answer) -> tuple[dict[str, Any], str]:
-    """What dist/fabric.py said on a host, and why it failed there."""
-    lines = [line for line in answer.stdout.splitlines() if line.startswith(_MARK)]
-    said: dict[str, Any] = json.loads(lines[-1][len(_MARK) :]) if lines else {}
-    if answer.code == 0 and lines and not said.get("error"):
+    """What the program said on a host, and why it failed there."""
+    found = read_marked(answer.stdout, _MARK)
+    said = found or {}
+    if answer.code == 0 and found is not None and not said.get("error"):
         return said, ""
     last = [line for line in answer.stderr.splitlines() if line.strip()][-1:]
     trouble = answer.trouble.text if answer.trouble and answer.code is None else None
@@ -105,7 +108,7 @@ def judge(found: Mapping[str, Any]) -> list[Finding]:
     findings = []
     for host, why in found["errors"].items():
         what = f"an all-reduce of {found['ranks']} ranks with {found['backend']} failed: {why[:300]}"
-        fix = f"mend what else is red; then on {host}: is every TCP port open to the other hosts?"
+        fix = f"fix what else is marked FAIL; then on {host}: is every TCP port open to the other hosts?"
         findings.append(Finding(host=host, check="fabric", level="red", what=what, fix=fix))
     best: dict[str, float] = {}
     for first, second, rate in found["pairs"]:
@@ -128,7 +131,7 @@ def summary(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"all-reduce of {found['ranks']} ranks ({found['backend']}): {shown}")
     if rates := sorted(rate for _, _, rate in found["pairs"]):
         lines.append(
-            f"{len(rates)} pairs of GPUs of a host: {_rate(rates[0])} to {_rate(rates[-1])} each way "
+            f"{units.counted(len(rates), 'pair')} of GPUs of a host: {_rate(rates[0])} to {_rate(rates[-1])} each way "
             f"(median {_rate(median(rates))})"
         )
     return lines

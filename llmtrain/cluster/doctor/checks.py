@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.trouble import Trouble
-from llmtrain.units import GIB, duration, size
+from llmtrain.units import GIB, counted, duration, size
 
 CHECKS = (
     *("name", "ssh", "python", "versions", "code", "config", "slots", "gpus", "env", "clock", "disk", "memory", "shm"),
@@ -149,13 +149,13 @@ def _slots(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Findin
             yield Finding(host=host.name, check="slots", level="red", what=what, fix=fix)
             return
     if anywhere and seen < highest:
-        what = f"slots={highest}, but {seen} device{'s' * (seen != 1)} seen"
+        what = f"slots={highest}, but {counted(seen, 'device')} seen"
         if devices["nodes"] > seen:
             what += f" ({devices['nodes']} in /dev: one may have failed)"
         fix = f"write slots={seen} in the hostfile, or on {host.name}: nvidia-smi; dmesg | grep -i xid"
         yield Finding(host=host.name, check="slots", level="red", what=what, fix=fix)
     if not anywhere and host.slots > devices["cores"]:
-        what = f"{host.slots} ranks on {devices['cores']} cores, and no device: they wait for each other"
+        what = f"{host.slots} ranks on {counted(devices['cores'], 'core')}, and no device: they wait for each other"
         fix = f"write slots={devices['cores']} in the hostfile"
         yield Finding(host=host.name, check="slots", level="yellow", what=what, fix=fix)
 

@@ -172,7 +172,7 @@ def _names(survey: Survey) -> Iterator[Finding]:
             if right:
                 continue
             has = sorted(a for a in own[target] if not _is_loopback(a))
-            what = f"it takes {target} to be {address}, but {target} has {', '.join(has) or 'no address'}"
+            what = f"it resolves {target} to {address}, but {target} has {', '.join(has) or 'no address'}"
             fix = f"on {viewer}: correct the line of {target} in /etc/hosts, or the name server"
             yield Finding(host=viewer, check="name", level="red", what=what, fix=fix)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from llmtrain import units
 from llmtrain.cluster.doctor import wire
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.doctor.compare import held, right_interfaces
-from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program
+from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program, read_marked
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer
 
 ALL_PAIRS_TO = FAN_OUT
@@ -126,7 +126,7 @@ def measure_pairs(
     found = []
     for first, second in (pair for each in plan for pair in each):
         answer = answers[first]
-        measured = _read(answer.stdout)
+        measured = read_marked(answer.stdout, wire.MARK) or {}
         why = answer.trouble.text if answer.trouble and answer.code is None else "the measurement did not end in time"
         about = measured.get(second) or {"error": measured.get("", {}).get("error", why)}
         found.append(Pair(first=first, second=second, **about))
@@ -138,15 +138,6 @@ def addresses(survey: Survey, names: Sequence[str]) -> dict[str, str]:
     rights = right_interfaces(survey)
     found = {name: held(survey.facts[name]).get(rights.get(name, ""), []) for name in names}
     return {name: addresses[0] if addresses else name for name, addresses in found.items()}
-
-
-def _read(text: str) -> dict[str, Any]:
-    for line in reversed(text.splitlines()):
-        if line.startswith(wire.MARK):
-            found = json.loads(line[len(wire.MARK) :])
-            assert isinstance(found, dict)
-            return found
-    return {}
 
 
 def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
@@ -254,7 +245,7 @@ def _odd(pairs: Sequence[Pair]) -> Iterator[Finding]:
         words = _odd_pair(pair, best, trip, duplex)
         if words:
             what = f"a slow pair, {pair.first} and {pair.second}: {'; '.join(words)}"
-            fix = f"look at the way between the two: on {pair.first}: traceroute {pair.second}; cables between switches"
+            fix = f"look at the path between the two: on {pair.first}: traceroute {pair.second}; cables, switches"
             yield Finding(host=pair.first, check="fabric", level="red", what=what, fix=fix)
 
 
@@ -297,7 +288,7 @@ def summary(fabric: Fabric) -> list[str]:
     if good:
         rates, trips = sorted(pair.rate for pair in good), sorted(pair.trip_s for pair in good)
         lines.append(
-            f"{len(good)} pairs over TCP: {bits(rates[0])} to {bits(rates[-1])} (median {bits(median(rates))}), "
-            f"round trip {1e3 * trips[0]:.2f} to {1e3 * trips[-1]:.2f} ms"
+            f"{units.counted(len(good), 'pair')} over TCP: {bits(rates[0])} to {bits(rates[-1])} "
+            f"(median {bits(median(rates))}), round trip {1e3 * trips[0]:.2f} to {1e3 * trips[-1]:.2f} ms"
         )
     return lines

@@ -27,7 +27,7 @@ def all_gpus(survey: Survey) -> list[Finding]:
             found += list(_driver(host, survey, facts.get("devices") or {}, facts.get("packages") or {}))
         gpus = facts.get("gpus") or {}
         if gpus and not gpus["report"] and facts.get("devices", {}).get("nodes"):
-            what = "nvidia-smi gives no report: a GPU may have gone, or the driver does not fit its kernel module"
+            what = "nvidia-smi gives no report: a GPU may have failed, or the driver does not match its kernel module"
             fix = survey.on(host.name, "nvidia-smi; dmesg | grep -i nvrm")
             found.append(Finding(host=host.name, check="gpus", level="red", what=what, fix=fix))
         for index, gpu in _chosen(host, gpus.get("report", ())):

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Survey
 from llmtrain.cluster.doctor.compare import right_interfaces
-from llmtrain.units import duration
+from llmtrain.units import counted, duration
 
 _MANY = 32
 """From this number of hosts on, hosts whose cells are all equal share a line."""
@@ -115,9 +115,9 @@ def print_report(report: Report, console: Console) -> None:
         console.print(Text(note), soft_wrap=True)
     red = sum(finding.level == "red" for finding in report.findings)
     yellow = len(report.findings) - red
-    count = f"{len(hosts)} host{'s' * (len(hosts) != 1)}"
-    verdict = f"{red} to mend, {yellow} to know" if report.findings else "all in order"
-    console.print(Text(f"{count}, {duration(report.elapsed_s)}: {verdict}", "bold red" if red else "bold green"))
+    verdict = f"{red} to fix, {yellow} to know" if report.findings else "all in order"
+    head = f"{counted(len(hosts), 'host')}, {duration(report.elapsed_s)}"
+    console.print(Text(f"{head}: {verdict}", "bold red" if red else "bold green"))
 
 
 def _table(report: Report, checks: Sequence[str]) -> Table:

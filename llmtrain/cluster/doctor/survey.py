@@ -136,7 +136,7 @@ def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_p
             troubles[name] = _of_this_machine(answer.trouble) if is_here(name) else answer.trouble
         if answer.code is None:
             continue
-        found = read_facts(answer.stdout)
+        found = read_marked(answer.stdout, probe.MARK)
         if found is not None:
             facts[name] = found
             # It answered between our two looks at our clock.
@@ -154,14 +154,10 @@ def _of_this_machine(trouble: Trouble) -> Trouble:
     return replace(trouble, text=f"{trouble.text} ({why})")
 
 
-def read_facts(text: str) -> dict[str, Any] | None:
-    """The line of the probe in what a host printed."""
-    for line in reversed(text.splitlines()):
-        if line.startswith(probe.MARK):
-            found = json.loads(line[len(probe.MARK) :])
-            assert isinstance(found, dict)
-            return found
-    return None
+def read_marked(text: str, mark: str) -> dict[str, Any] | None:
+    """The JSON object in the last line of a program's output that begins with `mark`; None where there is none."""
+    lines = [line for line in text.splitlines() if line.startswith(mark)]
+    return dict(json.loads(lines[-1].removeprefix(mark))) if lines else None
 
 
 def _read_back(survey: Survey, nonce: str, path: str, timeout_s: float, ssh_port: int | None) -> Survey:

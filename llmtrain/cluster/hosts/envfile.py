@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from llmtrain import units
 from llmtrain.errors import ConfigError
 from llmtrain.redact import is_secret, redact_text
 
@@ -37,7 +38,7 @@ class EnvFileError(ConfigError):
 
     def __init__(self, path: str, problems: list[str]) -> None:
         self.problems = tuple(problems)
-        count = f"{len(problems)} problem" + "s" * (len(problems) != 1)
+        count = units.counted(len(problems), "problem")
         super().__init__("\n".join([f"{path}: {count}", *(f"  {problem}" for problem in problems[:100])]))
 
 

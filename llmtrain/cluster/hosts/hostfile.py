@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmtrain import units
 from llmtrain.errors import ConfigError
 
 MAX_SLOTS = 1024
@@ -36,7 +37,7 @@ class HostfileError(ConfigError):
 
     def __init__(self, where: str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        count = f"{len(problems)} problem" + "s" * (len(problems) != 1)
+        count = units.counted(len(problems), "problem")
         lines = [f"{where}: {count}", *(f"  {problem}" for problem in problems[:_SHOWN])]
         if len(problems) > _SHOWN:
             lines.append(f"  and {len(problems) - _SHOWN} more")
@@ -222,7 +223,7 @@ def _filter(hosts: Sequence[Host], text: str) -> tuple[dict[str, tuple[int, ...]
             words = numbers.split(",")
             odd = [w for w in words if not _WHOLE.fullmatch(w) or int(w) not in host.devices]
             if odd:
-                has = _ranges(host.devices)
+                has = units.spans(host.devices)
                 problems.append(f"no device {', '.join(map(_shown, odd))} on host {name}: the hostfile gives it {has}")
                 continue
             devices = tuple(int(w) for w in words)
@@ -238,17 +239,6 @@ def _near(name: str, by_name: Iterable[str]) -> str:
     if near:
         return f"did you mean {near[0]}?"
     return f"it has {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 6` for 0, 1, 2, 3, 6."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)
 
 
 def render(hosts: Sequence[Host]) -> str:

@@ -50,7 +50,7 @@ def from_ssh(host: str, code: int | None, stderr: str, noise: str, *, began: boo
         why = f"the connection to {host} broke while the command ran ({last or f'ssh ended with code {code}'})"
         return Trouble("died", why, f"look for a reboot or a cut link: ssh {host} uptime")
     if code is None or code < 0:
-        return Trouble("died", f"ssh to {host} was ended here ({last or f'signal {-(code or 0)}'})", "ask again")
+        return Trouble("died", f"ssh to {host} was stopped here ({last or f'signal {-(code or 0)}'})", "ask again")
     if code != SSH_FAILED:
         # Another code than 255 is the login shell's: it ended before it came to our command.
         said = _last_line(noise) or last
@@ -72,7 +72,7 @@ _TEXTS: dict[Kind, str] = {
     "resolve": "{host} has no address ({said})",
     "refused": "{host} is up, but no sshd listens there ({said})",
     "unreachable": "{host} does not answer ({said})",
-    "timeout": "{host} takes connections, but its sshd does not speak ({said})",
+    "timeout": "{host} takes connections, but its sshd does not answer ({said})",
     "died": "ssh to {host} broke off ({said})",
 }
 _REMEDIES: dict[Kind, str] = {
@@ -102,7 +102,7 @@ def _denied(host: str, stderr: str, port: int | None) -> Trouble:
     said = _last_line(stderr)
     offered = re.search(r"Permission denied \(([\w,-]+)\)", stderr)
     if offered and "publickey" not in offered[1] and re.search("password|keyboard", offered[1]):
-        why = f"{host} takes passwords only ({said}), and nobody is there to type one"
+        why = f"{host} takes passwords only ({said}), and nobody can type one"
         return Trouble(
             "prompt", why, f"on {host}: set PubkeyAuthentication yes in /etc/ssh/sshd_config, and reload sshd"
         )

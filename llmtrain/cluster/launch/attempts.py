@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -20,8 +19,8 @@ from typing import Any
 
 from rich.console import Console
 
-from llmtrain import log
-from llmtrain.cluster.doctor.command import quick
+from llmtrain import log, units
+from llmtrain.cluster.doctor.quick import quick
 from llmtrain.cluster.doctor.report import print_report
 from llmtrain.cluster.hosts.environment import SECRETS_VARIABLE, deliver, remove
 from llmtrain.cluster.hosts.here import is_here
@@ -75,7 +74,7 @@ class Launch:
         self._supervisor = Supervisor(options.max_restarts)
         self._unfit: set[str] = set()
         """Hosts that a fault has shown to be broken: none of them is started on again."""
-        self._wishes: list[int] = []
+        self._signals: list[int] = []
         """Signals that the user sent, in their order."""
         self._words = options.words
         self._live: log.LiveLine | None = None
@@ -101,8 +100,8 @@ class Launch:
                     told = (attempt.end or {}).get("status") in ("refused", "stopped")  # by rank 0
                     return self._close(decision.code, "" if told else decision.text)
                 problem = self._prepare_restart(attempt, outcome.signature, decision.wait_s)
-                if self._wishes:
-                    return self._close(_code_of(self._wishes[0]), "asked to stop before the restart")
+                if self._signals:
+                    return self._close(_code_of(self._signals[0]), "asked to stop before the restart")
                 if problem is not None:
                     return self._close(FAULT_CODE, f"not restarted: {problem}")
         finally:
@@ -110,7 +109,7 @@ class Launch:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self._wishes.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        self._signals.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _close(self, code: int, text: str) -> int:
         if text:
@@ -195,7 +194,7 @@ class Launch:
         if report.findings:
             print_report(report, Console(stderr=True, width=None if sys.stderr.isatty() else 160, highlight=False))
         if not report.ok:
-            raise ConfigError("nothing was started: mend what is marked FAIL; `llmtrain doctor` looks again")
+            raise ConfigError("nothing was started: fix what is marked FAIL, and check with `llmtrain doctor`")
         return report.address
 
     def _watch(self, plan: Plan, attempt: Attempt, job: Job, keeper: Keeper | None = None) -> int:
@@ -208,9 +207,9 @@ class Launch:
                 if keeper is not None and message["kind"] == "place":
                     keeper.met(attempt.ranks)
             now = time.monotonic()
-            while heard < len(self._wishes):
+            while heard < len(self._signals):
                 heard += 1
-                by_force = self._on_wish(plan, attempt, job, heard) or by_force
+                by_force = self._answer_signal(plan, attempt, job, heard) or by_force
             if not attempt.ranks and now - attempt.began_s > self._wait_for_place_s:
                 _say(f"error: the ranks have not met within {self._wait_for_place_s:.0f} s")
                 by_force = True
@@ -222,13 +221,13 @@ class Launch:
             self._live.show("", None)
         return code
 
-    def _on_wish(self, plan: Plan, attempt: Attempt, job: Job, count: int) -> bool:
-        """The user's first wish is for a save; a Ctrl-C after it for the end. Whether the job is to be ended by force.
+    def _answer_signal(self, plan: Plan, attempt: Attempt, job: Job, count: int) -> bool:
+        """The first signal asks for a save, a Ctrl-C after it for the end. Whether the job is to be ended by force.
 
         Slurm may send SIGTERM more than once: that hurries nobody.
         """
-        attempt.asked = self._wishes[0]
-        if count > 1 and self._wishes[count - 1] != signal.SIGINT:
+        attempt.asked = self._signals[0]
+        if count > 1 and self._signals[count - 1] != signal.SIGINT:
             return False
         if count > 1 or not attempt.ranks or attempt.fault is not None:
             _say("launch: ending all processes")
@@ -281,24 +280,24 @@ class Launch:
         if attempt.fault and attempt.fault.get("unfit"):
             self._unfit |= {host_of_rank(self._hosts, rank) for rank in attempt.fault.get("ranks", ())} - {""}
         found = tuple(host for host in self._answering() if host.name not in self._unfit)
-        if self._wishes:
+        if self._signals:
             return None
         if len(found) < self._options.min_hosts:
             absent = [host.name for host in self._options.hosts if host not in found and host.name not in self._unfit]
             reasons = {"no answer": absent, "unfit after a fault of their own": sorted(self._unfit)}
             because = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items() if names)
-            return f"{len(found)} hosts are left, and --min-hosts is {self._options.min_hosts} ({because})"
+            return f"{units.counted(len(found), 'host')} left, and --min-hosts is {self._options.min_hosts} ({because})"
         step = max(attempt.newest, self._newest())
         if step and self._resume != "auto":
             self._words = (*self._options.words, "--resume", "auto", "--resume_weights_only", "false")
         chosen, why = self._solvable(found)
         if chosen is None:
-            return f"the run cannot go on with {len(found)} hosts: {why}"
+            return f"the run cannot go on with {units.counted(len(found), 'host')}: {why}"
         dropped = [host.name for host in self._options.hosts if host not in chosen]
         self._hosts = chosen
-        ranks = sum(host.slots for host in chosen)
+        size = f"{units.counted(len(chosen), 'host')}, {units.counted(sum(host.slots for host in chosen), 'rank')}"
         without = f", without {', '.join(dropped)}" if dropped else ""
-        _say(f"launch: restarting from step {step} on {len(chosen)} hosts, {ranks} ranks{without}")
+        _say(f"launch: restarting from step {step} on {size}{without}")
         self._event(
             "restart",
             restart=self._supervisor.restarts,
@@ -318,7 +317,7 @@ class Launch:
             found = slurm.answering(hosts) if self._slurm else _answering_ssh(hosts)
             enough = len(found) >= self._options.min_hosts
             waited_s = time.monotonic() - began
-            if len(found) == len(hosts) or self._wishes or waited_s > (_WAIT_SPARE_S if enough else _WAIT_NEEDED_S):
+            if len(found) == len(hosts) or self._signals or waited_s > (_WAIT_SPARE_S if enough else _WAIT_NEEDED_S):
                 return found
             self._sleep(2.0)
 
@@ -336,18 +335,14 @@ class Launch:
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while not self._wishes and time.monotonic() < until:
+        while not self._signals and time.monotonic() < until:
             time.sleep(_POLL_S)
 
     def _newest(self) -> int:
         """Step of the newest complete checkpoint that is seen from here; 0 if there is none."""
-        found = re.compile(r"step-(\d+)")
-        steps = [
-            int(matched[1])
-            for path in (self._run_dir / "checkpoints").glob("step-*/manifest.json")
-            if (matched := found.fullmatch(path.parent.name))
-        ]
-        return max(steps, default=0)
+        complete = (self._run_dir / "checkpoints").glob("step-*/manifest.json")
+        steps = (path.parent.name.removeprefix("step-") for path in complete)
+        return max((int(step) for step in steps if step.isdecimal()), default=0)
 
     def _event(self, kind: str, **fields: Any) -> None:
         """One line in the run's events.jsonl, if its folder is here."""

@@ -71,7 +71,7 @@ def _options(argv: list[str]) -> Options:
     hosts = _hosts(given)
     least = len(hosts) if given.min_hosts is None else given.min_hosts
     if not 1 <= least <= len(hosts):
-        raise ConfigError(f"--min-hosts is {least}, and there are {len(hosts)} hosts: give 1 to {len(hosts)}")
+        raise ConfigError(f"--min-hosts is {least}: give 1 to {len(hosts)}, the number of hosts")
     if given.max_restarts < 0:
         raise ConfigError(f"--max-restarts is {given.max_restarts}: give 0 or more")
     return Options(

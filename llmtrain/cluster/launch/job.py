@@ -15,6 +15,8 @@ from typing import Any
 from llmtrain import log
 from llmtrain.cluster import messages
 
+TRAIN = ("llmtrain", "train")
+"""What a rank runs, after `python -m` and before --config: of a clone or of an installed wheel, as it comes."""
 _REST_S = 12.0
 """After the process has ended: the watch of a host may hold its output a little longer, and tell of a fault."""
 

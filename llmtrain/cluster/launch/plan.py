@@ -15,21 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain import units
 from llmtrain.cluster import messages
 from llmtrain.cluster.hosts.envfile import read_env_file
 from llmtrain.cluster.hosts.environment import Travel, deepspeed_env, for_pdsh, path_problem, travelling
 from llmtrain.cluster.hosts.here import is_alone
 from llmtrain.cluster.hosts.hostfile import Host, include_of, render
 from llmtrain.cluster.launch import slurm
-from llmtrain.cluster.launch.job import on_terminal
+from llmtrain.cluster.launch.job import TRAIN, on_terminal
 from llmtrain.errors import ConfigError
 from llmtrain.redact import redact_argv
 
-SCRIPT = (Path(__file__).parents[2] / "shipped/launch/train.py").resolve()
 # A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
 _MAX_COMMAND = (128 << 10) - 1
 """Bytes that Linux takes in one argument (MAX_ARG_STRLEN), and pdsh and sshd make one of the whole command."""
+_STARTS = ("--no_local_rank", "--module")
+"""DeepSpeed's flags for `python -m`; a rank knows its number by LOCAL_RANK."""
 _SPARE = 512
 """Of the command, for what is not known yet: address, port, threads, the secrets' file."""
 
@@ -55,7 +57,7 @@ class Plan:
 
     hosts: tuple[Host, ...]
     words: tuple[str, ...]
-    """Of launch/train.py: --config RUN.yaml and the overrides."""
+    """Of `llmtrain train`: --config RUN.yaml and the overrides."""
     travel: Travel
     verbose: bool = False
 
@@ -92,7 +94,7 @@ def check(plan: Plan) -> None:
     """Raises ConfigError for what DeepSpeed's launcher over pdsh would break on."""
     if plan.alone:
         return
-    problems = [path_problem(path) for path in (os.getcwd(), sys.executable, str(SCRIPT))]
+    problems = [path_problem(path) for path in (os.getcwd(), sys.executable)]
     problems += [
         f"the argument {word!a} has a line break, and no shell can hand it on: put the value into the YAML"
         for word in plan.words
@@ -112,7 +114,7 @@ def command_length(plan: Plan) -> int:
     """Bytes of the command that DeepSpeed's launcher has pdsh run on a host (multinode_runner.py, PDSHRunner)."""
     world = json.dumps({host.name: list(host.devices) for host in plan.hosts})
     exports = len(os.fsencode(deepspeed_env(plan.travel.open))) + len('export ""; ') * len(plan.travel.open)
-    words = [os.getcwd(), sys.executable, "-u -m deepspeed.launcher.launch --node_rank=0", str(SCRIPT)]
+    words = [os.getcwd(), sys.executable, "-u -m deepspeed.launcher.launch --node_rank=0", *_STARTS, *TRAIN]
     words += map(for_pdsh, plan.words)
     quotes = len('"" ')
     return len(base64.b64encode(world.encode())) + exports + sum(len(os.fsencode(w)) + quotes for w in words) + _SPARE
@@ -135,7 +137,7 @@ def command(plan: Plan, folder: Path | str, address: str, port: int | str) -> li
         # Without this a single host is taken for the machine at hand, whatever its name is.
         *(() if plan.alone or len(plan.hosts) > 1 else ("--force_multi",)),
         *("--master_addr", "127.0.0.1" if plan.alone else address, "--master_port", str(port)),
-        str(SCRIPT),
+        *(*_STARTS, *TRAIN),
         *(plan.words if plan.alone else map(for_pdsh, plan.words)),
     ]
 
@@ -196,15 +198,14 @@ def threads(plan: Plan, cores: Mapping[str, int]) -> int:
 
 def describe(plan: Plan, options: Options) -> str:
     """What --dry-run prints. No value of a variable is shown: a name is enough to see whether it travels."""
-    hosts = "host" if len(plan.hosts) == 1 else "hosts"
-    ranks = "rank" if plan.world_size == 1 else "ranks"
-    lines = [f"{len(plan.hosts)} {hosts}, {plan.world_size} {ranks}"]
+    hosts = units.counted(len(plan.hosts), "host")
+    lines = [f"{hosts}, {units.counted(plan.world_size, 'rank')}"]
     width = max(len(host.name) for host in plan.hosts)
     digits = int(math.log10(max(1, plan.world_size - 1))) + 1
     first = 0
     for host in plan.hosts:
         span = f"{first:{digits}}" + (f" to {first + host.slots - 1:{digits}}" if host.slots > 1 else "")
-        lines.append(f"  {host.name:<{width}}  ranks {span}  devices {_spans(host.devices)}")
+        lines.append(f"  {host.name:<{width}}  ranks {span}  devices {units.spans(host.devices)}")
         first += host.slots
     by_slurm = options.launcher == "slurm"
     argv = slurm.command(plan.hosts, plan.words, "NAME") if by_slurm else command(plan, "FOLDER", "ADDRESS", "PORT")
@@ -215,8 +216,8 @@ def describe(plan: Plan, options: Options) -> str:
     lines.append(f"environment, {how}: {' '.join(sorted(plan.travel.open)) or '(nothing)'}")
     private = "inherited" if inherited else "in a file of mode 0600"
     lines.append(f"environment, {private}: {' '.join(sorted(plan.travel.private)) or '(nothing)'}")
-    least = f"on at least {options.min_hosts} of {len(plan.hosts)} {hosts}"
-    lines.append(f"after a fault: at most {options.max_restarts} restarts, {least}")
+    restarts = units.counted(options.max_restarts, "restart")
+    lines.append(f"after a fault: at most {restarts}, on at least {options.min_hosts} of {hosts}")
     return "\n".join(lines)
 
 
@@ -234,8 +235,3 @@ def host_of_rank(hosts: Sequence[Host], rank: int) -> str:
     """The name in the hostfile of the host that a rank runs on; empty when there are fewer ranks."""
     names = [host.name for host in hosts for _ in range(host.slots)]
     return names[rank] if rank < len(names) else ""
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    whole = list(numbers) == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 2
-    return f"{numbers[0]}-{numbers[-1]}" if whole else ",".join(map(str, numbers))

@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from llmtrain.cluster.hosts.hostfile import Host, name_problem
+from llmtrain.cluster.launch.job import TRAIN
 from llmtrain.errors import ConfigError
 
 MAX_HOSTS = 100_000
@@ -197,8 +197,7 @@ def become_rank(environ: MutableMapping[str, str]) -> None:
 def main(words: list[str]) -> int:
     """Entry point of a task: it becomes the rank, so that Slurm's signals reach it."""
     become_rank(os.environ)
-    script = Path(__file__).resolve().parents[3] / "launch" / "train.py"
-    os.execv(sys.executable, [sys.executable, "-u", str(script), *words])
+    os.execv(sys.executable, [sys.executable, "-u", "-m", *TRAIN, *words])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from llmtrain import units
+
 FAULT_CODE = 1
 """Exit code of a launch that ended by a fault and was not, or could not be, restarted."""
 PREEMPTED_CODE = 75
@@ -182,6 +184,5 @@ class Supervisor:
         """One line for the end; empty when there was no restart."""
         if not self.restarts:
             return ""
-        times = "restart" if self.restarts == 1 else "restarts"
-        steps = "step" if self.steps_redone == 1 else "steps"
-        return f"{self.restarts} {times}, {self.steps_redone} {steps} done again, {self.lost_s:.0f} s lost"
+        restarts, steps = units.counted(self.restarts, "restart"), units.counted(self.steps_redone, "step")
+        return f"{restarts}, {steps} done again, {self.lost_s:.0f} s lost"

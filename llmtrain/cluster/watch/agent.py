@@ -20,14 +20,15 @@ from typing import Any
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import link
 from llmtrain.cluster.watch.capture import captured, with_gpus
-from llmtrain.cluster.watch.ending import Process, end_host, hang_up, identify, job_of
+from llmtrain.cluster.watch.ending import Process, end_host, end_ssh, identify, job_of
 from llmtrain.cluster.watch.explain.facts import Explanation, HostFacts, JobFacts, RankFacts
 from llmtrain.cluster.watch.explain.paragraph import explain
-from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, lock, own, read_json, sweep, write_json
+from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, own, read_json, sweep, write_json
 from llmtrain.cluster.watch.judge import Judge, Pauses, Stragglers, Verdict
 from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.observe import HostRanks
 from llmtrain.cluster.watch.proc import oom_kills
+from llmtrain.files import lock_folder
 
 _TICK_S, _SOONEST_S = 0.5, 0.1
 """Between two looks at everything. Reports come at any time: of 1,000 hosts, each must not cost a look."""
@@ -51,7 +52,7 @@ class Agent:
         """Raises OSError."""
         self.folder = Path(settings["folder"])
         self.host = str(settings["host"])
-        self.notes = Notes(str(settings["run_dir"]))
+        self.notes = Notes(str(settings["run_dir"]), str(settings["notes"]))
         self.stall_s = float(settings["stall_s"])
         self.launcher: Process | None = identify(int(settings["launcher"]))
         self.started_by = job_of(int(settings["launcher"]))
@@ -85,7 +86,7 @@ class Agent:
             link.wait([], max(0.0, now + _SOONEST_S - time.monotonic()), endings)
             link.wait(lines, _TICK_S, endings)
             now = time.monotonic()
-            self._mind_folder()
+            self._check_folder()
             reports = self.ranks.observe(now)
             finished = self._finished()
             self._hear(reports, finished, now)
@@ -108,9 +109,9 @@ class Agent:
             if self.job is None or self.is_root:
                 self._name_stragglers(now)
                 self._tell_pauses(now)
-            self.notes.tend()
+            self.notes.reap()
 
-    def _mind_folder(self) -> None:
+    def _check_folder(self) -> None:
         """Something outside may remove it: heartbeats that are open stay readable, and the rest is made anew."""
         self.about = self.about or read_json(self.folder / RUN) or {}
         removed = not os.fstat(self.lock).st_nlink
@@ -128,7 +129,7 @@ class Agent:
     def _settle(self) -> None:
         """Hold the folder, and leave in it how to reach this watch. Raises OSError."""
         own(self.folder)
-        self.lock = lock(self.folder)
+        self.lock = lock_folder(self.folder)
         write_json(self.folder / AGENT, {"port": self.server.port, "token": self.server.token, "pid": os.getpid()})
 
     def _finished(self) -> bool:
@@ -332,9 +333,9 @@ class Agent:
             _say(f"error: on {self.host} these processes cannot be ended, the kernel holds them: {stay}")
         if self.line is not None:
             self.line.close()
-        _let_go_of_output()
+        _close_output()
         if self.started_by is not None:
-            hang_up(self.started_by, _LOST_S if lost else _BUSY_S)
+            end_ssh(self.started_by, _LOST_S if lost else _BUSY_S)
 
     def _name_stragglers(self, now: float) -> None:
         for rank, (seconds, others) in self.stragglers.feed(self.own, now).items():
@@ -358,7 +359,7 @@ class Agent:
             )
             self.notes.write("pause", _event(explanation, facts))
         elif change == "over":
-            _say(f"the ranks go on, after {lasted_s:.0f} s without progress")
+            _say(f"the ranks make progress again, after {lasted_s:.0f} s without progress")
             self.notes.write("pause_over", {"lasted_s": round(lasted_s, 1)})
 
     def close(self) -> None:
@@ -374,7 +375,7 @@ def _event(explanation: Explanation, facts: JobFacts) -> dict[str, Any]:
     return {**explanation.to_json(), "all_ranks": [rank.to_json() for rank in facts.ranks]}
 
 
-def _let_go_of_output() -> None:
+def _close_output() -> None:
     """Our output may be that of an ssh connection, which stays as long as somebody can write to it."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)

@@ -91,7 +91,7 @@ def _end_launcher(launcher: Process) -> None:
     launcher.send(signal.SIGKILL)
 
 
-def hang_up(job: tuple[str, ...], wait_s: float) -> None:
+def end_ssh(job: tuple[str, ...], wait_s: float) -> None:
     """End the ssh connections with which `deepspeed` started the job's launchers on other hosts, if they stay.
 
     One to a host that does not answer would stay for as long as TCP tries: pdsh, and `deepspeed` with it, would wait.

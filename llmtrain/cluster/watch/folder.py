@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from llmtrain.cluster import messages
 from llmtrain.cluster.watch import proc
 from llmtrain.cluster.watch.ending import Process
 from llmtrain.cluster.watch.heartbeat import read
+from llmtrain.files import lock_folder, replace_file
 
 AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
 """How to reach this host's watch; who is in the job; what the job runs."""
@@ -66,7 +66,7 @@ def sweep(this: Path) -> None:
     for folder in this.parent.glob(f"llmtrain-watch-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             if folder != this and time.time() - folder.stat().st_mtime > _STALE_S and not _is_used(folder):
-                os.close(lock(folder))
+                os.close(lock_folder(folder))
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -79,22 +79,9 @@ def _is_used(folder: Path) -> bool:
     return any(process.alive() for process in processes)
 
 
-def lock(folder: Path) -> int:
-    """Hold a folder until the descriptor is closed or this process ends. Raises OSError when it is held."""
-    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
-
-
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """A reader finds the old content or the new. Raises OSError."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(value))
-    os.rename(new, path)
+    replace_file(path, json.dumps(value).encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

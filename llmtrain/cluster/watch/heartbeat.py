@@ -85,7 +85,7 @@ class Beat:
     """Optimizer steps done."""
     phase: str
     left: int | None
-    """The exit code that the rank is about to end with of its own will; None while it works."""
+    """The exit code with which the rank is about to end by itself; None while it works."""
     stopping: bool
     """It was asked to stop, and will at the next step boundary."""
     collectives: int
@@ -215,7 +215,7 @@ class Heartbeat:
         self._words[_AT["stopping"]] = 1
 
     def left(self, code: int) -> None:
-        """The rank ends of its own will, with this exit code."""
+        """The rank ends by itself, with this exit code."""
         self._words[_PHASE] = _PHASE_AT["end"]
         self._words[_AT["left"]] = code
         self.beat()

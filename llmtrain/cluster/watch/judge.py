@@ -95,7 +95,7 @@ class Judge:
         self._hosts[name].heard_s, self._hosts[name].closed = now, False
 
     def close(self, name: str, now: float) -> None:
-        """The connection to a host's watch has ended without a word. `hear` takes it back."""
+        """The connection to a host's watch has ended without a message. `hear` takes it back."""
         host = self._hosts.get(name)
         if host is not None and not host.finished and not host.closed:
             host.closed, host.heard_s = True, now

@@ -11,7 +11,6 @@ import sys
 import time
 from typing import Any
 
-_MODULE = "llmtrain.tracking.fault_note"
 _WITHIN_S = 9.5
 """That a note may take; W&B needs seconds."""
 
@@ -19,8 +18,9 @@ _WITHIN_S = 9.5
 class Notes:
     """The notes of one run."""
 
-    def __init__(self, run_dir: str) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: str, module: str) -> None:
+        """`module`: the program that writes a note; it reads one JSON object from its standard input."""
+        self._run_dir, self._module = run_dir, module
         self._open: list[tuple[subprocess.Popen[bytes], float]] = []
 
     def write(self, kind: str, event: dict[str, Any], run: dict[str, Any] | None = None) -> None:
@@ -30,7 +30,7 @@ class Notes:
         content = {"run_dir": self._run_dir, "kind": kind, "event": event, "run": run or {}}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE],
+                [sys.executable, "-m", self._module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -43,7 +43,7 @@ class Notes:
             return
         self._open.append((process, time.monotonic()))
 
-    def tend(self) -> None:
+    def reap(self) -> None:
         """End those that are done or had their time, with all that they started. Call it often."""
         still = []
         for process, began_s in self._open:
@@ -58,5 +58,5 @@ class Notes:
     def finish(self) -> None:
         """Wait for them, and leave none."""
         while self._open:
-            self.tend()
+            self.reap()
             time.sleep(0.05)

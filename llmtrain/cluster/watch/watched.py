@@ -42,8 +42,11 @@ _stack_file: TextIO | None = None
 _has_failed = False
 
 
-def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str) -> None:
-    """Leave heartbeats from now on; local rank 0 starts the watch of this host. Call it before anything is slow."""
+def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes: str) -> None:
+    """Leave heartbeats from now on; local rank 0 starts the watch of this host. Call it before anything is slow.
+
+    `notes`: the module that the watch starts to write down a fault, a pause or a straggler (notes.py).
+    """
     global _folder, _stack_file, _has_failed
     _has_failed = False
     os.environ.pop(MARK, None)
@@ -59,7 +62,7 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str) -> No
         faulthandler.register(STACK_SIGNAL, _stack_file)
         heart.connect(of_rank(folder, rank, "beat"), rank=rank, local_rank=local_rank)
         if local_rank == 0:
-            _start_agent(folder, stall_timeout_s, start_timeout_s, os.path.abspath(run_dir))
+            _start_agent(folder, stall_timeout_s, start_timeout_s, os.path.abspath(run_dir), notes)
     except OSError as error:
         log.warn(f"the run is not watched: {error.strerror} ({error.filename})")
         return
@@ -132,13 +135,13 @@ def tend(flight_recorder: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def left(code: int) -> None:
-    """This rank ends of its own will, with this exit code: from now on it only leaves. Nothing after a 0 is a fault."""
+    """This rank ends by itself, with this exit code: from now on it only leaves. Nothing after a 0 is a fault."""
     heart.left(code)
     faulthandler.unregister(STACK_SIGNAL)
 
 
 @contextlib.contextmanager
-def told_how_it_ends() -> Iterator[None]:
+def outcome_reported() -> Iterator[None]:
     """Around everything that this rank does: the watch, and the supervisor, learn how it ends."""
     try:
         yield
@@ -186,7 +189,7 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {with_reason(str(error))}".removesuffix(": ")[:500]
 
 
-def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str) -> None:
+def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str, notes: str) -> None:
     """The watch of this host. Raises OSError."""
     settings = {
         "folder": str(folder),
@@ -196,6 +199,7 @@ def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str) -> 
         # A limit of fault.start_timeout_s and a little more, for gloo's own words; the judge's time comes after this.
         "connects_s": start_s + _CONNECT_GRACE_S - stall_s,
         "run_dir": run_dir,
+        "notes": notes,
         "host": socket.gethostname(),
     }
     words = [sys.executable, "-m", "llmtrain.cluster.watch.agent", json.dumps(settings)]

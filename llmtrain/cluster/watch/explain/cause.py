@@ -11,7 +11,7 @@ from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
 
 AGAIN = "The same command continues from the newest checkpoint."
 OTHER_WAY = (
-    "The ranks took different ways through the code: look for a condition that depends on the rank or on its "
+    "The ranks took different paths through the code: look for a condition that depends on the rank or on its "
     "data around that line."
 )
 _SECONDARY = re.compile(

@@ -33,9 +33,9 @@ def _silent_host(facts: JobFacts) -> Cause | None:
     lost = silent[0]
     ranks = [r for r in facts.ranks if r.host in {h.name for h in silent}]
     how = (
-        "its watch has gone and the job makes no step: the host was switched off or all its processes were ended"
+        "its watch has ended and the job completes no step: the host was switched off or all its processes were ended"
         if lost.closed
-        else f"nothing was heard of it for {lost.silent_s:.0f} s, so the host, its kernel or its network is down"
+        else f"it has not reported for {lost.silent_s:.0f} s, so the host, its kernel or its network is down"
     )
     more = "" if len(silent) == 1 else f" So it is with {names(silent[1:])}."
     return Cause(
@@ -62,7 +62,7 @@ def _broken_gpu(facts: JobFacts) -> Cause | None:
                 ranks=dead or there,
                 host=host.name,
                 detail=f"Xid {broken[0].number}",
-                says=f"{ended}The kernel of {host.name} tells of a broken GPU: {_listed(broken)}{_memory(host)}.",
+                says=f"{ended}The kernel of {host.name} reports a broken GPU: {_listed(broken)}{_memory(host)}.",
                 remedy=f"Leave {host.name} out until its GPUs are reset and `llmtrain doctor` finds nothing. " + AGAIN,
                 unfit=True,
             )
@@ -119,7 +119,7 @@ def _timed_out(facts: JobFacts) -> Cause | None:
         detail=what.name,
         says=f"{who(late)} <was|were> ended by NCCL's watchdog in {late[0].phase}{stands(late[0])}: {what.name} "
         f"#{what.number} of <its|their> process group took longer than {what.limit_s:.0f} s (fault.timeout_s). Another "
-        "rank never came to it, or the network or a device does not move.",
+        "rank never came to it, or the network or a device is stuck.",
         remedy="`llmtrain doctor` measures GPUs and network; a fault.stall_timeout_s below fault.timeout_s lets the "
         "watch ask the ranks where they stand before NCCL ends them.",
     )
@@ -180,7 +180,7 @@ def _dead(facts: JobFacts) -> Cause | None:
         )
     if first.signal in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
         at = f" at {place(first.stack[0])}" if first.stack else ""
-        watchdog = " NCCL's watchdog ends a rank so after an error of CUDA, and its output tells which."
+        watchdog = " NCCL's watchdog aborts a rank after a CUDA error, and its output shows which."
         return Cause(
             name="crashed",
             ranks=chosen,
@@ -189,7 +189,7 @@ def _dead(facts: JobFacts) -> Cause | None:
             f"below Python.{watchdog if first.on_device and first.signal == 'SIGABRT' else ''}",
             remedy="Look at its output and at the kernel log; `llmtrain doctor` checks the host.",
         )
-    how = f"<was|were> ended by {first.signal}" if first.signal else "<has|have> gone without a word"
+    how = f"<was|were> ended by {first.signal}" if first.signal else "<has|have> disappeared without an error message"
     return Cause(
         name="killed",
         ranks=chosen,
@@ -207,9 +207,9 @@ def _raised(first: RankFacts, chosen: Sequence[RankFacts]) -> Cause:
             name="communication",
             ranks=chosen,
             detail=first_words(first.error),
-            says=f"{who(chosen)} failed in {first.phase}{at}: {first.error}. No rank died of itself, so a connection "
-            "broke or a collective took longer than fault.timeout_s (LLMTRAIN_VERBOSE=1 shows the tracebacks).",
-            remedy="`llmtrain doctor` checks the network; a slow file server or host is told by the stragglers in "
+            says=f"{who(chosen)} failed in {first.phase}{at}: {first.error}. No rank failed on its own, so a "
+            "connection broke or a collective took longer than fault.timeout_s (LLMTRAIN_VERBOSE=1 shows tracebacks).",
+            remedy="`llmtrain doctor` checks the network; a slow file server or host shows as a straggler in "
             "events.jsonl.",
         )
     return Cause(
@@ -217,7 +217,7 @@ def _raised(first: RankFacts, chosen: Sequence[RankFacts]) -> Cause:
         ranks=chosen,
         detail=first_words(first.error),
         says=f"{who(chosen)} raised {first.error}{at}, in {first.phase}.",
-        remedy="Its traceback stands above. If the data or the code is the cause, a restart meets it again.",
+        remedy="Its traceback is above. If the data or the code is the cause, a restart fails in the same way.",
     )
 
 

@@ -118,7 +118,7 @@ FAULTS = (
         pattern=r"device-side assert triggered|cudaErrorAssert",
         means="a kernel met a value that it must not, mostly an index beyond its table: a token or label not below "
         "model.config's vocab_size, a position beyond its limit",
-        remedy="The line above it, `Assertion ... failed`, tells which, and CUDA_LAUNCH_BLOCKING=1 makes the traceback "
+        remedy="The line above it, `Assertion ... failed`, shows which, and CUDA_LAUNCH_BLOCKING=1 makes the traceback "
         "true. A restart has the same data.",
         again=False,
     ),

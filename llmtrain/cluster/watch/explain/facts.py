@@ -46,8 +46,8 @@ class RankFacts:
     host: str
     pid: int = 0
     state: str = "running"
-    """running | stopped (SIGSTOP, a debugger) | disk (in a system call that no signal ends) | dead | left (ended of
-    its own will) | unknown (on a host of which nothing is heard)."""
+    """running | stopped (SIGSTOP, a debugger) | disk (in a system call that no signal ends) | dead | left (ended by
+    itself) | unknown (on a host of which nothing is heard)."""
     step: int = 0
     """Optimizer steps done."""
     phase: str = "start"
@@ -111,7 +111,7 @@ class HostFacts:
     silent_s: float = 0.0
     """Seconds since its watch was last heard; 0 while it is there."""
     closed: bool = False
-    """Its watch has gone without a word, but the connection was closed: the host's kernel still answered."""
+    """Its watch has ended without a message, but the connection was closed: the host's kernel still answered."""
     oom_kills: int = 0
     """Processes that its kernel has ended for lack of memory since the job began."""
     xids: tuple[str, ...] = ()

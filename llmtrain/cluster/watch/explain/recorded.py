@@ -87,9 +87,9 @@ def never_began(facts: JobFacts) -> Cause | None:
             detail=group.name,
             says=f"{who(absent)} <has|have> never begun {group.name} #{group.pending} of process group {group.group}, "
             f"in which the {wait.format(rank_list(inside))} (NCCL's flight recorder): <it is|they are> in "
-            f"{first.phase}{stands(first)}, since {first.idle_s:.0f} s.",
-            remedy="That line waits for its device, for a file or for something outside the job, or took another way "
-            "through the code.",
+            f"{first.phase}{stands(first)}, for {first.idle_s:.0f} s.",
+            remedy="That line waits for its device, for a file or for something outside the job, or took another "
+            "path through the code.",
         )
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from llmtrain import units
 from llmtrain.cluster.watch.explain.cause import OTHER_WAY, Cause, live, minority
 from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
 from llmtrain.cluster.watch.explain.recorded import never_began
@@ -72,9 +73,9 @@ def _connecting(facts: JobFacts) -> Cause | None:
     return Cause(
         name="not_connected",
         ranks=stuck,
-        says=f"{who(stuck)} <has|have> met the others and <makes|make> <its|their> first connections since "
-        f"{stuck[0].idle_s:.0f} s, without an end: NCCL has no limit of its own there.",
-        remedy="`llmtrain doctor` measures the way between the hosts and between their GPUs; NCCL_DEBUG=INFO tells "
+        says=f"{who(stuck)} <has|have> met the others and <has|have> been making <its|their> first connections for "
+        f"{stuck[0].idle_s:.0f} s: NCCL has no timeout of its own there.",
+        remedy="`llmtrain doctor` measures the network between the hosts and between their GPUs; NCCL_DEBUG=INFO shows "
         "which interface and which InfiniBand ports are tried (NCCL_SOCKET_IFNAME, NCCL_IB_HCA).",
     )
 
@@ -90,8 +91,8 @@ def _unheard(facts: JobFacts) -> Cause | None:
         name="host_unheard",
         ranks=unheard,
         host=hosts[0] if len(hosts) == 1 else "",
-        says=f"{who(unheard)} <was|were> never heard of, and all others wait: most likely {hosts[0]} or its network "
-        f"failed just after the ranks had met; or a firewall keeps its watch from that of {facts.here}.",
+        says=f"{who(unheard)} <has|have> never reported, and all others wait: most likely {hosts[0]} or its network "
+        f"failed just after the ranks had met; or a firewall blocks its watch from that of {facts.here}.",
         remedy=f"Look at {', '.join(hosts)} (power, kernel log, network); `llmtrain doctor` measures each pair.",
     )
 
@@ -205,8 +206,8 @@ def _one_computes(facts: JobFacts) -> Cause | None:
         return Cause(
             name="device_waits",
             ranks=free,
-            says=f"{who(free)} <does|do> not come on in {first.phase}{stands(first)}, since {first.idle_s:.0f} s: <it "
-            f"waits|they wait> there for <its device|their devices>{left}, or <computes|compute> without an end.",
+            says=f"{who(free)} <makes|make> no progress in {first.phase}{stands(first)}, for {first.idle_s:.0f} s: <it "
+            f"waits|they wait> there for <its device|their devices>{left}, or <computes|compute> in an endless loop.",
             remedy=f"Look at `nvidia-smi` and at `dmesg | grep -i xid` on {first.host}: a device that does nothing has "
             "failed, or waits in a collective that another rank never began; one that works is slow, or in a loop.",
         )
@@ -216,7 +217,7 @@ def _one_computes(facts: JobFacts) -> Cause | None:
             ranks=free,
             says=f"{who(free)} still <computes|compute> in {first.phase}{stands(first)}, for {first.idle_s:.0f} s.",
             remedy=f"Either <it is|they are> much slower (look for other processes, heat and memory on {first.host}) "
-            "or <it is|they are> in a loop without an end.",
+            "or <it is|they are> in an endless loop.",
         )
     return Cause(
         name="one_waits",
@@ -235,8 +236,8 @@ def _network(facts: JobFacts) -> Cause | None:
         name="communication",
         ranks=[],
         says=f"All ranks wait in the same collective ({call(those[0])}) for {facts.stalled_s:.0f} s, and all processes "
-        "are there: the network between them, or the device under it, does not move.",
-        remedy="`llmtrain doctor` measures each pair of hosts; NCCL_DEBUG=INFO tells which interface is used.",
+        "are there: the network between them, or the device under it, is stuck.",
+        remedy="`llmtrain doctor` measures each pair of hosts; NCCL_DEBUG=INFO shows which interface is used.",
     )
 
 
@@ -252,8 +253,8 @@ def _behind(facts: JobFacts) -> Cause | None:
     return Cause(
         name="behind",
         ranks=behind,
-        says=f"{who(behind)} <has|have> begun {fewest} collectives, others up to {most}: in {first.phase}"
-        f"{stands(first)} <it does|they do> not come to the next, since {first.idle_s:.0f} s.",
+        says=f"{who(behind)} <has|have> begun {units.counted(fewest, 'collective')}, others up to {most}: in "
+        f"{first.phase}{stands(first)} <has|have> not begun the next one for {first.idle_s:.0f} s.",
         remedy="That line waits for the device, for a file or for something outside the job.",
     )
 
@@ -268,9 +269,9 @@ def _devices_wait(facts: JobFacts) -> Cause | None:
         ranks=[],
         says=f"All ranks {'have begun the same collectives and ' if facts.alike else ''}wait for their devices for "
         f"{facts.stalled_s:.0f} s: a collective does not end there, so the network between the devices, or one of the "
-        "devices, does not move.",
-        remedy="`llmtrain doctor` measures GPUs and hosts and looks for their faults; NCCL_DEBUG=INFO tells which ways "
-        "are used.",
+        "devices, is stuck.",
+        remedy="`llmtrain doctor` measures GPUs and hosts and looks for their faults; NCCL_DEBUG=INFO shows which "
+        "paths are used.",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from llmtrain import units
 from llmtrain.cluster.watch.explain.facts import Frame, HostFacts, RankFacts
 
 
@@ -70,15 +71,7 @@ def who(ranks: Sequence[RankFacts]) -> str:
 def rank_list(ranks: Iterable[RankFacts]) -> str:
     """ "rank 3", "ranks 0-3, 7"."""
     numbers = sorted(r.rank for r in ranks)
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans[:6])
-    if len(spans) > 6:
-        text += f" and {sum(high - low + 1 for low, high in spans[6:])} more"
+    text = units.spans(numbers, most=6)
     return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"
 
 
