@@ -41,7 +41,7 @@ def examine(resolved: ResolvedRun) -> ResolvedRun:
     """
     from llmtrain.data.loader import TrainData, check_vocabulary
     from llmtrain.models.build import load_config
-    from llmtrain.models.check import check_model, check_weights
+    from llmtrain.models.run.check import check_model, check_weights
 
     run = resolved.run
     name_cpu()

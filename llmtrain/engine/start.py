@@ -28,9 +28,9 @@ from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ConfigError, ModelError, UserError
 from llmtrain.models import compiler
 from llmtrain.models.build import load_config
-from llmtrain.models.forms import build_model
-from llmtrain.models.parallel.experts import experts_per_token
+from llmtrain.models.experts import experts_per_token
 from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.run.forms import build_model
 from llmtrain.models.source import ParameterSource
 
 _PROVED_TOKENS = 32

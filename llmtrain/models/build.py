@@ -14,9 +14,9 @@ from llmtrain import foreign
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models import varlen
+from llmtrain.models.experts import idle_parameters
 from llmtrain.models.frozen import freeze
 from llmtrain.models.layout import FolderLayout
-from llmtrain.models.parallel.experts import idle_parameters
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -136,8 +136,8 @@ def test_muon_on_stages_whose_groups_differ(pools, small_data):
 
 def held(case: Case) -> tuple[list[str], int, tuple[int, ...]]:
     """(names, elements of all parameters and buffers, layers of the stages) of this rank."""
-    from llmtrain.models.forms import build_model
     from llmtrain.models.parallel.mesh import mesh_of
+    from llmtrain.models.run.forms import build_model
 
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
@@ -315,8 +315,8 @@ def test_a_folder_is_loaded_stage_by_stage_and_proved(pools, small_data, tmp_pat
 
 
 def announced(case: Case) -> list[str]:
-    from llmtrain.models.forms import build_model
     from llmtrain.models.parallel.mesh import mesh_of
+    from llmtrain.models.run.forms import build_model
 
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)

@@ -12,7 +12,7 @@ from llmtrain.config.load import parse, resolve
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models.build import facts, load_config, skeleton
-from llmtrain.models.parallel.experts import balance_coefficient, check_stages, expert_blocks, experts_per_token
+from llmtrain.models.experts import balance_coefficient, check_stages, expert_blocks, experts_per_token
 from llmtrain.tracking.metrics import METRICS, routing_metrics
 from tests.helpers.config_workplace import write
 from tests.helpers.families import EXPERTS, FAMILIES

@@ -129,8 +129,8 @@ def ours(task: Attempt) -> Any:
     from llmtrain.engine.deepspeed.pipeline_step import make_stepper
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.build import initial_weights
-    from llmtrain.models.forms import build_model
     from llmtrain.models.parallel.mesh import mesh_of
+    from llmtrain.models.run.forms import build_model
 
     model = ModelConfig(
         config={**PRESETS[task.preset], "max_position_embeddings": task.tokens},

@@ -112,8 +112,8 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     from llmtrain.engine.deepspeed.pipeline_step import make_stepper
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.build import initial_weights
-    from llmtrain.models.forms import build_model
     from llmtrain.models.parallel.mesh import mesh_of
+    from llmtrain.models.run.forms import build_model
 
     ranks = join_process_group(120.0)
     resolved = resolved_run(stages, micro_batches)

@@ -38,8 +38,8 @@ from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.fragments import fragments, loss_scale_state, optimizer_step, owned
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.deepspeed.step import Stepper
-from llmtrain.models.forms import build_model
 from llmtrain.models.parallel.mesh import mesh_of
+from llmtrain.models.run.forms import build_model
 from llmtrain.topology import Degrees
 
 _BLOCK = 16 << 20

@@ -21,9 +21,9 @@ from llmtrain.engine.deepspeed.fragments import base_optimizer
 from llmtrain.errors import ModelError, TrainingStopped
 from llmtrain.models import varlen
 from llmtrain.models.attention import gets_mask, without_cudnn
+from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.language import compare_losses
 from llmtrain.models.loss import IGNORE
-from llmtrain.models.parallel.experts import RoutingFigures
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.varlen import Documents, set_documents
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES, skeleton
+from llmtrain.models.experts import avoid_grouped_product
 from llmtrain.models.frozen import frozen_tensors, tensor_shapes
-from llmtrain.models.parallel.experts import avoid_grouped_product
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.tensor_layers import Column, Row, Span, copied, gathered, summed
 from llmtrain.models.parallel.vocabulary import Words, share_embedding

@@ -15,13 +15,13 @@ from llmtrain.config.problems import Problems
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import decoder_layers, layer_configs, load_config, skeleton
+from llmtrain.models.experts import check_stages
 from llmtrain.models.fields import check_fields
 from llmtrain.models.frozen import tensor_shapes
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel import balance
-from llmtrain.models.parallel.experts import check_stages
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
 from llmtrain.models.structure.probe import probe_copy
 

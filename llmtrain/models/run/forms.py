@@ -11,13 +11,14 @@ import torch
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES, construct, decoder_layers, load_config, restore_buffers, skeleton
+from llmtrain.models.experts import check_stages
 from llmtrain.models.language import LanguageModel, checkpoint_activations
 from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
-from llmtrain.models.parallel.experts import check_stages
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel, build_pipeline
 from llmtrain.models.parallel.sequence import SequenceLanguageModel
 from llmtrain.models.parallel.tensor import shared_model
+from llmtrain.models.structure.mlps import dense_mlps
 from llmtrain.models.tiled import tile_mlps
 
 
@@ -42,7 +43,7 @@ def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Lang
     routing = prepare_experts(hf, resolved, device, mesh)
     hf.config.use_cache = False
     if model.mlp_tile_tokens is not None:
-        tile_mlps(hf, model.mlp_tile_tokens)
+        tile_mlps(dense_mlps(hf), model.mlp_tile_tokens)
     if resolved.activation_checkpointing:
         section = resolved.deepspeed["activation_checkpointing"]
         checkpoint_activations(hf, section, keep_attention=model.keep_attention)
