@@ -34,8 +34,8 @@ from llmtrain.engine.deepspeed.fragments import PARAM, fragments, owned, whole_s
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.deepspeed.step import Stepper
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
-from llmtrain.models.build import initial_weights
 from llmtrain.models.parallel.mesh import mesh_of
+from llmtrain.models.spec import ModelSpec
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.tensors.pieces import put
 from llmtrain.topology import Degrees
@@ -210,8 +210,9 @@ def make_engine(case: Case) -> tuple[Any, Stepper, Ranks]:
     """An engine with the run's initial weights, after all proofs that a run makes before its first step."""
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    stepper = start_engine(resolved, ranks, mesh_of(resolved.degrees))
-    write_weights(stepper, initial_weights(resolved.run.model, 0, torch.device("cpu")), ranks)
+    spec = ModelSpec.of(resolved.run.model)
+    stepper = start_engine(resolved, spec, ranks, mesh_of(resolved.degrees))
+    write_weights(stepper, spec.initial_weights(0, torch.device("cpu")), ranks)
     row = torch.from_numpy(TrainData(resolved.run.data).sequence(0)[0])
     prove_loss(stepper, row, ranks, isolate_documents=case.isolate_documents)
     return stepper.engine, stepper, ranks
@@ -282,7 +283,9 @@ def plain_pytorch(case: Case) -> Trace:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(fields.pop("model_type"), **fields), attn_implementation=case.attention
     )
-    source = initial_weights(ModelConfig(config=dict(case.model)), 0, torch.device("cpu"))
+    source = ModelSpec.of(ModelConfig(config=dict(case.model), attention=case.attention)).initial_weights(
+        0, torch.device("cpu")
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))

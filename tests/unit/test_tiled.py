@@ -20,7 +20,7 @@ def model_of(family: str, **changes: object) -> LanguageModel:
     given = ModelConfig(config={**FAMILIES[family], **changes}, attention="eager" if family == "gemma2" else "sdpa")
     torch.manual_seed(1)
     hf = construct(load_config(given), given.attention, torch.float32)
-    restore_buffers(hf, skeleton(given), torch.device("cpu"))
+    restore_buffers(hf, skeleton(load_config(given)), torch.device("cpu"))
     with torch.no_grad():
         for parameter in hf.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1)

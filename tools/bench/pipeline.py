@@ -111,16 +111,16 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     from llmtrain.engine.deepspeed.join import join_process_group
     from llmtrain.engine.deepspeed.pipeline_step import make_stepper
     from llmtrain.engine.weights import fill_parameters
-    from llmtrain.models.build import initial_weights
     from llmtrain.models.parallel.mesh import mesh_of
     from llmtrain.models.run.forms import build_model
+    from llmtrain.models.spec import ModelSpec
 
     ranks = join_process_group(120.0)
     resolved = resolved_run(stages, micro_batches)
     mesh = mesh_of(resolved.degrees)
-    model: Any = build_model(resolved, ranks.device, mesh)
+    model: Any = build_model(resolved, ModelSpec.of(resolved.run.model), ranks.device, mesh)
     engine = build_engine(model, resolved, mesh)
-    fill_parameters(engine, initial_weights(resolved.run.model, 0, ranks.device))
+    fill_parameters(engine, ModelSpec.of(resolved.run.model).initial_weights(0, ranks.device))
     refresh(engine)
     stepper = make_stepper(engine, ranks, mesh)
 

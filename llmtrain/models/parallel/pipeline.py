@@ -18,8 +18,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from llmtrain.config.run import ResolvedRun
-from llmtrain.models.build import DTYPES, skeleton
-from llmtrain.models.frozen import named_tensors, tensor_shapes
+from llmtrain.models.build import DTYPES
+from llmtrain.models.frozen import named_tensors
 from llmtrain.models.language import head_forward
 from llmtrain.models.loss import IGNORE, HeadForm
 from llmtrain.models.parallel.balance import Weights, balanced, explain, given, uniform
@@ -28,6 +28,7 @@ from llmtrain.models.parallel.stage import Part, Stage, build_stage
 from llmtrain.models.parallel.stage_times import seconds_of
 from llmtrain.models.parallel.tensor import shard_model
 from llmtrain.models.parameters import LocalParameter, local_parameter
+from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import projections
 from llmtrain.topology import Degrees
@@ -129,16 +130,15 @@ class PipelineLanguageModel(PipelineModule):
         return loss_sum * self.factor() if self.training else loss_sum
 
 
-def build_pipeline(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:
+def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:
     """This rank's stage with uninitialised parameters; those of other stages never get memory.
 
     Raises:
         ModelError: transformers cannot build the model, or it cannot be cut into these stages.
     """
     model, degrees = resolved.run.model, resolved.degrees
-    hf = skeleton(model, attention=model.attention)
+    hf = spec.own_skeleton()
     anatomy = anatomy_of(hf)
-    shapes = tensor_shapes(hf)
     counts = layer_counts(resolved, hf, anatomy, device)
     ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
     shared = projections(hf, anatomy) if degrees.tensor > 1 else None
@@ -155,7 +155,7 @@ def build_pipeline(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> P
         stage,
         degrees,
         _local_parameters(hf, anatomy, min(index, 1)),
-        shapes,
+        spec.shapes,
         ends if anatomy.tied else None,
         model.loss_chunk_tokens,
         counts,
