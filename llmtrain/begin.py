@@ -15,7 +15,7 @@ from llmtrain.config.load import dump
 from llmtrain.config.run import ResolvedRun
 from llmtrain.dist.device import device_name
 from llmtrain.dist.ranks import Ranks
-from llmtrain.models.build import ModelFacts
+from llmtrain.models.spec import ModelFacts
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 
 

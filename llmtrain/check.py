@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from llmtrain import completion, units
 from llmtrain.config.batch import Batch
@@ -15,6 +16,9 @@ from llmtrain.config.problems import closest, stop
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError
+
+if TYPE_CHECKING:  # torch is for those who ask
+    from llmtrain.models.spec import ModelSpec
 
 USAGE = """\
 usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N]
@@ -28,8 +32,8 @@ show    prints the resolved YAML and the exact dict that DeepSpeed will get, in 
 """
 
 
-def examine(resolved: ResolvedRun) -> ResolvedRun:
-    """Everything that can be known of a run without its device and its other ranks; what is found is in the notes.
+def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
+    """Everything that can be known of a run without its device and its other ranks: notes on the run, and its model.
 
     `config check` and every rank of `train` call it, so that both refuse the same. It imports torch and DeepSpeed:
     `load`, which does not, comes first.
@@ -40,19 +44,17 @@ def examine(resolved: ResolvedRun) -> ResolvedRun:
         DataError: the prepared data cannot be used for this run.
     """
     from llmtrain.data.loader import TrainData, check_vocabulary
-    from llmtrain.models.build import load_config
-    from llmtrain.models.check import check_model, check_weights
+    from llmtrain.models.run.check import check_model, check_weights
 
     run = resolved.run
     name_cpu()
     deep_check(resolved.deepspeed, run.deepspeed)
-    notes = check_model(resolved)
-    vocabulary = load_config(run.model).get_text_config(decoder=True).vocab_size
+    spec, notes = check_model(resolved)
     for manifest in TrainData(run.data).manifests:
-        check_vocabulary(manifest, vocabulary)
+        check_vocabulary(manifest, spec.facts.vocab_size)
     if starts_from_model(run):
-        check_weights(run.model)
-    return replace(resolved, notes=(*resolved.notes, *notes))
+        check_weights(spec)
+    return replace(resolved, notes=(*resolved.notes, *notes)), spec
 
 
 def main(argv: list[str]) -> int:
@@ -86,7 +88,7 @@ def main(argv: list[str]) -> int:
         print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")
         print(summary(resolved))
     else:
-        resolved = examine(resolved)
+        resolved, _ = examine(resolved)
         print(summary(resolved))
         print(f"ok: {yaml_path} with {resolved.run.deepspeed}")
     return 0

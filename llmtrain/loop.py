@@ -37,8 +37,8 @@ from llmtrain.engine.garbage import collected_by_hand
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.errors import TrainingStopped
 from llmtrain.finish import finish, stopped
-from llmtrain.models.build import facts, initial_weights
 from llmtrain.models.parallel.mesh import mesh_of
+from llmtrain.models.spec import ModelSpec
 from llmtrain.saving import Saving
 from llmtrain.session import Requests, Session, Step
 from llmtrain.tracking.environment import versions
@@ -66,22 +66,23 @@ class Training:
     def __init__(
         self,
         resolved: ResolvedRun,
+        spec: ModelSpec,
         ranks: Ranks,
         folder: RunDirectory,
         checkpoints: CheckpointFolder,
         requests: StopRequests,
     ) -> None:
-        self.resolved, self.run, self.ranks = resolved, resolved.run, ranks
+        self.resolved, self.run, self.spec, self.ranks = resolved, resolved.run, spec, ranks
         self.folder, self.checkpoints, self.requests = folder, checkpoints, requests
         self.mesh = mesh_of(resolved.degrees)
         with together(ranks):
             self.data = TrainData(self.run.data)
-            self.model_facts = facts(self.run.model)
+            self.model_facts = spec.facts
             for manifest in self.data.manifests:
                 check_vocabulary(manifest, self.model_facts.vocab_size)
             if self.run.train.eval:
                 self.evaluation_batches()  # its data must be there now, not after days of training
-        self.engine = start_engine(resolved, ranks, self.mesh)
+        self.engine = start_engine(resolved, spec, ranks, self.mesh)
         self.notes: list[str] = self.engine.module.notes
         self.position = Position()
         self.wandb_id = from_rank_0(ranks, new_run_id)
@@ -103,7 +104,7 @@ class Training:
         with together(self.ranks):
             resumed = resume(self.engine, self.run, self.folder, self.checkpoints, now, self.ranks)
         if resumed is None:
-            source = initial_weights(self.run.model, self.run.train.seed, self.ranks.device)
+            source = self.spec.initial_weights(self.run.train.seed, self.ranks.device)
             write_weights(self.engine, source, self.ranks)
             return []
         self.began_from = resumed.began_from
@@ -309,7 +310,7 @@ class Training:
         return minutes is not None and self.ranks.rank == 0 and time.monotonic() - self.started_s > 60 * minutes
 
 
-def train(resolved: ResolvedRun) -> int:
+def train(resolved: ResolvedRun, spec: ModelSpec) -> int:
     """One launch of a run on this rank. Returns the exit code; raises UserError, AgreedError on all ranks."""
     run = resolved.run
     # torch 2.13 renames collectives that DeepSpeed 0.19.8 calls; nobody here can act on it.
@@ -329,21 +330,23 @@ def train(resolved: ResolvedRun) -> int:
     with contextlib.ExitStack() as stack:
         stack.push(_leave)
         try:
-            _train(resolved, ranks, folder, stack)
+            _train(resolved, spec, ranks, folder, stack)
         except Exception as error:
             watched.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
     return 0
 
 
-def _train(resolved: ResolvedRun, ranks: Ranks, folder: RunDirectory, stack: contextlib.ExitStack) -> None:
+def _train(
+    resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, folder: RunDirectory, stack: contextlib.ExitStack
+) -> None:
     """All that the ranks do together. `stack`: what is to be closed at the end."""
     requests = stack.enter_context(StopRequests(resolved.run.fault.preempt_file))
     with together(ranks):
         if ranks.rank == 0:
             stack.enter_context(folder)
     checkpoints = stack.enter_context(open_checkpoints(folder, resolved.run, ranks))
-    training = Training(resolved, ranks, folder, checkpoints, requests)
+    training = Training(resolved, spec, ranks, folder, checkpoints, requests)
     heart.phase("resume")
     lines = training.resume_or_start()
     training.check_loss()

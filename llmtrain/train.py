@@ -34,10 +34,10 @@ def main(argv: list[str]) -> int:
         _set_variables(resolved)
         # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
         with none_while_importing():
-            resolved = examine(resolved)
+            resolved, spec = examine(resolved)
             from llmtrain.loop import train
 
-        return train(resolved)
+        return train(resolved, spec)
 
 
 def _set_variables(resolved: ResolvedRun) -> None:

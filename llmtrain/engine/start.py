@@ -25,16 +25,16 @@ from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ConfigError, ModelError, UserError
 from llmtrain.models import compiler
-from llmtrain.models.build import load_config
-from llmtrain.models.forms import build_model
-from llmtrain.models.parallel.experts import experts_per_token
+from llmtrain.models.experts import experts_per_token
 from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.run.forms import build_model
 from llmtrain.models.source import ParameterSource
+from llmtrain.models.spec import ModelSpec
 
 _PROVED_TOKENS = 32
 
 
-def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Engine:
+def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
     """The engine of a run; its parameters have no values yet.
 
     Raises: UserError, on all ranks alike.
@@ -42,8 +42,8 @@ def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Engine:
     with together(ranks):
         check_device(resolved)
     with together(ranks):
-        resolved = _layers_decided(resolved, ranks)
-        model = build_model(resolved, ranks.device, mesh)
+        resolved = _layers_decided(resolved, spec, ranks)
+        model = build_model(resolved, spec, ranks.device, mesh)
     if resolved.run.model.compile_layers:
         model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
     engine = build_engine(model, resolved, ranks, mesh)
@@ -51,7 +51,7 @@ def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Engine:
     return engine
 
 
-def _layers_decided(resolved: ResolvedRun, ranks: Ranks) -> ResolvedRun:
+def _layers_decided(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -> ResolvedRun:
     """The run with an answer to model.compile_layers, the same on all ranks; all of them must call it.
 
     Raises: ConfigError, when it is true and some rank cannot compile.
@@ -65,19 +65,19 @@ def _layers_decided(resolved: ResolvedRun, ranks: Ranks) -> ResolvedRun:
                 f"model.compile_layers is true, but torch.compile does not work here ({device.type}): {reason}. Set it "
                 "to false, or to null: layers are then compiled where that works."
             )
-        compiles = reason is None and (_compiles_unasked(resolved) if wanted is None else wanted)
+        compiles = reason is None and (_compiles_unasked(resolved, spec) if wanted is None else wanted)
     model = replace(resolved.run.model, compile_layers=compiles)
     return replace(resolved, run=replace(resolved.run, model=model))
 
 
-def _compiles_unasked(resolved: ResolvedRun) -> bool:
+def _compiles_unasked(resolved: ResolvedRun, spec: ModelSpec) -> bool:
     """Whether a layer becomes one graph, and layers of one kind the same.
 
     Row maps of tensor parallelism break it; where experts are watched, each layer has a graph of its own, and torch
     gives up after 8; and a collective in compiled code is not counted for the watch (dist/collectives.py).
     """
     shared = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
-    return resolved.may_compile_layers and not shared and experts_per_token(load_config(resolved.run.model)) is None
+    return resolved.may_compile_layers and not shared and experts_per_token(spec.config) is None
 
 
 def _agreed_trouble(ranks: Ranks) -> str | None:

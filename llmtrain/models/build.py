@@ -1,9 +1,9 @@
-"""From the model section of a run to a transformers model: its configuration, its names and shapes, its sizes."""
+"""From the model section of a run to a transformers model: its configuration, the model, its skeleton."""
 
 from __future__ import annotations
 
+import copy
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,11 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models import varlen
 from llmtrain.models.frozen import freeze
-from llmtrain.models.layout import FolderLayout
-from llmtrain.models.parallel.experts import idle_parameters
-from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The JSON's precisions."""
 _MOST = 10_000  # layers, labels or experts
 _COUNT = re.compile(r"^(?!.*size).*(layer|label|expert)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """Sizes that the throughput figures need."""
-
-    parameters: int
-    matmul_parameters: int
-    """Weights that are multiplied with the activations of a token: all matrices but the embedding, with a tied head
-    counted once, and of the experts only those that a token meets."""
-    layers: int
-    attention_width: int
-    """heads x head size, the mean of all layers."""
-    vocab_size: int
 
 
 def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
@@ -119,8 +102,11 @@ def construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_c
     return hf
 
 
-def skeleton(model: ModelConfig, *, attention: str = "eager", trust_remote_code: bool = False) -> Any:
-    """The transformers model with its parameters on the meta device (names and shapes) and real fp32 buffers."""
+def skeleton(config: Any, *, attention: str = "eager", trust_remote_code: bool = False) -> Any:
+    """The transformers model with its parameters on the meta device (names and shapes) and real fp32 buffers.
+
+    `config` stays as it is.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -131,8 +117,7 @@ def skeleton(model: ModelConfig, *, attention: str = "eager", trust_remote_code:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
-        config = load_config(model, trust_remote_code=trust_remote_code)
-        return construct(config, attention, torch.float32, trust_remote_code=trust_remote_code)
+        return construct(copy.deepcopy(config), attention, torch.float32, trust_remote_code=trust_remote_code)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -141,14 +126,7 @@ def restore_buffers(hf: nn.Module, exact: nn.Module, device: torch.device) -> No
     """Give buffers their values back: zero.Init rounds what a constructor makes, rotary frequencies among it."""
     values = dict(exact.named_buffers())
     for name, buffer in hf.named_buffers():
-        buffer.data = values[name].to(device)
-
-
-def initial_weights(model: ModelConfig, seed: int, device: torch.device) -> ParameterSource:
-    """Where the weights of a new run come from."""
-    if model.pretrained is not None:
-        return SafetensorsSource(model.pretrained, FolderLayout(skeleton(model)))
-    return RandomSource(skeleton(model), seed, device)
+        buffer.data = values[name].to(device, copy=True)  # `exact` goes on being asked for its own
 
 
 def decoder_layers(hf: nn.Module) -> nn.ModuleList:
@@ -165,27 +143,3 @@ def layer_configs(text: Any) -> list[Any]:
     Of what differs from layer to layer, transformers lets nobody ask the whole.
     """
     return list(text.per_layer_config) if text.is_heterogeneous else [text]
-
-
-def facts(model: ModelConfig) -> ModelFacts:
-    """Sizes, from the skeleton."""
-    hf = skeleton(model)
-    text = hf.config.get_text_config()
-    embedding = hf.get_input_embeddings().weight
-    tied = hf.get_output_embeddings().weight is embedding
-    total = sum(p.numel() for p in hf.parameters())
-    matrices = sum(p.numel() for p in hf.parameters() if p.dim() >= 2) - idle_parameters(hf, hf.config)
-    widths = [_attention_width(layer) for layer in layer_configs(text)]
-    return ModelFacts(
-        parameters=total,
-        matmul_parameters=matrices if tied else matrices - embedding.numel(),
-        layers=text.num_hidden_layers,
-        attention_width=sum(widths) // len(widths),
-        vocab_size=text.vocab_size,
-    )
-
-
-def _attention_width(config: Any) -> int:
-    """Of a layer with these settings; a state-space model has no heads."""
-    heads = getattr(config, "num_attention_heads", None) or 0
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))

@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from llmtrain.errors import ModelError
+from llmtrain.models.experts import Routing
 from llmtrain.models.frozen import named_tensors
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
-from llmtrain.models.parallel.experts import Routing
 from llmtrain.models.parameters import LocalParameter, local_parameter
 
 

@@ -65,7 +65,7 @@ def main(argv: list[str], worker: str = WORKER) -> int:
 
 def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool, worker: str) -> Iterator[int]:
     """The outcome of each world size."""
-    from llmtrain.models.check import check_model
+    from llmtrain.models.run.check import check_model
     from llmtrain.parity.small import attention_here, small_model
 
     fields, shrunk_by = small_model(user.run.model, user.degrees)

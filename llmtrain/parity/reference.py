@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from llmtrain.config.run import OptimConfig, ResolvedRun, ScheduleConfig
 from llmtrain.models.build import DTYPES, load_config
+from llmtrain.models.spec import ModelSpec
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
@@ -75,7 +76,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     model = AutoModelForCausalLM.from_config(config, attn_implementation=order.attention, dtype=torch.float32).to(
         device
     )
-    source = LoudSource(run.model, run.train.seed, torch.device("cpu"))
+    source = LoudSource(ModelSpec.of(run.model), run.train.seed, torch.device("cpu"))
     masters = {name: _value(source, name).to(device) for name, p in model.named_parameters() if p.requires_grad}
     model.to(DTYPES[resolved.precision])
     _keep_buffers(model, config, device)

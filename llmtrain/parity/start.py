@@ -7,9 +7,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-from llmtrain.config.run import ModelConfig
-from llmtrain.models.build import initial_weights
 from llmtrain.models.source import RandomSource
+from llmtrain.models.spec import ModelSpec
 
 _LOUDER = 6.0
 
@@ -24,8 +23,8 @@ class LoudSource(RandomSource):
     left out. A factor of 6 gives matrices of that width a gain near 1, as large models have it.
     """
 
-    def __init__(self, model: ModelConfig, seed: int, device: torch.device) -> None:
-        base = initial_weights(model, seed, device)
+    def __init__(self, spec: ModelSpec, seed: int, device: torch.device) -> None:
+        base = spec.initial_weights(seed, device)
         assert isinstance(base, RandomSource)
         self.__dict__.update(vars(base))
         self._noisy: dict[str, Tensor] = {}

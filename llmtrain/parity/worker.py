@@ -26,8 +26,8 @@ from llmtrain.engine.api import PARAM, Engine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.errors import UserError
-from llmtrain.models.build import facts
 from llmtrain.models.parallel.mesh import mesh_of
+from llmtrain.models.spec import ModelSpec
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
@@ -42,9 +42,10 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     Raises: UserError, on all ranks alike.
     """
     run, mesh = resolved.run, mesh_of(resolved.degrees)
-    tokens = Tokens(run.data, facts(run.model).vocab_size)
-    engine = start_engine(resolved, ranks, mesh)
-    write_weights(engine, LoudSource(run.model, run.train.seed, torch.device("cpu")), ranks)
+    spec = ModelSpec.of(run.model)
+    tokens = Tokens(run.data, spec.facts.vocab_size)
+    engine = start_engine(resolved, spec, ranks, mesh)
+    write_weights(engine, LoudSource(spec, run.train.seed, torch.device("cpu")), ranks)
     row = torch.from_numpy(tokens.sequence(0)[0])
     prove_loss(engine, row, ranks, isolate_documents=run.data.isolate_documents)
     trace = Trace(parameters=[whole_tensors(engine, ranks)])

@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.dist.ranks import Ranks
-from llmtrain.models.build import DTYPES, initial_weights
+from llmtrain.models.build import DTYPES
+from llmtrain.models.spec import ModelSpec
 from llmtrain.schedule import learning_rate_factor
 from tests.helpers.training import Case, Trace, batches, resolved_run
 
@@ -54,7 +55,9 @@ def set_rate(engine: Any, case: Case, step: int) -> None:
 @torch.no_grad()
 def give_weights(named: Iterator[tuple[str, nn.Parameter]], case: Case) -> None:
     """The run's initial values, by Hugging Face name."""
-    source = initial_weights(ModelConfig(config=dict(case.model)), 0, torch.device("cpu"))
+    source = ModelSpec.of(ModelConfig(config=dict(case.model), attention=case.attention)).initial_weights(
+        0, torch.device("cpu")
+    )
     for name, parameter in named:
         parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
 

@@ -33,8 +33,8 @@ from llmtrain.engine.api import PARAM, StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.start import prove_loss, start_engine, write_weights
-from llmtrain.models.build import initial_weights
 from llmtrain.models.parallel.mesh import mesh_of
+from llmtrain.models.spec import ModelSpec
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Session
 from llmtrain.tensors.pieces import put
@@ -210,9 +210,10 @@ def make_engine(case: Case) -> tuple[ZeroEngine, Ranks]:
     """An engine with the run's initial weights, after all proofs that a run makes before its first step."""
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    engine = start_engine(resolved, ranks, mesh_of(resolved.degrees))
+    spec = ModelSpec.of(resolved.run.model)
+    engine = start_engine(resolved, spec, ranks, mesh_of(resolved.degrees))
     assert isinstance(engine, ZeroEngine)
-    write_weights(engine, initial_weights(resolved.run.model, 0, torch.device("cpu")), ranks)
+    write_weights(engine, spec.initial_weights(0, torch.device("cpu")), ranks)
     row = torch.from_numpy(TrainData(resolved.run.data).sequence(0)[0])
     prove_loss(engine, row, ranks, isolate_documents=case.isolate_documents)
     return engine, ranks
@@ -294,7 +295,9 @@ def plain_pytorch(case: Case) -> Trace:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(fields.pop("model_type"), **fields), attn_implementation=case.attention
     )
-    source = initial_weights(ModelConfig(config=dict(case.model)), 0, torch.device("cpu"))
+    source = ModelSpec.of(ModelConfig(config=dict(case.model), attention=case.attention)).initial_weights(
+        0, torch.device("cpu")
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))

@@ -143,11 +143,11 @@ def load_pretrained(case: Case, folder: str, break_name: str | None) -> str:
     from llmtrain.engine.api import PARAM
     from llmtrain.engine.weights import fill_parameters, prove_weights
     from llmtrain.errors import ModelError
-    from llmtrain.models.build import initial_weights
+    from llmtrain.models.spec import ModelSpec
 
     engine, ranks = make_engine(case)
     try:
-        source = initial_weights(ModelConfig(pretrained=folder), 0, torch.device("cpu"))
+        source = ModelSpec.of(ModelConfig(pretrained=folder)).initial_weights(0, torch.device("cpu"))
         fill_parameters(engine, source)
         engine.refresh()
         if break_name:
@@ -323,11 +323,11 @@ def test_evaluation_is_weighted_by_tokens_whatever_the_split(pools, small_data, 
 
     from llmtrain.config.run import DataConfig, ModelConfig
     from llmtrain.data.loader import TrainData
-    from llmtrain.models.build import initial_weights
+    from llmtrain.models.spec import ModelSpec
 
     fields = dict(LLAMA)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).eval()
-    source = initial_weights(ModelConfig(config=dict(LLAMA)), 0, torch.device("cpu"))
+    source = ModelSpec.of(ModelConfig(config=dict(LLAMA))).initial_weights(0, torch.device("cpu"))
     data = TrainData(DataConfig(path=small_data, sequence_length=32))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -342,13 +342,14 @@ def test_evaluation_is_weighted_by_tokens_whatever_the_split(pools, small_data, 
 
 def born_partitioned(case: Case) -> tuple[int, int]:
     """(elements that this rank holds after building under ZeRO 3, elements of the model)."""
-    from llmtrain.models.forms import build_model
     from llmtrain.models.parallel.mesh import mesh_of
+    from llmtrain.models.run.forms import build_model
+    from llmtrain.models.spec import ModelSpec
     from tests.helpers.training import joined, resolved_run
 
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    model = build_model(resolved, ranks.device, mesh_of(resolved.degrees))
+    model = build_model(resolved, ModelSpec.of(resolved.run.model), ranks.device, mesh_of(resolved.degrees))
     held = sum(p.numel() + p.ds_tensor.numel() for p in model.parameters())
     return held, sum(p.ds_numel for p in model.parameters())
 

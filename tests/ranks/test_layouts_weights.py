@@ -11,7 +11,7 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.engine.api import PARAM
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ModelError
-from llmtrain.models.build import initial_weights
+from llmtrain.models.spec import ModelSpec
 from tests.helpers.families import FAMILIES, tied
 from tests.helpers.training import Case, assembled, make_engine, view_of
 
@@ -23,7 +23,7 @@ EXPERTS = "model.layers.3.mlp.experts.gate_up_proj"
 def load_and_break(case: Case, folder: str, faults: list[tuple[str, str]]) -> tuple[list[str], dict[str, torch.Tensor]]:
     """What the proof says without and with each fault on the last rank; the weights as they arrived."""
     engine, ranks = make_engine(case)
-    source = initial_weights(ModelConfig(pretrained=folder), 0, torch.device("cpu"))
+    source = ModelSpec.of(ModelConfig(pretrained=folder)).initial_weights(0, torch.device("cpu"))
     told = []
     held: dict[str, torch.Tensor] = {}
     for kind, name in [("", ""), *faults]:

@@ -136,12 +136,13 @@ def test_muon_on_stages_whose_groups_differ(pools, small_data):
 
 def held(case: Case) -> tuple[list[str], int, tuple[int, ...]]:
     """(names, elements of all parameters and buffers, layers of the stages) of this rank."""
-    from llmtrain.models.forms import build_model
     from llmtrain.models.parallel.mesh import mesh_of
+    from llmtrain.models.run.forms import build_model
+    from llmtrain.models.spec import ModelSpec
 
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    model: Any = build_model(resolved, ranks.device, mesh_of(resolved.degrees))
+    model: Any = build_model(resolved, ModelSpec.of(resolved.run.model), ranks.device, mesh_of(resolved.degrees))
     assert not any(p.is_meta for p in model.parameters())
     elements = sum(p.numel() for p in model.parameters())
     return [local.name for local in model.local_parameters()], elements, model.layers_per_stage
@@ -319,12 +320,13 @@ def test_a_folder_is_loaded_stage_by_stage_and_proved(pools, small_data, tmp_pat
 
 
 def announced(case: Case) -> list[str]:
-    from llmtrain.models.forms import build_model
     from llmtrain.models.parallel.mesh import mesh_of
+    from llmtrain.models.run.forms import build_model
+    from llmtrain.models.spec import ModelSpec
 
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    return build_model(resolved, ranks.device, mesh_of(resolved.degrees)).notes
+    return build_model(resolved, ModelSpec.of(resolved.run.model), ranks.device, mesh_of(resolved.degrees)).notes
 
 
 def test_the_bubble_is_told(pools, small_data):

@@ -13,8 +13,9 @@ from deepspeed.utils import safe_get_full_grad
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.loader import MicroBatch, StepBatch
-from llmtrain.models.build import construct, initial_weights, load_config, restore_buffers, skeleton
+from llmtrain.models.build import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel
+from llmtrain.models.spec import ModelSpec
 from tests.helpers import training
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import LLAMA, Case, make_engine, one_step, plain_pytorch, run_case
@@ -35,8 +36,8 @@ def exact(ranks: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     fp32."""
     given = ModelConfig(config=dict(LLAMA))
     hf = construct(load_config(given), "sdpa", dtype)
-    restore_buffers(hf, skeleton(given), torch.device("cpu"))
-    source = initial_weights(given, 0, torch.device("cpu"))
+    restore_buffers(hf, skeleton(load_config(given)), torch.device("cpu"))
+    source = ModelSpec.of(given).initial_weights(0, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
             values = source.read(name, 0, parameter.numel()).view_as(parameter)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.build import facts
+from llmtrain.models.spec import ModelSpec
 from tests.helpers.launching import REPO, environment
 
 BENCH = REPO / "tools/bench"
@@ -60,7 +60,7 @@ def models() -> dict[str, tuple[dict[str, Any], int]]:
 def test_every_preset_builds_and_has_the_size_of_its_name() -> None:
     """On the meta device, as the benchmarks' first lines build it."""
     for name, (model, length) in models().items():
-        parameters = facts(ModelConfig(config=model)).parameters
+        parameters = ModelSpec.of(ModelConfig(config=model)).facts.parameters
         billions = re.search(r"([\d.]+)b$", name)
         if billions is not None:
             assert 0.9 <= parameters / 1e9 / float(billions[1]) < 1.3, (name, parameters)

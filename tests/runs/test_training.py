@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -200,3 +201,24 @@ def test_damaged_newest_checkpoint_is_walked_past(undisturbed, small_data, tmp_p
         "step-00000015",
         "step-00000015.damaged",
     }
+
+
+def count_models(rank: int) -> None:
+    """Tell of every model that this rank lets transformers build from the run's configuration."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_config
+
+    def from_config(*args: Any, **kwargs: Any) -> Any:
+        os.write(1, f"rank {rank} builds\n".encode())
+        return plain(*args, **kwargs)
+
+    AutoModelForCausalLM.from_config = from_config
+
+
+def test_a_rank_builds_its_model_once_and_what_is_known_of_it_once(small_data, tmp_path):
+    """One skeleton serves checks, sizes, names and initial weights; with it the model that trains."""
+    words = ("--train.max_steps", "1", "--schedule.name", "constant", "--train.export", "false")
+    code, output = forked.finish(write_recipe(tmp_path, small_data), *words, before=count_models)
+    assert code == 0, output
+    assert [output.count(f"rank {rank} builds") for rank in (0, 1)] == [2, 2]

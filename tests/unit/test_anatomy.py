@@ -75,7 +75,7 @@ SLIDING = {
 
 
 def meta(fields: dict[str, Any]) -> Any:
-    return skeleton(ModelConfig(config=dict(fields)))
+    return skeleton(load_config(ModelConfig(config=dict(fields))))
 
 
 def real(fields: dict[str, Any]) -> Any:

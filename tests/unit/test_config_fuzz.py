@@ -80,7 +80,7 @@ def test_no_value_in_the_model_makes_a_traceback_in_check_or_in_the_model(
     """Whatever stands in `model.config`: check refuses it, or the model that it lets through computes a loss."""
     write(weird_folder, {"model": {"config": {"num_attention_heads": 4, "intermediate_size": 32, key: value}}})
     try:
-        resolved = examine(load(["--config", "run.yaml"], 2))
+        resolved, _ = examine(load(["--config", "run.yaml"], 2))
     except UserError as error:
         assert "Traceback" not in str(error)
         return

@@ -11,8 +11,9 @@ from torch import nn
 from llmtrain.config.load import parse, resolve
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
-from llmtrain.models.build import facts, load_config, skeleton
-from llmtrain.models.parallel.experts import balance_coefficient, check_stages, expert_blocks, experts_per_token
+from llmtrain.models.build import load_config, skeleton
+from llmtrain.models.experts import balance_coefficient, check_stages, expert_blocks, experts_per_token
+from llmtrain.models.spec import ModelSpec
 from llmtrain.tracking.metrics import METRICS, routing_metrics
 from tests.helpers.config_workplace import write
 from tests.helpers.families import EXPERTS, FAMILIES
@@ -24,7 +25,7 @@ def config_of(fields: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_blocks_are_found_in_mixtures_and_in_no_dense_model(family: str) -> None:
-    blocks = expert_blocks(skeleton(ModelConfig(config=dict(FAMILIES[family]))))
+    blocks = expert_blocks(skeleton(load_config(ModelConfig(config=dict(FAMILIES[family])))))
     layers = {"mixtral": [0, 1, 2, 3], "qwen3_moe": [0, 2, 3]}.get(family, [])  # qwen3_moe: layer 1 is dense
     assert [block.name for block in blocks] == [f"model.layers.{index}.mlp" for index in layers]
     assert all(block.count == 4 for block in blocks)
@@ -54,9 +55,9 @@ def test_a_convolution_is_no_mixture() -> None:
 def test_flops_count_the_experts_of_a_token_only(family: str) -> None:
     """By hand: two of four experts of three matrices each, in each layer that has some."""
     fields = FAMILIES[family]
-    sizes = facts(ModelConfig(config=dict(fields)))
+    sizes = ModelSpec.of(ModelConfig(config=dict(fields))).facts
     layers, width = {"mixtral": (4, 48), "qwen3_moe": (3, 24)}[family]
-    model = skeleton(ModelConfig(config=dict(fields)))
+    model = skeleton(load_config(ModelConfig(config=dict(fields))))
     matrices = sum(p.numel() for p in model.parameters() if p.dim() >= 2) - 512 * 32  # the embedding is looked up
     assert sizes.matmul_parameters == matrices - layers * 2 * 3 * 32 * width
     assert sizes.parameters == sum(p.numel() for p in model.parameters())

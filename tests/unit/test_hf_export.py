@@ -21,7 +21,7 @@ from llmtrain.checkpoint.hf.proofs import ProofError, Report, prove_logits
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError
-from llmtrain.models.build import skeleton
+from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import SafetensorsSource
 from tests.helpers.hf_folders import checkpoint_of, model_folder, new_model
@@ -136,7 +136,7 @@ def test_only_an_export_of_the_same_run_is_replaced(tmp_path):
 
 
 def layout_of(model: Any) -> FolderLayout:
-    return FolderLayout(skeleton(ModelConfig(config=model.config.to_dict(), attention="eager")))
+    return FolderLayout(skeleton(load_config(ModelConfig(config=model.config.to_dict(), attention="eager"))))
 
 
 def swapped(folder: Path, a: str, b: str) -> None:
@@ -290,7 +290,7 @@ def test_a_model_whose_files_cannot_be_followed_is_refused_by_name():
     with pytest.raises(
         ModelError, match=r"HrmText\w+: transformers makes the file's model\.\S+ in a way that is no cut"
     ):
-        FolderLayout(skeleton(ModelConfig(config={"model_type": "hrm_text", **tiny})))
+        FolderLayout(skeleton(load_config(ModelConfig(config={"model_type": "hrm_text", **tiny}))))
 
 
 def test_the_manifest_of_an_export_says_what_it_was_made_from(tmp_path):

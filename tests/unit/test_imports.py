@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,8 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "watch": {"messages", "gpus"},
     "launch": {"hosts", "doctor", "watch", "messages"},
 }
+# Folders of a part that still import each other, the part's own files being a folder, too.
+TWO_WAY = {("checkpoint", "checkpoint/hf"), ("checkpoint", "checkpoint/native"), ("engine", "engine/deepspeed")}
 
 MODULE = re.compile(r"\bllmtrain(?:\.\w+)+")
 SOURCE = re.compile(r"(?:\w+/)+\w+\.py\b")
@@ -135,6 +138,40 @@ def test_the_folders_of_cluster_import_one_way() -> None:
             if names[:3] == ("cluster", "watch", "explain") and what[:3] == ["llmtrain", "cluster", "watch"]:
                 assert what[3] == "explain", f"{file.relative_to(PACKAGE)} line {line}: {module}"
     assert not wrong, "\n".join(wrong)
+
+
+def folder_of(file: Path) -> str:
+    """llmtrain/models/parallel/mesh.py -> models/parallel; folders below the top are held by LAYERS."""
+    return str(file.parent.relative_to(PACKAGE))
+
+
+@cache
+def graph() -> dict[Path, set[Path]]:
+    """File -> the files of llmtrain that it imports."""
+    file_of = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in FILES}
+    return {
+        file: {
+            file_of[name]
+            for module, _ in imported(file)
+            for name in (module, module.rpartition(".")[0])
+            if name in file_of and file_of[name] != file
+        }
+        for file in FILES
+    }
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    TopologicalSorter(graph()).prepare()  # raises CycleError, which names the files
+
+
+def test_no_two_folders_of_a_part_import_each_other() -> None:
+    pairs = {
+        (folder_of(file), folder_of(other))
+        for file, others in graph().items()
+        for other in others
+        if part_of(file) == part_of(other) and folder_of(file) != folder_of(other)
+    }
+    assert {pair for pair in pairs if pair[::-1] in pairs and pair < pair[::-1]} <= TWO_WAY
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if part_of(f) in LIGHT], ids=lambda f: str(f.relative_to(PACKAGE)))

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models import varlen
-from llmtrain.models.build import construct, facts, initial_weights, load_config, restore_buffers, skeleton
+from llmtrain.models.build import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel, from_host, to_host
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.source import RandomSource, SafetensorsSource
+from llmtrain.models.spec import ModelSpec
 from llmtrain.models.varlen import Documents, set_documents
 from llmtrain.tensors.checksum import checksum
 
@@ -41,9 +42,9 @@ FAMILIES = {
 def filled(model: ModelConfig):
     """A model with its initial weights."""
     hf = construct(load_config(model), model.attention, torch.float32)
-    restore_buffers(hf, skeleton(model), CPU)
+    restore_buffers(hf, skeleton(load_config(model)), CPU)
     built = LanguageModel(hf, model.loss_chunk_tokens)
-    source = initial_weights(model, 3, CPU)
+    source = ModelSpec.of(model).initial_weights(3, CPU)
     with torch.no_grad():
         for name, parameter in built.hf.named_parameters():
             parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
@@ -189,10 +190,10 @@ def test_checksum_is_a_sum_over_slices_and_knows_positions():
 
 def test_random_weights_depend_on_seed_and_name_only():
     def draw(seed: int, names: list[str]) -> dict[str, torch.Tensor]:
-        source = RandomSource(skeleton(ModelConfig(config=LLAMA)), seed, CPU)
+        source = RandomSource(skeleton(load_config(ModelConfig(config=LLAMA))), seed, CPU)
         return {name: source.read(name, 0, 10**9) for name in names}
 
-    order = RandomSource(skeleton(ModelConfig(config=LLAMA)), 0, CPU).order()
+    order = RandomSource(skeleton(load_config(ModelConfig(config=LLAMA))), 0, CPU).order()
     state = torch.get_rng_state()
     a, b, c = draw(0, order), draw(0, order[::-1]), draw(1, order)
     assert torch.equal(torch.get_rng_state(), state)
@@ -204,7 +205,10 @@ def test_random_weights_depend_on_seed_and_name_only():
 
 
 def test_facts_count_a_tied_head_once():
-    tied, untied = facts(ModelConfig(config=FAMILIES["llama tied"])), facts(ModelConfig(config=LLAMA))
+    tied, untied = (
+        ModelSpec.of(ModelConfig(config=FAMILIES["llama tied"])).facts,
+        ModelSpec.of(ModelConfig(config=LLAMA)).facts,
+    )
     assert untied.parameters - tied.parameters == 96 * 32
     assert untied.matmul_parameters == tied.matmul_parameters
     assert (tied.layers, tied.attention_width, tied.vocab_size) == (3, 32, 96)

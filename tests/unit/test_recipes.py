@@ -66,12 +66,12 @@ def test_the_quickstart_fits_any_machine(ranks: int) -> None:
 
 
 def test_the_1b_recipe_has_the_size_that_it_says() -> None:
-    from llmtrain.models.build import facts
+    from llmtrain.models.spec import ModelSpec
 
     path = ROOT / "launch/recipes/llama_1b.yaml"
     said = re.search(r"([\d.]+)B parameters", path.read_text())
     resolved = resolved_for(path, 8)
-    parameters = facts(resolved.run.model).parameters
+    parameters = ModelSpec.of(resolved.run.model).facts.parameters
     assert said and f"{parameters / 1e9:.2f}" == said[1]
     tokens = resolved.run.train.max_tokens
     assert tokens and round(tokens / parameters) == 20

@@ -10,7 +10,7 @@ import pytest
 from llmtrain.config.load import load
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ConfigError, ModelError
-from llmtrain.models.build import skeleton
+from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.parallel.sequence import check_attention
 from tests.helpers.config_workplace import write
 from tests.helpers.families import FAMILIES
@@ -47,7 +47,7 @@ def test_ranks_that_share_rows_are_one_for_the_batch(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_of_every_family_can_be_shared(family: str) -> None:
-    check_attention(skeleton(ModelConfig(config=FAMILIES[family])))
+    check_attention(skeleton(load_config(ModelConfig(config=FAMILIES[family]))))
 
 
 _TINY: dict[str, Any] = {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -73,5 +73,5 @@ _TINY: dict[str, Any] = {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head"
 )
 def test_other_models_are_refused_with_the_reason(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(ModelError) as error:
-        check_attention(skeleton(ModelConfig(config=fields)))
+        check_attention(skeleton(load_config(ModelConfig(config=fields))))
     assert reason in str(error.value) and "sequence_parallel_size to 1" in str(error.value)

@@ -8,7 +8,7 @@ from torch import nn
 
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
-from llmtrain.models.build import skeleton
+from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.parallel.tensor import _drops, _expert_shares, _expert_width, _map_shares, check_degree
 from llmtrain.models.parallel.vocabulary import _counts
 from llmtrain.models.structure.anatomy import anatomy_of
@@ -53,7 +53,7 @@ def test_every_word_has_one_rank(total, degree):
 
 def test_the_ranks_have_all_of_each_map_and_nothing_twice():
     """Fused weights, stored the other way round (GPT-2): regions of all ranks cover each tensor once."""
-    hf = skeleton(ModelConfig(config=dict(FAMILIES["gpt2"])))
+    hf = skeleton(load_config(ModelConfig(config=dict(FAMILIES["gpt2"]))))
     found = projections(hf, anatomy_of(hf))
     modules = dict(hf.named_modules())
     names = {parameter: name for name, parameter in hf.named_parameters()}
@@ -71,7 +71,7 @@ def test_the_ranks_have_all_of_each_map_and_nothing_twice():
 
 
 def test_experts_are_cut_by_their_width():
-    hf = skeleton(ModelConfig(config=dict(FAMILIES["mixtral"])))
+    hf = skeleton(load_config(ModelConfig(config=dict(FAMILIES["mixtral"]))))
     experts = hf.get_submodule("model.layers.0.mlp.experts")
     assert _expert_width("experts", experts) == 48
     (into, _), (down, _) = _expert_shares(experts, 1, 2).values()
@@ -94,10 +94,10 @@ def test_experts_of_another_form_are_refused():
     ("fields", "drops"), [({}, False), ({"attn_pdrop": 0.1}, True), ({"resid_pdrop": 0.1}, True)], ids=str
 )
 def test_dropout_is_noticed(fields, drops):
-    hf = skeleton(ModelConfig(config={**FAMILIES["gpt2"], **fields}))
+    hf = skeleton(load_config(ModelConfig(config={**FAMILIES["gpt2"], **fields})))
     assert _drops(hf.modules()) is drops
 
 
 def test_dropout_of_attention_alone_is_noticed():
-    assert _drops(skeleton(ModelConfig(config={**FAMILIES["llama"], "attention_dropout": 0.1})).modules())
-    assert not _drops(skeleton(ModelConfig(config=dict(FAMILIES["llama"]))).modules())
+    assert _drops(skeleton(load_config(ModelConfig(config={**FAMILIES["llama"], "attention_dropout": 0.1}))).modules())
+    assert not _drops(skeleton(load_config(ModelConfig(config=dict(FAMILIES["llama"])))).modules())

@@ -260,11 +260,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from savers import Task
 
     from llmtrain.config.run import ModelConfig
-    from llmtrain.models.build import facts
+    from llmtrain.models.spec import ModelSpec
     from tests.helpers.ranks import RankPool
 
     model, sequence, micro_batch = PRESETS[options.preset]
-    parameters = facts(ModelConfig(config=model)).parameters
+    parameters = ModelSpec.of(ModelConfig(config=model)).facts.parameters
     machine = about()
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     with tempfile.TemporaryDirectory(prefix="llmtrain-bench-", dir=options.folder) as folder:

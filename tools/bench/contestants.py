@@ -140,6 +140,7 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
     from llmtrain.dist.control import StopRequests
     from llmtrain.engine.deepspeed.join import join_process_group
     from llmtrain.loop import Training
+    from llmtrain.models.spec import ModelSpec
     from llmtrain.saving import Saving
     from llmtrain.session import Session, Step
     from llmtrain.tracking.tracker import Tracker
@@ -149,7 +150,7 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
     ranks = join_process_group(run.fault.timeout_s)
     with StopRequests() as requests, RunDirectory(str(run.train.run_dir)) as folder:
         checkpoints = find_folder(folder.checkpoints, ranks)
-        training = Training(resolved, ranks, folder, checkpoints, requests)
+        training = Training(resolved, ModelSpec.of(run.model), ranks, folder, checkpoints, requests)
         training.resume_or_start()
         training.check_loss()  # as a run: what it leaves behind in compiled layers is in the figures
         tracker = Tracker(
@@ -227,13 +228,13 @@ def _peer_model(task: Task, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from llmtrain.config.run import ModelConfig
-    from llmtrain.models.build import initial_weights
+    from llmtrain.models.spec import ModelSpec
 
     fields = dict(task.model)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with task.device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    source = initial_weights(ModelConfig(config=task.model), 0, task.device)
+    source = ModelSpec.of(ModelConfig(config=task.model)).initial_weights(0, task.device)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name in source.order():

@@ -125,9 +125,9 @@ def ours(task: Attempt) -> Any:
     from llmtrain.engine.deepspeed.build import build_engine
     from llmtrain.engine.deepspeed.join import join_process_group
     from llmtrain.engine.weights import fill_parameters
-    from llmtrain.models.build import initial_weights
-    from llmtrain.models.forms import build_model
     from llmtrain.models.parallel.mesh import mesh_of
+    from llmtrain.models.run.forms import build_model
+    from llmtrain.models.spec import ModelSpec
 
     model = ModelConfig(
         config={**PRESETS[task.preset], "max_position_embeddings": task.tokens},
@@ -145,8 +145,9 @@ def ours(task: Attempt) -> Any:
     resolved = resolve(run, 1, "one process")
     ranks = join_process_group(3600.0)
     mesh = mesh_of(resolved.degrees)
-    engine = build_engine(build_model(resolved, ranks.device, mesh), resolved, ranks, mesh)
-    fill_parameters(engine, initial_weights(model, 0, torch.device("cpu")))
+    spec = ModelSpec.of(model)
+    engine = build_engine(build_model(resolved, spec, ranks.device, mesh), resolved, ranks, mesh)
+    fill_parameters(engine, spec.initial_weights(0, torch.device("cpu")))
     engine.refresh()
 
     def step(inputs: Any, labels: Any) -> float:
@@ -165,12 +166,12 @@ def theirs(task: Attempt, *, recompute: bool) -> Any:
 
     from llmtrain.config.run import ModelConfig
     from llmtrain.engine.malloc import return_freed_memory
-    from llmtrain.models.build import initial_weights
+    from llmtrain.models.spec import ModelSpec
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     fields = {**PRESETS[task.preset], "max_position_embeddings": task.tokens}
-    source = initial_weights(ModelConfig(config=fields), 0, torch.device("cpu"))
+    source = ModelSpec.of(ModelConfig(config=fields)).initial_weights(0, torch.device("cpu"))
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     if not on_gpu:

@@ -108,16 +108,17 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     from llmtrain.engine.deepspeed.build import build_engine
     from llmtrain.engine.deepspeed.join import join_process_group
     from llmtrain.engine.weights import fill_parameters
-    from llmtrain.models.build import initial_weights
-    from llmtrain.models.forms import build_model
     from llmtrain.models.parallel.mesh import mesh_of
+    from llmtrain.models.run.forms import build_model
+    from llmtrain.models.spec import ModelSpec
 
     ranks = join_process_group(120.0)
     resolved = resolved_run(stages, micro_batches)
     mesh = mesh_of(resolved.degrees)
-    model: Any = build_model(resolved, ranks.device, mesh)
+    spec = ModelSpec.of(resolved.run.model)
+    model: Any = build_model(resolved, spec, ranks.device, mesh)
     engine = build_engine(model, resolved, ranks, mesh)
-    fill_parameters(engine, initial_weights(resolved.run.model, 0, ranks.device))
+    fill_parameters(engine, spec.initial_weights(0, ranks.device))
     engine.refresh()
 
     def slow(module: Any, args: Any, result: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,9 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.models.forms import build_model
 from llmtrain.models.parallel.mesh import mesh_of
+from llmtrain.models.run.forms import build_model
+from llmtrain.models.spec import ModelSpec
 from llmtrain.topology import Degrees
 
 _BLOCK = 16 << 20
@@ -112,7 +113,7 @@ def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[Zer
         max_steps=None,
     )
     mesh = mesh_of(resolved.degrees)
-    model = build_model(resolved, ranks.device, mesh)
+    model = build_model(resolved, ModelSpec.of(resolved.run.model), ranks.device, mesh)
     if stage < 3:
         torch.manual_seed(0)
         with torch.no_grad():

@@ -32,7 +32,7 @@ from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
-from llmtrain.models.build import skeleton
+from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import INDEX, SafetensorsSource, refuse_escape
 from llmtrain.tensors.checksum import checksum
@@ -105,7 +105,8 @@ def export_hf(
 def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
     """The tensors of a model's files. Raises ModelError for every configuration that transformers cannot build."""
     try:
-        return FolderLayout(skeleton(model, trust_remote_code=trust_remote_code))
+        config = load_config(model, trust_remote_code=trust_remote_code)
+        return FolderLayout(skeleton(config, trust_remote_code=trust_remote_code))
     except UserError:
         raise
     except Exception as error:  # a configuration is input: whatever its numbers do to a constructor is a message

@@ -13,7 +13,7 @@ from llmtrain import foreign
 from llmtrain.checkpoint.format import read_file
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError
-from llmtrain.models.build import decoder_layers, skeleton
+from llmtrain.models.build import decoder_layers, load_config, skeleton
 from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
 
 _LAYER_NAME = re.compile(r"([0-9]+)\.(.+)")
@@ -38,7 +38,7 @@ class Target:
     def of(cls, config: Path) -> Target:
         """`config`: a folder with config.json, or the file. Raises CheckpointError."""
         try:
-            model = skeleton(ModelConfig(config=str(config)))
+            model = skeleton(load_config(ModelConfig(config=str(config))))
         except ModelError as error:
             raise CheckpointError(str(error).replace("model.config:", "--model:", 1)) from error
         first = {id(p): name for name, p in named_tensors(model)}

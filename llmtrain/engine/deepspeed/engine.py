@@ -23,9 +23,9 @@ from llmtrain.engine.deepspeed.zero12 import Zero12State
 from llmtrain.errors import ModelError, TrainingStopped
 from llmtrain.models import varlen
 from llmtrain.models.attention import gets_mask, without_cudnn
+from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.language import LanguageModel, compare_losses
 from llmtrain.models.loss import IGNORE
-from llmtrain.models.parallel.experts import RoutingFigures
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.varlen import Documents, set_documents
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.build import DTYPES
-from llmtrain.models.frozen import frozen_tensors
-from llmtrain.models.parallel.experts import (
+from llmtrain.models.experts import (
     ExpertBlock,
     Routing,
     avoid_grouped_product,
     expert_blocks,
     set_leaf_modules,
 )
+from llmtrain.models.frozen import frozen_tensors
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Share, set_share
 from llmtrain.tensors.region import Region, whole

@@ -1,8 +1,4 @@
-"""A transformers causal language model cut into pipeline stages: DeepSpeed's PipelineModule, with this rank's stage.
-
-A stage is the transformers model itself with the parts of other stages taken out, so that masks, rotary embeddings and
-whatever else transformers hands to a layer are made by its own code on every stage.
-"""
+"""A transformers causal language model cut into pipeline stages: DeepSpeed's PipelineModule, with this rank's stage."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import io
 import types
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,70 +18,20 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from llmtrain.config.run import ResolvedRun
-from llmtrain.models.build import DTYPES, skeleton
-from llmtrain.models.frozen import named_tensors, tensor_shapes
-from llmtrain.models.language import checkpoint_activations, documents_in_rows, head_forward
+from llmtrain.models.build import DTYPES
+from llmtrain.models.frozen import named_tensors
+from llmtrain.models.language import head_forward
 from llmtrain.models.loss import IGNORE, HeadForm
 from llmtrain.models.parallel.balance import Weights, balanced, explain, given, uniform
 from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.parallel.stage import Part, Stage, build_stage
+from llmtrain.models.parallel.stage_times import seconds_of
 from llmtrain.models.parallel.tensor import shard_model
 from llmtrain.models.parameters import LocalParameter, local_parameter
-from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
+from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import projections
-from llmtrain.models.tiled import tile_mlps
 from llmtrain.topology import Degrees
-
-
-class Entrance(AbsentLayer):
-    """The last absent layer before a stage's own: here the received hidden state enters.
-
-    What the model makes of its input embeddings (a scale, positions, a projection) was added on the first stage;
-    whatever comes out of the absent parts here is put aside.
-    """
-
-    received: Tensor | None = None
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """[B, T, H]"""
-        received, self.received = self.received, None
-        assert received is not None
-        return super().forward(received)
-
-
-class Stage(nn.Module):
-    """What one stage computes."""
-
-    def __init__(self, hf: nn.Module, entrance: Entrance | None) -> None:
-        super().__init__()
-        self.hf = hf
-        self._entrance = (entrance,)  # no submodule a second time
-        self.conclude: Callable[[Tensor], Tensor] | None = None
-        """On the last stage: from the hidden state to the loss."""
-        self.wants_logits = False
-        """On the last stage: `conclude` gets transformers' own logits instead."""
-
-    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        """Tokens or hidden states, with positions [B, T] if there are documents in the rows; the same comes out."""
-        first, positions = given if isinstance(given, tuple) else (given, None)
-        kwargs: dict[str, Any] = {"use_cache": False}
-        if positions is not None:
-            kwargs["position_ids"] = positions
-        (entrance,) = self._entrance
-        if entrance is None:
-            kwargs["input_ids"] = first
-        else:
-            entrance.received = first
-            # Of its shape only: some models scale the embeddings in place (CTRL), and would scale what was received.
-            kwargs["inputs_embeds"] = torch.zeros_like(first)
-        with documents_in_rows(positions):
-            if self.wants_logits:
-                out = self.hf(**kwargs).logits
-            else:
-                out = self.hf.base_model(**kwargs).last_hidden_state  # type: ignore[operator]
-        if self.conclude is not None:
-            return self.conclude(out)
-        return out if positions is None else (out, positions)
 
 
 class _Tie(TiedLayerSpec):
@@ -184,16 +130,15 @@ class PipelineLanguageModel(PipelineModule):
         return loss_sum * self.factor() if self.training else loss_sum
 
 
-def build_pipeline(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:
+def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:
     """This rank's stage with uninitialised parameters; those of other stages never get memory.
 
     Raises:
         ModelError: transformers cannot build the model, or it cannot be cut into these stages.
     """
     model, degrees = resolved.run.model, resolved.degrees
-    hf = skeleton(model, attention=model.attention)
+    hf = spec.own_skeleton()
     anatomy = anatomy_of(hf)
-    shapes = tensor_shapes(hf)
     counts = layer_counts(resolved, hf, anatomy, device)
     ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
     shared = projections(hf, anatomy) if degrees.tensor > 1 else None
@@ -210,7 +155,7 @@ def build_pipeline(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> P
         stage,
         degrees,
         _local_parameters(hf, anatomy, min(index, 1)),
-        shapes,
+        spec.shapes,
         ends if anatomy.tied else None,
         model.loss_chunk_tokens,
         counts,
@@ -229,8 +174,6 @@ def layer_counts(resolved: ResolvedRun, hf: Any, anatomy: Anatomy, device: torch
     if asked == "parameters":
         return balanced(parameters_of(hf, anatomy), stages)
     uniform(len(anatomy.layers), stages)  # stages that cannot be are refused before the measurement
-    from llmtrain.models.parallel.stage_times import seconds_of
-
     return balanced(seconds_of(resolved, hf, anatomy, device), stages)
 
 
@@ -245,80 +188,6 @@ def parameters_of(hf: Any, anatomy: Anatomy) -> Weights:
         layers=tuple(count(layer.path) for layer in anatomy.layers),
         after=count(*anatomy.after, anatomy.head),
     )
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a stage has of the model."""
-
-    layers: range
-    first: bool
-    """The embedding, and what else makes the first hidden state."""
-    last: bool
-    """Final norm and head."""
-
-
-def build_stage(
-    hf: Any,
-    anatomy: Anatomy,
-    part: Part,
-    resolved: ResolvedRun,
-    device: torch.device,
-    *,
-    shard: Callable[[nn.Module], None] | None = None,
-) -> Stage:
-    """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device.
-
-    `shard` gives memory to a tensor-parallel rank's share instead.
-    """
-    model, dtype = resolved.run.model, DTYPES[resolved.precision]
-    entrance = _cut(hf, anatomy, part, dtype)
-    if shard is not None:
-        shard(hf)
-    _materialise(hf, device, dtype)
-    hf.config.use_cache, hf.config.dtype = False, dtype
-    if resolved.activation_checkpointing:
-        section = resolved.deepspeed["activation_checkpointing"]
-        checkpoint_activations(hf, section, keep_attention=model.keep_attention)
-    if model.mlp_tile_tokens is not None:
-        tile_mlps(hf, model.mlp_tile_tokens)
-    if model.compile_layers:
-        for index in part.layers:
-            layer = hf.get_submodule(anatomy.layers[index].path)
-            layer.compile(dynamic=False)  # as in models/forms.py
-    return Stage(hf, entrance)
-
-
-def _cut(hf: Any, anatomy: Anatomy, part: Part, dtype: torch.dtype) -> Entrance | None:
-    """Take the other stages' parts out of a model. Returns where the hidden state enters; None on the first stage."""
-    as_tuple = anatomy.layers_return_tuples
-    absent: dict[str, nn.Module] = {
-        layer.path: AbsentLayer(as_tuple) for index, layer in enumerate(anatomy.layers) if index not in part.layers
-    }
-    entrance = None
-    if not part.first:
-        entrance = absent[anatomy.layers[part.layers.start - 1].path] = Entrance(as_tuple)
-        absent |= {before.path: AbsentBefore(before.width, dtype) for before in anatomy.before}
-    if not part.last:
-        absent |= {path: AbsentAfter() for path in (*anatomy.after, anatomy.head)}
-    for path, module in absent.items():
-        parent, _, name = path.rpartition(".")
-        setattr(hf.get_submodule(parent), name, module)
-    return entrance
-
-
-def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give the parameters that are left memory on the device, and move the buffers there."""
-    made: dict[int, nn.Parameter] = {}
-    for module in hf.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if id(parameter) not in made:
-                    values = torch.empty(parameter.shape, dtype=dtype, device=device)
-                    made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                module._parameters[key] = made[id(parameter)]
-        for buffer in module.buffers(recurse=False):
-            buffer.data = buffer.to(device)
 
 
 def _local_parameters(hf: nn.Module, anatomy: Anatomy, copy: int) -> list[LocalParameter]:

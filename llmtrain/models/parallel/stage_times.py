@@ -15,7 +15,7 @@ from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parallel.balance import Weights
-from llmtrain.models.parallel.pipeline import Part, Stage, build_stage
+from llmtrain.models.parallel.stage import Part, Stage, build_stage
 from llmtrain.models.structure.anatomy import Anatomy
 
 _RUNS = 5

@@ -14,27 +14,27 @@ from torch import Tensor, nn
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
-from llmtrain.models.build import DTYPES, skeleton
+from llmtrain.models.build import DTYPES
+from llmtrain.models.experts import avoid_grouped_product
 from llmtrain.models.frozen import frozen_tensors, tensor_shapes
-from llmtrain.models.parallel.experts import avoid_grouped_product
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.tensor_layers import Column, Row, Span, copied, gathered, summed
 from llmtrain.models.parallel.vocabulary import Words, share_embedding
 from llmtrain.models.parameters import Share, set_share
+from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
 from llmtrain.models.structure.rehearsal import divide_heads
 from llmtrain.tensors.region import Region, shard, whole
 
 
-def shared_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Any:
+def shared_model(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> Any:
     """The transformers model with this rank's shards, uninitialised; under ZeRO 3 with its partitions of them.
 
     Raises:
         ModelError: the model cannot be taken apart, or not be shared over so many ranks.
     """
-    model = resolved.run.model
-    hf = skeleton(model, attention=model.attention)
+    hf = spec.own_skeleton()
     anatomy = anatomy_of(hf)
     settle = _partition(resolved, mesh) if resolved.zero_stage == 3 else _leave
     shard_model(hf, anatomy, projections(hf, anatomy), mesh.tensor, device, DTYPES[resolved.precision], settle=settle)

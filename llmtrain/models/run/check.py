@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
@@ -12,17 +13,16 @@ import torch
 from torch import nn
 
 from llmtrain.config.problems import Problems
-from llmtrain.config.run import ModelConfig, ResolvedRun
+from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
-from llmtrain.models.build import decoder_layers, layer_configs, load_config, skeleton
+from llmtrain.models.build import decoder_layers, layer_configs, load_config
+from llmtrain.models.experts import check_stages
 from llmtrain.models.fields import check_fields
-from llmtrain.models.frozen import tensor_shapes
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
-from llmtrain.models.layout import FolderLayout
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel import balance
-from llmtrain.models.parallel.experts import check_stages
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
+from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.probe import probe_copy
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
@@ -48,8 +48,8 @@ def _quietly() -> Iterator[None]:
 
 
 @_quietly()
-def check_model(resolved: ResolvedRun) -> tuple[str, ...]:
-    """Build the run's model on the meta device and let tokens through. Returns notes for the user.
+def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
+    """Build the run's model on the meta device and let tokens through. Returns it, and notes for the user.
 
     Raises:
         ConfigError: a field of `model.config`, or a value of the run that does not go with the model.
@@ -62,9 +62,9 @@ def check_model(resolved: ResolvedRun) -> tuple[str, ...]:
         problems.raise_if_any()
     key = "model.pretrained" if model.pretrained else "model.config"
     _load_config(resolved, key, problems)
-    flash = model.attention in _FLASH_PACKAGES
-    hf = skeleton(model, attention="eager" if flash else model.attention)
-    if flash:
+    spec = ModelSpec.of(model)
+    hf = spec.skeleton
+    if model.attention in _FLASH_PACKAGES:
         _check_flash(hf, resolved, problems)
     config = hf.config.get_text_config(decoder=True)
     _check_heads(config, key, resolved, problems)
@@ -75,9 +75,9 @@ def check_model(resolved: ResolvedRun) -> tuple[str, ...]:
         _check_stages(hf, resolved)
     _check_copy(hf, key, model.loss_chunk_tokens)
     if run.train.export:
-        _check_export(hf)
-    _rehearse(skeleton(model), key, min(_TOKENS, run.data.sequence_length))
-    return notes
+        _check_export(spec)
+    _rehearse(copy.deepcopy(hf), key, min(_TOKENS, run.data.sequence_length))
+    return spec, notes
 
 
 def _load_config(resolved: ResolvedRun, key: str, problems: Problems) -> None:
@@ -95,12 +95,11 @@ def _load_config(resolved: ResolvedRun, key: str, problems: Problems) -> None:
         raise problems.error() from error
 
 
-def check_weights(model: ModelConfig) -> None:
+def check_weights(spec: ModelSpec) -> None:
     """The folder that the run starts from holds every tensor of the model, in its shape. Raises ModelError."""
-    if model.pretrained is not None:
-        hf = skeleton(model)
-        with contextlib.closing(SafetensorsSource(model.pretrained, FolderLayout(hf))) as source:
-            refuse_other_shapes(source, tensor_shapes(hf))
+    if spec.model.pretrained is not None:
+        with contextlib.closing(SafetensorsSource(spec.model.pretrained, spec.layout)) as source:
+            refuse_other_shapes(source, spec.shapes)
 
 
 def _check_heads(text: Any, key: str, resolved: ResolvedRun, problems: Problems) -> None:
@@ -199,12 +198,12 @@ def _check_copy(hf: Any, key: str, chunk: int) -> None:
     compare_losses(hf, ours, theirs)
 
 
-def _check_export(hf: Any) -> None:
+def _check_export(spec: ModelSpec) -> None:
     """The folder that the run ends with can be written and loaded. Raises ModelError."""
     from transformers import AutoModelForCausalLM
 
     try:
-        FolderLayout(hf)
+        hf, _ = spec.skeleton, spec.layout
         if type(hf.config) not in AutoModelForCausalLM._model_mapping:
             raise ModelError(
                 f"model: transformers makes a {type(hf).__name__} of a part of its configuration, "

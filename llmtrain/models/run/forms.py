@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,39 +11,43 @@ import torch
 
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
-from llmtrain.models.build import DTYPES, construct, decoder_layers, load_config, restore_buffers, skeleton
+from llmtrain.models.build import DTYPES, construct, decoder_layers, restore_buffers
+from llmtrain.models.experts import check_stages
 from llmtrain.models.language import LanguageModel, checkpoint_activations
 from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
-from llmtrain.models.parallel.experts import check_stages
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel, build_pipeline
 from llmtrain.models.parallel.sequence import SequenceLanguageModel
 from llmtrain.models.parallel.tensor import shared_model
+from llmtrain.models.spec import ModelSpec
+from llmtrain.models.structure.mlps import dense_mlps
 from llmtrain.models.tiled import tile_mlps
 
 
-def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> LanguageModel | PipelineLanguageModel:
+def build_model(
+    resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh
+) -> LanguageModel | PipelineLanguageModel:
     """The module with uninitialised parameters; the engine writes the values afterwards, slice by slice.
 
     Raises:
         ModelError: transformers cannot build the model, or it cannot take this form.
     """
     if resolved.degrees.pipeline > 1:
-        check_stages(load_config(resolved.run.model))
-        with _divided(resolved, "pipeline.stages", resolved.degrees.pipeline):
-            return build_pipeline(resolved, device, mesh)
+        check_stages(spec.config)
+        with _divided(spec, "pipeline.stages", resolved.degrees.pipeline):
+            return build_pipeline(resolved, spec, device, mesh)
     model = resolved.run.model
     if resolved.degrees.tensor > 1:
-        with _divided(resolved, "tensor_parallel.autotp_size", resolved.degrees.tensor):
-            hf = shared_model(resolved, device, mesh)
+        with _divided(spec, "tensor_parallel.autotp_size", resolved.degrees.tensor):
+            hf = shared_model(resolved, spec, device, mesh)
     elif resolved.degrees.expert > 1 and resolved.zero_stage < 3:
-        hf = skeleton(model, attention=model.attention)
+        hf = spec.own_skeleton()
     else:
-        hf = _whole_model(resolved, device, mesh)
+        hf = _whole_model(resolved, spec, device, mesh)
     routing = prepare_experts(hf, resolved, device, mesh)
     hf.config.use_cache = False
     if model.mlp_tile_tokens is not None:
-        tile_mlps(hf, model.mlp_tile_tokens)
+        tile_mlps(dense_mlps(hf), model.mlp_tile_tokens)
     if resolved.activation_checkpointing:
         section = resolved.deepspeed["activation_checkpointing"]
         checkpoint_activations(hf, section, keep_attention=model.keep_attention)
@@ -60,7 +65,7 @@ def build_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Lang
 
 
 @contextlib.contextmanager
-def _divided(resolved: ResolvedRun, key: str, degree: int) -> Iterator[None]:
+def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
     """What is wrong with the family is told with the key that asks to divide it, and with the way around."""
     try:
         yield
@@ -68,29 +73,25 @@ def _divided(resolved: ResolvedRun, key: str, degree: int) -> Iterator[None]:
         about_the_model, _, found = str(error).partition("model: ")
         if about_the_model:  # a key's value is wrong, and the message names it
             raise
-        family = load_config(resolved.run.model).model_type
         raise ModelError(
-            f"{key} {degree}: the ranks cannot divide a {family} model so. Remove the section: ZeRO 3 shards weights, "
-            f"gradients and optimizer of every model. What stands in the way: {found}"
+            f"{key} {degree}: the ranks cannot divide a {spec.config.model_type} model so. Remove the section: ZeRO 3 "
+            f"shards weights, gradients and optimizer of every model. What stands in the way: {found}"
         ) from error
 
 
-def _whole_model(resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Any:
+def _whole_model(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> Any:
     """Every parameter whole, or under ZeRO 3 born partitioned."""
-    model = resolved.run.model
-    config = load_config(model)
-    # Before zero.Init: what transformers imports in there loses its decorated constructors when it ends, the one of
-    # the experts among them (partition_parameters.py _init_subclass and _disable_class).
-    exact = skeleton(model)
     with contextlib.ExitStack() as stack:
         if resolved.zero_stage == 3:
             import deepspeed
 
+            # The skeleton was made before: what transformers imports in here loses its decorated constructors when it
+            # ends, the one of the experts among them (partition_parameters.py _init_subclass and _disable_class).
             # Not given `dtype`: on a device without fp16, DeepSpeed 0.19.8 then takes bf16 whatever was asked for
             # (partition_parameters.py _set_dtype); from its config it takes the right one.
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=resolved.deepspeed, mpu=mesh.mpu))
         else:
             stack.enter_context(device)
-        hf = construct(config, model.attention, DTYPES[resolved.precision])
-    restore_buffers(hf, exact, device)
+        hf = construct(copy.deepcopy(spec.config), resolved.run.model.attention, DTYPES[resolved.precision])
+    restore_buffers(hf, spec.skeleton, device)
     return hf

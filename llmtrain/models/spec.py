@@ -1,0 +1,103 @@
+"""A model without its values: what a launch knows of it is found out once, and handed to all that ask."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmtrain.config.run import ModelConfig
+from llmtrain.models.build import layer_configs, load_config, skeleton
+from llmtrain.models.experts import idle_parameters
+from llmtrain.models.frozen import tensor_shapes
+from llmtrain.models.layout import FolderLayout
+from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Sizes that the throughput figures need."""
+
+    parameters: int
+    matmul_parameters: int
+    """Weights that are multiplied with the activations of a token: all matrices but the embedding, with a tied head
+    counted once, and of the experts only those that a token meets."""
+    layers: int
+    attention_width: int
+    """heads x head size, the mean of all layers."""
+    vocab_size: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelSpec:
+    """Configuration, names, shapes and sizes of a run's model. Nobody changes what it holds."""
+
+    model: ModelConfig
+    """The run's section; whether layers are compiled may not be decided yet."""
+    config: PreTrainedConfig
+    """As given. To build with it is to change it: take a copy."""
+    skeleton: PreTrainedModel
+    """The parameters are on the meta device, ties are ties, buffers are real ones in fp32."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> ModelSpec:
+        """Raises ModelError: transformers cannot build the model, or not with `model.attention`."""
+        config = load_config(model)
+        return cls(model=model, config=config, skeleton=skeleton(config, attention=_unless_flash(model.attention)))
+
+    def own_skeleton(self) -> PreTrainedModel:
+        """A skeleton with the run's attention that the caller may turn into something else."""
+        attention = self.model.attention
+        if attention != _unless_flash(attention):
+            return skeleton(self.config, attention=attention)
+        return copy.deepcopy(self.skeleton)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor by its Hugging Face name, those that do not train included; a tied one is there once."""
+        return tensor_shapes(self.skeleton)
+
+    @cached_property
+    def layout(self) -> FolderLayout:
+        """The tensors of a folder of this model. Raises ModelError: such folders cannot be read or written."""
+        return FolderLayout(self.skeleton)
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Sizes."""
+        hf, text = self.skeleton, self.config.get_text_config()
+        embedding: Any = hf.get_input_embeddings().weight
+        tied = hf.get_output_embeddings().weight is embedding
+        total = sum(p.numel() for p in hf.parameters())
+        matrices = sum(p.numel() for p in hf.parameters() if p.dim() >= 2) - idle_parameters(hf, self.config)
+        widths = [_attention_width(layer) for layer in layer_configs(text)]
+        return ModelFacts(
+            parameters=total,
+            matmul_parameters=matrices if tied else matrices - embedding.numel(),
+            layers=text.num_hidden_layers,
+            attention_width=sum(widths) // len(widths),
+            vocab_size=text.vocab_size,
+        )
+
+    def initial_weights(self, seed: int, device: torch.device) -> ParameterSource:
+        """Where the weights of a new run come from. Raises ModelError: the folder's files are not whole."""
+        if self.model.pretrained is not None:
+            return SafetensorsSource(self.model.pretrained, self.layout)
+        return RandomSource(self.skeleton, seed, device)
+
+
+def _unless_flash(attention: str) -> str:
+    """Flash attention cannot be constructed where there is no GPU, and `check` runs there: eager in its place."""
+    return "eager" if attention.startswith("flash") else attention
+
+
+def _attention_width(config: Any) -> int:
+    """Of a layer with these settings; a state-space model has no heads."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
