@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmtrain.data.loader import MicroBatch
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.parallel.experts import RoutingFigures
+from llmtrain.models.experts import RoutingFigures
 from llmtrain.tensors.region import Region
 
 PARAM = "param"
