@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.data.loader import MicroBatch
-from llmtrain.models.language import LanguageModel
 from llmtrain.models.experts import RoutingFigures
+from llmtrain.models.language import LanguageModel
 from llmtrain.tensors.region import Region
 
 PARAM = "param"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.checkpoint import load
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, Manifest, step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.tensors.region import Region
 from llmtrain.tensors.tensorfile import TensorFile
@@ -213,7 +213,7 @@ def other_bytes_on_rank_1(world: Any) -> None:
 
 def stale_copies(world: Any) -> None:
     """The forward pass would go on with what was there before the resume."""
-    world[0].setattr(load, "refresh", lambda engine: None)
+    world[0].setattr(ZeroEngine, "refresh", lambda engine: None)
 
 
 @pytest.mark.parametrize(
