@@ -328,7 +328,7 @@ def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
         if wrong:
             told = "; ".join(f"{key} is {_by_value(key, what, everyone)}" for key in wrong[:_SHOWN])
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            return f"the ranks do not run the same thing: {told}{more}. {remedy}: their parameters would diverge during training."
+            return f"the ranks do not run the same thing: {told}{more}. {remedy}: they would diverge during training."
     return ""
 
 
@@ -341,8 +341,8 @@ def _shared_devices(everyone: Sequence[Mapping[str, Any]]) -> str:
     for (host, _), ranks in by_device.items():
         if len(ranks) > 1:
             return (
-                f"ranks {units.spans(ranks)} have the same GPU of {host}: it has fewer GPUs than slots in the hostfile. Set "
-                "slots to the number of its GPUs, or show each task a GPU of its own."
+                f"ranks {units.spans(ranks)} have the same GPU of {host}: it has fewer GPUs than slots in the "
+                "hostfile. Set slots to the number of its GPUs, or show each task a GPU of its own."
             )
     return ""
 

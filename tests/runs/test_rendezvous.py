@@ -219,7 +219,7 @@ def test_two_launches_on_one_port_are_told_apart(job):
     time.sleep(1.0)
     first.start(1)  # as another launch's rank 1 would
     messages = [message for kind, message, _ in first.answers() if kind == "error"]
-    assert len(messages) == 3 and all("rank 1 came" in message and "twice" in message for message in messages)
+    assert len(messages) == 3 and all("rank 1 connected" in message and "twice" in message for message in messages)
 
 
 def test_a_rank_of_another_launch_at_the_same_port_does_not_disturb_the_ranks_that_meet(job):

@@ -337,7 +337,7 @@ def test_the_probe_answers_from_a_bare_python(tmp_path: Path) -> None:
         [sys.executable, "-S", "-"], input=survey.program(Path(probe.__file__), questions), cwd=tmp_path, env=env,
         text=True, capture_output=True, timeout=60,
     )  # fmt: skip
-    found = survey.read_facts(done.stdout)
+    found = survey.read_marked(done.stdout, probe.MARK)
     assert found is not None, done.stderr
     assert found["errors"] == {}
     assert found["environment"]["WANDB_MODE"] == "x" and found["environment"]["WANDB_API_KEY"].startswith("secret ")

@@ -149,7 +149,7 @@ def ask(tmp_path: Path, **environment: str) -> dict[str, Any]:
         [sys.executable, "-S", "-"], input=text, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", **environment},
         text=True, capture_output=True, timeout=60,
     )  # fmt: skip
-    facts = survey.read_facts(done.stdout)
+    facts = survey.read_marked(done.stdout, probe.MARK)
     assert facts is not None and facts["errors"] == {}, done.stderr
     return facts
 
