@@ -176,4 +176,4 @@ def test_long_rows_fit_one_gpu(monkeypatch, tmp_path, record_property, preset):
     need = STATE * parameters + WORKING + made.most
     record_property("GiB", (made.most / GIB, need / GIB))
     print(f"{preset}, {tokens:,} tokens: activations {made.most / GIB:.2f} GiB, together {need / GIB:.1f} GiB")
-    assert need < 0.97 * H200
+    assert need < 0.97 * H200  # the allocator loses some
