@@ -79,7 +79,7 @@ run() {
       ;;
     parity) parity ;;
     context-1b) limited 580 "${context[@]}" --preset 1b --tokens 393216 --json "$out/context-1b.json" ;;
-    context-8b) limited 580 "${context[@]}" --preset 8b --tokens 196608 --json "$out/context-8b.json" ;;
+    context-8b) limited 580 "${context[@]}" --preset 8b --tokens 65536 --json "$out/context-8b.json" ;;
   esac
 }
 

@@ -269,6 +269,8 @@ def json_for(options: argparse.Namespace, on_gpu: bool, folder: Path) -> str:
     if options.deepspeed or on_gpu:
         tree = json.loads(Path(options.deepspeed or ROOT / "ds_configs/long_context.json").read_text())
         tree.pop("sequence_parallel_size", None)
+    if on_gpu and not options.deepspeed:  # one micro-batch on one rank: no sum of gradients that fp32 could serve
+        del tree["data_types"], tree["communication_data_type"]
     path = folder / "deepspeed.json"
     path.write_text(json.dumps(tree))
     return str(path)
