@@ -18,7 +18,8 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.log import rank
-from llmtrain.models.parallel import expert_parallel, experts
+from llmtrain.models import experts
+from llmtrain.models.parallel import expert_parallel
 from tests.gpu.test_syncs import recorded_waits
 from tests.helpers.families import FAMILIES
 from tests.helpers.training import (
