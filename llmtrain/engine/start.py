@@ -42,7 +42,7 @@ def start_engine(resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> Stepper:
     Raises: UserError, on all ranks alike.
     """
     with together(ranks):
-        check_device(resolved)
+        check_device(resolved.precision, resolved.run.model.attention, resolved.run.deepspeed)
     with together(ranks):
         resolved = _layers_decided(resolved, ranks)
         model = build_model(resolved, ranks.device, mesh)
