@@ -11,20 +11,22 @@ import torch
 
 from llmtrain import log, units
 from llmtrain.checkpoint.rundir import RunDirectory
-from llmtrain.config.load import dump
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.dump import dump
+from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.dist.device import device_name
 from llmtrain.dist.ranks import Ranks
 from llmtrain.models.spec import ModelFacts
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 
 
-def write_run_files(folder: RunDirectory, resolved: ResolvedRun, ranks: Ranks, sizes: ModelFacts) -> dict[str, Any]:
-    """config.yaml, deepspeed.json and environment.json, as used. Returns the environment (rank 0; else empty)."""
+def write_run_files(
+    folder: RunDirectory, run: RunConfig, exact: dict[str, Any], ranks: Ranks, sizes: ModelFacts
+) -> dict[str, Any]:
+    """config.yaml, deepspeed.json (the `exact` dict) and environment.json. Returns that (rank 0; else empty)."""
     if ranks.rank != 0:
         return {}
-    (folder.path / "config.yaml").write_text(dump(resolved.run))
-    (folder.path / "deepspeed.json").write_text(json.dumps(resolved.deepspeed, indent=2) + "\n")
+    (folder.path / "config.yaml").write_text(dump(run))
+    (folder.path / "deepspeed.json").write_text(json.dumps(exact, indent=2) + "\n")
     environment = describe_environment(ranks=[asdict(seat) for seat in ranks.seats])
     environment["parameters"] = sizes.parameters
     write_environment(folder.path, environment)
@@ -35,12 +37,12 @@ def announce(
     resolved: ResolvedRun, folder: RunDirectory, sizes: ModelFacts, device: torch.device, lines: list[str]
 ) -> None:
     """Print on rank 0 what is about to run, what was adapted, and what `lines` say of a resume."""
-    train, length = resolved.run.train, resolved.run.data.sequence_length
+    batch = resolved.batch
     log.info(
         f"{units.count(sizes.parameters)} parameters, {resolved.precision}, ZeRO {resolved.zero_stage}, "
         f"{units.counted(resolved.world_size, 'rank')} on {device_name(device)}; "
-        f"{units.count((train.global_batch or 0) * length)} tokens a step ({train.global_batch} sequences of {length}: "
-        f"micro-batch {train.micro_batch} x accumulation {train.accumulation} x {resolved.data_parallel} data-parallel "
+        f"{units.count(batch.tokens)} tokens a step ({batch.global_batch} sequences of {batch.sequence_length}: "
+        f"micro-batch {batch.micro_batch} x accumulation {batch.accumulation} x {batch.data_parallel} data-parallel "
         f"ranks); run folder {folder.path}"
     )
     for line in (*filter(None, [unverified(versions())]), *resolved.notes, *lines):

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmtrain import completion, units
-from llmtrain.config.batch import Batch
 from llmtrain.config.deepspeed import deep_check, name_cpu
-from llmtrain.config.load import dump, load
+from llmtrain.config.dump import dump
+from llmtrain.config.load import load
 from llmtrain.config.problems import closest, stop
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
@@ -96,27 +96,18 @@ def main(argv: list[str]) -> int:
 
 def summary(resolved: ResolvedRun) -> str:
     """The batch equation solved, the length, the way of computing, and the notes: a few lines."""
-    train, sequence_length = resolved.run.train, resolved.run.data.sequence_length
-    assert train.global_batch and train.micro_batch and train.accumulation
-    batch = Batch(
-        global_batch=train.global_batch,
-        micro_batch=train.micro_batch,
-        accumulation=train.accumulation,
-        data_parallel=resolved.data_parallel,
-    )
-    step_tokens = batch.global_batch * sequence_length
-    lines = [f"batch:   {batch.equation()} ({units.count(step_tokens)} tokens a step)"]
+    train, batch, mix = resolved.run.train, resolved.batch, resolved.mix
+    lines = [f"batch:   {batch.equation()} ({units.count(batch.tokens)} tokens a step)"]
     if resolved.max_steps is not None:
-        tokens = units.count(resolved.max_steps * step_tokens)
+        tokens = units.count(resolved.max_steps * batch.tokens)
         lines.append(f"length:  {resolved.max_steps} optimizer steps, {tokens} tokens")
     else:
         lines.append(f"length:  {train.max_minutes:g} minutes")
-    offload = [name for name, on in (("optimizer", resolved.offload_optimizer), ("parameters", resolved.offload_param))
-               if on]  # fmt: skip
-    ways = [resolved.precision, f"ZeRO {resolved.zero_stage}", resolved.run.optim.name or ""]
+    offload = [name for name, on in (("optimizer", mix.offload_optimizer), ("parameters", mix.offload_param)) if on]
+    ways = [mix.precision, f"ZeRO {mix.zero_stage}", resolved.optim.name]
     ways += [f"offload of {' and '.join(offload)}"] if offload else []
-    kept = " without attention" if resolved.run.model.keep_attention else ""
-    ways += [f"activation checkpointing{kept}"] if resolved.activation_checkpointing else []
+    kept = " without attention" if mix.keep_attention else ""
+    ways += [f"activation checkpointing{kept}"] if mix.recomputes else []
     lines += [f"compute: {', '.join(ways)}", f"run dir: {train.run_dir}"]
     return "\n".join([*lines, *(f"note:    {note}" for note in resolved.notes)])
 

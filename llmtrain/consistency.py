@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import RunConfig
 from llmtrain.data.loader import StepBatch
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
 from llmtrain.engine.replicas import Difference, Replicas, describe, tensor_hash
 from llmtrain.errors import TrainingStopped
+from llmtrain.topology import Degrees
 from llmtrain.tracking.tracker import Tracker
 
 
@@ -29,13 +30,22 @@ class ReplicasDiffer(TrainingStopped):
 class Consistency:
     """Compares the ranks every `fault.check_every` steps and before each checkpoint. All ranks call it together."""
 
-    def __init__(self, resolved: ResolvedRun, engine: Engine, ranks: Ranks, tracker: Tracker, data: str) -> None:
-        """`data`: the fingerprint of what this rank reads."""
-        self._every = resolved.run.fault.check_every
+    def __init__(
+        self,
+        run: RunConfig,
+        exact: dict[str, Any],
+        degrees: Degrees,
+        engine: Engine,
+        ranks: Ranks,
+        tracker: Tracker,
+        data: str,
+    ) -> None:
+        """`exact`: the dict that the engine is built from; `data`: the fingerprint of what this rank reads."""
+        self._every = run.fault.check_every
         self._engine, self._ranks, self._tracker = engine, ranks, tracker
-        self._degrees = resolved.degrees
+        self._degrees = degrees
         self._replicas = Replicas(engine, ranks)
-        settings = json.dumps({"run": asdict(resolved.run), "json": resolved.deepspeed}, sort_keys=True)
+        settings = json.dumps({"run": asdict(run), "json": exact}, sort_keys=True)
         self._constant = {"data fingerprint": data, "configuration": hashlib.sha256(settings.encode()).hexdigest()[:16]}
         self._agreed_step: int | None = None
 

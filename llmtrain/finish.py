@@ -11,7 +11,7 @@ from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.explain.device import OUT_OF_MEMORY, device_fault
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import RunConfig
 from llmtrain.data.baseline import ngram_baselines
 from llmtrain.data.loader import TrainData
 from llmtrain.generate import Sampling, generate
@@ -24,7 +24,7 @@ _BASELINE_VALIDATION_TOKENS = 262_144
 
 
 def finish(
-    resolved: ResolvedRun,
+    run: RunConfig,
     folder: RunDirectory,
     data: TrainData,
     tracker: Tracker,
@@ -37,7 +37,6 @@ def finish(
     `device`: this rank's, for the sample; the others still hold their shards of the model. Returns where everything
     lies: lines to print when all else is done.
     """
-    run = resolved.run
     newest = complete_checkpoints(folder.checkpoints)[0]
     lines = [("run folder", str(folder.path)), ("checkpoint", str(newest))]
     if run.train.export:
@@ -49,7 +48,7 @@ def finish(
         log.info("no validation loss: train.eval is off")
     else:
         log.info(f"validation loss {validation_loss:.4f} nats/token (perplexity {perplexity(validation_loss):.2f})")
-        _print_baselines(resolved, data, tracker)
+        _print_baselines(run.data.sequence_length, data, tracker)
     if run.train.export and run.train.sample_prompt is not None:
         _sample(folder, run.train.sample_prompt, Sampling(max_tokens=64, seed=run.train.seed), tracker, device)
         lines.append(("more text", f'llmtrain generate {folder.path} --prompt "..."'))
@@ -76,13 +75,12 @@ def stopped(checkpoints: Path, step: int, reason: str | None) -> str:
     return f"stopped ({reason}) at step {step}, saved in {where}; the same command continues"
 
 
-def _print_baselines(resolved: ResolvedRun, data: TrainData, tracker: Tracker) -> None:
-    """Unigram and bigram losses of the same training tokens, where that takes a moment only."""
+def _print_baselines(length: int, data: TrainData, tracker: Tracker) -> None:
+    """Unigram and bigram losses of the same training tokens, where that takes a moment only; on rows of `length`."""
     train_tokens = sum(stream.tokens for stream in data.streams("train"))
     if train_tokens > _BASELINE_TOKENS:
         return
     # So many whatever train.eval_sequences is: the figures of two runs on the same data are to be the same.
-    length = resolved.run.data.sequence_length
     sequences = min(data.validation_sequences, max(1, _BASELINE_VALIDATION_TOKENS // length))
     unigram, bigram = ngram_baselines(data, sequences=sequences)
     counted = {"train_tokens": train_tokens, "validation_tokens": sequences * length}

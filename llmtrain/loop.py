@@ -151,13 +151,15 @@ class Training:
         """Train until the run is over (True) or someone asks to stop (False)."""
         run, ranks = self.run, self.ranks
         self.session = Session(self.engine, self.resolved, ranks, step=self.position.step)
-        consistency = Consistency(self.resolved, self.engine, ranks, tracker, self.data.fingerprint)
+        consistency = Consistency(
+            run, self.resolved.deepspeed, self.resolved.degrees, self.engine, ranks, tracker, self.data.fingerprint
+        )
         speed = self._throughput()
         loader = TrainLoader(
             self.data,
-            global_batch=run.train.global_batch or 0,
-            micro_batch=run.train.micro_batch or 0,
-            accumulation=run.train.accumulation or 0,
+            global_batch=self.resolved.batch.global_batch,
+            micro_batch=self.resolved.batch.micro_batch,
+            accumulation=self.resolved.batch.accumulation,
             rank=self.mesh.place.data,
             data_parallel=self.resolved.data_parallel,
             start_index=self.position.sample_index,
@@ -213,7 +215,7 @@ class Training:
         return validation_batches(
             self.data,
             sequences=self.run.train.eval_sequences,
-            micro_batch=self.run.train.micro_batch or 1,
+            micro_batch=self.resolved.batch.micro_batch,
             rank=self.mesh.place.data,
             data_parallel=self.resolved.data_parallel,
             pin_memory=self.ranks.device.type == "cuda",
@@ -232,7 +234,7 @@ class Training:
             self.position,
             step=self.position.step + 1,
             tokens=self.position.tokens + self._tokens_per_step(),
-            sample_index=self.position.sample_index + (self.run.train.global_batch or 0),
+            sample_index=self.position.sample_index + self.resolved.batch.global_batch,
             skipped_steps=self.position.skipped_steps + int(done.update.skipped),
         )
         if not done.update.skipped:
@@ -250,7 +252,7 @@ class Training:
         # fp16 finds its loss scale by overflowing: with a finite loss that is no fault.
         scaling = self.resolved.precision == "fp16" and not samples
         what = "gradient" if not samples else "loss"
-        first, count = done.batch.first_index, self.run.train.global_batch or 0
+        first, count = done.batch.first_index, self.resolved.batch.global_batch
         named = samples or list(range(first, first + count))
         tracker.event("skip", step=self.position.step, what=f"non-finite {what}", samples=named, loss_scaling=scaling)
         if scaling:
@@ -276,7 +278,7 @@ class Training:
                 "step": self.position.step,
                 "tokens": self.position.tokens,
                 "loss": self.session.loss(done),
-                "lr": (self.run.optim.lr or 0.0) * done.lr_factor,
+                "lr": self.resolved.optim.lr * done.lr_factor,
                 "grad_norm": None if norm is None else float(norm),
                 **({} if scale is None else {"loss_scale": scale}),
                 **({} if routing is None else routing_metrics(routing.aux_loss, routing.tokens_LE)),
@@ -299,7 +301,7 @@ class Training:
         return Throughput(flops=flops, devices=self.ranks.world_size, peak=peak)
 
     def _tokens_per_step(self) -> int:
-        return (self.run.train.global_batch or 0) * self.run.data.sequence_length
+        return self.resolved.batch.tokens
 
     def _complete(self) -> bool:
         limit = self.resolved.max_steps
@@ -326,7 +328,7 @@ def train(resolved: ResolvedRun, spec: ModelSpec) -> int:
     )
     introduce(ranks)
     heart.phase("model")
-    folder = RunDirectory(str(run.train.run_dir), run.checkpoint.dir)
+    folder = RunDirectory(resolved.run_dir, run.checkpoint.dir)
     with contextlib.ExitStack() as stack:
         stack.push(_leave)
         try:
@@ -350,11 +352,20 @@ def _train(
     heart.phase("resume")
     lines = training.resume_or_start()
     training.check_loss()
-    environment = write_run_files(folder, resolved, ranks, training.model_facts)
-    describe(resolved, training.wandb_id, experts=getattr(training.engine.module, "routing", None) is not None)
+    environment = write_run_files(folder, resolved.run, resolved.deepspeed, ranks, training.model_facts)
+    experts = getattr(training.engine.module, "routing", None) is not None
+    describe(resolved.run.tracking, resolved.mix, training.wandb_id, experts)
     tracker = _tracker(training, environment)
     saving = stack.enter_context(
-        Saving(training.engine, checkpoints, resolved, ranks, tracker, saved_step=training.saved_step)
+        Saving(
+            training.engine,
+            checkpoints,
+            resolved.run.checkpoint,
+            resolved.mix,
+            ranks,
+            tracker,
+            saved_step=training.saved_step,
+        )
     )
     status: Status = "failed"
     try:
@@ -404,7 +415,7 @@ def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bo
         tracker.event("stop", step=position.step, complete=complete, reason=reason)
         if complete:
             heart.phase("export")
-            told = finish(training.resolved, training.folder, training.data, tracker, validation_loss, ranks.device)
+            told = finish(training.run, training.folder, training.data, tracker, validation_loss, ranks.device)
         else:
             told = stopped(training.checkpoints.path, position.step, reason)
         messages.emit("end", status="complete" if complete else "stopped", code=0, reason=reason)

@@ -13,11 +13,12 @@ from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.gather import fetch_all
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import CheckpointConfig
 from llmtrain.dist.control import Agreement
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
 from llmtrain.errors import CheckpointError
+from llmtrain.topology import Mix
 from llmtrain.tracking.tracker import Tracker
 
 _TELL_S = 1.0
@@ -31,17 +32,18 @@ class Saving:
         self,
         engine: Engine,
         folder: CheckpointFolder,
-        resolved: ResolvedRun,
+        settings: CheckpointConfig,
+        mix: Mix,
         ranks: Ranks,
         tracker: Tracker,
         *,
         saved_step: int | None,
     ) -> None:
-        """`saved_step`: the step whose checkpoint the folder holds already."""
-        self._settings = resolved.run.checkpoint
+        """`mix`: how the run computes. `saved_step`: the step whose checkpoint the folder holds already."""
+        self._settings = settings
         self._ranks, self._tracker = ranks, tracker
         self._folder = folder
-        self._saver = Saver(engine, folder, resolved, ranks)
+        self._saver = Saver(engine, folder, settings, mix, ranks)
         self._saved_step = saved_step
         self._began_s = time.monotonic()
 

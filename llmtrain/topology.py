@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Literal
 
 
 def ranks_of_this_host() -> int:
@@ -79,7 +79,7 @@ _AXES = ("pipeline", "data", "sequence", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """What a run asks for, as far as it decides whether the parts can work together."""
+    """How a run computes: what its JSON and YAML ask for, as far as it decides whether the parts can work together."""
 
     zero_stage: int = 0
     fp16: bool = False
@@ -91,14 +91,22 @@ class Mix:
     layer_inputs_on_host: bool = False
     keep_attention: bool = False
     recomputes: bool = False
+    """The JSON has an `activation_checkpointing` section."""
     muon: bool = False
     clip_norm: float = 0.0
     reduce_scatter: bool = False
     fp32_accumulation: bool = False
-    pipeline_stages: int = 1
-    tensor_parallel: int = 1
-    sequence_parallel: int = 1
-    expert_parallel: int = 1
+    degrees: Degrees = Degrees()
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Of the model's arithmetic."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+
+    @property
+    def may_compile_layers(self) -> bool:
+        """Nothing that is known without the device stands against model.compile_layers."""
+        return not any("model.compile_layers" in rule.keys for rule in clashes(replace(self, compile_layers=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,52 +194,52 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         keys=("pipeline.stages", "zero_optimization.stage"),
-        broken=lambda m: m.pipeline_stages > 1 and m.zero_stage >= 2,
+        broken=lambda m: m.degrees.pipeline > 1 and m.zero_stage >= 2,
         reason="a pipeline accumulates whole gradients over its micro-batches; ZeRO 2 and 3 partition them",
         remedy="use zero_optimization.stage 0 or 1 with a pipeline, or no pipeline",
     ),
     Rule(
         keys=("tensor_parallel.autotp_size", "optim.name"),
-        broken=lambda m: m.tensor_parallel > 1 and m.muon,
+        broken=lambda m: m.degrees.tensor > 1 and m.muon,
         reason="Muon orthogonalises whole matrices, and each tensor-parallel rank has a part of them",
         remedy="use adamw, or set tensor_parallel.autotp_size to 1",
     ),
     Rule(
         keys=("sequence_parallel_size", "pipeline.stages"),
-        broken=lambda m: m.sequence_parallel > 1 and m.pipeline_stages > 1,
+        broken=lambda m: m.degrees.sequence > 1 and m.degrees.pipeline > 1,
         reason="DeepSpeed's pipeline numbers its ranks by stage, data and tensor only: gradients would be averaged "
         "over the wrong ranks",
         remedy="set one of them to 1 or remove it; ZeRO 3 with sequence_parallel_size holds long rows and large models",
     ),
     Rule(
         keys=("expert_parallel.autoep_size", "pipeline.stages"),
-        broken=lambda m: m.expert_parallel > 1 and m.pipeline_stages > 1,
+        broken=lambda m: m.degrees.expert > 1 and m.degrees.pipeline > 1,
         reason="the stages of a pipeline are cut from transformers' own layers, and expert parallelism replaces them",
         remedy="use ZeRO 3 with expert_parallel, or the pipeline without it",
     ),
     Rule(
         keys=("expert_parallel.autoep_size", "tensor_parallel.autotp_size"),
-        broken=lambda m: m.expert_parallel > 1 and m.tensor_parallel > 1,
+        broken=lambda m: m.degrees.expert > 1 and m.degrees.tensor > 1,
         reason="DeepSpeed 0.19 shares experts under its own cutting of the matrices only, not under an mpu's "
         "(runtime/engine.py _configure_expert_parallel)",
         remedy="set one of them to 1 or remove it; ZeRO 3 partitions what is not an expert",
     ),
     Rule(
         keys=("expert_parallel.autoep_size", "sequence_parallel_size"),
-        broken=lambda m: m.expert_parallel > 1 and m.sequence_parallel > 1,
+        broken=lambda m: m.degrees.expert > 1 and m.degrees.sequence > 1,
         reason="DeepSpeed 0.19 refuses the two with ZeRO 3, where long sequences are trained (runtime/engine.py "
         "_validate_zero3_moe_compatibility)",
         remedy="set one of them to 1 or remove it",
     ),
     Rule(
         keys=("expert_parallel.autoep_size", "optim.name"),
-        broken=lambda m: m.expert_parallel > 1 and m.muon,
+        broken=lambda m: m.degrees.expert > 1 and m.muon,
         reason="Muon's momentum of experts that ranks share is in no form that checkpoints can read",
         remedy="use adamw, or remove expert_parallel",
     ),
     Rule(
         keys=("expert_parallel.autoep_size", "model.compile_layers"),
-        broken=lambda m: m.expert_parallel > 1 and m.compile_layers,
+        broken=lambda m: m.degrees.expert > 1 and m.compile_layers,
         reason="tokens travel in numbers that the host reads in the middle of a layer, where torch.compile breaks it",
         remedy="set model.compile_layers to false",
     ),
@@ -243,19 +251,21 @@ def clashes(mix: Mix) -> list[Rule]:
     return [rule for rule in RULES if rule.broken(mix)]
 
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, int]] = {
     **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
-    "pipeline": {"pipeline_stages": 2},
-    "tensor": {"tensor_parallel": 2},
-    "sequence": {"sequence_parallel": 2},
-    "experts": {"expert_parallel": 2},
+    "pipeline": {"pipeline": 2},
+    "tensor": {"tensor": 2},
+    "sequence": {"sequence": 2},
+    "experts": {"expert": 2},
 }
 """The ways of sharing the work that can be combined in pairs; data parallelism goes with each of them."""
 
 
 def clash_of(one: str, other: str) -> Rule | None:
     """The rule that keeps two ways of `WAYS` apart, or None when they can be combined."""
-    return next(iter(clashes(Mix(**{**WAYS[one], **WAYS[other]}))), None)
+    degrees = {**WAYS[one], **WAYS[other]}
+    zero_stage = degrees.pop("zero_stage", 0)
+    return next(iter(clashes(Mix(zero_stage=zero_stage, degrees=Degrees(**degrees)))), None)
 
 
 def markdown() -> str:

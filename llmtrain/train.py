@@ -11,7 +11,7 @@ from llmtrain.cluster.watch import watched
 from llmtrain.config.deepspeed import let_segments_grow
 from llmtrain.config.in_use import refuse_if_in_use
 from llmtrain.config.load import load
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import FaultConfig
 from llmtrain.engine.garbage import none_while_importing
 
 
@@ -23,15 +23,16 @@ def main(argv: list[str]) -> int:
     with watched.outcome_reported():
         load_secrets()
         resolved = load(argv, world_size, source)
-        refuse_if_in_use(str(resolved.run.train.run_dir))  # rank 0 takes the folder when all ranks have met: later
+        refuse_if_in_use(resolved.run_dir)  # rank 0 takes the folder when all ranks have met: later
         watched.begin(
-            stall_timeout_s=stall_timeout_s(resolved),
+            stall_timeout_s=stall_timeout_s(resolved.run.fault),
             start_timeout_s=resolved.run.fault.start_timeout_s,
-            run_dir=str(resolved.run.train.run_dir),
+            run_dir=resolved.run_dir,
             notes="llmtrain.tracking.fault_note",
         )
         let_segments_grow()
-        _set_variables(resolved)
+        if resolved.run.train.deterministic:  # without it cuBLAS may add in any order, and torch refuses its products
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
         with none_while_importing():
             resolved, spec = examine(resolved)
@@ -40,13 +41,6 @@ def main(argv: list[str]) -> int:
         return train(resolved, spec)
 
 
-def _set_variables(resolved: ResolvedRun) -> None:
-    """What torch and its libraries read once, when they start."""
-    if resolved.run.train.deterministic:  # without it cuBLAS may add in any order, and torch refuses its products
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def stall_timeout_s(resolved: ResolvedRun) -> float:
+def stall_timeout_s(fault: FaultConfig) -> float:
     """The watch acts before the collectives' own time limit: after it the ranks are dead and cannot be asked."""
-    fault = resolved.run.fault
     return min(fault.stall_timeout_s, 0.75 * fault.timeout_s)

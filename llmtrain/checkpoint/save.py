@@ -31,13 +31,14 @@ from llmtrain.checkpoint.host_copy import HostCopy
 from llmtrain.checkpoint.memory import memory_available
 from llmtrain.checkpoint.snapshot import RankFile, Snapshot, WriterDied
 from llmtrain.checkpoint.writer import perform
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import CheckpointConfig
 from llmtrain.dist.control import from_rank_0
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import PARAM, Engine, StateTensor
 from llmtrain.errors import CheckpointError
 from llmtrain.tensors.checksum import checksum_part
 from llmtrain.tensors.pieces import byte_view
+from llmtrain.topology import Mix
 
 _CHUNK = 4 << 20  # elements that a synchronous save holds in host memory
 _POLL_S = 0.01
@@ -70,15 +71,18 @@ class Outcome:
 class Saver:
     """Saves of one run. All ranks call every method together, `before_update` excepted. Use as a context manager."""
 
-    def __init__(self, engine: Engine, folder: CheckpointFolder, resolved: ResolvedRun, ranks: Ranks) -> None:
+    def __init__(
+        self, engine: Engine, folder: CheckpointFolder, settings: CheckpointConfig, mix: Mix, ranks: Ranks
+    ) -> None:
+        """`mix`: how the run computes; the checkpoint tells it."""
         self._engine, self._folder, self._ranks = engine, folder, ranks
-        self._keep = resolved.run.checkpoint.keep
-        self.asynchronous = resolved.run.checkpoint.mode == "async"
+        self._keep = settings.keep
+        self.asynchronous = settings.mode == "async"
         self._layout = {
             "world_size": ranks.world_size,
-            "zero_stage": resolved.zero_stage,
-            "precision": resolved.precision,
-            **{key: value for key, value in asdict(resolved.degrees).items() if key != "data" and value > 1},
+            "zero_stage": mix.zero_stage,
+            "precision": mix.precision,
+            **{key: value for key, value in asdict(mix.degrees).items() if key != "data" and value > 1},
         }
         if folder.split:
             self._layout[HOSTS] = {self._file(rank): host for rank, host in enumerate(folder.hosts)}

@@ -9,12 +9,23 @@ from llmtrain.config.problems import Problems
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The solved equation; counts of sequences, except `accumulation` and `data_parallel`."""
+    """The solved equation, and the length of its sequences."""
 
     global_batch: int
+    """Sequences per optimizer step over all ranks."""
     micro_batch: int
+    """Sequences per forward pass of one rank."""
     accumulation: int
+    """Micro-batches per optimizer step."""
     data_parallel: int
+    """Groups of ranks that see different data."""
+    sequence_length: int
+    """Tokens."""
+
+    @property
+    def tokens(self) -> int:
+        """Per optimizer step over all ranks."""
+        return self.global_batch * self.sequence_length
 
     def equation(self) -> str:
         return (
@@ -29,6 +40,7 @@ def solve(
     micro_batch: int | None,
     accumulation: int | None,
     data_parallel: int,
+    sequence_length: int,
     world: str,
     place: str,
     problems: Problems,
@@ -74,7 +86,11 @@ def solve(
             return None
         micro_batch, accumulation = micro_batch or solved, accumulation or solved
     return Batch(
-        global_batch=global_batch, micro_batch=micro_batch, accumulation=accumulation, data_parallel=data_parallel
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        data_parallel=data_parallel,
+        sequence_length=sequence_length,
     )
 
 

@@ -9,14 +9,14 @@ import copy
 import glob
 import os
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from llmtrain.config import ds_keys
 from llmtrain.config.batch import Batch
 from llmtrain.config.ds_json import lookup
 from llmtrain.config.pipeline import read_partition
 from llmtrain.config.problems import Problems, show, stop
-from llmtrain.config.run import RunConfig
+from llmtrain.config.run import ResolvedOptim, RunConfig
 from llmtrain.errors import ConfigError
 from llmtrain.topology import Degrees, Mix, clashes
 
@@ -58,19 +58,13 @@ class Facts:
     """What a JSON decides, read off once. `tree` has no "auto" in it any more."""
 
     tree: dict[str, Any]
-    degrees: Degrees
-    """What the JSON asks for; the data-parallel degree is what is left of the ranks."""
-    precision: Literal["fp32", "bf16", "fp16"]
-    zero_stage: int
-    offload_optimizer: bool
-    offload_param: bool
-    activation_checkpointing: bool
-    may_compile_layers: bool
+    mix: Mix
+    """The degrees are those of the JSON: the data-parallel one is what is left of the ranks."""
     pipeline_partition: str | tuple[int, ...]
     notes: tuple[str, ...]
 
 
-def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Problems) -> Facts:
+def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedOptim, problems: Problems) -> Facts:
     """Resolve every "auto" that is not shared with the YAML, and refuse illegal mixes."""
     tree = copy.deepcopy(tree)
     notes: list[str] = []
@@ -99,14 +93,11 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
         layer_inputs_on_host=bool(lookup(tree, "activation_checkpointing.cpu_checkpointing")),
         keep_attention=run.model.keep_attention,
         recomputes=isinstance(tree.get("activation_checkpointing"), dict),
-        muon=run.optim.name == "muon",
-        clip_norm=run.optim.clip_norm or 0.0,
+        muon=optim.name == "muon",
+        clip_norm=optim.clip_norm,
         reduce_scatter=bool(zero.get("reduce_scatter")),
         fp32_accumulation=lookup(tree, "data_types.grad_accum_dtype") == "fp32",
-        pipeline_stages=degrees.pipeline,
-        tensor_parallel=degrees.tensor,
-        sequence_parallel=degrees.sequence,
-        expert_parallel=degrees.expert,
+        degrees=degrees,
     )
     partition = read_partition(tree, path, degrees.pipeline, problems, notes)
     if mix.zero_stage == 0 and (why := _why_not_stage_0(mix)):
@@ -118,22 +109,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, problems: Proble
     if unused := ", ".join(sorted(set(tree.get("tensor_parallel") or {}) - {"autotp_size"})):
         notes.append(f"{path}: tensor_parallel: {unused} not used: what the ranks share is found in the model itself")
     _refuse(mix, tree, path, run, problems)
-    return Facts(
-        tree=tree,
-        degrees=degrees,
-        precision="fp16" if fp16 else "bf16" if bf16 else "fp32",
-        zero_stage=mix.zero_stage,
-        offload_optimizer=offload["optimizer"],
-        offload_param=offload["param"],
-        may_compile_layers=_may_compile(mix),
-        activation_checkpointing=isinstance(tree.get("activation_checkpointing"), dict),
-        pipeline_partition=partition,
-        notes=tuple(notes),
-    )
-
-
-def _may_compile(mix: Mix) -> bool:
-    return not any("model.compile_layers" in rule.keys for rule in clashes(replace(mix, compile_layers=True)))
+    return Facts(tree=tree, mix=mix, pipeline_partition=partition, notes=tuple(notes))
 
 
 def _refuse(mix: Mix, tree: dict[str, Any], path: str, run: RunConfig, problems: Problems) -> None:
@@ -161,12 +137,12 @@ def _why_not_stage_0(mix: Mix) -> str | None:
             "bf16 with data_types.grad_accum_dtype fp32 at ZeRO 0 runs as ZeRO 1, which computes the same: DeepSpeed "
             "sums in fp32 under ZeRO only"
         )
-    if mix.pipeline_stages > 1:
+    if mix.degrees.pipeline > 1:
         return (
             "a pipeline at ZeRO 0 runs as ZeRO 1, which computes the same: without ZeRO, no stage knows the gradient "
             "norm of the others"
         )
-    if mix.expert_parallel > 1 and mix.bf16:
+    if mix.degrees.expert > 1 and mix.bf16:
         return (
             "experts that ranks share run in bf16 with ZeRO 1 where ZeRO 0 is asked for, which computes the same: "
             "DeepSpeed 0.19 leaves them out of the gradient norm there (runtime/fp16/unfused_optimizer.py)"

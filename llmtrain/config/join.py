@@ -11,7 +11,7 @@ from typing import Any
 
 from llmtrain.config.ds_json import lookup
 from llmtrain.config.problems import Places, Problems, closest, show
-from llmtrain.config.run import RunConfig
+from llmtrain.config.run import ResolvedOptim, RunConfig
 
 SHARED: dict[str, str] = {
     "train.global_batch": "train_batch_size",
@@ -54,11 +54,11 @@ def differ(
 
 def join_values(
     run: RunConfig, tree: dict[str, Any], places: Places, problems: Problems
-) -> tuple[RunConfig, dict[str, str]]:
+) -> tuple[RunConfig, ResolvedOptim, dict[str, str]]:
     """The run with every shared field filled in from YAML, JSON or default, except the three batch sizes.
 
-    Returns also where each value from the JSON stands (YAML key -> "FILE, JSON key"). Batch sizes that stand
-    nowhere stay None: `batch.solve` finds them.
+    Returns also its optimizer, and where each value from the JSON stands (YAML key -> "FILE, JSON key"). Batch sizes
+    that stand nowhere stay None: `batch.solve` finds them.
     """
     path = run.deepspeed
     values: dict[str, dict[str, Any]] = {"optim": {}, "train": {}}
@@ -82,7 +82,7 @@ def join_values(
     if "optimizer.type" not in problems:  # the parameters of another optimizer are no further mistakes
         _check_optimizer_params(run, name, tree, places, problems)
     run = replace(run, optim=replace(run.optim, **values["optim"]), train=replace(run.train, **values["train"]))
-    return run, origin
+    return run, ResolvedOptim(**vars(run.optim)), origin
 
 
 def _typed(yaml_key: str, json_key: str, value: Any, path: str, problems: Problems) -> Any:

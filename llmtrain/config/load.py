@@ -17,13 +17,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jsonargparse import ArgumentError, ArgumentParser
 
 from llmtrain.config import model_tree, rules, strict_yaml
-from llmtrain.config.dump import dump
 from llmtrain.config.problems import Problems, closest, show, stop
 from llmtrain.config.reference import help_text, schema, type_name
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun, RunConfig
-
-__all__ = ["Parsed", "dump", "load", "parse", "parse_run", "resolve"]
 
 COMMAND_LINE = "command line"
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
@@ -67,16 +64,13 @@ def load(argv: list[str], world_size: int, world_size_source: str = "WORLD_SIZE"
     return resolve(parsed.run, world_size, world_size_source, places=parsed.places)
 
 
-def parse_run(argv: list[str], *, check_paths: bool = True) -> RunConfig:
+def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     """The typed run of `--config RUN.yaml [--SECTION.FIELD VALUE ...]`, not yet joined with the JSON.
 
-    Raises: ConfigError with every mistake found. `check_paths=False` leaves out what is on disk, except the YAML.
+    `--help` prints every field and exits. `check_paths=False` leaves out what is on disk, except the YAML.
+
+    Raises: ConfigError with every mistake found.
     """
-    return parse(argv, check_paths=check_paths).run
-
-
-def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
-    """`parse_run`, with the places for later messages. `--help` prints every field and exits."""
     if "-h" in argv or "--help" in argv:
         print(help_text())
         raise SystemExit(0)

@@ -30,42 +30,36 @@ def resolve(
     path = run.deepspeed
     problems = Problems()
     tree, ignored = ds_json.checked(path)
-    run, origin = join_values(run, tree, places, problems)
+    run, optim, origin = join_values(run, tree, places, problems)
     places = {**places, **origin}
     rules.check_values(run, places, problems)
-    facts = read_facts(tree, path, run, problems)
+    facts = read_facts(tree, path, run, optim, problems)
     problems.raise_if_any()
     world = _world(world_size, world_size_source)
-    degrees = _spread(facts.degrees, path, world_size, world, problems)
+    degrees = _spread(facts.mix.degrees, path, world_size, world, problems)
     _check_declared_ranks(tree, path, degrees.data, world, problems)
     rules.check_shared_heads(run, degrees, path, places, problems)
     rules.check_shared_rows(run, degrees, path, places, problems)
     problems.raise_if_any()
 
     batch = _batch(run, degrees, world, places, problems)
-    clip_norm = run.optim.clip_norm
-    assert clip_norm is not None
     max_steps = total_steps(run, batch)
     run = _fill_in(run, batch, max_steps)
-    rules.check_mask(run, degrees, places, problems)
+    rules.check_mask(run, batch, degrees, places, problems)
     rules.check_schedule(run, max_steps, places, problems)
     notes = check_scheduler(run, tree, max_steps, places, problems)
     problems.raise_if_any()
 
-    exact, more_notes = exact_dict(facts, path, batch, clip_norm)
+    exact, more_notes = exact_dict(facts, path, batch, optim.clip_norm)
     return ResolvedRun(
         run=run,
+        batch=batch,
+        optim=optim,
+        mix=replace(facts.mix, degrees=degrees),
         deepspeed=exact,
-        degrees=degrees,
-        precision=facts.precision,
-        zero_stage=facts.zero_stage,
-        offload_optimizer=facts.offload_optimizer,
-        offload_param=facts.offload_param,
-        activation_checkpointing=facts.activation_checkpointing,
-        may_compile_layers=facts.may_compile_layers,
         pipeline_partition=facts.pipeline_partition,
-        max_steps=max_steps,
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
+        max_steps=max_steps,
         places=dict(places),
         notes=(*ignored, *facts.notes, *notes, *more_notes),
     )
@@ -77,6 +71,7 @@ def _batch(run: RunConfig, degrees: Degrees, world: str, places: Places, problem
         micro_batch=run.train.micro_batch,
         accumulation=run.train.accumulation,
         data_parallel=degrees.data,
+        sequence_length=run.data.sequence_length,
         world=world,
         problems=problems,
         place=_batch_places(run, places),
@@ -90,7 +85,7 @@ def total_steps(run: RunConfig, batch: Batch) -> int | None:
     """Optimizer steps of the whole run: the smaller of max_steps and max_tokens in steps, rounded up."""
     limits = [] if run.train.max_steps is None else [run.train.max_steps]
     if run.train.max_tokens is not None:
-        limits.append(-(-run.train.max_tokens // (batch.global_batch * run.data.sequence_length)))
+        limits.append(-(-run.train.max_tokens // batch.tokens))
     return min(limits, default=None)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import foreign
+from llmtrain.config.batch import Batch
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
 from llmtrain.topology import Degrees
@@ -146,7 +147,7 @@ def check_schedule(run: RunConfig, max_steps: int | None, places: Places, proble
                      "shorten one of them", places.get("schedule.decay_steps"))  # fmt: skip
 
 
-def check_mask(run: RunConfig, degrees: Degrees, places: Places, problems: Problems) -> None:
+def check_mask(run: RunConfig, batch: Batch, degrees: Degrees, places: Places, problems: Problems) -> None:
     """Isolated documents: a mask must fit into memory; without one the bounds of the documents reach one stage only."""
     if not run.data.isolate_documents:
         return
@@ -158,7 +159,7 @@ def check_mask(run: RunConfig, degrees: Degrees, places: Places, problems: Probl
                          "set model.attention to sdpa, or use ZeRO or tensor parallelism instead",
                          places.get("model.attention"))  # fmt: skip
         return
-    mask_bytes = (run.train.micro_batch or 1) * run.data.sequence_length**2
+    mask_bytes = batch.micro_batch * batch.sequence_length**2
     if mask_bytes > _MASK_BYTES:
         remedy = "set model.attention to varlen, which needs none" if shared is None else "shorten it"
         problems.add("data.sequence_length", run.data.sequence_length,

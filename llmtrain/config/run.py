@@ -1,7 +1,7 @@
 """The run's YAML as frozen dataclasses. A field's docstring is its help text and carries its unit.
 
 A field whose default is None and whose docstring says "or from the JSON" has one more place where it may
-stand: the DeepSpeed JSON. `config/deepspeed.py` joins the two; after that no such field is None.
+stand: the DeepSpeed JSON. `config/join.py` joins the two; a `ResolvedRun` has the result, where nothing is None.
 Nothing here imports torch, and no field can name code (no callables, no class paths).
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llmtrain.topology import Degrees
+from llmtrain.config.batch import Batch
+from llmtrain.topology import Degrees, Mix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,40 +207,89 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResolvedOptim:
+    """`OptimConfig` with every value there."""
+
+    name: Literal["adamw", "muon"]
+    lr: float
+    muon_lr: float
+    muon_momentum: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decay: Literal["matrices", "all"]
+    clip_norm: float
+    """0 = no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResolvedRun:
-    """A run whose YAML, JSON and command line have been joined for a number of ranks: no None is left that matters."""
+    """A run whose YAML, JSON and command line have been joined for a number of ranks. `config.resolve` makes it.
+
+    What may stand in two files is in `batch` and `optim`, where no value is missing.
+    """
 
     run: RunConfig
-    """Every shared field filled in; run_dir set."""
+    """As the user wrote it, every shared field filled in: for dumps, checkpoints, and what only the YAML says."""
+    batch: Batch
+    optim: ResolvedOptim
+    mix: Mix
+    """How it computes; the degrees with the data-parallel one."""
     deepspeed: dict[str, Any]
     """The exact dict that the engine is built from: no "auto", batch keys solved."""
-    degrees: Degrees
-    """How the ranks share the work."""
-    precision: Literal["fp32", "bf16", "fp16"]
-    zero_stage: int
-    offload_optimizer: bool
-    offload_param: bool
-    activation_checkpointing: bool
-    """The JSON has an `activation_checkpointing` section."""
-    may_compile_layers: bool = False
-    """Nothing that is known without the device stands against model.compile_layers."""
-    pipeline_partition: str | tuple[int, ...] = "parameters"
+    pipeline_partition: str | tuple[int, ...]
     """How decoder layers are shared by pipeline stages: parameters, uniform, time, or the layers of each stage."""
+    expert_parallel: dict[str, Any]
+    """The JSON's section of that name: what DeepSpeed's expert parallelism reads beside the degree."""
     max_steps: int | None
     """Optimizer steps of the whole run (from max_steps and max_tokens); None when only max_minutes limits it."""
-    expert_parallel: dict[str, Any] = field(default_factory=dict)
-    """The JSON's section of that name: what DeepSpeed's expert parallelism reads beside the degree."""
-    places: dict[str, str] = field(default_factory=dict)
+    places: dict[str, str]
     """Dotted key -> where the user wrote it, for messages."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """What was filled in or adapted, for the user to read."""
+
+    @property
+    def degrees(self) -> Degrees:
+        """How the ranks share the work."""
+        return self.mix.degrees
 
     @property
     def world_size(self) -> int:
         """Ranks."""
-        return self.degrees.world_size
+        return self.mix.degrees.world_size
 
     @property
     def data_parallel(self) -> int:
         """Groups of ranks that see different data."""
-        return self.degrees.data
+        return self.mix.degrees.data
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Of the model's arithmetic."""
+        return self.mix.precision
+
+    @property
+    def zero_stage(self) -> int:
+        """0 to 3."""
+        return self.mix.zero_stage
+
+    @property
+    def offload_optimizer(self) -> bool:
+        """The optimizer and its state are on the host."""
+        return self.mix.offload_optimizer
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """The JSON has an `activation_checkpointing` section."""
+        return self.mix.recomputes
+
+    @property
+    def may_compile_layers(self) -> bool:
+        """Nothing that is known without the device stands against model.compile_layers."""
+        return self.mix.may_compile_layers
+
+    @property
+    def run_dir(self) -> str:
+        """The run's folder. The command line's parser has set it: a run made without it has none."""
+        assert self.run.train.run_dir is not None
+        return self.run.train.run_dir

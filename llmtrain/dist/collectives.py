@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from llmtrain.cluster.watch import watched
 from llmtrain.cluster.watch.heartbeat import heart, named
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import TrackingConfig
 from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
+from llmtrain.topology import Mix
 
 _FUNCTIONS = (
     "all_gather",
@@ -91,13 +92,12 @@ def introduce(ranks: Ranks) -> None:
     watched.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])
 
 
-def describe(resolved: ResolvedRun, run_id: str, experts: bool) -> None:
+def describe(tracking: TrackingConfig, mix: Mix, run_id: str, experts: bool) -> None:
     """Tell the watch what a report of a fault needs to know of the run. `run_id`: W&B's."""
-    tracking = resolved.run.tracking
     watched.describe(
         run_id=run_id,
         tracking={"wandb": tracking.wandb, "project": tracking.project, "entity": tracking.entity},
         experts=experts,
-        zero_stage=resolved.zero_stage,
-        alike=resolved.degrees.pipeline == 1,
+        zero_stage=mix.zero_stage,
+        alike=mix.degrees.pipeline == 1,
     )

@@ -9,7 +9,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from llmtrain import units
-from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError
 from llmtrain.topology import ranks_of_this_host
 
@@ -93,22 +92,26 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write each new tensor once more
 
 
-def check_device(resolved: ResolvedRun) -> None:
-    """Refuse a precision that this machine's device lacks. Raises ConfigError."""
+def check_device(precision: str, attention: str, json_path: str) -> None:
+    """Refuse a precision that this machine's device lacks, and an attention that lacks the precision.
+
+    `precision`: fp32, bf16 or fp16; `attention`: `model.attention`; `json_path`: the run's DeepSpeed JSON, for the
+    message. Raises ConfigError.
+    """
     accelerator = get_accelerator()
     name = accelerator.device_name()
     supported = {"fp32": True, "bf16": _has_bf16(), "fp16": accelerator.is_fp16_supported()}
-    if not supported[resolved.precision]:
-        other = "fp16" if resolved.precision == "bf16" and name != "cpu" else "bf16"
+    if not supported[precision]:
+        other = "fp16" if precision == "bf16" and name != "cpu" else "bf16"
         raise ConfigError(
-            f"{resolved.run.deepspeed}: {resolved.precision}.enabled is true, but the device ({name}) does not "
-            f"support {resolved.precision}. Set {resolved.precision}.enabled to false, or use {other}."
+            f"{json_path}: {precision}.enabled is true, but the device ({name}) does not "
+            f"support {precision}. Set {precision}.enabled to false, or use {other}."
         )
 
-    if name != "cpu" and resolved.precision == "fp32" and resolved.run.model.attention == "varlen":
+    if name != "cpu" and precision == "fp32" and attention == "varlen":
         raise ConfigError(
             "model.attention is varlen, whose kernel computes in bf16 and fp16, and the run is in fp32: set "
-            f"bf16.enabled to true in {resolved.run.deepspeed}, or model.attention to sdpa."
+            f"bf16.enabled to true in {json_path}, or model.attention to sdpa."
         )
 
 

@@ -40,7 +40,7 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
     Raises: UserError, on all ranks alike.
     """
     with together(ranks):
-        check_device(resolved)
+        check_device(resolved.precision, resolved.run.model.attention, resolved.run.deepspeed)
     with together(ranks):
         resolved = _layers_decided(resolved, spec, ranks)
         model = build_model(resolved, spec, ranks.device, mesh)

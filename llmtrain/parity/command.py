@@ -100,7 +100,10 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
         with Ranks(folder, one.world_size, cpu=cpu, module=worker) as ranks:
             torch.set_num_threads(1)  # small matrices, and the ranks want the cores
             references = {
-                name: [train_plainly(resolved, steps, order, device) for order in orders(resolved)]
+                name: [
+                    train_plainly(resolved, steps, order, device)
+                    for order in orders(resolved.run.model, resolved.batch)
+                ]
                 for name, resolved in plans.items()
             }
             ranks.wait()
@@ -120,7 +123,12 @@ def worst_of(codes: list[int]) -> int:
 def _tell(user: Wanted, name: str, resolved: ResolvedRun, got: Trace, want: list[Trace], device: torch.device) -> int:
     """One comparison, printed: SAME, PARTS or NO_ANSWER."""
     from llmtrain.parity.hints import hint
-    from llmtrain.parity.ties import tie
+    from llmtrain.parity.reference import nudged, orders, train_plainly
+    from llmtrain.parity.ties import COUNT, tie
+
+    def more(until: int) -> list[Trace]:
+        every = nudged(orders(resolved.run.model, resolved.batch), COUNT)
+        return [train_plainly(resolved, until, order, device) for order in every]
 
     split = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
     verdict = compare(got, want, fp32=name == "fp32", split=split)
@@ -130,11 +138,11 @@ def _tell(user: Wanted, name: str, resolved: ResolvedRun, got: Trace, want: list
         else ""
     )
     title = f"{name} against plain PyTorch in {name}{instead}"
-    found = tie(got, want, verdict, resolved, device, split=split) if name == "fp32" and not verdict.passed else None
+    found = tie(got, want, verdict, more, split=split) if name == "fp32" and not verdict.passed else None
     if found is not None and found.proves:
         print("\n".join([*report(title, found.verdict), f"        {found.line()}"]), flush=True)
         return SAME
-    likely = "" if verdict.passed else hint(got, want[0], verdict, resolved.run.optim.clip_norm or 0.0)
+    likely = "" if verdict.passed else hint(got, want[0], verdict, resolved.optim.clip_norm)
     if found is not None:
         likely = f"{found.line()}. Nothing is proved so: choose other weights with --train.seed 1"
     print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict)]), flush=True)

@@ -65,10 +65,10 @@ def wanted(run: RunConfig, places: Places) -> Wanted:
     """Read the run's JSON and join it. Raises ConfigError."""
     problems = Problems()
     tree, _ = ds_json.checked(run.deepspeed)
-    run, _ = join_values(run, tree, places, problems)
-    facts = read_facts(tree, run.deepspeed, run, problems)
+    run, optim, _ = join_values(run, tree, places, problems)
+    facts = read_facts(tree, run.deepspeed, run, optim, problems)
     problems.raise_if_any()
-    return Wanted(run=run, tree=tree, degrees=facts.degrees, precision=facts.precision)
+    return Wanted(run=run, tree=tree, degrees=facts.mix.degrees, precision=facts.mix.precision)
 
 
 def usual_ranks(degrees: Degrees) -> list[int]:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.config.run import OptimConfig, ResolvedRun, ScheduleConfig
+from llmtrain.config.batch import Batch
+from llmtrain.config.run import ModelConfig, ResolvedOptim, ResolvedRun, ScheduleConfig
 from llmtrain.models.build import DTYPES, load_config
 from llmtrain.models.spec import ModelSpec
 from llmtrain.parity.start import LoudSource
@@ -44,26 +45,23 @@ class Order:
     """Above 0: the weights of each step are those of the masters but for a few units in the last place, drawn anew."""
 
 
-def nudged(resolved: ResolvedRun, count: int) -> list[Order]:
+def nudged(known: list[Order], count: int) -> list[Order]:
     """More orders, which show what rounding can do to a choice that is nearly even."""
-    return [
-        replace(order, nudge=1 + index) for index, order in zip(range(count), cycle(orders(resolved)), strict=False)
-    ]
+    return [replace(order, nudge=1 + index) for index, order in zip(range(count), cycle(known), strict=False)]
 
 
-def orders(resolved: ResolvedRun) -> list[Order]:
+def orders(model: ModelConfig, batch: Batch) -> list[Order]:
     """All rows at once; in as many pieces as the run has micro-batches, backwards; row by row."""
     from transformers import AutoModelForCausalLM
 
-    train, other = resolved.run.train, resolved.run.model.attention
-    rows, config = train.global_batch or 1, load_config(resolved.run.model)
+    other, config = model.attention, load_config(model)
     if other.startswith("flash"):
         family: Any = AutoModelForCausalLM._model_mapping[type(config)]
         other = "sdpa" if family._supports_sdpa else "eager"
     if _balance_coefficient(config):  # that loss is not a sum over rows: pieces are micro-batches
-        count = train.accumulation or 1
+        count = batch.accumulation
         return [Order(count, False, "eager", False), Order(count, True, other, True), Order(count, True, other, False)]
-    few = (train.accumulation or 1) * resolved.data_parallel
+    few, rows = batch.accumulation * batch.data_parallel, batch.global_batch
     return [Order(1, False, "eager", False), Order(few, True, other, True), Order(rows, False, other, False)]
 
 
@@ -71,7 +69,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     """The same training in the run's precision: fp32 masters, model and gradients in that precision."""
     from transformers import AutoModelForCausalLM
 
-    run = resolved.run
+    run, optim = resolved.run, resolved.optim
     config = load_config(run.model)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=order.attention, dtype=torch.float32).to(
         device
@@ -85,16 +83,16 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         tensor.data = _value(source, name).to(device)
     if order.halves:
         _halve_products(model)
-    optimizer = PlainOptimizer(model, masters, run.optim, newton_schulz_dtype(resolved))
+    optimizer = PlainOptimizer(model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision))
     tokens = Tokens(run.data, config.get_text_config().vocab_size)
     trace = Trace()
     trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
     for step in range(steps):
         _copy(masters, model, order.nudge and order.nudge * 1_000_003 + step)
-        loss = _forward_backward(model, tokens, resolved, step, order, device)
+        loss = _forward_backward(model, tokens, resolved.batch, step, order, device)
         norm = optimizer.step(rate_of_step(run.schedule, step + 1, resolved.max_steps or steps))
         trace.losses.append(loss)
-        if run.optim.name != "muon":  # there DeepSpeed reports the norm of the update
+        if optim.name != "muon":  # there DeepSpeed reports the norm of the update
             trace.norms.append(norm)
         trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
         if step == 0:
@@ -102,9 +100,9 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     return trace
 
 
-def newton_schulz_dtype(resolved: ResolvedRun) -> torch.dtype:
+def newton_schulz_dtype(optimizer: str, precision: str) -> torch.dtype:
     """Of Muon's iteration: fp32 in an fp32 run; else DeepSpeed's choice for this device, which it tells."""
-    if resolved.run.optim.name != "muon" or resolved.precision == "fp32":
+    if optimizer != "muon" or precision == "fp32":
         return torch.float32
     from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 
@@ -159,11 +157,9 @@ def _copy(masters: dict[str, Tensor], model: nn.Module, nudge: int) -> None:
         parameter.grad = None
 
 
-def _forward_backward(
-    model: Any, tokens: Tokens, resolved: ResolvedRun, step: int, order: Order, device: torch.device
-) -> float:
+def _forward_backward(model: Any, tokens: Tokens, batch: Batch, step: int, order: Order, device: torch.device) -> float:
     """Gradients of the mean over all counted tokens of the global batch; returns that mean (nats)."""
-    count = resolved.run.train.global_batch or 1
+    count = batch.global_batch
     rows = list(range(step * count, (step + 1) * count))
     if order.reverse:
         rows.reverse()
@@ -253,7 +249,7 @@ class PlainOptimizer:
         self,
         model: nn.Module,
         masters: dict[str, Tensor],
-        optim: OptimConfig,
+        optim: ResolvedOptim,
         newton_schulz_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._named = dict(model.named_parameters())
@@ -284,7 +280,7 @@ class PlainOptimizer:
             if name in self._muon:
                 self._muon_update(name, grad, optim.muon_lr * lr_factor)
             else:
-                self._adamw_update(name, grad, (optim.lr or 0.0) * lr_factor)
+                self._adamw_update(name, grad, optim.lr * lr_factor)
         return norm
 
     def first_moments(self) -> dict[str, Tensor]:
@@ -293,11 +289,10 @@ class PlainOptimizer:
 
     def _decay(self, value: Tensor, lr: float) -> None:
         if value.dim() >= 2 or self._optim.decay == "all":
-            value.mul_(1 - lr * (self._optim.weight_decay or 0.0))
+            value.mul_(1 - lr * self._optim.weight_decay)
 
     def _adamw_update(self, name: str, grad: Tensor, lr: float) -> None:
         """Loshchilov and Hutter, arXiv 1711.05101, algorithm 2."""
-        assert self._optim.betas is not None
         first_rate, second_rate = self._optim.betas
         value, first, second = self._masters[name], self._first[name], self._second[name]
         self._decay(value, lr)
@@ -305,7 +300,7 @@ class PlainOptimizer:
         second.mul_(second_rate).addcmul_(grad, grad, value=1 - second_rate)
         mean = first / (1 - first_rate**self._steps)
         root = (second / (1 - second_rate**self._steps)).sqrt()
-        value.sub_(lr * mean / (root + (self._optim.eps or 0.0)))
+        value.sub_(lr * mean / (root + self._optim.eps))
 
     def _muon_update(self, name: str, grad: Tensor, lr: float) -> None:
         """Nesterov momentum, orthogonalised (https://kellerjordan.github.io/posts/muon/), scaled for tall matrices."""

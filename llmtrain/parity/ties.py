@@ -7,16 +7,13 @@ chosen differ by less than rounding, two right trainings part by a whole token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from llmtrain.config.run import ResolvedRun
 from llmtrain.parity.compare import Verdict, compare
-from llmtrain.parity.reference import nudged, train_plainly
 from llmtrain.parity.trace import Trace
 
-_COUNT = 6
+COUNT = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,25 +32,26 @@ class Tie:
     def line(self) -> str:
         """For the report."""
         return (
-            f"from step {self.step} on rounding decides: {_COUNT} more trainings in one process, whose weights differ "
+            f"from step {self.step} on rounding decides: {COUNT} more trainings in one process, whose weights differ "
             f"in the last place, part as far; in the loss by {self.largest:.1e} (a gradient that nearly cancels, or "
             "two experts with equal scores)"
         )
 
 
 def tie(
-    got: Trace, want: list[Trace], verdict: Verdict, resolved: ResolvedRun, device: torch.device, *, split: bool
+    got: Trace, want: list[Trace], verdict: Verdict, nudged: Callable[[int], list[Trace]], *, split: bool
 ) -> Tie | None:
     """What a failed comparison in fp32 is, if plain trainings that differ by rounding part as far as the ranks do.
 
-    They are more orders of summation, and the tolerance is made of all of them. None: the ranks still part by more.
+    They are more orders of summation, and the tolerance is made of all of them. `nudged`: from a number of steps to
+    COUNT of them. None: the ranks still part by more.
     """
     first, steps = verdict.first[0].step, len(got.losses)
     if first == 0:
         return None
     for until in dict.fromkeys((first, steps)):  # what no rounding explains is mostly seen in few steps
         known = [trace.until(until) for trace in want]
-        others = [train_plainly(resolved, until, order, device) for order in nudged(resolved, _COUNT)]
+        others = nudged(until)
         wider = compare(got.until(until), [*known, *others], fp32=True, split=split)
         if not wider.passed:
             return None

@@ -52,9 +52,9 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     session = Session(engine, resolved, ranks)
     with TrainLoader(
         tokens,
-        global_batch=run.train.global_batch or 0,
-        micro_batch=run.train.micro_batch or 0,
-        accumulation=run.train.accumulation or 0,
+        global_batch=resolved.batch.global_batch,
+        micro_batch=resolved.batch.micro_batch,
+        accumulation=resolved.batch.accumulation,
         rank=mesh.place.data,
         data_parallel=resolved.data_parallel,
     ) as loader:

@@ -102,7 +102,9 @@ def resolved(form: Form) -> ResolvedRun:
 def references(form: Form) -> list[Trace]:
     run = resolved(form)
     with fp16(form.device_fp16):
-        return [train_plainly(run, form.steps, order, torch.device("cpu")) for order in orders(run)]
+        return [
+            train_plainly(run, form.steps, order, torch.device("cpu")) for order in orders(run.run.model, run.batch)
+        ]
 
 
 def train_on_rank(run: ResolvedRun, steps: int, fault: str | None) -> dict[str, Any] | None:
@@ -140,6 +142,6 @@ def check(pools: Any, form: Form, fault: str | None = None) -> Outcome:
     verdict = compare(trace, want, fp32=form.precision == "fp32", split=split)
     return Outcome(
         verdict,
-        "" if verdict.passed else hint(trace, want[0], verdict, run.run.optim.clip_norm or 0.0),
+        "" if verdict.passed else hint(trace, want[0], verdict, run.optim.clip_norm),
         trace,
     )

@@ -91,7 +91,7 @@ def save_checkpoint(
     engine: Any, checkpoints: Path, step: int, trainer: dict[str, Any], resolved: ResolvedRun, ranks: Ranks
 ) -> Path:
     """Save and wait until it is durable."""
-    with Saver(engine, find_folder(checkpoints, ranks), resolved, ranks) as saver:
+    with Saver(engine, find_folder(checkpoints, ranks), resolved.run.checkpoint, resolved.mix, ranks) as saver:
         saver.begin(step, trainer)
         outcome = saver.drain()
     assert outcome is not None and outcome.path is not None, outcome

@@ -43,9 +43,11 @@ def run_of(case: Case, root: str, ranks: Ranks, mode: Any = "sync") -> tuple[Run
 
 def save(case: Case, engine: Any, root: str, ranks: Ranks, steps: list[int], mode: str = "sync") -> list[Outcome]:
     run, _ = run_of(case, root, ranks, mode)
-    resolved = replace(resolved_run(case, ranks.world_size), run=run)
+    mix = resolved_run(case, ranks.world_size).mix
     outcomes = []
-    with Saver(engine, find_folder(Path(str(run.checkpoint.dir)), ranks, own=True), resolved, ranks) as saver:
+    with Saver(
+        engine, find_folder(Path(str(run.checkpoint.dir)), ranks, own=True), run.checkpoint, mix, ranks
+    ) as saver:
         for step in steps:
             saver.begin(step, {**TRAINER_STATE, "step": step})
             outcome = saver.drain()

@@ -139,7 +139,7 @@ def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
         tracker = Tracker(".", tracking=resolved.run.tracking, run_id="", config={}, total_steps=None, enabled=False)
         data = "another" if wrong and fault == "data" else "folder"
         try:
-            Consistency(resolved, engine, ranks, tracker, data).check(position, batch)
+            Consistency(resolved.run, resolved.deepspeed, degrees, engine, ranks, tracker, data).check(position, batch)
             told.append("")
         except TrainingStopped as error:
             told.append(str(error))

@@ -6,7 +6,6 @@ import itertools
 import os
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,16 @@ from llmtrain.checkpoint.folder import find_folder
 from llmtrain.checkpoint.format import Manifest, hash_file, problems
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.save import Saver
-from llmtrain.config.run import CheckpointConfig, ResolvedRun
+from llmtrain.config.run import CheckpointConfig
 from llmtrain.dist.ranks import Ranks
 from tests.helpers.training import Case, assembled, make_engine, resolved_run, train_steps
 
 TRAINER = {"step": 2}
 
 
-def resolved_in_mode(case: Case, world_size: int, mode: Any) -> ResolvedRun:
-    resolved = resolved_run(case, world_size)
-    return replace(resolved, run=replace(resolved.run, checkpoint=CheckpointConfig(mode=mode)))
-
-
-def saver_for(engine: Any, case: Case, checkpoints: Path, mode: str, ranks: Ranks, *, own: bool = False) -> Saver:
-    resolved = resolved_in_mode(case, ranks.world_size, mode)
-    return Saver(engine, find_folder(checkpoints, ranks, own=own), resolved, ranks)
+def saver_for(engine: Any, case: Case, checkpoints: Path, mode: Any, ranks: Ranks, *, own: bool = False) -> Saver:
+    mix = resolved_run(case, ranks.world_size).mix
+    return Saver(engine, find_folder(checkpoints, ranks, own=own), CheckpointConfig(mode=mode), mix, ranks)
 
 
 def save_both_ways(case: Case, folder: str) -> tuple[list[str], bool, dict[str, torch.Tensor]]:
@@ -44,9 +38,7 @@ def save_both_ways(case: Case, folder: str) -> tuple[list[str], bool, dict[str, 
     want = assembled(engine, ranks)
     paths = []
     for mode in ("sync", "async"):
-        with Saver(
-            engine, find_folder(Path(folder) / mode, ranks), resolved_in_mode(case, ranks.world_size, mode), ranks
-        ) as saver:
+        with saver_for(engine, case, Path(folder) / mode, mode, ranks) as saver:
             saver.begin(2, TRAINER)
             if mode == "async":
                 train_steps(case, engine, ranks, 2, 4, before_update=saver.before_update)
@@ -92,21 +84,18 @@ def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, A
     engine, ranks = make_engine(case)
     train_steps(case, engine, ranks, 0, 2)
     found: dict[str, Any] = {}
-    resolved = resolved_in_mode(case, ranks.world_size, "async")
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=1 << 40)  # type: ignore[attr-defined]
     try:
         for mode in ("sync", "async"):
-            with Saver(
-                engine, find_folder(Path(small_disk), ranks), resolved_in_mode(case, ranks.world_size, mode), ranks
-            ) as saver:
+            with saver_for(engine, case, Path(small_disk), mode, ranks) as saver:
                 saver.begin(2, TRAINER)
                 found[f"full {mode}"] = saver.drain()
                 found[f"left {mode}"] = os.listdir(small_disk)
                 dist.barrier(group=ranks.control)
     finally:
         shutil.disk_usage = usage
-    with Saver(engine, find_folder(Path(folder), ranks), resolved, ranks) as saver:
+    with saver_for(engine, case, Path(folder), "async", ranks) as saver:
         saver.prepare()
         assert saver._copy is not None and saver._copy.problem() is None
         if ranks.rank == 1:
@@ -120,7 +109,7 @@ def fail_and_save_again(case: Case, folder: str, small_disk: str) -> dict[str, A
     memory = psutil.virtual_memory
     psutil.virtual_memory = lambda: memory()._replace(available=1000)
     try:
-        with Saver(engine, find_folder(Path(folder), ranks), resolved, ranks) as saver:
+        with saver_for(engine, case, Path(folder), "async", ranks) as saver:
             saver.begin(4, TRAINER)
             found["no memory"] = saver.drain()
             found["synchronous"] = not saver.asynchronous

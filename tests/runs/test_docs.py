@@ -203,7 +203,8 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
 
     from llmtrain.checkpoint.diff import differences
     from llmtrain.checkpoint.load import refuse_other_run
-    from llmtrain.config.load import parse, resolve
+    from llmtrain.config.load import parse
+    from llmtrain.config.resolve import resolve
     from llmtrain.dist.device import check_device
 
     monkeypatch.chdir(ROOT)
@@ -212,7 +213,8 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
     monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cpu")
     words = ["--config", "launch/recipes/quickstart.yaml", "--deepspeed", "ds_configs/fp16.json"]
     with pytest.raises(UserError) as refused:
-        check_device(resolve(parse(words, check_paths=False).run, 1))
+        resolved = resolve(parse(words, check_paths=False).run, 1)
+        check_device(resolved.precision, resolved.run.model.attention, resolved.run.deepspeed)
     shown_errors.remove(str(refused.value))
 
     error = next(e for e in shown_errors if "data_fingerprint" in e)

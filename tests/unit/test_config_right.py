@@ -17,8 +17,9 @@ from llmtrain import cli
 from llmtrain.config import strict_yaml
 from llmtrain.config.batch import solve
 from llmtrain.config.dump import dump
-from llmtrain.config.load import load, parse, parse_run, resolve
+from llmtrain.config.load import load, parse
 from llmtrain.config.problems import Problems
+from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig, TrackingConfig
 from tests.helpers.config_workplace import RUN, ranks_at_least, write
 
@@ -44,7 +45,7 @@ def test_defaults_are_filled_in(here: Path) -> None:
     assert (train.global_batch, train.micro_batch, train.accumulation) == (8, 2, 2)
     assert train.run_dir == "runs/run"
     assert (resolved.precision, resolved.zero_stage, resolved.data_parallel) == ("bf16", 1, 2)
-    assert (resolved.offload_optimizer, resolved.offload_param) == (False, False)
+    assert (resolved.mix.offload_optimizer, resolved.mix.offload_param) == (False, False)
     assert resolved.max_steps == 100
     assert not resolved.activation_checkpointing
 
@@ -123,7 +124,7 @@ def test_a_mixture_is_overridden_by_folder(here: Path) -> None:
     run = loaded(here, {"data": {"path": ...}}, None, "--data.mixture.data/x", "0.5").run
     assert run.data.mixture == {"data/x": 0.5}
     argv = ["--config", "run.yaml", "--data.mixture.data/v1.5", "2"]
-    assert parse_run(argv, check_paths=False).data.mixture == {"data/v1.5": 2.0}
+    assert parse(argv, check_paths=False).run.data.mixture == {"data/v1.5": 2.0}
 
 
 def test_a_count_may_be_written_with_an_exponent(here: Path) -> None:
@@ -161,7 +162,7 @@ def test_precision_auto(here: Path, fp16: Any, bf16: Any, precision: str) -> Non
 )
 def test_offload(here: Path, section: dict[str, Any], optimizer: bool, param: bool) -> None:
     resolved = loaded(here, None, {"zero_optimization": {"stage": 3, **section}})
-    assert (resolved.offload_optimizer, resolved.offload_param) == (optimizer, param)
+    assert (resolved.mix.offload_optimizer, resolved.mix.offload_param) == (optimizer, param)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +200,7 @@ def test_a_solution_keeps_what_was_given(
         micro_batch=micro,
         accumulation=accumulation,
         data_parallel=ranks,
+        sequence_length=32,
         world="",
         problems=(problems := Problems()),
         place="",
@@ -215,9 +217,9 @@ def test_a_solution_keeps_what_was_given(
 
 def test_a_dump_reads_back_to_the_same_run(here: Path) -> None:
     write(here, {"tracking": {"tags": ["off", "a: b"]}, "train": {"sample_prompt": "x\ny"}})
-    first = resolve(parse_run(["--config", "run.yaml", "--tracking.name", "1e-3"]), 2).run
+    first = resolve(parse(["--config", "run.yaml", "--tracking.name", "1e-3"]).run, 2).run
     (here / "again.yaml").write_text(dump(first))
-    assert parse_run(["--config", "again.yaml"]) == first
+    assert parse(["--config", "again.yaml"]).run == first
     assert first.tracking.name == "1e-3"
 
 
@@ -255,7 +257,7 @@ def test_every_ds_config(here: Path, path: Path) -> None:
     assert not name.startswith("zero") or resolved.zero_stage == int(name[4])
     for way in ("pipeline", "tensor"):
         assert (getattr(resolved.degrees, way) > 1) == (way in name)
-    assert resolved.offload_param == resolved.offload_optimizer == ("offload" in name)
+    assert resolved.mix.offload_param == resolved.offload_optimizer == ("offload" in name)
     assert resolved.activation_checkpointing == ("offload" in name or name == "long_context")
     json.loads(path.read_text())  # plain JSON: any DeepSpeed stack can read it
     assert f"`{path.name}`" in (ROOT / "ds_configs/README.md").read_text()
@@ -284,7 +286,7 @@ def test_check_and_show(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_names_every_field(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse_run(["--help"])
+        parse(["--help"])
     assert stop.value.code == 0
     assert "--optim.lr  (a number or null; default: null)" in capsys.readouterr().out
 

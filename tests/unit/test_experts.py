@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from llmtrain.config.load import parse, resolve
+from llmtrain.config.load import parse
+from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models.build import load_config, skeleton

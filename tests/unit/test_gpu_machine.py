@@ -235,15 +235,14 @@ def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch, capability, passes):
 
     from llmtrain.dist import device
 
-    run: Any = SimpleNamespace(precision="bf16", run=SimpleNamespace(deepspeed="zero1.json"))
     monkeypatch.setattr(device, "get_accelerator", FakeCuda)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     if passes:
-        device.check_device(run)
+        device.check_device("bf16", "sdpa", "zero1.json")
         return
     with pytest.raises(ConfigError, match=r"bf16.enabled is true, but the device \(cuda\).*or use fp16"):
-        device.check_device(run)
+        device.check_device("bf16", "sdpa", "zero1.json")
 
 
 def test_two_ranks_on_one_gpu_are_named_when_they_meet():

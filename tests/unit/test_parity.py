@@ -148,7 +148,7 @@ def test_the_plain_optimizer_is_torchs_adamw(decay: float) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7))
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optim = OptimConfig(name="adamw", lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay, clip_norm=0.5)
+    optim = replace(resolved(FORM).optim, lr=0.01, weight_decay=decay, clip_norm=0.5)
     plain = PlainOptimizer(model, masters, optim)
     (bias, weight) = sorted(model.parameters(), key=lambda p: p.dim())
     groups = [{"params": [weight], "weight_decay": decay}, {"params": [bias], "weight_decay": 0.0}]
@@ -173,7 +173,9 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         for name in node.names
     }
     assert taken <= {
-        "llmtrain.config.run.OptimConfig",
+        "llmtrain.config.batch.Batch",
+        "llmtrain.config.run.ModelConfig",
+        "llmtrain.config.run.ResolvedOptim",
         "llmtrain.config.run.ResolvedRun",
         "llmtrain.config.run.ScheduleConfig",
         "llmtrain.models.build.DTYPES",
@@ -210,13 +212,12 @@ def test_in_fp16_it_is_as_near_to_deepspeeds_as_fp16_allows(shape: tuple[int, in
 
     theirs = inspect.unwrap(original_muon.zeropower_via_gram_newtonschulz)  # without torch.compile
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    run = replace(resolved(FORM), precision="bf16", run=replace(resolved(FORM).run, optim=OptimConfig(name="muon")))
     got = {}
     for there in (False, True):
         with fp16(there):
-            got[there] = orthogonalised(matrix, newton_schulz_dtype(run)).float()
+            got[there] = orthogonalised(matrix, newton_schulz_dtype("muon", "bf16")).float()
             assert torch.allclose(got[there], theirs(matrix, steps=5).float(), atol=2e-2 if there else 1e-5)
-            assert newton_schulz_dtype(replace(run, precision="fp32")) is torch.float32
+            assert newton_schulz_dtype("muon", "fp32") is torch.float32
     assert 1e-5 < float((got[True] - got[False]).abs().max()) < 2e-2
 
 
@@ -257,7 +258,7 @@ def test_orders_of_summation_differ_by_rounding_only() -> None:
 
 
 def test_bf16_is_as_far_from_fp32_as_it_should_be() -> None:
-    half = replace(resolved(FORM), precision="bf16")
+    half = replace(resolved(FORM), mix=replace(resolved(FORM).mix, bf16=True))
     trace = train_plainly(half, 6, _order(), torch.device("cpu"))
     verdict = compare(trace, references(FORM), fp32=True, split=False)
     assert not verdict.passed and verdict.worst["loss"].got < 2e-2
@@ -266,7 +267,7 @@ def test_bf16_is_as_far_from_fp32_as_it_should_be() -> None:
 def _order() -> Any:
     from llmtrain.parity.reference import orders
 
-    return orders(resolved(FORM))[0]
+    return orders(resolved(FORM).run.model, resolved(FORM).batch)[0]
 
 
 def changed(**changes: Any) -> Trace:

@@ -43,7 +43,7 @@ def even_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @functools.cache
 def trained(nudge: int) -> Trace:
-    order = replace(reference.orders(RUN)[0], nudge=nudge)
+    order = replace(reference.orders(RUN.run.model, RUN.batch)[0], nudge=nudge)
     return reference.train_plainly(RUN, 3, order, CPU)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.config.deepspeed import deep_check
-from llmtrain.config.load import parse, resolve
+from llmtrain.config.load import parse
+from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun
 
 ROOT = Path(__file__).parents[2]

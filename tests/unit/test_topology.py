@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from llmtrain.topology import RULES, Mix, clashes
+from llmtrain.topology import RULES, Degrees, Mix, clashes
 
 # (a mix that is refused, the first key that the refusal names, the change that its remedy proposes)
 CASES = [
@@ -18,9 +19,9 @@ CASES = [
     (Mix(muon=True, zero_stage=2, offload_optimizer=True), "optim.name", {"offload_optimizer": False}),
     (Mix(muon=True, zero_stage=3, reduce_scatter=True), "optim.name", {"reduce_scatter": False}),
     (Mix(muon=True, zero_stage=1, bf16=True, fp32_accumulation=True), "optim.name", {"zero_stage": 2}),
-    (Mix(zero_stage=2, pipeline_stages=2), "pipeline.stages", {"pipeline_stages": 1}),
-    (Mix(tensor_parallel=2, muon=True), "tensor_parallel.autotp_size", {"muon": False}),
-    (Mix(sequence_parallel=2, pipeline_stages=2), "sequence_parallel_size", {"pipeline_stages": 1}),
+    (Mix(zero_stage=2, degrees=Degrees(pipeline=2)), "pipeline.stages", {"degrees": Degrees()}),
+    (Mix(muon=True, degrees=Degrees(tensor=2)), "tensor_parallel.autotp_size", {"muon": False}),
+    (Mix(degrees=Degrees(sequence=2, pipeline=2)), "sequence_parallel_size", {"degrees": Degrees(sequence=2)}),
     (Mix(keep_attention=True), "model.keep_attention", {"recomputes": True}),
     (
         Mix(keep_attention=True, recomputes=True, layer_inputs_on_host=True),
@@ -33,16 +34,16 @@ CASES = [
         "activation_checkpointing.cpu_checkpointing",
         {"compile_layers": False},
     ),
-    (Mix(expert_parallel=2, pipeline_stages=2), "expert_parallel.autoep_size", {"pipeline_stages": 1}),
-    (Mix(expert_parallel=2, muon=True), "expert_parallel.autoep_size", {"muon": False}),
-    (Mix(expert_parallel=2, compile_layers=True), "expert_parallel.autoep_size", {"compile_layers": False}),
-    (Mix(expert_parallel=2, tensor_parallel=2), "expert_parallel.autoep_size", {"tensor_parallel": 1}),
-    (Mix(expert_parallel=2, sequence_parallel=2), "expert_parallel.autoep_size", {"sequence_parallel": 1}),
+    (Mix(degrees=Degrees(expert=2, pipeline=2)), "expert_parallel.autoep_size", {"degrees": Degrees(expert=2)}),
+    (Mix(muon=True, degrees=Degrees(expert=2)), "expert_parallel.autoep_size", {"muon": False}),
+    (Mix(compile_layers=True, degrees=Degrees(expert=2)), "expert_parallel.autoep_size", {"compile_layers": False}),
+    (Mix(degrees=Degrees(expert=2, tensor=2)), "expert_parallel.autoep_size", {"degrees": Degrees(expert=2)}),
+    (Mix(degrees=Degrees(expert=2, sequence=2)), "expert_parallel.autoep_size", {"degrees": Degrees(expert=2)}),
 ]
 
 
 @pytest.mark.parametrize(("mix", "key", "change"), CASES)
-def test_a_refused_mix_and_its_remedy(mix: Mix, key: str, change: dict[str, int]) -> None:
+def test_a_refused_mix_and_its_remedy(mix: Mix, key: str, change: dict[str, Any]) -> None:
     broken = clashes(mix)
     assert broken[0].keys[0] == key
     assert broken[0].reason

@@ -170,7 +170,7 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
 
         Session.step = timed_step  # type: ignore[method-assign, assignment]
         # Not entered: no checkpoint is due, and 12 bytes a parameter of memory and disk are not asked for.
-        saving = Saving(training.engine, checkpoints, resolved, ranks, tracker, saved_step=None)
+        saving = Saving(training.engine, checkpoints, run.checkpoint, resolved.mix, ranks, tracker, saved_step=None)
         clock.ready()
         training.loop(tracker, saving)
         tracker.close()

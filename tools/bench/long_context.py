@@ -119,7 +119,7 @@ def ours(task: Attempt) -> Any:
     """A function (inputs, labels) -> loss that takes a step of our engine."""
     import torch
 
-    from llmtrain.config.load import resolve
+    from llmtrain.config.resolve import resolve
     from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
     from llmtrain.data.loader import MicroBatch
     from llmtrain.engine.deepspeed.build import build_engine

@@ -9,8 +9,10 @@ first instruction to the end of the last micro-batch; the formula; their ratio. 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,37 +46,22 @@ class _SlowBackward(torch.autograd.Function):
 
 def resolved_run(stages: int, micro_batches: int) -> Any:
     """A run of one row a micro-batch."""
-    from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, ResolvedRun, RunConfig, TrainConfig
-    from llmtrain.topology import Degrees
+    from llmtrain.config.resolve import resolve
+    from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
 
-    run = RunConfig(
-        deepspeed="(bench)",
-        model=ModelConfig(config=dict(MODEL)),
-        data=DataConfig(path="-", sequence_length=LENGTH),
-        optim=OptimConfig(name="adamw", lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0),
-        train=TrainConfig(global_batch=micro_batches, micro_batch=1, accumulation=micro_batches, max_steps=1),
-    )
-    deepspeed = {
-        "train_batch_size": micro_batches,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 2**31 - 1,
-    }
-    return ResolvedRun(
-        run=run,
-        deepspeed=deepspeed,
-        degrees=Degrees(pipeline=stages),
-        precision="fp32",
-        zero_stage=1,
-        offload_optimizer=False,
-        offload_param=False,
-        activation_checkpointing=False,
-        pipeline_partition="uniform",
-        max_steps=1,
-    )
+    tree = {"zero_optimization": {"stage": 1}, "pipeline": {"stages": stages, "partition": "uniform"}}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(tree, file)
+        file.flush()
+        run = RunConfig(
+            deepspeed=file.name,
+            model=ModelConfig(config=dict(MODEL)),
+            data=DataConfig(path="-", sequence_length=LENGTH),
+            optim=OptimConfig(lr=1e-4),
+            schedule=ScheduleConfig(name="constant"),
+            train=TrainConfig(micro_batch=1, accumulation=micro_batches, max_steps=1),
+        )
+        return resolve(run, stages, "the benchmark")
 
 
 def time_instructions(engine: Any) -> list[tuple[str, float]]:

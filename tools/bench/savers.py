@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import multiprocessing
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from llmtrain.checkpoint.format import read_trainer
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.save import Saver
+from llmtrain.config.resolve import resolve
 from llmtrain.config.run import (
     CheckpointConfig,
     DataConfig,
@@ -39,7 +42,6 @@ from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.run.forms import build_model
 from llmtrain.models.spec import ModelSpec
-from llmtrain.topology import Degrees
 
 _BLOCK = 16 << 20
 RESUMED = 2
@@ -78,40 +80,22 @@ class Save:
 def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[ZeroEngine, Ranks, ResolvedRun]:
     """A bf16 engine of our own build. Its weights are zeros: no figure depends on them."""
     ranks = _joined()
-    config: dict[str, Any] = {
-        "train_batch_size": task.micro_batch * ranks.world_size,
-        "train_micro_batch_size_per_gpu": task.micro_batch,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**31 - 1,
-        "checkpoint": {"load_universal": universal},
-    }
-    run = RunConfig(
-        deepspeed="(bench)",
-        model=ModelConfig(config=dict(task.model)),
-        data=DataConfig(path="(bench)", sequence_length=task.sequence),
-        optim=OptimConfig(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0),
-        schedule=ScheduleConfig(name="constant", warmup_steps=0),
-        train=TrainConfig(
-            global_batch=task.micro_batch * ranks.world_size, micro_batch=task.micro_batch, accumulation=1
-        ),
-        checkpoint=CheckpointConfig(keep=1),
-    )
-    resolved = ResolvedRun(
-        run=run,
-        deepspeed=config,
-        degrees=Degrees(data=ranks.world_size),
-        precision="bf16",
-        zero_stage=stage,
-        offload_optimizer=False,
-        offload_param=False,
-        activation_checkpointing=False,
-        max_steps=None,
-    )
+    tree = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(tree, file)
+        file.flush()
+        run = RunConfig(
+            deepspeed=file.name,
+            model=ModelConfig(config=dict(task.model)),
+            data=DataConfig(path="(bench)", sequence_length=task.sequence),
+            optim=OptimConfig(lr=1e-4),
+            schedule=ScheduleConfig(name="constant"),
+            train=TrainConfig(micro_batch=task.micro_batch, accumulation=1, max_minutes=60.0),
+            checkpoint=CheckpointConfig(keep=1),
+        )
+        resolved = resolve(run, ranks.world_size, "the benchmark")
+    # The resolver leaves the section out: what it says is for DeepSpeed's own loading, the other contestant's.
+    resolved = replace(resolved, deepspeed={**resolved.deepspeed, "checkpoint": {"load_universal": universal}})
     mesh = mesh_of(resolved.degrees)
     model = build_model(resolved, ModelSpec.of(resolved.run.model), ranks.device, mesh)
     if stage < 3:
@@ -159,7 +143,7 @@ class Ours:
 
     def __init__(self, task: Task, engine: ZeroEngine, ranks: Ranks, resolved: ResolvedRun, folder: Path) -> None:
         self._engine, self._ranks, self._folder = engine, ranks, folder
-        self._saver = Saver(engine, find_folder(folder, ranks), resolved, ranks)
+        self._saver = Saver(engine, find_folder(folder, ranks), resolved.run.checkpoint, resolved.mix, ranks)
         self._saver.prepare()
         self.waited_s = 0.0
 

@@ -69,7 +69,7 @@ class Launch:
         self._slurm = options.launcher == "slurm"
         self._step = f"llmtrain-{mark}"
         self._wait_for_place_s = resolved.run.fault.start_timeout_s + _MEETS_S
-        self._run_dir = Path(resolved.run.train.run_dir or "")
+        self._run_dir = Path(resolved.run_dir)
         self._resume = resolved.run.resume
         self._supervisor = Supervisor(options.max_restarts)
         self._unfit: set[str] = set()

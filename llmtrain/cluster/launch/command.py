@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         return 0
     if plan.alone:
         name_cpu()
-    refuse_if_in_use(str(resolved.run.train.run_dir))
+    refuse_if_in_use(resolved.run_dir)
     return Launch(options, resolved, mark).run()
 
 

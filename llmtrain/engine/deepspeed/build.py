@@ -42,7 +42,7 @@ def build_engine(model: LanguageModel, resolved: ResolvedRun, ranks: Ranks, mesh
     if resolved.zero_stage == 0 and resolved.precision == "fp32":
         # DeepSpeed steps on a NaN here: it neither checks nor reports the gradient norm without a wrapper.
         config["gradient_clipping"] = 0.0
-        _guard_step(optimizer, resolved.run.optim.clip_norm or 0.0, mesh)
+        _guard_step(optimizer, resolved.optim.clip_norm, mesh)
     elif resolved.zero_stage == 0 and mesh.degrees.tensor > 1:
         _mark_gradients(model)
     if resolved.degrees.sequence > 1:  # what DeepSpeed does when it is told of the sequence-parallel ranks (mesh.py)

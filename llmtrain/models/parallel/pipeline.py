@@ -160,7 +160,7 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         model.loss_chunk_tokens,
         counts,
     )
-    pipeline.notes.append(explain(counts, resolved.run.train.accumulation or 1))
+    pipeline.notes.append(explain(counts, resolved.batch.accumulation))
     return pipeline
 
 
