@@ -38,7 +38,7 @@ def announce(
     train, length = resolved.run.train, resolved.run.data.sequence_length
     log.info(
         f"{units.count(sizes.parameters)} parameters, {resolved.precision}, ZeRO {resolved.zero_stage}, "
-        f"{units.counted(resolved.world_size, 'rank')} on {device_name(device)}; "
+        f"{resolved.world_size} rank{'' if resolved.world_size == 1 else 's'} on {device_name(device)}; "
         f"{units.count((train.global_batch or 0) * length)} tokens a step ({train.global_batch} sequences of {length}: "
         f"micro-batch {train.micro_batch} x accumulation {train.accumulation} x {resolved.data_parallel} data-parallel "
         f"ranks); run folder {folder.path}"
