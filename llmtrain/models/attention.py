@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from llmtrain.models.build import layer_configs
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 _WINDOWED = ("sliding", "chunked", "compressed", "window")
 """What the names of layers say that look at a window only (transformers' layer_types)."""
 
 
-def gets_mask(config: Any, length: int, *, documents: bool) -> bool:
+def gets_mask(config: PreTrainedConfig, length: int, *, documents: bool) -> bool:
     """Whether transformers gives torch's attention a mask tensor, in any layer; without one it is just causal.
 
     Args:
@@ -30,7 +33,7 @@ def gets_mask(config: Any, length: int, *, documents: bool) -> bool:
     return documents or any(_layer_gets_mask(layer, length) for layer in layer_configs(config.get_text_config()))
 
 
-def _layer_gets_mask(config: Any, length: int) -> bool:
+def _layer_gets_mask(config: PreTrainedConfig, length: int) -> bool:
     kinds = getattr(config, "layer_types", None) or ()
     if getattr(config, "alibi", False) or "indexed_attention" in kinds:
         return True

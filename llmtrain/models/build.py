@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,8 +13,11 @@ from torch import nn
 from llmtrain import foreign
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
-from llmtrain.models import varlen
+from llmtrain.models import patches, varlen
 from llmtrain.models.frozen import freeze
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The JSON's precisions."""
@@ -22,7 +25,7 @@ _MOST = 10_000  # layers, labels or experts
 _COUNT = re.compile(r"^(?!.*size).*(layer|label|expert)")
 
 
-def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> Any:
+def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The transformers config of `model.pretrained` or `model.config`.
 
     Code that a folder carries runs with `trust_remote_code` only; no key of a run sets it.
@@ -74,7 +77,9 @@ def _refuse_endless(fields: dict[str, Any]) -> None:
             raise ModelError(f"model configuration: {key}: {value} is more than any model has (at most {_MOST}).")
 
 
-def construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+def construct(
+    config: PreTrainedConfig, attention: str, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The transformers model with parameters that nobody has initialised; `freeze` has seen it. Raises ModelError."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -102,24 +107,13 @@ def construct(config: Any, attention: str, dtype: torch.dtype, *, trust_remote_c
     return hf
 
 
-def skeleton(config: Any, *, attention: str = "eager", trust_remote_code: bool = False) -> Any:
+def skeleton(config: PreTrainedConfig, *, attention: str = "eager", trust_remote_code: bool = False) -> PreTrainedModel:
     """The transformers model with its parameters on the meta device (names and shapes) and real fp32 buffers.
 
     `config` stays as it is.
     """
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        trains = parameter is not None and parameter.requires_grad  # what does not keeps the constructor's values
-        if parameter is not None and trains and not parameter.is_meta:  # a tied parameter must stay the same object
-            module._parameters[name] = nn.Parameter(parameter.to("meta"))
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
+    with patches.parameters_on_meta():
         return construct(copy.deepcopy(config), attention, torch.float32, trust_remote_code=trust_remote_code)
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def restore_buffers(hf: nn.Module, exact: nn.Module, device: torch.device) -> None:

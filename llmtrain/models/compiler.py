@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.log import warn_once
+from llmtrain.models.patches import fresh_compilation_cache, set_compile_threads
 from llmtrain.topology import ranks_of_this_host
 
 _REMEDY = "It needs gcc, g++ and Python's header files (Debian: apt-get install build-essential python3-dev)"
@@ -44,10 +45,8 @@ def _attempt(kind: str) -> str | None:
     """What goes wrong when a small function is compiled for a kind of device."""
     try:
         share_cores()
-        from torch._inductor.utils import fresh_cache
-
         # Not from the cache: the compiler that filled it may be gone, or be another host's with the same home.
-        with fresh_cache():
+        with fresh_compilation_cache():
             try:
                 two = torch.compile(_twice, dynamic=False)(torch.ones(64, device=kind))
                 works = bool((two == 2).all())
@@ -79,9 +78,7 @@ def share_cores() -> None:
     if _THREADS in os.environ:
         return
     os.environ[_THREADS] = str(min(32, cores_of_a_rank()))  # the package reads it when it is imported
-    from torch._inductor import config
-
-    config.compile_threads = int(os.environ[_THREADS])  # something else may have imported it before
+    set_compile_threads(int(os.environ[_THREADS]))  # something else may have imported it before
 
 
 @contextlib.contextmanager

@@ -10,13 +10,17 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
+from llmtrain.models.patches import loop_over_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,7 +62,7 @@ def _experts_in(module: nn.Module) -> int:
     if isinstance(module, nn.ModuleList):
         kinds = {type(child) for child in module}
         return len(module) if len(kinds) == 1 and any(True for _ in module.parameters()) else 0
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
         return 0
     sizes = {shape_of(p)[0] for p in module.parameters(recurse=False) if len(shape_of(p)) == 3}
     return sizes.pop() if len(sizes) == 1 else 0
@@ -74,7 +78,7 @@ def _router(block: nn.Module, experts: tuple[nn.Module, ...], count: int) -> nn.
     return None
 
 
-def avoid_grouped_product(experts: Iterable[nn.Module], config: Any, dtype: torch.dtype) -> None:
+def avoid_grouped_product(experts: Iterable[nn.Module], config: PreTrainedConfig, dtype: torch.dtype) -> None:
     """Choose transformers' loop over the experts where torch's grouped product would refuse their widths.
 
     It wants rows of whole 16 bytes (in bf16: widths that 8 divides), and fails in the first forward pass with "strides
@@ -82,7 +86,7 @@ def avoid_grouped_product(experts: Iterable[nn.Module], config: Any, dtype: torc
     """
     matrices = [p for module in experts for p in module.parameters() if len(shape_of(p)) == 3]
     if any(size * dtype.itemsize % 16 for matrix in matrices for size in shape_of(matrix)[1:]):
-        config._experts_implementation = "eager"
+        loop_over_experts(config)
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -90,14 +94,14 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def experts_per_token(config: Any) -> int | None:
+def experts_per_token(config: PreTrainedConfig) -> int | None:
     """How many experts work on a token, or None if the configuration does not say."""
     text = config.get_text_config()
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
     return next((int(k) for k in (getattr(text, name, None) for name in names) if isinstance(k, int)), None)
 
 
-def idle_parameters(hf: nn.Module, config: Any) -> int:
+def idle_parameters(hf: nn.Module, config: PreTrainedConfig) -> int:
     """Elements of expert matrices that a token does not meet: those of the experts that are not chosen for it."""
     chosen = experts_per_token(config)
     if chosen is None:
@@ -109,7 +113,7 @@ def idle_parameters(hf: nn.Module, config: Any) -> int:
     return idle
 
 
-def balance_coefficient(config: Any) -> float:
+def balance_coefficient(config: PreTrainedConfig) -> float:
     """Factor on the load-balancing loss, by transformers' own rule: `router_aux_loss_coef` acts where
     `output_router_logits` is true; else 0."""
     text = config.get_text_config()
@@ -117,7 +121,7 @@ def balance_coefficient(config: Any) -> float:
     return float(getattr(text, "router_aux_loss_coef", None) or 0.0) if wanted else 0.0
 
 
-def check_stages(config: Any) -> None:
+def check_stages(config: PreTrainedConfig) -> None:
     """Raises ModelError where the stages of a pipeline would lose the load-balancing loss in silence."""
     if coefficient := balance_coefficient(config):
         raise ModelError(
@@ -168,7 +172,7 @@ class Routing:
     loss of a step is the mean over its micro-batches: the f of a whole global batch is known only after its last pass.
     """
 
-    def __init__(self, blocks: list[ExpertBlock], config: Any, group: Any) -> None:
+    def __init__(self, blocks: list[ExpertBlock], config: PreTrainedConfig, group: Any) -> None:
         self.coefficient = balance_coefficient(config)
         self._experts_per_token = experts_per_token(config) or 1
         self.experts = blocks[0].count

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
+from llmtrain.models.patches import passing_buffers
 
 
 def freeze(hf: nn.Module) -> None:
@@ -24,8 +25,8 @@ def freeze(hf: nn.Module) -> None:
     """
     made: dict[int, Tensor] = {}
     for module in hf.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None or parameter.requires_grad:
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.requires_grad:
                 continue
             if id(parameter) not in made:
                 shape = getattr(parameter, "ds_shape", None)
@@ -52,7 +53,7 @@ def frozen_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[
     passing = {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules(remove_duplicate=remove_duplicate)
-        for name in part._non_persistent_buffers_set
+        for name in passing_buffers(part)
     }
     every = module.named_buffers(remove_duplicate=remove_duplicate)
     return {name: buffer for name, buffer in every if name not in passing}

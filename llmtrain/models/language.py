@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,16 @@ from llmtrain.models.experts import Routing
 from llmtrain.models.frozen import named_tensors
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parameters import LocalParameter, local_parameter
+from llmtrain.models.patches import ATTENTION_KERNELS, checkpoint_with, documents_are
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class LanguageModel(nn.Module):
     """A transformers causal LM whose forward gives the summed loss. Its parameters are `hf.` + Hugging Face names."""
 
-    def __init__(self, hf: nn.Module, chunk: int) -> None:
+    def __init__(self, hf: PreTrainedModel, chunk: int) -> None:
         super().__init__()
         self.hf = hf
         self.routing: Routing | None = None
@@ -40,14 +44,14 @@ class LanguageModel(nn.Module):
                 f"model: {type(hf).__name__} cannot be asked for its hidden state without its logits (it has no "
                 f"{hf.base_model_prefix!r}), and the loss needs it. Train another family."
             )
-        head = hf.get_output_embeddings()  # type: ignore[operator]
+        head = hf.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(head).__name__}).")
         # The loss must run inside the head's own forward: ZeRO 3 has the head's weight only there.
         head.forward = types.MethodType(head_forward, head)  # type: ignore[method-assign]
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PreTrainedConfig:
         """The transformers configuration."""
         return self.hf.config
 
@@ -71,13 +75,13 @@ class LanguageModel(nn.Module):
         with documents_in_rows(positions):
             given = {} if positions is None else {"position_ids": positions}
             hidden_BTH = self.decoded(input_ids=inputs, **given)
-        return self.hf.get_output_embeddings()(hidden_BTH, labels, self._chunk, self._form)  # type: ignore[operator]
+        return self.hf.get_output_embeddings()(hidden_BTH, labels, self._chunk, self._form)
 
     def decoded(self, **given: Any) -> Tensor:
         """The decoder's output [B, T, H]. In training its routers, if it has some, are watched."""
         routing = self.routing if self.training else None
         with contextlib.nullcontext() if routing is None else routing.watching():
-            hidden_BTH = self.hf.base_model(**given, **self._plainly()).last_hidden_state  # type: ignore[operator]
+            hidden_BTH = self.hf.base_model(**given, **self._plainly()).last_hidden_state
         self.balance = None if routing is None else routing.balance()
         return hidden_BTH
 
@@ -91,7 +95,7 @@ class LanguageModel(nn.Module):
         return {"use_cache": False, **({"output_router_logits": False} if has_routers else {})}
 
 
-def compare_losses(hf: Any, ours: float, theirs: float) -> None:
+def compare_losses(hf: PreTrainedModel, ours: float, theirs: float) -> None:
     """Raises ModelError when the loss in chunks is not the one of transformers' logits, by more than rounding."""
     tolerance = 1e-4 if hf.dtype == torch.float32 else 3e-2
     if not abs(ours - theirs) <= tolerance * max(1.0, abs(theirs)):
@@ -106,18 +110,10 @@ def compare_losses(hf: Any, ours: float, theirs: float) -> None:
 def documents_in_rows(positions: Tensor | None) -> Iterator[None]:
     """Tell transformers which tokens of a row belong together: those of a document, or all without `positions`.
 
-    By itself it looks for documents in every forward pass and waits for the device to know whether there are some
-    (masking_utils.py, find_packed_sequence_indices): the GPU then idles while the host queues the next kernels.
+    See `patches.documents_are` for what it would do by itself.
     """
-    from transformers import masking_utils
-
-    look = masking_utils.find_packed_sequence_indices
-    documents_BT = None if positions is None else (positions == 0).cumsum(-1)
-    masking_utils.find_packed_sequence_indices = lambda position_ids: documents_BT
-    try:
+    with documents_are(None if positions is None else (positions == 0).cumsum(-1)):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = look
 
 
 def head_forward(
@@ -143,7 +139,7 @@ def head_forward(
     return chunked_nll_sum(hidden, head.weight, head.bias, labels, chunk=chunk, form=form)
 
 
-def checkpoint_activations(hf: Any, section: dict[str, Any], *, keep_attention: bool) -> None:
+def checkpoint_activations(hf: PreTrainedModel, section: dict[str, Any], *, keep_attention: bool) -> None:
     """Recompute each decoder layer in the backward pass; with cpu_checkpointing its input waits on the host.
 
     `keep_attention`: all of the layer but torch's scaled_dot_product_attention, the one part whose time grows with the
@@ -154,23 +150,13 @@ def checkpoint_activations(hf: Any, section: dict[str, Any], *, keep_attention: 
     enable({"use_reentrant": False, **(kept if keep_attention else {})})
     if section.get("cpu_checkpointing"):
         # DeepSpeed's own function for this loses the gathered weights of ZeRO 3 in the recomputation.
-        for module in hf.modules():
-            if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = _checkpoint_on_host
+        checkpoint_with(hf, _checkpoint_on_host)
 
 
 def _what_to_keep(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Torch's policy for keep_attention; on a GPU the kernel is chosen anew for each shape and mask."""
-    kept = operator in _ATTENTION
+    kept = operator in ATTENTION_KERNELS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-)
 
 
 def _checkpoint_on_host(function: Any, *args: Any) -> Any:

@@ -12,13 +12,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from llmtrain.errors import ModelError
 from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+from llmtrain.models.patches import names_not_saved, patterns_not_loaded, storage_of
 
 _DERIVED = (".inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old versions of transformers saved and that the model computes itself."""
@@ -66,7 +70,7 @@ class FolderLayout:
         ModelError: transformers converts a parameter in a way that is no cut into consecutive parts.
     """
 
-    def __init__(self, skeleton: Any) -> None:
+    def __init__(self, skeleton: PreTrainedModel) -> None:
         """`skeleton`: the transformers model with its parameters on the meta device."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
@@ -124,12 +128,12 @@ class FolderLayout:
         from transformers.core_model_loading import revert_weight_conversion
 
         state = self._saved_state()
-        owner = {value.untyped_storage()._cdata: name for name, value in state.items()}
+        owner = {storage_of(value): name for name, value in state.items()}
         parts = {}
         with _FollowViews():
             written = revert_weight_conversion(self.skeleton, dict(state))
         for tensor, view in written.items():
-            name = owner.get(view.untyped_storage()._cdata)
+            name = owner.get(storage_of(view))
             if name is None or not view.is_contiguous():
                 raise ModelError(
                     f"{type(self.skeleton).__name__}: transformers makes the file's {tensor} in a way that is no cut "
@@ -142,12 +146,11 @@ class FolderLayout:
         from transformers.core_model_loading import revert_weight_conversion
 
         written = revert_weight_conversion(self.skeleton, self._saved_state())
-        storages = {tensor: view.untyped_storage() for tensor, view in written.items()}
         item = torch.empty((), device="meta").element_size()
-        return {tensor: (storage._cdata, storage.nbytes() // item) for tensor, storage in storages.items()}
+        return {tensor: (storage_of(view), view.untyped_storage().nbytes() // item) for tensor, view in written.items()}
 
     def _saved_state(self) -> dict[str, torch.Tensor]:
-        skipped = set(self._tied) | set(getattr(self.skeleton, "_keys_to_ignore_on_save", None) or ())
+        skipped = set(self._tied) | names_not_saved(self.skeleton)
         return {name: value for name, value in self._known.items() if name not in skipped}
 
     def _model_name(self, tensor: str) -> tuple[str, bool]:
@@ -171,5 +174,5 @@ class FolderLayout:
         )
 
     def _is_derived(self, tensor: str) -> bool:
-        patterns = getattr(self.skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
+        patterns = patterns_not_loaded(self.skeleton)
         return f".{tensor}".endswith(_DERIVED) or any(re.search(pattern, tensor) for pattern in patterns)

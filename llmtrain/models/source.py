@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,13 @@ from llmtrain import foreign
 from llmtrain.errors import ModelError
 from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout, Part, Placement
+from llmtrain.models.patches import initialise
 from llmtrain.tensors.pieces import DTYPE_OF, byte_view, pick, read_shared
 from llmtrain.tensors.region import Region, shared
 from llmtrain.tensors.tensorfile import TensorFile, TensorFileError, numel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -53,7 +57,7 @@ class RandomSource:
     the number of ranks nor on the ZeRO stage, and only one block exists in full at any time.
     """
 
-    def __init__(self, skeleton: nn.Module, seed: int, device: torch.device) -> None:
+    def __init__(self, skeleton: PreTrainedModel, seed: int, device: torch.device) -> None:
         """`skeleton`: the transformers model on the meta device."""
         self.origin = "model.config"
         self._model = skeleton
@@ -99,7 +103,7 @@ class RandomSource:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             try:
-                module.apply(self._model._init_weights)  # type: ignore[arg-type]
+                initialise(self._model, module)
             except (AttributeError, TypeError, ValueError) as error:
                 raise ModelError(
                     f"model.config: transformers cannot initialise a {type(self._model).__name__} part by part "

@@ -97,7 +97,7 @@ def _unless_flash(attention: str) -> str:
     return "eager" if attention.startswith("flash") else attention
 
 
-def _attention_width(config: Any) -> int:
+def _attention_width(config: PreTrainedConfig) -> int:
     """Of a layer with these settings; a state-space model has no heads."""
     heads = getattr(config, "num_attention_heads", None) or 0
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))

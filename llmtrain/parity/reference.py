@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _NUDGE = 2.5e-7
 """Relative: two units in the last place of fp32. It moves a loss by about as much as another order of summation."""
@@ -120,7 +123,7 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in trained}
 
 
-def _keep_buffers(model: nn.Module, config: Any, device: torch.device) -> None:
+def _keep_buffers(model: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:
     """Rotary frequencies stay in fp32, as transformers keeps them when it loads a model in another precision."""
     from transformers import AutoModelForCausalLM
 
@@ -208,7 +211,7 @@ def rate_of_step(schedule: ScheduleConfig, number: int, steps: int) -> float:
     return schedule.min_ratio * (1.0 - height) + height
 
 
-def _balance_coefficient(config: Any) -> float:
+def _balance_coefficient(config: PreTrainedConfig) -> float:
     """Of the load-balancing loss of a mixture of experts, if the configuration asks for one."""
     return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
 

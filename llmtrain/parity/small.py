@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,9 @@ from llmtrain.errors import ModelError
 from llmtrain.models.build import construct, load_config
 from llmtrain.models.structure.shrink import shrunk_config, without_dropout
 from llmtrain.topology import Degrees
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _SMALL = 5_000_000
 """Parameters of a model that is taken as it is where no smaller copy can be made of it."""
@@ -40,7 +43,7 @@ def small_model(model: ModelConfig, degrees: Degrees) -> tuple[dict[str, Any], f
     return fields, _parameters(load_config(ModelConfig(config=fields))) / parameters
 
 
-def _parameters(config: Any) -> int:
+def _parameters(config: PreTrainedConfig) -> int:
     """How many, however many they are: none of them gets memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in construct(config, "eager", torch.float32).parameters())
@@ -62,7 +65,7 @@ def attention_here(fields: dict[str, Any], attention: str, *, cpu: bool) -> Any:
     return "sdpa" if instead else attention
 
 
-def _fields(config: Any, model_type: str) -> dict[str, Any]:
+def _fields(config: PreTrainedConfig, model_type: str) -> dict[str, Any]:
     fields = without_dropout(config).to_dict()
     for key in ("architectures", "transformers_version", "dtype", "_name_or_path"):
         fields.pop(key, None)

@@ -177,20 +177,19 @@ def _filled_logits(layout: FolderLayout, values: Callable[[str, int, int], Tenso
     empty: dict[int, nn.Parameter] = {}
     meta = []
     for module in hf.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                meta.append((module, name, parameter))
-                made = nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
-                module._parameters[name] = empty.setdefault(id(parameter), made)
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            meta.append((module, name, parameter))
+            made = nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
+            setattr(module, name, empty.setdefault(id(parameter), made))
     try:
-        for name, parameter in named_tensors(hf):
-            flat = parameter.view(-1)
+        for name, tensor in named_tensors(hf):
+            flat = tensor.view(-1)
             for start in range(0, flat.numel(), CHUNK):
                 flat[start : start + CHUNK] = values(name, start, min(flat.numel(), start + CHUNK))
         return hf.eval()(input_ids=tokens, use_cache=False).logits.float()
     finally:
         for module, name, parameter in meta:
-            module._parameters[name] = parameter
+            setattr(module, name, parameter)
 
 
 @torch.no_grad()

@@ -7,10 +7,9 @@ groups are made from what is really there.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from llmtrain.config.run import ResolvedRun
@@ -24,17 +23,20 @@ from llmtrain.models.experts import (
     set_leaf_modules,
 )
 from llmtrain.models.frozen import frozen_tensors
+from llmtrain.models.parallel.deepspeed_private import (
+    rank_among_experts,
+    ranks_with_the_same_experts,
+    replace_block,
+)
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Share, set_share
 from llmtrain.tensors.region import Region, whole
 
-
-def group_name(degree: int) -> str:
-    """DeepSpeed's name of the groups of ranks that share, or hold the same, experts."""
-    return f"ep_size_{degree}"
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-def prepare_experts(hf: Any, resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Routing | None:
+def prepare_experts(hf: PreTrainedModel, resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Routing | None:
     """Make a mixture of experts ready for training; a dense model stays as it is (None).
 
     Raises:
@@ -83,7 +85,7 @@ def shared_blocks(hf: nn.Module) -> list[ExpertBlock]:
     ]
 
 
-def share_experts(hf: Any, resolved: ResolvedRun, device: torch.device) -> None:
+def share_experts(hf: PreTrainedModel, resolved: ResolvedRun, device: torch.device) -> None:
     """Replace the blocks of experts of a transformers model by ones that hold this rank's experts only.
 
     Args:
@@ -101,9 +103,7 @@ def share_experts(hf: Any, resolved: ResolvedRun, device: torch.device) -> None:
     )
 
     degree, zero3 = resolved.degrees.expert, resolved.zero_stage == 3
-    if group_name(degree) not in groups._get_expert_parallel_group_dict():
-        groups._create_expert_and_data_parallel(degree, mp_size=1, pp_size=1)
-    rank = groups._get_expert_parallel_rank(group_name(degree))
+    rank = rank_among_experts(degree)
     _check_zero(resolved)
     try:
         config = parse_autoep_config(_section(resolved, device))
@@ -115,9 +115,7 @@ def share_experts(hf: Any, resolved: ResolvedRun, device: torch.device) -> None:
         for spec in specs:
             frozen = frozen_tensors(hf.get_submodule(spec.moe_module_name))
             with torch.device(device if zero3 else "meta"):
-                # Not replace_moe_layers: it also turns transformers' recorders of router logits to the new modules, and
-                # fails with transformers 5.23 (auto_ep_presets/base.py 326: _CanRecordRegistry.get takes no default).
-                surgeon._replace_moe_layer_without_retarget(spec, degree, rank)
+                replace_block(surgeon, spec, degree, rank)
             block = hf.get_submodule(spec.moe_module_name)
             _name_parameters(block, spec, before, rank)
             _name_frozen(block, spec, frozen)
@@ -154,7 +152,7 @@ def _check_zero(resolved: ResolvedRun) -> None:
             )
 
 
-def _refusal(hf: Any, degree: int, reason: str) -> ModelError:
+def _refusal(hf: PreTrainedModel, degree: int, reason: str) -> ModelError:
     """AutoEP's reason with the ways around it."""
     from deepspeed.module_inject.auto_ep_config import available_preset_names
 
@@ -227,7 +225,7 @@ def _partition(block: Any, hf: nn.Module) -> None:
     convert = next(p.convert_to_zero_parameters for p in hf.parameters() if hasattr(p, "convert_to_zero_parameters"))
     parameters = list(block.experts.parameters())
     for parameter in parameters:
-        group = groups._get_expert_data_parallel_group(parameter.group_name)
+        group = ranks_with_the_same_experts(parameter.group_name)
         parameter.ds_zero_partition_process_group = group
     convert(param_list=parameters)
 
@@ -236,14 +234,12 @@ def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
     """Give each parameter memory; ties and what DeepSpeed has noted at a parameter stay."""
     made: dict[int, nn.Parameter] = {}
     for module in hf.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) not in made:
                 values = torch.empty(parameter.shape, dtype=dtype, device=device)
                 made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
                 made[id(parameter)].__dict__.update(parameter.__dict__)
-            module._parameters[name] = made[id(parameter)]
+            setattr(module, name, made[id(parameter)])
         for buffer in module.buffers(recurse=False):
             if not buffer.is_meta:
                 buffer.data = buffer.to(device)

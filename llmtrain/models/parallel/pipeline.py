@@ -8,7 +8,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from llmtrain.models.frozen import named_tensors
 from llmtrain.models.language import head_forward
 from llmtrain.models.loss import IGNORE, HeadForm
 from llmtrain.models.parallel.balance import Weights, balanced, explain, given, uniform
+from llmtrain.models.parallel.deepspeed_private import overrides, set_bounds
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.stage import Part, Stage, build_stage
 from llmtrain.models.parallel.stage_times import seconds_of
@@ -32,6 +33,9 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import projections
 from llmtrain.topology import Degrees
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class _Tie(TiedLayerSpec):
@@ -78,7 +82,7 @@ class PipelineLanguageModel(PipelineModule):
             # Not as DeepSpeed's loss_fn, which runs outside of the engine's forward pass and its hooks: BF16_Optimizer,
             # which DeepSpeed takes by itself, lost the head's gradients so.
             stage.conclude = self._loss
-            head = stage.hf.get_output_embeddings()  # type: ignore[operator]
+            head = stage.hf.get_output_embeddings()
             head.forward = types.MethodType(head_forward, head)  # it knows of a vocabulary that ranks share
         self.layers_per_stage = tuple(layers)
         self.notes: list[str] = []
@@ -94,18 +98,19 @@ class PipelineLanguageModel(PipelineModule):
         self.losses: list[Tensor] = []
         """Summed losses (nats) of the micro-batches since the list was emptied; on the last stage."""
 
+    @overrides(PipelineModule)
     def _partition_layers(self, method: list[int] = ()) -> None:  # type: ignore[assignment]
         """DeepSpeed's hook: the bounds are given."""
         self.parts = method
-        self._set_bounds(start=method[self.stage_id], stop=method[self.stage_id + 1])
+        set_bounds(self, method[self.stage_id], method[self.stage_id + 1])
 
     @property
-    def hf(self) -> Any:
+    def hf(self) -> PreTrainedModel:
         """The transformers model as far as it is here."""
         return self.stage.hf
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PreTrainedConfig:
         """The transformers configuration."""
         return self.stage.hf.config
 
@@ -164,7 +169,7 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     return pipeline
 
 
-def layer_counts(resolved: ResolvedRun, hf: Any, anatomy: Anatomy, device: torch.device) -> tuple[int, ...]:
+def layer_counts(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, device: torch.device) -> tuple[int, ...]:
     """Decoder layers of each stage, as `pipeline.partition` asks for. The same on all ranks."""
     asked, stages = resolved.pipeline_partition, resolved.degrees.pipeline
     if not isinstance(asked, str):
@@ -177,7 +182,7 @@ def layer_counts(resolved: ResolvedRun, hf: Any, anatomy: Anatomy, device: torch
     return balanced(seconds_of(resolved, hf, anatomy, device), stages)
 
 
-def parameters_of(hf: Any, anatomy: Anatomy) -> Weights:
+def parameters_of(hf: PreTrainedModel, anatomy: Anatomy) -> Weights:
     """Elements of the parts' parameters; a head tied to the embedding is held by the last stage as well."""
 
     def count(*paths: str) -> int:

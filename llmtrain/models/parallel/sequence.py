@@ -15,16 +15,21 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
-from torch import Tensor, nn
+from deepspeed.sequence.layer import register_all_to_all_group
+from torch import Tensor
 
 from llmtrain.errors import ModelError
 from llmtrain.models.language import LanguageModel, documents_in_rows
+from llmtrain.models.parallel.deepspeed_private import all_to_all
+from llmtrain.models.patches import masks_of_whole_rows, stand_before_attention
 from llmtrain.models.structure.probe import attention_seen, probe_copy, run_copy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class SequenceLanguageModel(LanguageModel):
@@ -34,7 +39,7 @@ class SequenceLanguageModel(LanguageModel):
     length and documents, which the masks need, without asking the others.
     """
 
-    def __init__(self, hf: nn.Module, chunk: int, group: Any) -> None:
+    def __init__(self, hf: PreTrainedModel, chunk: int, group: Any) -> None:
         super().__init__(hf, chunk)
         self._exchange = Exchange(group)
         share_attention(hf, self._exchange)
@@ -47,9 +52,9 @@ class SequenceLanguageModel(LanguageModel):
         columns = slice(rank * (length // degree), (rank + 1) * (length // degree))
         places = torch.arange(length, device=inputs.device).expand(rows, -1) if positions is None else positions
         self._exchange.places_BT = places
-        with documents_in_rows(positions), _masks_for(places):
+        with documents_in_rows(positions), masks_of_whole_rows(places):
             hidden_BtH = self.decoded(input_ids=inputs[:, columns], position_ids=places[:, columns])
-        return self.hf.get_output_embeddings()(hidden_BtH, labels[:, columns], self._chunk, self._form)  # type: ignore[operator]
+        return self.hf.get_output_embeddings()(hidden_BtH, labels[:, columns], self._chunk, self._form)
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Each rank computes all columns, without the others."""
@@ -82,14 +87,14 @@ class Exchange:
         """[B, H, t, D] -> [B, h, T, D]"""
         rows, heads, length, size = x_BHtD.shape
         parts = x_BHtD.view(rows, self.degree, heads // self.degree, length, size).transpose(0, 1)
-        came = _dim_zero_all_to_all(self.group, parts)  # [S, B, h, t, D], by the columns' owner
+        came = all_to_all(self.group, parts)  # [S, B, h, t, D], by the columns' owner
         return came.permute(1, 2, 0, 3, 4).reshape(rows, heads // self.degree, self.degree * length, size)
 
     def to_columns(self, x_BThD: Tensor) -> Tensor:
         """[B, T, h, D] -> [B, t, H, D]"""
         rows, length, heads, size = x_BThD.shape
         parts = x_BThD.view(rows, self.degree, length // self.degree, heads, size).transpose(0, 1)
-        came = _dim_zero_all_to_all(self.group, parts)  # [S, B, t, h, D], by the heads' owner
+        came = all_to_all(self.group, parts)  # [S, B, t, h, D], by the heads' owner
         return came.permute(1, 2, 0, 3, 4).reshape(rows, length // self.degree, self.degree * heads, size)
 
     def attend(self, inner: Callable[..., Any], module: Any, qkv: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
@@ -123,10 +128,11 @@ def _groups_of(attention: Any, groups: int) -> Iterator[None]:
         attention.num_key_value_groups = before
 
 
-def share_attention(hf: Any, exchange: Exchange) -> None:
+def share_attention(hf: PreTrainedModel, exchange: Exchange) -> None:
     """Send every attention of the model through the exchange. Raises ModelError where that is not enough."""
     check_attention(hf)
-    _intercept()
+    stand_before_attention(_attend)
+    module: Any
     for module in hf.modules():
         module.llmtrain_exchange = exchange
         bare = not any(True for _ in module.parameters())
@@ -134,31 +140,14 @@ def share_attention(hf: Any, exchange: Exchange) -> None:
             _see_the_last_position(module, exchange)
 
 
-def _intercept() -> None:
-    """Stand between the models and transformers' attention functions; a module without an exchange does not notice.
-
-    All models ask this method for the function, with their own eager one as an argument: replacing functions in the
-    interface would miss that one.
-    """
-    from transformers.modeling_utils import AttentionInterface
-
-    plain = AttentionInterface.get_interface
-    if getattr(plain, "llmtrain", False):
-        return
-
-    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        inner = plain(self, attn_implementation, default)
-
-        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            exchange: Exchange | None = getattr(module, "llmtrain_exchange", None)
-            if exchange is None or not exchange.active:
-                return inner(module, query, key, value, *args, **kwargs)
-            return exchange.attend(inner, module, (query, key, value), *args, **kwargs)
-
-        return attend
-
-    get_interface.llmtrain = True  # type: ignore[attr-defined]
-    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
+def _attend(
+    inner: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """What transformers' attention functions are for a module with an exchange; others do not notice."""
+    exchange: Exchange | None = getattr(module, "llmtrain_exchange", None)
+    if exchange is None or not exchange.active:
+        return inner(module, query, key, value, *args, **kwargs)
+    return exchange.attend(inner, module, (query, key, value), *args, **kwargs)
 
 
 def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
@@ -178,35 +167,7 @@ def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
     rotary.forward = forward
 
 
-@contextlib.contextmanager
-def _masks_for(places_BT: Tensor) -> Iterator[None]:
-    """Let transformers make its attention masks for whole rows although the model sees some columns only."""
-    from transformers import masking_utils
-
-    arguments = masking_utils._preprocess_mask_arguments
-    # transformers 5.17 has none: its masks take distances in the row, also within documents, and need no positions.
-    packed = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-
-    def of_whole_rows(config: Any, inputs_embeds: Tensor, *args: Any, **kwargs: Any) -> Any:
-        whole = inputs_embeds[:, :1].expand(-1, places_BT.shape[1], -1)  # only its shape is read
-        return arguments(config, whole, *args, **kwargs)
-
-    def within_documents(mask_function: Any, position_ids: Tensor, packed_sequence_mask: Tensor) -> Any:
-        assert packed is not None
-        return packed(mask_function, places_BT, packed_sequence_mask)
-
-    masking_utils._preprocess_mask_arguments = of_whole_rows
-    if packed is not None:
-        masking_utils.packed_sequence_compatibility_function = within_documents
-    try:
-        yield
-    finally:
-        masking_utils._preprocess_mask_arguments = arguments
-        if packed is not None:
-            masking_utils.packed_sequence_compatibility_function = packed
-
-
-def check_attention(hf: Any) -> None:
+def check_attention(hf: PreTrainedModel) -> None:
     """Prove that tokens of the model look at each other through transformers' attention functions only.
 
     A small copy runs with attention that gives every token its own value: no token may then feel another.
@@ -233,8 +194,8 @@ def check_attention(hf: Any) -> None:
                     f"model: the attention of {name} has a parameter of its own ({parameter}), with a value for each "
                     f"head; ranks that share heads would need their parts of it. Set {_KEY} to 1."
                 )
-        with _only_own_values():
-            one, two = (_run_watched(small, tokens) for tokens in (ids, other))
+    with torch.no_grad(), attention_seen(small, compute=_own_value):
+        one, two = (_run_watched(small, tokens) for tokens in (ids, other))
     # Not to the bit: a token that goes to another expert changes the shapes, and so the rounding, of the products.
     felt = ~torch.isclose(one, two, rtol=1e-3, atol=1e-4).all(-1)[0]
     felt[5] = False
@@ -248,7 +209,7 @@ def check_attention(hf: Any) -> None:
 _KEY = "sequence_parallel_size"
 
 
-def _run_watched(small: Any, ids: Tensor) -> Tensor:
+def _run_watched(small: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits of a copy whose attention is watched. Raises ModelError: a model may ask more of its attention."""
     try:
         return run_copy(small, ids)
@@ -258,21 +219,9 @@ def _run_watched(small: Any, ids: Tensor) -> Tensor:
         ) from error
 
 
-@contextlib.contextmanager
-def _only_own_values() -> Iterator[None]:
-    """Attention in which a token sees itself only, for the probe's function."""
-    from llmtrain.models.structure import probe
-
-    plain = probe._attention
-
-    def own_value(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
-
-    probe._attention = own_value  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        probe._attention = plain
+def _own_value(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention in which a token sees itself only."""
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
 
 
 def _heads_text(heads: int, degree: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLa
 from llmtrain.models.structure.anatomy import Anatomy
 from llmtrain.models.structure.mlps import dense_mlps
 from llmtrain.models.tiled import tile_mlps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Entrance(AbsentLayer):
@@ -40,7 +43,7 @@ class Entrance(AbsentLayer):
 class Stage(nn.Module):
     """What one stage computes."""
 
-    def __init__(self, hf: nn.Module, entrance: Entrance | None) -> None:
+    def __init__(self, hf: PreTrainedModel, entrance: Entrance | None) -> None:
         super().__init__()
         self.hf = hf
         self._entrance = (entrance,)  # no submodule a second time
@@ -66,7 +69,7 @@ class Stage(nn.Module):
             if self.wants_logits:
                 out = self.hf(**kwargs).logits
             else:
-                out = self.hf.base_model(**kwargs).last_hidden_state  # type: ignore[operator]
+                out = self.hf.base_model(**kwargs).last_hidden_state
         if self.conclude is not None:
             return self.conclude(out)
         return out if positions is None else (out, positions)
@@ -84,7 +87,7 @@ class Part:
 
 
 def build_stage(
-    hf: Any,
+    hf: PreTrainedModel,
     anatomy: Anatomy,
     part: Part,
     resolved: ResolvedRun,
@@ -114,7 +117,7 @@ def build_stage(
     return Stage(hf, entrance)
 
 
-def _cut(hf: Any, anatomy: Anatomy, part: Part, dtype: torch.dtype) -> Entrance | None:
+def _cut(hf: PreTrainedModel, anatomy: Anatomy, part: Part, dtype: torch.dtype) -> Entrance | None:
     """Take the other stages' parts out of a model. Returns where the hidden state enters; None on the first stage."""
     as_tuple = anatomy.layers_return_tuples
     absent: dict[str, nn.Module] = {
@@ -127,8 +130,7 @@ def _cut(hf: Any, anatomy: Anatomy, part: Part, dtype: torch.dtype) -> Entrance 
     if not part.last:
         absent |= {path: AbsentAfter() for path in (*anatomy.after, anatomy.head)}
     for path, module in absent.items():
-        parent, _, name = path.rpartition(".")
-        setattr(hf.get_submodule(parent), name, module)
+        hf.set_submodule(path, module)
     return entrance
 
 
@@ -136,11 +138,11 @@ def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
     """Give the parameters that are left memory on the device, and move the buffers there."""
     made: dict[int, nn.Parameter] = {}
     for module in hf.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
                 if id(parameter) not in made:
                     values = torch.empty(parameter.shape, dtype=dtype, device=device)
                     made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                module._parameters[key] = made[id(parameter)]
+                setattr(module, key, made[id(parameter)])
         for buffer in module.buffers(recurse=False):
             buffer.data = buffer.to(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,14 @@ from llmtrain.models.parallel.balance import Weights
 from llmtrain.models.parallel.stage import Part, Stage, build_stage
 from llmtrain.models.structure.anatomy import Anatomy
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _RUNS = 5
 """The fastest counts: whatever else the machine does only adds."""
 
 
-def seconds_of(resolved: ResolvedRun, hf: Any, anatomy: Anatomy, device: torch.device) -> Weights:
+def seconds_of(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, device: torch.device) -> Weights:
     """Forward and backward time of each part on a micro-batch of the run, in seconds; all ranks get rank 0's.
 
     One part at a time has memory, and layers of one kind are measured once.
@@ -44,12 +47,12 @@ def seconds_of(resolved: ResolvedRun, hf: Any, anatomy: Anatomy, device: torch.d
     return box[0]
 
 
-def _measure(resolved: ResolvedRun, hf: Any, anatomy: Anatomy, device: torch.device) -> Weights:
+def _measure(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, device: torch.device) -> Weights:
     kinds: dict[Any, list[int]] = {}
     for index, layer in enumerate(anatomy.layers):
         module = hf.get_submodule(layer.path)
         shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
-        kinds.setdefault((layer.sliding, layer.experts is not None, shapes), []).append(index)
+        kinds.setdefault((layer.sliding, shapes), []).append(index)
     count = len(anatomy.layers)
     nothing = range(count, count)
 
@@ -95,7 +98,7 @@ def _seconds(stage: Stage, resolved: ResolvedRun, first: bool, last: bool) -> fl
 
 def _backward(stage: Stage, out: Any, tokens: torch.Tensor, last: bool, chunk: int) -> None:
     if last:
-        head: Any = stage.hf.get_output_embeddings()  # type: ignore[operator]
+        head: Any = stage.hf.get_output_embeddings()
         form = HeadForm.of(stage.hf.config)
         chunked_nll_sum(out, head.weight, head.bias, tokens, chunk=chunk, form=form).backward()
     elif out.requires_grad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,11 @@ from llmtrain.models.structure.projections import Projections, projections
 from llmtrain.models.structure.rehearsal import divide_heads
 from llmtrain.tensors.region import Region, shard, whole
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def shared_model(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> Any:
+
+def shared_model(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PreTrainedModel:
     """The transformers model with this rank's shards, uninitialised; under ZeRO 3 with its partitions of them.
 
     Raises:
@@ -95,7 +98,7 @@ def shard_model(
     set_autotp_mode(training=True)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     modules: dict[str, Any] = dict(hf.named_modules())
-    experts = {path: modules[path] for path in _fused_experts(anatomy, modules)}
+    experts = {layer.experts: modules[layer.experts] for layer in anatomy.layers if layer.experts in modules}
     check_degree(shared, degree, {path: _expert_width(path, module) for path, module in experts.items()})
     hf.whole_shapes = tensor_shapes(hf)  # type: ignore[assignment]
     weights = {path: next(modules[path].parameters(), None) for path in (anatomy.embedding, anatomy.head)}
@@ -114,7 +117,8 @@ def shard_model(
     for entry in shared.maps:
         if entry.path in modules:
             kind = Column if entry.column else Row
-            _put(modules, entry.path, kind(modules[entry.path], span, transposed=entry.transposed, name=entry.path))
+            mine = kind(modules[entry.path], span, transposed=entry.transposed, name=entry.path)
+            hf.set_submodule(entry.path, mine)
     for path in shared.attentions:
         if path in modules:
             divide_heads(modules[path], shared.local_numbers, degree)
@@ -185,12 +189,6 @@ def _word_shares(modules: dict[str, Any], words: dict[str, Words]) -> _Shares:
     return found
 
 
-def _fused_experts(anatomy: Anatomy, modules: dict[str, Any]) -> list[str]:
-    """Modules with the weights of all experts of a layer as 3-D parameters (those in lists are linear maps)."""
-    paths = [layer.experts.experts for layer in anatomy.layers if layer.experts is not None]
-    return [path for path in paths if path in modules and not isinstance(modules[path], nn.ModuleList)]
-
-
 def _expert_width(path: str, experts: Any) -> int:
     """Features within each expert. transformers names and lays out the weights of all fused experts alike."""
     names = {name for name, _ in experts.named_parameters()}
@@ -230,7 +228,7 @@ def _norm_shares(modules: dict[str, Any], shared: Projections, rank: int, degree
             for name, parameter in modules[path].named_parameters():
                 shape = tuple(parameter.shape)
                 found[parameter] = Share(shape=shape, region=whole(shape), name=f"{path}.{name}"), shape
-        _put(modules, parent, modules[parent][rank * each : (rank + 1) * each])
+        modules[""].set_submodule(parent, modules[parent][rank * each : (rank + 1) * each])
     return found
 
 
@@ -245,9 +243,7 @@ def _replace_parameters(
     """Every parameter becomes this rank's, once, however many modules hold it."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in hf.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in made:
                 assert parameter.is_meta, name
                 shape = tuple(parameter.shape)
@@ -258,12 +254,7 @@ def _replace_parameters(
                 new.tensor_model_parallel = parameter in shares  # type: ignore[attr-defined]
                 settle(new)
                 made[parameter] = new
-            module._parameters[name] = made[parameter]
-
-
-def _put(modules: dict[str, Any], path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    modules[parent]._modules[name] = module
+            setattr(module, name, made[parameter])
 
 
 def _drops(modules: Iterable[nn.Module]) -> bool:

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import Tensor, nn
 
+from llmtrain.models.parallel.deepspeed_private import overrides
+
 
 class Span:
     """The stretch of a layer in which each rank of the group has its own share of the activations.
@@ -79,6 +81,7 @@ class Column(LinearLayer):
         input = self._span.enter(input, training=self.training)
         return _linear(input, self.weight, self.bias, self._transposed)
 
+    @overrides(LinearLayer)
     def _mark_uc_metadata(self) -> None:
         """Our checkpoints know shards as regions (tensors/region.py)."""
 
@@ -97,9 +100,11 @@ class Row(LinearAllreduce):
         output = summed(_linear(input, self.weight, None, self._transposed), self._span.group)
         return output if self.bias is None else output + self.bias
 
+    @overrides(LinearAllreduce)
     def _tp_partition(self, params_list: Sequence[Any]) -> None:
         """The parameter is a shard already."""
 
+    @overrides(LinearAllreduce)
     def _mark_uc_metadata(self) -> None:
         """See Column."""
 

@@ -6,8 +6,8 @@ import contextlib
 import copy
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,9 +21,13 @@ from llmtrain.models.fields import check_fields
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel import balance
+from llmtrain.models.patches import attention_is, loads_as_causal_model, takes_flash_attention
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.probe import probe_copy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _TOKENS = 16  # of the rehearsal: sizes that do not fit show at any length
@@ -114,18 +118,20 @@ def _check_heads(text: Any, key: str, resolved: ResolvedRun, problems: Problems)
             return
 
 
-def _check_flash(hf: nn.Module, resolved: ResolvedRun, problems: Problems) -> None:
+def _check_flash(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problems) -> None:
     attention = resolved.run.model.attention
     package, place = _FLASH_PACKAGES[attention], resolved.places.get("model.attention")
     remedy = "set model.attention to sdpa, which picks the fastest kernel of the device"
-    if not getattr(hf, "_supports_flash_attn", True):
+    if not takes_flash_attention(hf):
         problems.add("model.attention", attention, f"{type(hf).__name__} does not take it", remedy, place)
     elif not any(importlib.util.find_spec(name) for name in (package, "kernels")):
         rule = f"its package {package} is not installed here"
         problems.add("model.attention", attention, rule, f"install it, or {remedy}", place)
 
 
-def _check_length(hf: nn.Module, config: Any, key: str, resolved: ResolvedRun, problems: Problems) -> tuple[str, ...]:
+def _check_length(
+    hf: PreTrainedModel, config: PreTrainedConfig, key: str, resolved: ResolvedRun, problems: Problems
+) -> tuple[str, ...]:
     """A sequence may not have more positions than a table of them; beyond what rotary ones were made for: a note."""
     length, place = resolved.run.data.sequence_length, resolved.places.get("data.sequence_length")
     longest = getattr(config, "max_position_embeddings", None)
@@ -147,9 +153,9 @@ def _check_length(hf: nn.Module, config: Any, key: str, resolved: ResolvedRun, p
     )
 
 
-def _has_table(hf: nn.Module, longest: int) -> bool:
+def _has_table(hf: PreTrainedModel, longest: int) -> bool:
     """Whether positions are looked up in a table of about that many rows: learned, or computed once."""
-    words = hf.get_input_embeddings()  # type: ignore[operator]
+    words = hf.get_input_embeddings()
     tables: list[torch.Tensor] = [
         module.weight for module in hf.modules() if isinstance(module, nn.Embedding) and module is not words
     ]
@@ -157,7 +163,7 @@ def _has_table(hf: nn.Module, longest: int) -> bool:
     return any(longest <= table.shape[0] <= longest + 8 for table in tables)  # OPT and XGLM have two rows more
 
 
-def _check_stages(hf: Any, resolved: ResolvedRun) -> None:
+def _check_stages(hf: PreTrainedModel, resolved: ResolvedRun) -> None:
     """As many layers as the stages of the pipeline ask for. Raises ModelError."""
     check_stages(hf.config)
     layers, stages = len(decoder_layers(hf)), resolved.degrees.pipeline
@@ -168,7 +174,7 @@ def _check_stages(hf: Any, resolved: ResolvedRun) -> None:
         balance.uniform(layers, stages)
 
 
-def _check_copy(hf: Any, key: str, chunk: int) -> None:
+def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
     """What a small copy of the model shows: it does not see the tokens that it should predict, and our loss is its own.
 
     Raises ModelError. Where no small copy of the model works, nothing is known.
@@ -200,11 +206,9 @@ def _check_copy(hf: Any, key: str, chunk: int) -> None:
 
 def _check_export(spec: ModelSpec) -> None:
     """The folder that the run ends with can be written and loaded. Raises ModelError."""
-    from transformers import AutoModelForCausalLM
-
     try:
         hf, _ = spec.skeleton, spec.layout
-        if type(hf.config) not in AutoModelForCausalLM._model_mapping:
+        if not loads_as_causal_model(hf.config):
             raise ModelError(
                 f"model: transformers makes a {type(hf).__name__} of a part of its configuration, "
                 f"{type(hf.config).__name__}, from which it loads no causal language model."
@@ -213,14 +217,14 @@ def _check_export(spec: ModelSpec) -> None:
         raise ModelError(f"{error} Set train.export to false: training and its checkpoints need no folder.") from error
 
 
-def _rehearse(hf: nn.Module, key: str, tokens: int) -> None:
+def _rehearse(hf: PreTrainedModel, key: str, tokens: int) -> None:
     """Let tokens through the model on the meta device: sizes that do not fit show there. Raises ModelError."""
-    hf.to("meta")
+    model: Any = hf  # transformers' own types of `to` and of a call say less
+    model.to("meta")
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    forward: Callable[..., Any] = hf
     try:
-        with torch.no_grad(), documents_in_rows(None):
-            forward(input_ids=ids, use_cache=False)
+        with torch.no_grad(), documents_in_rows(None), attention_is(hf.config, "eager"):
+            model(input_ids=ids, use_cache=False)
     except RuntimeError as error:
         if not isinstance(error, NotImplementedError) and _SHAPES.search(text := str(error).splitlines()[0]):
             raise ModelError(

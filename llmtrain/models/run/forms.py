@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +22,9 @@ from llmtrain.models.parallel.tensor import shared_model
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.mlps import dense_mlps
 from llmtrain.models.tiled import tile_mlps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def build_model(
@@ -79,7 +82,7 @@ def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
         ) from error
 
 
-def _whole_model(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> Any:
+def _whole_model(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PreTrainedModel:
     """Every parameter whole, or under ZeRO 3 born partitioned."""
     with contextlib.ExitStack() as stack:
         if resolved.zero_stage == 3:

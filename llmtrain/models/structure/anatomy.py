@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,11 @@ from llmtrain.errors import ModelError
 from llmtrain.models.frozen import named_tensors
 from llmtrain.models.loss import HeadForm
 from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
-from llmtrain.models.structure.expert_parts import Experts, experts_of
 from llmtrain.models.structure.probe import Attended, Call, Watch, attention_seen, probe_copy, run_copy
 from llmtrain.models.structure.shrink import check_same_structure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _TOKENS = (2, 12)
 """Batch and length of the probe."""
@@ -44,15 +46,14 @@ class Layer:
     path: str
     sliding: bool
     """Its attention looks back over a window only."""
-    experts: Experts | None
+    experts: str | None
+    """Path of the module that holds the weights of all its experts as 3-D parameters [experts, ...]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
     """Paths are dotted module names in the model: with ".weight" they are Hugging Face's parameter names."""
 
-    trunk: str
-    """Module whose forward calls the layers ("model", in OPT "model.decoder")."""
     embedding: str
     before: tuple[Before, ...]
     """The embedding and all else that makes the first hidden state, in the order of running."""
@@ -62,20 +63,12 @@ class Anatomy:
     layers_return_tuples: bool
     after: tuple[str, ...]
     """From the last layer to the head, in the order of running (final norm, projection); the head is not among them."""
-    support: tuple[str, ...]
-    """Children of the trunk (or above it) without parameters that every rank with a layer needs: rotary embeddings."""
     head: str
     tied: bool
     """Head and embedding are one parameter."""
-    scales_embedding: bool
-    """The first hidden state is the embedding's rows times a number (Gemma)."""
-    attention_cap: float | None
-    """cap * tanh(scores / cap)."""
-    head_form: HeadForm
-    """What happens to the logits."""
 
 
-def anatomy_of(hf: Any) -> Anatomy:
+def anatomy_of(hf: PreTrainedModel) -> Anatomy:
     """The parts of a causal language model, proved on a small copy. The model itself may be on the meta device.
 
     Raises:
@@ -88,7 +81,7 @@ def anatomy_of(hf: Any) -> Anatomy:
     layer_list = _layer_list(small)
     parts = _parts(small, layer_list)
     heads = [path for path in parts if isinstance(small.get_submodule(path), nn.Linear) and "." not in path]
-    watched = Watch(small, [*parts, *(f"{layer_list}.{i}" for i in range(len(small.get_submodule(layer_list))))])
+    watched = Watch(small, [*parts, *(f"{layer_list}.{i}" for i in range(_count(small, layer_list)))])
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, min(small.config.vocab_size, 512), _TOKENS, generator=generator)
     with watched:
@@ -97,13 +90,13 @@ def anatomy_of(hf: Any) -> Anatomy:
         run_copy(small, ids)
     found = _Found(name, small, layer_list, parts, watched.calls, ids, logits, attended)
     head = found.head(heads)
-    before, after, support = found.sort_parts(head)
+    before, after = found.sort_parts(head)
     found.prove(before, after, head)
     _check_parameters(hf, layer_list, [*before, *after, head])
     embedding = found.embedding(before)
-    width, hidden = hf.get_submodule(embedding).embedding_dim, hf.config.hidden_size
+    words: Any = hf.get_submodule(embedding)
+    width, hidden = words.embedding_dim, hf.config.hidden_size
     return Anatomy(
-        trunk=layer_list.rpartition(".")[0],
         embedding=embedding,
         before=tuple(
             Before(path=path, width=width if found.width(path) == found.width(embedding) else hidden) for path in before
@@ -112,16 +105,12 @@ def anatomy_of(hf: Any) -> Anatomy:
         layers=tuple(_layers(hf, layer_list, found.sliding())),
         layers_return_tuples=found.returns_tuples,
         after=tuple(after),
-        support=tuple(support),
         head=head,
         tied=hf.get_submodule(head).weight is hf.get_submodule(embedding).weight,
-        scales_embedding=found.scales_embedding(embedding),
-        attention_cap=found.attention_cap(),
-        head_form=HeadForm.of(hf.config),
     )
 
 
-def _refuse_other_kinds(hf: Any) -> None:
+def _refuse_other_kinds(hf: PreTrainedModel) -> None:
     config, name = hf.config, type(hf).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"model: {name} has an encoder and a decoder; only decoders are taken apart.")
@@ -134,7 +123,7 @@ def _refuse_other_kinds(hf: Any) -> None:
         raise ModelError(f"model: layerdrop {config.layerdrop} skips layers at random, each rank others; set it to 0.")
 
 
-def _inner(config: Any) -> str:
+def _inner(config: PreTrainedConfig) -> str:
     return ", ".join(sorted(getattr(config, "sub_configs", {}))) or "several configurations"
 
 
@@ -150,6 +139,10 @@ def _layer_list(hf: nn.Module) -> str:
     if len(outer) > 1:
         raise ModelError(f"model: {name} has several lists of layers ({', '.join(outer)}); only one is understood.")
     return outer[0]
+
+
+def _count(hf: nn.Module, layer_list: str) -> int:
+    return sum(1 for _ in hf.get_submodule(layer_list).children())
 
 
 def _parts(hf: nn.Module, layer_list: str) -> list[str]:
@@ -169,7 +162,7 @@ def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None
     """Each parameter belongs to one part; head and embedding may be one parameter."""
     name = type(hf).__name__
     owners: dict[int, str] = {}
-    parts = [f"{layer_list}.{index}" for index in range(len(hf.get_submodule(layer_list)))]  # type: ignore[arg-type]
+    parts = [f"{layer_list}.{index}" for index in range(_count(hf, layer_list))]
     for path in [*parts, *others]:
         for inner, parameter in named_tensors(hf.get_submodule(path)):
             owner = owners.setdefault(id(parameter), path)
@@ -189,7 +182,7 @@ class _Found:
     def __init__(
         self,
         name: str,
-        small: Any,
+        small: PreTrainedModel,
         layer_list: str,
         parts: list[str],
         calls: list[Call],
@@ -200,7 +193,7 @@ class _Found:
         self._name, self._small, self._list, self._parts = name, small, layer_list, parts
         self._ids, self._logits, self._attended = ids, logits, attended
         self._calls = {path: [call for call in calls if call.path == path] for path in parts}
-        count = len(small.get_submodule(layer_list))
+        count = _count(small, layer_list)
         self._layers: list[Call] = []
         for index in range(count):
             of_layer = [call for call in calls if call.path == f"{layer_list}.{index}"]
@@ -232,10 +225,13 @@ class _Found:
             raise self._no("it has no linear layer as a head, outside of its decoder")
         return max(called, key=lambda path: self._calls[path][-1].begin)
 
-    def sort_parts(self, head: str) -> tuple[list[str], list[str], list[str]]:
-        """Paths before, after and beside the layers."""
+    def sort_parts(self, head: str) -> tuple[list[str], list[str]]:
+        """Paths before and after the layers. What is beside them has no parameters, and every rank with a layer needs
+        it: rotary embeddings.
+        """
         first, last = self._layers[0].begin, self._layers[-1].end
-        before, after, support = [], [], []
+        before: list[str] = []
+        after: list[str] = []
         taken = {tensor.data_ptr() for call in self._layers for tensor in call.other_tensors()}
         for path in self._parts:
             calls = self._calls[path]
@@ -246,18 +242,18 @@ class _Found:
                 raise self._no(f"{path} has parameters but does not run in a forward pass")
             gives = {tensor.data_ptr() for call in calls for tensor in call.outputs()}
             if not calls or (bare and gives & taken):
-                support.append(path)
-            elif all(call.end < first for call in calls):
+                continue
+            if all(call.end < first for call in calls):
                 before.append(path)
             elif all(call.begin > last for call in calls):
                 after.append(path)
             else:
                 raise self._no(f"{path} runs between the layers")
-            if path not in support and len(calls) > 1:
+            if len(calls) > 1:
                 raise self._no(f"{path} runs {len(calls)} times in a forward pass")
         for paths in (before, after):
             paths.sort(key=lambda path: self._calls[path][0].begin)
-        return before, after, support
+        return before, after
 
     def embedding(self, before: list[str]) -> str:
         """The one that gets the tokens."""
@@ -277,19 +273,6 @@ class _Found:
         windows = {call.path: call.window for call in self._attended}
         inside = [[w for path, w in windows.items() if path.startswith(f"{call.path}.")] for call in self._layers]
         return [any(window is not None for window in of_layer) for of_layer in inside]
-
-    def attention_cap(self) -> float | None:
-        caps = {call.cap for call in self._attended}
-        return next(iter(caps)) if len(caps) == 1 else None
-
-    def scales_embedding(self, embedding: str) -> bool:
-        rows = self._small.get_submodule(embedding).weight.detach()[self._ids]
-        hidden = self._layers[0].hidden
-        assert hidden is not None
-        if rows.shape != hidden.shape:
-            return False
-        ratio = float((hidden.detach() * rows).sum() / (rows * rows).sum())
-        return abs(ratio - 1) > 1e-3 and bool(torch.allclose(hidden, rows * ratio, rtol=1e-4, atol=1e-6))
 
     def prove(self, before: list[str], after: list[str], head: str) -> None:
         """Run each layer, and what comes after, without the others. Raises ModelError where a bit differs."""
@@ -340,14 +323,22 @@ class _Found:
 
 def _put(hf: nn.Module, modules: dict[str, nn.Module]) -> None:
     for path, module in modules.items():
-        parent, _, name = path.rpartition(".")
-        hf.get_submodule(parent)._modules[name] = module
+        hf.set_submodule(path, module)
 
 
-def _layers(hf: Any, layer_list: str, sliding: list[bool]) -> Iterator[Layer]:
+def _layers(hf: PreTrainedModel, layer_list: str, sliding: list[bool]) -> Iterator[Layer]:
     """The layers of the full model; those of the copy say which kinds there are."""
     types = getattr(hf.config, "layer_types", None)
     for index, name in enumerate(dict(hf.get_submodule(layer_list).named_children())):
         path = f"{layer_list}.{name}"
         of_type = "sliding" in types[index] or "chunked" in types[index] if types else all(sliding)
-        yield Layer(path=path, sliding=of_type, experts=experts_of(hf, path))
+        yield Layer(path=path, sliding=of_type, experts=_experts(hf, path))
+
+
+def _experts(hf: nn.Module, path: str) -> str | None:
+    """Of the layer at `path`; a convolution has one such parameter."""
+    for inner, module in hf.get_submodule(path).named_modules():
+        counts = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
+        if inner and len(counts) >= 2 and len(set(counts)) == 1:
+            return f"{path}.{inner}"
+    return None

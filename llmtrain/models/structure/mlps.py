@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,11 @@ from llmtrain.models.build import decoder_layers
 from llmtrain.models.experts import expert_blocks
 from llmtrain.models.structure.probe import attention_seen, probe_copy
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def dense_mlps(hf: Any) -> list[nn.Module]:
+
+def dense_mlps(hf: PreTrainedModel) -> list[nn.Module]:
     """Every dense MLP of the decoder; the model may be on the meta device.
 
     Raises:
@@ -32,12 +35,12 @@ def dense_mlps(hf: Any) -> list[nn.Module]:
     return found
 
 
-def _layers(hf: Any) -> Iterator[tuple[str, nn.Module]]:
+def _layers(hf: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     layers = {id(layer) for layer in decoder_layers(hf)}
     return ((name, module) for name, module in hf.named_modules() if id(module) in layers)
 
 
-def _mlp_kinds(hf: Any) -> list[tuple[str, type]]:
+def _mlp_kinds(hf: PreTrainedModel) -> list[tuple[str, type]]:
     """(path in a decoder layer, class) of the MLPs, found by what modules of a small copy do.
 
     An MLP maps [B, T, H] to [B, T, H] token by token, through at least two matrices, without attention.

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
 from llmtrain.models.frozen import freeze
+from llmtrain.models.patches import attention_is, build_with
 from llmtrain.models.structure.shrink import shrunk_config, without_dropout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _MOST = 100_000_000  # parameters of a small copy: 0.4 GB, nothing written yet
 _NAME = "llmtrain_probe"
@@ -75,7 +79,6 @@ class Attended:
     output: Tensor
     """[B, T, heads, size]"""
     window: int | None
-    cap: float | None
 
 
 class Watch:
@@ -139,7 +142,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def probe_copy(hf: Any) -> Any:
+def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
     """A small real copy on the CPU in fp32, with random parameters and no dropout, whose class is the model's own.
 
     Raises ModelError.
@@ -149,7 +152,7 @@ def probe_copy(hf: Any) -> Any:
         config.output_router_logits = False
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            small = type(hf)._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
+            small = build_with(type(hf), copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
     except Exception as error:  # whatever a configuration with other numbers makes transformers or torch raise
         raise ModelError(f"model: no small copy of {type(hf).__name__} can be built: {error}") from error
     freeze(small)
@@ -165,7 +168,7 @@ def probe_copy(hf: Any) -> Any:
     return small.eval()
 
 
-def run_copy(small: Any, ids: Tensor) -> Tensor:
+def run_copy(small: PreTrainedModel, ids: Tensor) -> Tensor:
     """Its logits. Raises ModelError."""
     try:
         return small(input_ids=ids, use_cache=False).logits
@@ -176,10 +179,14 @@ def run_copy(small: Any, ids: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def attention_seen(small: Any, *, cut: bool = False) -> Iterator[list[Attended]]:
+def attention_seen(
+    small: PreTrainedModel, *, cut: bool = False, compute: Callable[..., Tensor] | None = None
+) -> Iterator[list[Attended]]:
     """Let the model's attention go through a function that records its calls; models with code of their own do not.
 
-    `cut`: the graph ends there, and begins again with what attention gives.
+    Args:
+        cut: the graph ends there, and begins again with what attention gives.
+        compute: what attention gives, [B, T, heads, size] from query, key and value; default: attention.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -190,25 +197,22 @@ def attention_seen(small: Any, *, cut: bool = False) -> Iterator[list[Attended]]
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
-        output = _attention(query, key, value, attention_mask, kwargs.get("scaling"), kwargs.get("softcap"))
+        if compute is not None:
+            output = compute(query, key, value)
+        else:
+            output = _attention(query, key, value, attention_mask, kwargs.get("scaling"), kwargs.get("softcap"))
         if cut:
             output = output.detach().requires_grad_()
-        window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
-        calls.append(
-            Attended(
-                path=paths.get(id(module), ""), query=query, key=key, value=value, output=output, window=window, cap=cap
-            )
-        )
+        path, window = paths.get(id(module), ""), kwargs.get("sliding_window")
+        calls.append(Attended(path=path, query=query, key=key, value=value, output=output, window=window))
         return output, None
 
     ALL_ATTENTION_FUNCTIONS[_NAME] = attend
     ALL_MASK_ATTENTION_FUNCTIONS[_NAME] = eager_mask
-    before = small.config._attn_implementation
-    small.config._attn_implementation = _NAME
     try:
-        yield calls
+        with attention_is(small.config, _NAME):
+            yield calls
     finally:
-        small.config._attn_implementation = before
         del ALL_ATTENTION_FUNCTIONS[_NAME], ALL_MASK_ATTENTION_FUNCTIONS[_NAME]
 
 

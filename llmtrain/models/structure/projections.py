@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from llmtrain.models.structure.anatomy import Anatomy
 from llmtrain.models.structure.layer_graph import LayerGraph
 from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
 from llmtrain.models.structure.rehearsal import InnerNorm, Map, rehearse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,7 @@ class Projections:
     """Shared features of the maps outside of attention, of which each rank needs a whole number."""
 
 
-def projections(hf: Any, anatomy: Anatomy) -> Projections:
+def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
     """Of a model (it may be on the meta device), found and rehearsed on a small copy.
 
     Raises:
@@ -51,7 +54,7 @@ def projections(hf: Any, anatomy: Anatomy) -> Projections:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     ids = torch.randint(0, min(config.vocab_size, 512), (2, 12), generator=torch.Generator().manual_seed(0))
-    paths = [f"{anatomy.layer_list}.{index}" for index in range(len(small.get_submodule(anatomy.layer_list)))]
+    paths = [f"{anatomy.layer_list}.{name}" for name, _ in small.get_submodule(anatomy.layer_list).named_children()]
     with attention_seen(small, cut=True) as attended:
         with Watch(small, paths) as watch:
             try:
@@ -73,7 +76,7 @@ def projections(hf: Any, anatomy: Anatomy) -> Projections:
     return _of_whole_model(hf, anatomy, kinds, tuple(sorted(numbers)))
 
 
-def _own_attention(hf: Any, error: str = "") -> ModelError:
+def _own_attention(hf: PreTrainedModel, error: str = "") -> ModelError:
     return ModelError(
         f"model: {type(hf).__name__} has layers that do not call transformers' attention function once (state-space or "
         "recurrent layers, or attention with code of its own), so its heads cannot be shared; remove the key, or use a "
@@ -129,7 +132,7 @@ def _norms(graph: LayerGraph) -> list[InnerNorm]:
 
 
 def _of_whole_model(
-    hf: Any,
+    hf: PreTrainedModel,
     anatomy: Anatomy,
     kinds: dict[frozenset[tuple[str, int]], tuple[list[Map], list[InnerNorm], str]],
     numbers: tuple[str, ...],

@@ -71,7 +71,7 @@ class _Shared(nn.Module):
         dim = int(entry.column == entry.transposed)
         weight = _share(module.weight, dim, entry.sections, rank, meeting.degree)
         self.weight = weight.T if entry.transposed else weight
-        self._rank, self._column, self._meeting = rank, entry.column, meeting
+        self._rank, self._column, self.meeting = rank, entry.column, meeting
         bias = getattr(module, "bias", None)
         if bias is not None and entry.column:
             bias = _share(bias, 0, entry.sections, rank, meeting.degree)
@@ -80,7 +80,7 @@ class _Shared(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
         if self._column:
             return F.linear(given, self.weight, self.bias)
-        total = torch.stack(self._meeting.all(self._rank, F.linear(given, self.weight))).sum(0)
+        total = torch.stack(self.meeting.all(self._rank, F.linear(given, self.weight))).sum(0)
         return total if self.bias is None else total + self.bias
 
 
@@ -143,15 +143,12 @@ def _ranks(
     for rank in range(meeting.degree):
         own = copy.deepcopy(layer)
         for entry in maps:
-            parent, _, name = entry.path.rpartition(".")
-            shared = _Shared(layer.get_submodule(entry.path), entry, rank, meeting)
-            own.get_submodule(parent)._modules[name] = shared
+            own.set_submodule(entry.path, _Shared(layer.get_submodule(entry.path), entry, rank, meeting))
         for path in {norm.path.rpartition(".")[0] for norm in norms if norm.kind == "one_head"}:
             items = own.get_submodule(path)
             assert isinstance(items, nn.ModuleList)
             each = len(items) // meeting.degree
-            parent, _, name = path.rpartition(".")
-            own.get_submodule(parent)._modules[name] = items[rank * each : (rank + 1) * each]
+            own.set_submodule(path, items[rank * each : (rank + 1) * each])
         for norm in norms:
             if norm.kind == "own_heads":
                 for parameter in own.get_submodule(norm.path).parameters():
@@ -183,7 +180,7 @@ def divide_heads(module: Any, numbers: tuple[str, ...], degree: int) -> None:
 def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception | None]:
     outputs: list[Any] = [None] * len(ranks)
     errors: list[Exception] = []
-    barriers = {m._meeting.barrier for rank in ranks for m in rank.modules() if isinstance(m, _Shared)}
+    barriers = {m.meeting.barrier for rank in ranks for m in rank.modules() if isinstance(m, _Shared)}
 
     def play(index: int) -> None:
         try:

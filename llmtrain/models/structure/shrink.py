@@ -10,11 +10,14 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from llmtrain.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _WIDTH = re.compile(r"(_size|_dim|_inner|_width|_rank|^d_ff)$")
 _NO_WIDTH = re.compile(r"vocab|window|chunk|kernel|group|head_dim|position|batch|patch|image|state")
@@ -27,8 +30,14 @@ _VOCABULARY_UNIT = 64
 
 
 def shrunk_config(
-    config: Any, *, layers: int = 4, kv_heads: int = 4, experts: int = 4, vocabulary: int = 512, positions: int = 64
-) -> Any:
+    config: PreTrainedConfig,
+    *,
+    layers: int = 4,
+    kv_heads: int = 4,
+    experts: int = 4,
+    vocabulary: int = 512,
+    positions: int = 64,
+) -> PreTrainedConfig:
     """A config of the same family and structure with about these sizes; nothing becomes larger than it is.
 
     Args:
@@ -56,7 +65,7 @@ def shrunk_config(
         raise ModelError(f"model: no small copy of a {config.model_type} model can be made: {reason}") from error
 
 
-def without_dropout(config: Any) -> Any:
+def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of the config with every dropout at 0: what can be compared between runs."""
     calm = copy.deepcopy(config)
     for key, value in config.to_dict().items():
@@ -84,7 +93,7 @@ def _structure(hf: nn.Module) -> set[tuple[str, int]]:
 class _Sizes:
     """Fields by transformers' common names ("hidden_size" is n_embd in GPT-2)."""
 
-    def __init__(self, config: Any, fields: dict[str, Any]) -> None:
+    def __init__(self, config: PreTrainedConfig, fields: dict[str, Any]) -> None:
         self._own = {"num_key_value_heads": "num_kv_heads"} if "num_kv_heads" in fields else {}  # Falcon
         if "num_layers" in fields:  # LongCat-Flash
             self._own["num_hidden_layers"] = "num_layers"

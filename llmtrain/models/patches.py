@@ -1,0 +1,206 @@
+"""Names of transformers and torch that are private, or public and replaced: all that llmtrain/models uses of them.
+
+Each entry says what it reads or replaces, and what for. Verified with transformers 5.17 and 5.23, torch 2.11 and 2.13.
+Where a name is gone, the entry raises AttributeError or ImportError with that name: nothing goes on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+ATTENTION_KERNELS = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"""What torch's scaled_dot_product_attention becomes, for model.keep_attention: torch has no public name of these."""
+
+_PACKED_SINCE = (5, 23)
+"""transformers 5.17 makes masks from distances in the row, also within documents, and has no function for them."""
+
+
+def _set(owner: Any, name: str, new: Any) -> Any:
+    """Returns what it was. To set a name that is gone would go unnoticed: AttributeError."""
+    before = getattr(owner, name)
+    setattr(owner, name, new)
+    return before
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    before = _set(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Replaces nn.Module.register_parameter: parameters that train go to the meta device at once, one after another.
+
+    Under torch's own `torch.device("meta")` the buffers would go there as well, and their values be lost. What does not
+    train keeps the constructor's values; a tied parameter stays the same object.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.requires_grad and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"))
+        register(module, name, parameter)
+
+    with _replaced(nn.Module, "register_parameter", register_on_meta):
+        yield
+
+
+@contextlib.contextmanager
+def documents_are(documents_BT: Tensor | None) -> Iterator[None]:
+    """Replaces transformers' search for documents in a row (masking_utils.find_packed_sequence_indices).
+
+    It looks in every forward pass and waits for the device to know whether there are some: the GPU then idles while the
+    host queues the next kernels.
+    """
+    from transformers import masking_utils
+
+    with _replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: documents_BT):
+        yield
+
+
+@contextlib.contextmanager
+def masks_of_whole_rows(places_BT: Tensor) -> Iterator[None]:
+    """Replaces masking_utils._preprocess_mask_arguments and packed_sequence_compatibility_function.
+
+    transformers then makes masks for rows with these positions, although the model sees some of their columns only.
+    """
+    from transformers import masking_utils
+
+    arguments = masking_utils._preprocess_mask_arguments
+
+    def of_whole_rows(config: PreTrainedConfig, inputs_embeds: Tensor, *args: Any, **kwargs: Any) -> Any:
+        whole = inputs_embeds[:, :1].expand(-1, places_BT.shape[1], -1)  # only its shape is read
+        return arguments(config, whole, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(masking_utils, "_preprocess_mask_arguments", of_whole_rows))
+        if hasattr(masking_utils, "packed_sequence_compatibility_function") or _transformers() >= _PACKED_SINCE:
+            packed = masking_utils.packed_sequence_compatibility_function
+
+            def within_documents(mask_function: Any, position_ids: Tensor, packed_sequence_mask: Tensor) -> Any:
+                return packed(mask_function, places_BT, packed_sequence_mask)
+
+            name = "packed_sequence_compatibility_function"
+            stack.enter_context(_replaced(masking_utils, name, within_documents))
+        yield
+
+
+def _transformers() -> tuple[int, ...]:
+    import transformers
+
+    return tuple(int(number) for number in transformers.__version__.split(".")[:2])
+
+
+def stand_before_attention(attend: Callable[..., Any]) -> None:
+    """Replaces AttentionInterface.get_interface, once in a process: every attention of every model goes through
+    `attend(inner, module, query, key, value, ...)`, `inner` being the function that transformers chose.
+
+    All models ask this method, with their own eager function as an argument: to replace functions in the interface
+    would miss that one.
+    """
+    from transformers.modeling_utils import AttentionInterface
+
+    plain = AttentionInterface.get_interface
+    if getattr(plain, "llmtrain", False):  # our own mark
+        return
+
+    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        inner = plain(self, attn_implementation, default)
+        return lambda *args, **kwargs: attend(inner, *args, **kwargs)
+
+    get_interface.llmtrain = True  # type: ignore[attr-defined]
+    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def attention_is(config: PreTrainedConfig, name: str) -> Iterator[None]:
+    """Replaces config._attn_implementation: the model asks for this function without transformers' checks of it."""
+    with _replaced(config, "_attn_implementation", name):
+        yield
+
+
+def loop_over_experts(config: PreTrainedConfig) -> None:
+    """Sets config._experts_implementation, which a public argument does at construction only: the eager loop."""
+    _set(config, "_experts_implementation", "eager")
+
+
+def checkpoint_with(hf: PreTrainedModel, function: Callable[..., Any]) -> None:
+    """Sets the _gradient_checkpointing_func that gradient_checkpointing_enable gave to the layers: any function."""
+    layers: list[Any] = [module for module in hf.modules() if hasattr(module, "_gradient_checkpointing_func")]
+    if not layers:
+        raise AttributeError(f"no layer of {type(hf).__name__} has a _gradient_checkpointing_func")
+    for layer in layers:
+        layer._gradient_checkpointing_func = function
+
+
+def build_with(kind: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    """PreTrainedModel._from_config: of this very class, for which AutoModelForCausalLM may have another."""
+    return kind._from_config(config, **kwargs)
+
+
+def initialise(hf: PreTrainedModel, part: nn.Module) -> None:
+    """PreTrainedModel._init_weights, for a part that is not in the model: init_weights does the whole model."""
+    part.apply(hf._init_weights)
+
+
+def takes_flash_attention(hf: PreTrainedModel) -> bool:
+    """PreTrainedModel._supports_flash_attn."""
+    return hf._supports_flash_attn
+
+
+def loads_as_causal_model(config: PreTrainedConfig) -> bool:
+    """AutoModelForCausalLM._model_mapping: whether a folder with this configuration loads as such a model."""
+    from transformers import AutoModelForCausalLM
+
+    return type(config) in AutoModelForCausalLM._model_mapping
+
+
+def names_not_saved(hf: PreTrainedModel) -> set[str]:
+    """PreTrainedModel._keys_to_ignore_on_save."""
+    return set(hf._keys_to_ignore_on_save or ())
+
+
+def patterns_not_loaded(hf: PreTrainedModel) -> set[str]:
+    """PreTrainedModel._keys_to_ignore_on_load_unexpected."""
+    return set(hf._keys_to_ignore_on_load_unexpected or ())
+
+
+def passing_buffers(module: nn.Module) -> set[str]:
+    """nn.Module._non_persistent_buffers_set: its own buffers that a state_dict leaves out."""
+    return module._non_persistent_buffers_set
+
+
+def storage_of(tensor: Tensor) -> int:
+    """UntypedStorage._cdata: tells storages on the meta device apart, whose data_ptr is 0."""
+    return tensor.untyped_storage()._cdata
+
+
+def fresh_compilation_cache() -> contextlib.AbstractContextManager[Any]:
+    """torch._inductor.utils.fresh_cache: compiles anew what an earlier process may have left compiled."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
+
+
+def set_compile_threads(count: int) -> None:
+    """torch._inductor.config.compile_threads, which torch reads from the environment when it is imported only."""
+    from torch._inductor import config
+
+    _set(config, "compile_threads", count)
