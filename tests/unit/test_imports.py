@@ -15,7 +15,8 @@ PACKAGE = ROOT / "llmtrain"
 # A part may import from its own layer's own part and from every layer above it in this list.
 # Parts that share a layer are siblings: they never import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "foreign", "units", "topology"),
+    ("errors", "foreign", "optimizers", "units"),
+    ("topology",),
     ("log", "redact"),
     ("config", "tensors"),
     ("completion", "schedule"),
@@ -35,10 +36,11 @@ HEAVY = {"torch", "deepspeed", "transformers", "numpy", "pandas"}
 LIGHT = (
     "errors",
     "foreign",
+    "optimizers",
     "units",
+    "topology",
     "log",
     "redact",
-    "topology",
     "config",
     "cluster",
     "init",
