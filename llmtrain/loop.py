@@ -39,6 +39,7 @@ from llmtrain.errors import TrainingStopped
 from llmtrain.finish import finish, stopped
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
+from llmtrain.optimizers import norm_of
 from llmtrain.saving import Saving
 from llmtrain.session import Requests, Session, Step
 from llmtrain.tracking.environment import versions
@@ -398,7 +399,7 @@ def _tracker(training: Training, environment: dict[str, Any]) -> Tracker:
         total_steps=training.resolved.max_steps,
         enabled=training.ranks.rank == 0,
         start_step=training.position.step,
-        norm="update" if training.run.optim.name == "muon" and training.resolved.zero_stage else "gradient",
+        norm=norm_of(training.resolved.optim.name, zero=training.resolved.zero_stage > 0),
         show=messages.show_progress(),
     )
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from llmtrain.optimizers import OPTIMIZERS, Form, Optimizer, OptimizerName
+
 
 def ranks_of_this_host() -> int:
     """As the launcher says: DeepSpeed's, torchrun, or none."""
@@ -92,7 +94,7 @@ class Mix:
     keep_attention: bool = False
     recomputes: bool = False
     """The JSON has an `activation_checkpointing` section."""
-    muon: bool = False
+    optimizer: OptimizerName = "adamw"
     clip_norm: float = 0.0
     reduce_scatter: bool = False
     fp32_accumulation: bool = False
@@ -117,6 +119,34 @@ class Rule:
     broken: Callable[[Mix], bool]
     reason: str
     remedy: str
+
+
+_ASKED: dict[Form, tuple[tuple[str, ...], Callable[[Mix], bool]]] = {
+    "clipping": (("optim.name", "optim.clip_norm"), lambda m: m.clip_norm > 0),
+    "offload": (("optim.name", "zero_optimization.offload_optimizer.device"), lambda m: m.offload_optimizer),
+    "scattered gradients": (
+        ("optim.name", "zero_optimization.reduce_scatter"),
+        lambda m: m.zero_stage == 3 and m.reduce_scatter,
+    ),
+    "fp32 sums at ZeRO 1": (
+        ("optim.name", "data_types.grad_accum_dtype"),
+        lambda m: m.bf16 and m.zero_stage == 1 and m.fp32_accumulation,
+    ),
+    "tensor": (("tensor_parallel.autotp_size", "optim.name"), lambda m: m.degrees.tensor > 1),
+    "expert": (("expert_parallel.autoep_size", "optim.name"), lambda m: m.degrees.expert > 1),
+}
+"""Form that an optimizer may refuse -> the keys that ask for it, and whether a run does."""
+
+
+def _refused(optimizer: Optimizer, form: Form) -> Rule:
+    keys, asked = _ASKED[form]
+    why = optimizer.refuses[form]
+    return Rule(
+        keys=keys,
+        broken=lambda m: m.optimizer == optimizer.name and asked(m),
+        reason=why.reason,
+        remedy=why.remedy,
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -169,40 +199,10 @@ RULES: tuple[Rule, ...] = (
         remedy="set one of them to false",
     ),
     Rule(
-        keys=("optim.name", "optim.clip_norm"),
-        broken=lambda m: m.muon and m.clip_norm > 0,
-        reason="Muon's update has a norm of its own, and DeepSpeed's ZeRO would clip that norm, not the gradient's",
-        remedy="set optim.clip_norm to 0 (Muon does not need it), or use adamw",
-    ),
-    Rule(
-        keys=("optim.name", "zero_optimization.offload_optimizer.device"),
-        broken=lambda m: m.muon and m.offload_optimizer,
-        reason="Muon orthogonalises whole matrices, which is the device's work",
-        remedy="remove offload_optimizer, or use adamw",
-    ),
-    Rule(
-        keys=("optim.name", "zero_optimization.reduce_scatter"),
-        broken=lambda m: m.muon and m.zero_stage == 3 and m.reduce_scatter,
-        reason="Muon needs whole gradients, and ZeRO 3 would scatter them",
-        remedy="set zero_optimization.reduce_scatter to false, or remove it",
-    ),
-    Rule(
-        keys=("optim.name", "data_types.grad_accum_dtype"),
-        broken=lambda m: m.muon and m.bf16 and m.zero_stage == 1 and m.fp32_accumulation,
-        reason="DeepSpeed rounds Muon's gradients to bf16 there all the same (copy_grads_in_partition)",
-        remedy="remove data_types, or use ZeRO 2, or adamw",
-    ),
-    Rule(
         keys=("pipeline.stages", "zero_optimization.stage"),
         broken=lambda m: m.degrees.pipeline > 1 and m.zero_stage >= 2,
         reason="a pipeline accumulates whole gradients over its micro-batches; ZeRO 2 and 3 partition them",
         remedy="use zero_optimization.stage 0 or 1 with a pipeline, or no pipeline",
-    ),
-    Rule(
-        keys=("tensor_parallel.autotp_size", "optim.name"),
-        broken=lambda m: m.degrees.tensor > 1 and m.muon,
-        reason="Muon orthogonalises whole matrices, and each tensor-parallel rank has a part of them",
-        remedy="use adamw, or set tensor_parallel.autotp_size to 1",
     ),
     Rule(
         keys=("sequence_parallel_size", "pipeline.stages"),
@@ -232,17 +232,12 @@ RULES: tuple[Rule, ...] = (
         remedy="set one of them to 1 or remove it",
     ),
     Rule(
-        keys=("expert_parallel.autoep_size", "optim.name"),
-        broken=lambda m: m.degrees.expert > 1 and m.muon,
-        reason="Muon's momentum of experts that ranks share is in no form that checkpoints can read",
-        remedy="use adamw, or remove expert_parallel",
-    ),
-    Rule(
         keys=("expert_parallel.autoep_size", "model.compile_layers"),
         broken=lambda m: m.degrees.expert > 1 and m.compile_layers,
         reason="tokens travel in numbers that the host reads in the middle of a layer, where torch.compile breaks it",
         remedy="set model.compile_layers to false",
     ),
+    *(_refused(optimizer, form) for optimizer in OPTIMIZERS.values() for form in optimizer.refuses),
 )
 
 

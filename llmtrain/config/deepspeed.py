@@ -18,6 +18,7 @@ from llmtrain.config.pipeline import read_partition
 from llmtrain.config.problems import Problems, show, stop
 from llmtrain.config.run import ResolvedOptim, RunConfig
 from llmtrain.errors import ConfigError
+from llmtrain.optimizers import OPTIMIZERS
 from llmtrain.topology import Degrees, Mix, clashes
 
 # DeepSpeed prints a line every `steps_per_print` steps, and its pipeline engine divides by it: so not None.
@@ -93,7 +94,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
         layer_inputs_on_host=bool(lookup(tree, "activation_checkpointing.cpu_checkpointing")),
         keep_attention=run.model.keep_attention,
         recomputes=isinstance(tree.get("activation_checkpointing"), dict),
-        muon=optim.name == "muon",
+        optimizer=optim.name,
         clip_norm=optim.clip_norm,
         reduce_scatter=bool(zero.get("reduce_scatter")),
         fp32_accumulation=lookup(tree, "data_types.grad_accum_dtype") == "fp32",
@@ -104,8 +105,8 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
         tree["zero_optimization"] = {**zero, "stage": 1}
         mix = replace(mix, zero_stage=1)
         notes.append(f"{path}: {why}")
-    if mix.muon and mix.zero_stage == 3:
-        tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default of true is refused with Muon
+    if mix.zero_stage == 3 and "scattered gradients" in OPTIMIZERS[mix.optimizer].refuses:
+        tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default is true
     if unused := ", ".join(sorted(set(tree.get("tensor_parallel") or {}) - {"autotp_size"})):
         notes.append(f"{path}: tensor_parallel: {unused} not used: what the ranks share is found in the model itself")
     _refuse(mix, tree, path, run, problems)

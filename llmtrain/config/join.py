@@ -12,6 +12,7 @@ from typing import Any
 from llmtrain.config.ds_json import lookup
 from llmtrain.config.problems import Places, Problems, closest, show
 from llmtrain.config.run import ResolvedOptim, RunConfig
+from llmtrain.optimizers import OPTIMIZERS, Optimizer
 
 SHARED: dict[str, str] = {
     "train.global_batch": "train_batch_size",
@@ -34,10 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "optim.clip_norm": 1.0,
 }
 
-_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "muon": "muon"}
-_ONLY_VALUE = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "fp32_optimizer_states": True}
 _NO_EFFECT = ("torch_adam", "fused")
-_OF_MUON = {"muon_lr": "muon_lr", "momentum": "muon_momentum"}
 
 
 def differ(
@@ -77,10 +75,11 @@ def join_values(
         value = ours if ours is not None else theirs
         values[section][name] = DEFAULTS.get(yaml_key) if value is None else value
     name = values["optim"]["name"] = _join_name(run, tree, places, problems)
-    if name == "muon" and "optim.clip_norm" not in origin and run.optim.clip_norm is None:
-        values["optim"]["clip_norm"] = 0.0  # see topology.py
+    unset = "optim.clip_norm" not in origin and run.optim.clip_norm is None
+    if unset and "clipping" in OPTIMIZERS[name].refuses:
+        values["optim"]["clip_norm"] = 0.0
     if "optimizer.type" not in problems:  # the parameters of another optimizer are no further mistakes
-        _check_optimizer_params(run, name, tree, places, problems)
+        _check_optimizer_params(run, OPTIMIZERS[name], tree, places, problems)
     run = replace(run, optim=replace(run.optim, **values["optim"]), train=replace(run.train, **values["train"]))
     return run, ResolvedOptim(**vars(run.optim)), origin
 
@@ -109,11 +108,13 @@ def _join_name(run: RunConfig, tree: dict[str, Any], places: Places, problems: P
     json_type = lookup(tree, "optimizer.type")
     theirs = None
     if isinstance(json_type, str) and json_type.lower() != "auto":
-        theirs = _OPTIMIZERS.get(json_type.lower())
+        types = {known: entry.name for entry in OPTIMIZERS.values() for known in entry.json_types}
+        theirs = {known.lower(): name for known, name in types.items()}.get(json_type.lower())
         if theirs is None:
+            ours_in_json = _either([f'"{entry.json_types[-1]}"' for entry in OPTIMIZERS.values()])
             problems.add(
-                "optimizer.type", json_type, "llmtrain trains with Adam, AdamW or Muon",
-                'write "AdamW" or "Muon", or remove the optimizer section and set optim.name in the YAML',
+                "optimizer.type", json_type, f"llmtrain trains with {_either(list(types))}",
+                f"write {ours_in_json}, or remove the optimizer section and set optim.name in the YAML",
                 run.deepspeed,
             )  # fmt: skip
     ours = run.optim.name
@@ -125,37 +126,47 @@ def _join_name(run: RunConfig, tree: dict[str, Any], places: Places, problems: P
     return ours or theirs or DEFAULTS["optim.name"]
 
 
+def _either(names: list[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def _check_optimizer_params(
-    run: RunConfig, optimizer: str, tree: dict[str, Any], places: Places, problems: Problems
+    run: RunConfig, optimizer: Optimizer, tree: dict[str, Any], places: Places, problems: Problems
 ) -> None:
     """Optimizer parameters that are not shared: each is harmless, or an error. None is ignored silently."""
     params = lookup(tree, "optimizer.params") or {}
+    owners = {param: entry.title for entry in OPTIMIZERS.values() for param in (*entry.params, *entry.fixed)}
     shared = [key.rsplit(".", 1)[1] for key in SHARED.values() if key.startswith("optimizer.params.")]
     for name, value in params.items():
         key = f"optimizer.params.{name}"
-        if value == "auto" or name in shared or name in _NO_EFFECT:
+        if value == "auto" or name in _NO_EFFECT:
             continue
-        if name in _OF_MUON and optimizer != "muon":
-            remedy = "remove it (AdamW's momentum is betas[0])" if name == "momentum" else "remove it"
-            problems.add(key, value, "Muon has such a parameter, AdamW has not", remedy, run.deepspeed)
-        elif name in _OF_MUON:
-            field = _OF_MUON[name]
+        if name in optimizer.params and name in shared:
+            continue  # it is joined already
+        if name in optimizer.params:
+            field = optimizer.params[name]
             ours = getattr(run.optim, field)
             if ours != value:
                 place = places.get(f"optim.{field}", "the YAML or its default")
                 differ(problems, f"optim.{field}", ours, place, key, value, run.deepspeed)
-        elif name in _ONLY_VALUE:
-            if value != _ONLY_VALUE[name]:
-                problems.add(
-                    key, value, f"llmtrain's AdamW has {name} = {show(_ONLY_VALUE[name])}", "remove it", run.deepspeed
-                )
+        elif name in optimizer.fixed:
+            if value != optimizer.fixed[name]:
+                rule = f"llmtrain's {optimizer.title} has {name} = {show(optimizer.fixed[name])}"
+                problems.add(key, value, rule, "remove it", run.deepspeed)
+        elif name in owners:
+            instead = name == "momentum" and "betas" in optimizer.params
+            remedy = f"remove it ({optimizer.title}'s momentum is betas[0])" if instead else "remove it"
+            rule = f"{owners[name]} has such a parameter, {optimizer.title} has not"
+            problems.add(key, value, rule, remedy, run.deepspeed)
         elif name == "max_grad_norm":
             remedy = "write gradient_clipping at the top level of the JSON, or optim.clip_norm in the YAML"
             problems.add(key, value, "clipping is not an optimizer parameter", remedy, run.deepspeed)
         else:
-            near = closest(name, [*shared, *_ONLY_VALUE, *_NO_EFFECT, *_OF_MUON])
+            near = closest(name, [*owners, *_NO_EFFECT])
             remedy = f"did you mean optimizer.params.{near}?" if near else "remove it"
-            problems.add(key, value, "no such parameter of AdamW or Muon", remedy, run.deepspeed)
+            rule = f"no such parameter of {_either([entry.title for entry in OPTIMIZERS.values()])}"
+            problems.add(key, value, rule, remedy, run.deepspeed)
 
 
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llmtrain.config.batch import Batch
+from llmtrain.optimizers import OptimizerName
 from llmtrain.topology import Degrees, Mix
 
 
@@ -59,7 +60,7 @@ class DataConfig:
 class OptimConfig:
     """The optimizer."""
 
-    name: Literal["adamw", "muon"] | None = None
+    name: OptimizerName | None = None
     """adamw (default), or muon: Muon for the matrices of the decoder layers, AdamW for the rest. Or from the JSON."""
     lr: float | None = None
     """Peak learning rate (of AdamW). Default 3e-4, or from the JSON."""
@@ -210,7 +211,7 @@ class RunConfig:
 class ResolvedOptim:
     """`OptimConfig` with every value there."""
 
-    name: Literal["adamw", "muon"]
+    name: OptimizerName
     lr: float
     muon_lr: float
     muon_momentum: float

@@ -21,6 +21,7 @@ from llmtrain.config.batch import Batch
 from llmtrain.config.run import ModelConfig, ResolvedOptim, ResolvedRun, ScheduleConfig
 from llmtrain.models.build import DTYPES, load_config
 from llmtrain.models.spec import ModelSpec
+from llmtrain.optimizers import OPTIMIZERS
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
@@ -95,7 +96,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         loss = _forward_backward(model, tokens, resolved.batch, step, order, device)
         norm = optimizer.step(rate_of_step(run.schedule, step + 1, resolved.max_steps or steps))
         trace.losses.append(loss)
-        if optim.name != "muon":  # there DeepSpeed reports the norm of the update
+        if not OPTIMIZERS[optim.name].norm_of_update:
             trace.norms.append(norm)
         trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
         if step == 0:

@@ -16,6 +16,7 @@ from llmtrain import completion, foreign, log, units
 from llmtrain.config import strict_yaml
 from llmtrain.errors import UserError
 from llmtrain.files import replace_file
+from llmtrain.optimizers import OPTIMIZERS, norm_of
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.metrics import perplexity
 from llmtrain.tracking.page import page, table
@@ -93,7 +94,7 @@ def _settings(run_dir: Path) -> dict[str, str]:
     on = [name for name in ("bf16", "fp16") if isinstance(given.get(name), dict) and given[name].get("enabled")]
     if given:
         settings |= {"precision": (on or ["fp32"])[0], "ZeRO stage": str(stage)}
-    return settings | ({"norm": "update"} if settings.get("optim.name") == "muon" and stage else {})
+    return settings | {"norm": norm_of(settings.get("optim.name"), zero=bool(stage))}
 
 
 def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
@@ -225,7 +226,8 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
         if not series:
             continue
         if metrics[0][0] == "grad_norm" and all(run.settings.get("norm") == "update" for run in runs):
-            title = "Norm of the update (Muon)"
+            names = dict.fromkeys(OPTIMIZERS[run.settings["optim.name"]].title for run in runs)
+            title = f"Norm of the update ({', '.join(names)})"
         levels = _levels(all_curves) if number == 0 else {}
         marks = all_curves[0].resumes if len(runs) == 1 else []
         lines = [{"name": name, "y": y} for name, y in levels.items()]

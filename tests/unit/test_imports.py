@@ -17,7 +17,8 @@ PACKAGE = ROOT / "llmtrain"
 # A part may import from its own layer's own part and from every layer above it in this list.
 # Parts that share a layer are siblings: they never import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "foreign", "units", "topology"),
+    ("errors", "files", "foreign", "optimizers", "units"),
+    ("topology",),
     ("log", "redact"),
     ("config", "tensors"),
     ("completion", "schedule"),
@@ -38,10 +39,11 @@ LIGHT = (
     "errors",
     "files",
     "foreign",
+    "optimizers",
     "units",
+    "topology",
     "log",
     "redact",
-    "topology",
     "config",
     "cluster",
     "doctor",

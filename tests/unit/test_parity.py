@@ -181,6 +181,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.models.build.DTYPES",
         "llmtrain.models.build.load_config",
         "llmtrain.models.spec.ModelSpec",
+        "llmtrain.optimizers.OPTIMIZERS",
         "llmtrain.parity.start.LoudSource",
         "llmtrain.parity.tokens.Tokens",
         "llmtrain.parity.trace.Trace",

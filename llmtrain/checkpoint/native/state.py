@@ -20,9 +20,10 @@ from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.pickles import PickleFile
 from llmtrain.checkpoint.native.scan import shown
 from llmtrain.errors import CheckpointError
+from llmtrain.optimizers import OPTIMIZERS
 from llmtrain.tensors.tensorfile import numel
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = OPTIMIZERS["adamw"].state
 _TIED = "tied_modules."
 
 

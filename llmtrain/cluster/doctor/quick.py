@@ -12,6 +12,7 @@ from llmtrain.cluster.doctor.report import Report
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.config.load import load
 from llmtrain.config.run import ResolvedRun
+from llmtrain.optimizers import OPTIMIZERS
 
 MASTER_PORT = 29500
 """DeepSpeed's default for the rendezvous."""
@@ -77,10 +78,8 @@ def _resolved(hosts: Sequence[Host], config: str | Path | None, overrides: Seque
 
 
 def needed_ops(run: ResolvedRun | None) -> tuple[str, ...]:
-    """DeepSpeed's ops that the run compiles at its start: CPUAdam for a moved optimizer; all else is torch's."""
-    if run is None or not run.offload_optimizer or run.run.optim.name == "muon":
-        return ()
-    return ("cpu_adam",)
+    """DeepSpeed's ops that the run compiles at its start: those of an optimizer that is moved to the host."""
+    return () if run is None or not run.offload_optimizer else OPTIMIZERS[run.optim.name].host_ops
 
 
 def in_order(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding, ...]:
