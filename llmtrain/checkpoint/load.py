@@ -32,7 +32,7 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_parameters
+from llmtrain.engine.weights import Key, check_names, differing_tensors, fill
 from llmtrain.errors import CheckpointError
 from llmtrain.tensors.checksum import checksum_part
 from llmtrain.tensors.region import Region
@@ -201,9 +201,7 @@ def load_checkpoint(
     rounded: dict[Key, int] = {}
     error: list[str] = []
     try:
-        fill_parameters(engine, reader)
-        if not weights_only:
-            rounded = _fill_moments(live, reader)
+        rounded = _fill([piece for piece in live if piece.kind == PARAM or not weights_only], reader)
     except CheckpointError as problem:  # the other ranks must not wait for this one
         error = [str(problem)]
     shares: list[Any] = [None] * ranks.world_size
@@ -222,12 +220,11 @@ def load_checkpoint(
         raise _mismatch(reader, bad, ranks)
 
 
-def _fill_moments(live: list[StateTensor], reader: CheckpointReader) -> dict[Key, int]:
-    """Returns the checksums of the exact values where the optimizer keeps them rounded (Muon's momentum in bf16)."""
+def _fill(pieces: list[StateTensor], reader: CheckpointReader) -> dict[Key, int]:
+    """Returns the checksums of the exact values where the engine keeps them rounded (Muon's momentum and frozen
+    parameters in bf16)."""
     exact: dict[Key, int] = {}
-    for piece in live:
-        if piece.kind == PARAM:
-            continue
+    for piece in pieces:
         key = (piece.kind, piece.name)
         read = partial(reader.read_kind_region, *key)
         if piece.dtype == torch.float32:

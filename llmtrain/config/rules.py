@@ -27,6 +27,7 @@ _DECAY: tuple[_Test, str] = (lambda x: 0 <= x < 1, "must be from 0 to just under
 _MASK_BYTES = 4 * GIB
 """Of one attention mask: it is made in every forward pass, and some kernels copy it in the precision of the scores."""
 
+_QUANTIZED = "zero_quantized_nontrainable_weights"
 _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "model.loss_chunk_tokens": (_AT_LEAST_1, "2048 suits most models"),
     "model.mlp_tile_tokens": (_AT_LEAST_1, "leave it out to compute all tokens at once"),
@@ -114,6 +115,9 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("model.keep_attention", True, f"model.attention {run.model.attention} is no operator of torch's, "
                      "so its output cannot be told from the rest", "set model.attention to sdpa, or remove it",
                      places.get("model.keep_attention"))  # fmt: skip
+    if run.model.freeze and run.model.train_only:
+        problems.add("model.train_only", run.model.train_only, "says the opposite of model.freeze, which is given, too",
+                     "keep one of them", places.get("model.train_only"))  # fmt: skip
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
                      "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip
@@ -145,6 +149,25 @@ def check_schedule(run: RunConfig, max_steps: int | None, places: Places, proble
         problems.add("schedule.decay_steps", decay,
                      f"warm-up {warmup} + decay {decay} exceed the run's {max_steps} steps",
                      "shorten one of them", places.get("schedule.decay_steps"))  # fmt: skip
+
+
+def check_frozen(
+    run: RunConfig, degrees: Degrees, zero: dict[str, Any], path: str, places: Places, problems: Problems
+) -> None:
+    """Forms in which parameters that do not train are not kept right, or not known to be."""
+    key = "model.train_only" if run.model.train_only else "model.freeze"
+    patterns = run.model.train_only or run.model.freeze
+    forms = {
+        "pipeline.stages": degrees.pipeline,
+        "tensor_parallel.autotp_size": degrees.tensor,
+        "expert_parallel.autoep_size": degrees.expert,
+        "zero_optimization.zero_hpz_partition_size": int(zero.get("zero_hpz_partition_size") or 1),
+        "zero_optimization.zero_quantized_nontrainable_weights": 1 + bool(zero.get(_QUANTIZED)),
+    }
+    asked = next((form for form, degree in forms.items() if degree > 1), None)
+    if patterns and asked:
+        problems.add(key, patterns, f"frozen parameters do not go together with {asked} ({path})",
+                     f"remove {asked}: ZeRO 3 shards frozen parameters over all ranks", places.get(key))  # fmt: skip
 
 
 def check_mask(run: RunConfig, batch: Batch, degrees: Degrees, places: Places, problems: Problems) -> None:

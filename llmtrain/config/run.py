@@ -36,6 +36,11 @@ class ModelConfig:
     compile_layers: bool | None = None
     """torch.compile each decoder layer (not under ZeRO 3); null = on CUDA, where a compiler works and nothing else of
     the run stands against it."""
+    freeze: list[str] = field(default_factory=list)
+    """Patterns (`*`, `?`, `[...]`) of Hugging Face names: parameters that do not train: no gradient, no optimizer state, no
+    fp32 master."""
+    train_only: list[str] = field(default_factory=list)
+    """The opposite of `freeze`: all parameters but those with such a name are frozen."""
 
 
 @dataclass(frozen=True, kw_only=True)

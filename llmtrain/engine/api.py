@@ -41,8 +41,6 @@ class StateTensor:
     """(index, of): the pieces with one index, over all ranks, are the whole tensor."""
     dtype: torch.dtype
     device: torch.device
-    trains: bool
-    """False for what the optimizer does not change."""
     open: Callable[[], AbstractContextManager[Tensor]]
     """A context that gives the live values, [region.numel]. Writing into them changes the optimizer."""
 

@@ -75,10 +75,12 @@ def prove_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> None
         return
     check_names(engine, source)
     names = sorted(engine.shapes())
+    kept = {piece.name: piece.dtype for piece in engine.state() if piece.kind == PARAM}  # less than fp32: frozen
     mine = {}
     for name in names[ranks.rank :: ranks.world_size]:  # each file is read once, by all ranks together
         heart.beat()
-        mine[name] = checksum(source.read(name, 0, numel(source.shape(name))).reshape(-1))
+        values = source.read(name, 0, numel(source.shape(name))).reshape(-1)
+        mine[name] = checksum(values.to(kept.get(name, torch.float32)))
     shares: list[dict[str, int] | None] = [None] * ranks.world_size
     dist.all_gather_object(shares, mine, group=ranks.control)
     expected = {(PARAM, name): value for share in shares if share for name, value in share.items()}
@@ -225,8 +227,8 @@ def _differing_copies(
         elif value != wanted[key]:
             bad.add(key)
     if engine.partitions_parameters:
-        frozen = {piece.name for piece in live if not piece.trains}  # whole everywhere; each rank has every name
-        bad |= _wrong(partitions, {key: wanted[key] for key in wanted if key[1] not in frozen}, shapes, ranks)
+        here = {part.key for part in partitions}  # each rank has a part of every parameter; buffers are whole
+        bad |= _wrong(partitions, {key: wanted[key] for key in wanted if key in here}, shapes, ranks)
     # Only the shards that are there are looked at: ZeRO 3 keeps some parameters gathered, ZeRO 0 has no copies.
     return bad | _wrong(shards, wanted, shapes, ranks, every=False)
 

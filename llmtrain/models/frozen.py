@@ -1,18 +1,25 @@
-"""Tensors of a model that no step changes, such as the bias that corrects a router's choice of experts.
+"""Tensors of a model that no step changes: a family's own, such as the bias that corrects a router's choice of experts,
+and parameters that a run freezes.
 
-transformers has them as parameters without a gradient (Ernie 4.5 MoE, AFMoE, Laguna) or as buffers that belong into a
-folder's files (DeepSeek-V3, GLM-4 MoE, dots1); none of its families changes one in training. Here all of them are
+transformers has the first as parameters without a gradient (Ernie 4.5 MoE, AFMoE, Laguna) or as buffers that belong into
+a folder's files (DeepSeek-V3, GLM-4 MoE, dots1); none of its families changes one in training. Here all of them are
 buffers: each rank that has the module has the whole tensor in fp32, as DeepSpeed partitions, rounds and updates
 parameters only (ZeRO 1, 2 and 3 of 0.19.8 have no master of a parameter without a gradient).
+
+The second stay parameters, without a gradient, in the precision of the forward pass: their values are in the module
+alone, partitioned under ZeRO 3. Checkpoints hold them in that precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
+from llmtrain.config.problems import closest, stop
+from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models.patches import passing_buffers
 
@@ -46,6 +53,37 @@ def freeze(hf: nn.Module) -> None:
                 "floating-point tensors only: it would be lost. Such models cannot be trained or converted; take "
                 "another family."
             )
+
+
+def frozen_names(hf: nn.Module, model: ModelConfig) -> frozenset[str]:
+    """The parameters that `model.freeze` and `model.train_only` keep from training; a tied one by its first name.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or one name of a tied parameter only; nothing is left to train.
+    """
+    key, patterns = ("model.train_only", model.train_only) if model.train_only else ("model.freeze", model.freeze)
+    if not patterns:
+        return frozenset()
+    names: dict[int, list[str]] = {}
+    for name, parameter in hf.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    every = [name for tied in names.values() for name in tied]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in every):
+            near = closest(pattern, every) or every[0]
+            raise stop(key, pattern, "matches no parameter of the model", f"correct it; one of them is {near}")
+    frozen = set()
+    for tied in names.values():
+        matched = [any(fnmatchcase(name, pattern) for pattern in patterns) for name in tied]
+        if len(set(matched)) > 1:
+            named, other = tied[matched.index(True)], tied[matched.index(False)]
+            rule = f"it names {named} and not {other}, which are one tied tensor: both train, or neither"
+            raise stop(key, patterns, rule, f"name {other} too, or neither")
+        if matched[0] != bool(model.train_only):
+            frozen.add(tied[0])
+    if len(frozen) == len(names):
+        raise stop(key, patterns, f"leaves none of the {len(names)} parameters to train", "name fewer parameters")
+    return frozenset(frozen)
 
 
 def frozen_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:

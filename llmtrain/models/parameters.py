@@ -27,8 +27,8 @@ class LocalParameter:
 
     @property
     def trains(self) -> bool:
-        """Whether the optimizer has it. If not, it is a buffer, whole on each rank (models/frozen.py)."""
-        return isinstance(self.parameter, nn.Parameter)
+        """Whether the optimizer has it; what it does not have models/frozen.py tells."""
+        return isinstance(self.parameter, nn.Parameter) and self.parameter.requires_grad
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.build import layer_configs, load_config, skeleton
 from llmtrain.models.experts import idle_parameters
-from llmtrain.models.frozen import tensor_shapes
+from llmtrain.models.frozen import frozen_names, tensor_shapes
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
 
@@ -62,6 +62,11 @@ class ModelSpec:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor by its Hugging Face name, those that do not train included; a tied one is there once."""
         return tensor_shapes(self.skeleton)
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that the run does not train. Raises ConfigError: see `frozen_names`."""
+        return frozen_names(self.skeleton, self.model)
 
     @cached_property
     def layout(self) -> FolderLayout:

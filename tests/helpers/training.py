@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ class Case:
     clip: float = 1.0
     lr: float = 3e-4
     decay: str = "matrices"
+    freeze: tuple[str, ...] = ()
 
 
 def save_checkpoint(
@@ -148,6 +150,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
                 loss_chunk_tokens=40,
                 compile_layers=case.compile_layers,
                 mlp_tile_tokens=case.mlp_tile_tokens,
+                freeze=list(case.freeze),
             ),
             data=case_data(case),
             optim=OptimConfig(
@@ -301,8 +304,10 @@ def plain_pytorch(case: Case) -> Trace:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in case.freeze))
+    matrices = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
+    vectors = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
         lr=case.lr,

@@ -64,7 +64,6 @@ def piece(view: Any, device: torch.device, count: int = 4) -> StateTensor:
         replica=(0, 1),
         dtype=torch.float32,
         device=device,
-        trains=True,
         open=lambda: contextlib.nullcontext(view),
     )
 

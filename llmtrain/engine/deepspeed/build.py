@@ -59,7 +59,7 @@ def build_engine(model: LanguageModel, resolved: ResolvedRun, ranks: Ranks, mesh
     shorten_step(engine)
     apply_group_timeout(resolved.run.fault.timeout_s)
     for held in model.local_parameters():
-        if not held.trains:  # whatever buffer_dtype of the JSON makes of other buffers
+        if not isinstance(held.parameter, nn.Parameter):  # whatever buffer_dtype of the JSON makes of other buffers
             held.parameter.data = held.parameter.data.float()
     for state in base_optimizer(engine).state.values():
         # DeepSpeed's bf16 ZeRO 0 has taken a step on zero gradients to create this state. Left at 1, AdamW's bias

@@ -48,7 +48,6 @@ class Home:
             replica=self.replica,
             dtype=view.dtype,
             device=view.device,
-            trains=self.held.trains,
             open=lambda: nullcontext(view),
         )
 
@@ -97,10 +96,13 @@ class State(ABC):
         found.extend(self.whole_moments())
         for held in self.local_parameters():
             if not held.trains:
-                values = held.parameter.detach().reshape(-1)
-                home = Home(held, values, 0, 0, held.region.numel, self.replica(held))
-                found.append(home.tensor(PARAM, values))
+                home = self.untrained(held)
+                found.append(home.tensor(PARAM, home.flat.narrow(0, home.offset, home.numel)))
         return found
+
+    def untrained(self, held: LocalParameter) -> Home:
+        """Where the only values of what does not train lie: in the module."""
+        return Home(held, held.parameter.detach().reshape(-1), 0, 0, held.region.numel, self.replica(held))
 
     def moments(self, flat: Tensor) -> dict[str, Tensor]:
         """The moments of a tensor that the optimizer steps, by kind; they lie as its elements do."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmtrain.engine.api import ForwardCopy
 from llmtrain.engine.deepspeed.state import Home, State
+from llmtrain.models.parameters import LocalParameter
 
 
 class Zero3State(State):
@@ -25,6 +26,14 @@ class Zero3State(State):
                 group, offset, _ = optimizer.grad_position[optimizer.get_param_id(held.parameter)]
                 start, numel = _partition(held.parameter)
                 yield Home(held, optimizer.fp32_partitioned_groups_flat[group], offset, start, numel, held.copy)
+
+    def untrained(self, held: LocalParameter) -> Home:
+        """A parameter is partitioned, a buffer whole."""
+        parameter: Any = held.parameter
+        if not hasattr(parameter, "ds_tensor"):
+            return super().untrained(held)
+        start, numel = _partition(parameter)
+        return Home(held, parameter.ds_tensor.detach().reshape(-1), 0, start, numel, held.copy)
 
     def settings(self, flat: Tensor) -> dict[str, Any]:
         """DeepSpeed takes the flat tensors out of the groups between steps, and knows where each belongs."""
@@ -46,7 +55,7 @@ class Zero3State(State):
     def copies(self) -> Iterator[ForwardCopy]:
         for held in self.local_parameters():
             parameter: Any = held.parameter
-            if held.trains:
+            if hasattr(parameter, "ds_tensor"):
                 start, numel = _partition(parameter)
                 yield ForwardCopy(
                     name=held.name,

@@ -73,6 +73,7 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     config = hf.config.get_text_config(decoder=True)
     _check_heads(config, key, resolved, problems)
     problems.raise_if_any()
+    spec.frozen  # noqa: B018  # raises where patterns do not go with the model
     notes = _check_length(hf, config, key, resolved, problems)
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:

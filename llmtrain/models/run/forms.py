@@ -48,6 +48,8 @@ def build_model(
     else:
         hf = _whole_model(resolved, spec, device, mesh)
     routing = prepare_experts(hf, resolved, device, mesh)
+    for name in spec.frozen:
+        hf.get_parameter(name).requires_grad_(False)
     hf.config.use_cache = False
     if model.mlp_tile_tokens is not None:
         tile_mlps(dense_mlps(hf), model.mlp_tile_tokens)

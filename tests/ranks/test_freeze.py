@@ -1,0 +1,123 @@
+"""Parameters that a run freezes, on real ranks: plain PyTorch with the same ones frozen is the measure."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.engine.api import PARAM
+from tests.helpers.checkpoints import trainer_state
+from tests.helpers.training import (
+    LLAMA,
+    Case,
+    Trace,
+    assembled,
+    largest_difference,
+    make_engine,
+    plain_pytorch,
+    resolved_run,
+    resume_from,
+    run_case,
+    save_checkpoint,
+    train_steps,
+)
+
+FREEZE = ("model.embed_tokens.*", "model.layers.0.*", "model.layers.[12].mlp.up_proj.weight", "*.3.*layernorm.weight")
+
+
+@functools.cache
+def reference(data: str) -> Trace:
+    return plain_pytorch(Case(data=data, freeze=FREEZE))
+
+
+def frozen_of(names: Any) -> set[str]:
+    from fnmatch import fnmatchcase
+
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in FREEZE)}
+
+
+def initial() -> dict[str, torch.Tensor]:
+    from llmtrain.config.run import ModelConfig
+    from llmtrain.models.spec import ModelSpec
+
+    source = ModelSpec.of(ModelConfig(config=dict(LLAMA))).initial_weights(0, torch.device("cpu"))
+    shapes = {name: source.shape(name) for name in source.order()}
+    return {name: source.read(name, 0, torch.Size(s).numel()).view(s).clone() for name, s in shapes.items()}
+
+
+def whole_run(case: Case) -> tuple[Trace, dict[str, list[str]], list[str]]:
+    """A training; the kinds of state that this rank keeps by name; whose gradient it has."""
+    engine, ranks = make_engine(case)
+    trace = train_steps(case, engine, ranks, 0, case.steps)
+    kept: dict[str, list[str]] = {}
+    for piece in engine.state():
+        kept.setdefault(piece.name, []).append(piece.kind)
+    graded = [name for name, p in engine.module.hf.named_parameters() if p.requires_grad]
+    trace.parameters = assembled(engine, ranks)
+    engine.close()
+    return trace, kept, graded
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"stage": 0},
+        {"stage": 1},
+        {"stage": 2, "accumulation": 3},
+        {"stage": 3},
+        {"stage": 3, "extra": {"activation_checkpointing": {}}},
+        {"stage": 2, "extra": {"activation_checkpointing": {}}, "mlp_tile_tokens": 8},
+        {"stage": 3, "offload": "all"},
+        {"stage": 1, "sequence": 2},
+    ],
+    ids=lambda form: "-".join(f"{k}={v}" for k, v in form.items()),
+)
+def test_fp32_forms_agree_with_plain_pytorch_that_freezes_the_same(pools, small_data, form):
+    want = reference(small_data)
+    got, kept, graded = pools(2).run(whole_run, Case(data=small_data, freeze=FREEZE, **form))[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-6
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    frozen, before = frozen_of(want.parameters), initial()
+    assert len(frozen) == 14 and all(torch.equal(got.parameters[name], before[name]) for name in frozen)
+    assert all(kept[name] == [PARAM] for name in frozen) and not frozen & set(graded)
+    assert not any(torch.equal(got.parameters[name], before[name]) for name in before if name not in frozen)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_keeps_frozen_values_in_the_forward_precision(pools, small_data, stage):
+    want = reference(small_data)
+    got = pools(2).run(run_case, Case(data=small_data, freeze=FREEZE, stage=stage, precision="bf16"))[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1.5e-3
+    before = initial()
+    for name in frozen_of(before):
+        assert torch.equal(got.parameters[name], before[name].bfloat16().float())
+
+
+def half(case: Case, folder: str, first: int, last: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Steps [first, last) of a training, from the folder's checkpoint if there is one; saved at the end."""
+    engine, ranks = make_engine(case)
+    resolved = resolved_run(case, ranks.world_size)
+    resume_from(engine, resolved.run, folder, trainer_state(first), ranks)
+    trace = train_steps(case, engine, ranks, first, last)
+    save_checkpoint(engine, Path(folder) / "checkpoints", last, trainer_state(last), resolved, ranks)
+    parameters = assembled(engine, ranks)
+    engine.close()
+    return trace.losses, parameters
+
+
+@pytest.mark.parametrize(("one", "other"), [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("bf16", "fp32")])
+def test_a_checkpoint_goes_from_zero_1_to_zero_3(pools, small_data, tmp_path, one, other):
+    want, before = reference(small_data), initial()
+    losses, _ = pools(2).run(half, Case(data=small_data, freeze=FREEZE, stage=1, precision=one), str(tmp_path), 0, 4)[0]
+    case = Case(data=small_data, freeze=FREEZE, stage=3, precision=other)
+    more, parameters = pools(2).run(half, case, str(tmp_path), 4, 8)[0]
+    tolerated = 2e-6 if one == other == "fp32" else 1.5e-3
+    assert max(abs(a - b) for a, b in zip(losses + more, want.losses, strict=True)) < tolerated
+    for name in frozen_of(before):
+        value = before[name] if one == other == "fp32" else before[name].bfloat16().float()
+        assert torch.equal(parameters[name], value)
