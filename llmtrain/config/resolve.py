@@ -40,7 +40,7 @@ def resolve(
     _check_declared_ranks(tree, path, degrees.data, world, problems)
     rules.check_shared_heads(run, degrees, path, places, problems)
     rules.check_shared_rows(run, degrees, path, places, problems)
-    rules.check_frozen(run, degrees, facts.tree.get("zero_optimization") or {}, path, places, problems)
+    rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, places, problems)
     problems.raise_if_any()
 
     batch = _batch(run, degrees, world, places, problems)

@@ -27,7 +27,8 @@ _DECAY: tuple[_Test, str] = (lambda x: 0 <= x < 1, "must be from 0 to just under
 _MASK_BYTES = 4 * GIB
 """Of one attention mask: it is made in every forward pass, and some kernels copy it in the precision of the scores."""
 
-_QUANTIZED = "zero_quantized_nontrainable_weights"
+_SECOND_COPIES = {"zero_hpz_partition_size": 1, "zero_quantized_nontrainable_weights": 0}
+"""Key of zero_optimization -> the largest value that does not ask for them."""
 _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "model.loss_chunk_tokens": (_AT_LEAST_1, "2048 suits most models"),
     "model.mlp_tile_tokens": (_AT_LEAST_1, "leave it out to compute all tokens at once"),
@@ -151,23 +152,14 @@ def check_schedule(run: RunConfig, max_steps: int | None, places: Places, proble
                      "shorten one of them", places.get("schedule.decay_steps"))  # fmt: skip
 
 
-def check_frozen(
-    run: RunConfig, degrees: Degrees, zero: dict[str, Any], path: str, places: Places, problems: Problems
-) -> None:
-    """Forms in which parameters that do not train are not kept right, or not known to be."""
-    key = "model.train_only" if run.model.train_only else "model.freeze"
-    patterns = run.model.train_only or run.model.freeze
-    forms = {
-        "pipeline.stages": degrees.pipeline,
-        "tensor_parallel.autotp_size": degrees.tensor,
-        "expert_parallel.autoep_size": degrees.expert,
-        "zero_optimization.zero_hpz_partition_size": int(zero.get("zero_hpz_partition_size") or 1),
-        "zero_optimization.zero_quantized_nontrainable_weights": 1 + bool(zero.get(_QUANTIZED)),
-    }
-    asked = next((form for form, degree in forms.items() if degree > 1), None)
-    if patterns and asked:
-        problems.add(key, patterns, f"frozen parameters do not go together with {asked} ({path})",
-                     f"remove {asked}: ZeRO 3 shards frozen parameters over all ranks", places.get(key))  # fmt: skip
+def check_frozen(run: RunConfig, zero: dict[str, Any], path: str, places: Places, problems: Problems) -> None:
+    """ZeRO 3 keeps second copies of parameters that do not train, and never renews them (ZeRO++)."""
+    model = run.model
+    asked = next((key for key in _SECOND_COPIES if int(zero.get(key) or 0) > _SECOND_COPIES[key]), None)
+    if asked and (patterns := model.train_only or model.freeze):
+        key = "model.train_only" if model.train_only else "model.freeze"
+        rule = f"zero_optimization.{asked} = {zero[asked]} ({path}) keeps copies of frozen parameters with other values"
+        problems.add(key, patterns, rule, f"remove {asked}", places.get(key))
 
 
 def check_mask(run: RunConfig, batch: Batch, degrees: Degrees, places: Places, problems: Problems) -> None:

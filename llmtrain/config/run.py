@@ -37,7 +37,7 @@ class ModelConfig:
     """torch.compile each decoder layer (not under ZeRO 3); null = on CUDA, where a compiler works and nothing else of
     the run stands against it."""
     freeze: list[str] = field(default_factory=list)
-    """Patterns (`*`, `?`, `[...]`) of Hugging Face names: parameters that do not train: no gradient, no optimizer state, no
+    """Patterns (`*`, `?`, `[...]`) of Hugging Face names: these parameters get no gradient, no optimizer state and no
     fp32 master."""
     train_only: list[str] = field(default_factory=list)
     """The opposite of `freeze`: all parameters but those with such a name are frozen."""

@@ -1,9 +1,9 @@
 """Tensors of a model that no step changes: a family's own, such as the bias that corrects a router's choice of experts,
 and parameters that a run freezes.
 
-transformers has the first as parameters without a gradient (Ernie 4.5 MoE, AFMoE, Laguna) or as buffers that belong into
-a folder's files (DeepSeek-V3, GLM-4 MoE, dots1); none of its families changes one in training. Here all of them are
-buffers: each rank that has the module has the whole tensor in fp32, as DeepSpeed partitions, rounds and updates
+transformers has the first as parameters without a gradient (Ernie 4.5 MoE, AFMoE, Laguna) or as buffers that belong
+into a folder's files (DeepSeek-V3, GLM-4 MoE, dots1); none of its families changes one in training. Here all of them
+are buffers: each rank that has the module has the whole tensor in fp32, as DeepSpeed partitions, rounds and updates
 parameters only (ZeRO 1, 2 and 3 of 0.19.8 have no master of a parameter without a gradient).
 
 The second stay parameters, without a gradient, in the precision of the forward pass: their values are in the module

@@ -99,7 +99,7 @@ def _mark_gradients(model: nn.Module) -> None:
             parameter.grad.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     for parameter in model.parameters():
-        if is_model_parallel_parameter(parameter):
+        if is_model_parallel_parameter(parameter) and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(mark)
 
 
@@ -112,7 +112,7 @@ def _total_norm(parameters: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     here = [
         p.grad for p in parameters if p.grad is not None and (is_model_parallel_parameter(p) or mesh.place.tensor == 0)
     ]
-    square = torch.nn.utils.get_total_norm(here).square()
+    square = torch.nn.utils.get_total_norm(here).square().to(parameters[0].device)  # of none: on the host
     dist.all_reduce(square, group=mesh.tensor)
     return square.sqrt()
 

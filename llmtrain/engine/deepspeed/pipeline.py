@@ -118,7 +118,8 @@ def _reduce_tied(engine: Any) -> None:
     another precision (data_types.grad_accum_dtype), that is None: the two copies would part in silence.
     """
     for weight, group in engine.module.get_tied_weights_and_groups():
-        dist.all_reduce(engine.optimizer.get_param_gradient_attribute(weight), group=group)
+        if weight.requires_grad:
+            dist.all_reduce(engine.optimizer.get_param_gradient_attribute(weight), group=group)
 
 
 def _check_groups(engine: Any, ranks: Ranks) -> None:

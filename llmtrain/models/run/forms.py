@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmtrain.config.problems import stop
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES, construct, decoder_layers, restore_buffers
@@ -34,7 +35,36 @@ def build_model(
 
     Raises:
         ModelError: transformers cannot build the model, or it cannot take this form.
+        ConfigError: a run that freezes parameters leaves a rank nothing to train.
     """
+    language = _build(resolved, spec, device, mesh)
+    for held in language.local_parameters():
+        if held.name in spec.frozen:
+            held.parameter.requires_grad_(False)
+    if spec.frozen:
+        _check_trained(language, resolved, mesh)
+    return language
+
+
+def _check_trained(language: LanguageModel | PipelineLanguageModel, resolved: ResolvedRun, mesh: Mesh) -> None:
+    """DeepSpeed's optimizers want parameters on every stage, and shared experts (its mark of them: allreduce).
+
+    Raises: ConfigError.
+    """
+    model, trained = resolved.run.model, [held.parameter for held in language.local_parameters() if held.trains]
+    key, patterns = ("model.train_only", model.train_only) if model.train_only else ("model.freeze", model.freeze)
+    place = resolved.places.get(key)
+    if not trained:
+        rule = f"leaves stage {mesh.place.pipeline} of pipeline.stages {resolved.degrees.pipeline} nothing to train"
+        raise stop(key, patterns, rule, "let each stage train something, or use ZeRO without a pipeline", place)
+    if resolved.degrees.expert > 1 and all(getattr(p, "allreduce", True) for p in trained):
+        rule = f"leaves no experts to train, which expert_parallel.autoep_size {resolved.degrees.expert} shares"
+        raise stop(key, patterns, rule, "remove expert_parallel: ZeRO 3 shards frozen experts, too", place)
+
+
+def _build(
+    resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh
+) -> LanguageModel | PipelineLanguageModel:
     if resolved.degrees.pipeline > 1:
         check_stages(spec.config)
         with _divided(spec, "pipeline.stages", resolved.degrees.pipeline):
@@ -48,8 +78,6 @@ def build_model(
     else:
         hf = _whole_model(resolved, spec, device, mesh)
     routing = prepare_experts(hf, resolved, device, mesh)
-    for name in spec.frozen:
-        hf.get_parameter(name).requires_grad_(False)
     hf.config.use_cache = False
     if model.mlp_tile_tokens is not None:
         tile_mlps(dense_mlps(hf), model.mlp_tile_tokens)
