@@ -66,11 +66,12 @@ def main(argv: list[str], worker: str = WORKER) -> int:
 def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool, worker: str) -> Iterator[int]:
     """The outcome of each world size."""
     from llmtrain.models.run.check import check_model
-    from llmtrain.parity.small import attention_here, small_model
+    from llmtrain.parity.small import attention_here, patterns_here, small_model
 
     fields, shrunk_by = small_model(user.run.model, user.degrees)
     attention = attention_here(fields, user.run.model.attention, cpu=cpu)
-    user = replace(user, run=replace(user.run, model=replace(user.run.model, attention=attention)))
+    model = replace(user.run.model, attention=attention, **patterns_here(fields, user.run.model))
+    user = replace(user, run=replace(user.run, model=model))
     print(f"{args.run} with {user.run.deepspeed}: {_words(fields)}, {args.steps} steps", flush=True)
     with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as made:
         every = {}  # before any rank starts: a world size that is refused would hide that another one has failed

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -78,13 +79,17 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     model = AutoModelForCausalLM.from_config(config, attn_implementation=order.attention, dtype=torch.float32).to(
         device
     )
-    source = LoudSource(ModelSpec.of(run.model), run.train.seed, torch.device("cpu"))
+    spec = ModelSpec.of(run.model)
+    source = LoudSource(spec, run.train.seed, torch.device("cpu"))
+    chosen = {name for name, p in model.named_parameters() if p.requires_grad and not _trains(name, run.model)}
+    for name in chosen:
+        model.get_parameter(name).requires_grad_(False)
     masters = {name: _value(source, name).to(device) for name, p in model.named_parameters() if p.requires_grad}
     model.to(DTYPES[resolved.precision])
     _keep_buffers(model, config, device)
-    frozen = _frozen(model)
-    for name, tensor in frozen.items():  # in fp32, as transformers keeps a router's bias
-        tensor.data = _value(source, name).to(device)
+    frozen = _frozen(model, spec.shapes)
+    for name, tensor in frozen.items():  # the family's own in fp32, as transformers keeps a router's bias
+        tensor.data = _value(source, name).to(device, DTYPES[resolved.precision] if name in chosen else torch.float32)
     if order.halves:
         _halve_products(model)
     optimizer = PlainOptimizer(model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision))
@@ -118,10 +123,17 @@ def _value(source: LoudSource, name: str) -> Tensor:
     return source.read(name, 0, math.prod(shape)).detach().reshape(shape).clone()
 
 
-def _frozen(model: nn.Module) -> dict[str, Tensor]:
+def _trains(name: str, model: ModelConfig) -> bool:
+    """Whether the run says so of a parameter with this name."""
+    named = any(fnmatchcase(name, pattern) for pattern in model.train_only or model.freeze)
+    return named == bool(model.train_only)
+
+
+def _frozen(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """What the model's file holds and no optimizer has: parameters without a gradient, and buffers."""
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in trained}
+    state = model.state_dict(keep_vars=True)
+    return {name: state[name] for name in names if name not in trained}
 
 
 def _keep_buffers(model: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:

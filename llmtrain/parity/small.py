@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models.build import construct, load_config
+from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.shrink import shrunk_config, without_dropout
 from llmtrain.topology import Degrees
 
@@ -47,6 +49,24 @@ def _parameters(config: PreTrainedConfig) -> int:
     """How many, however many they are: none of them gets memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in construct(config, "eager", torch.float32).parameters())
+
+
+def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """`model.freeze` and `model.train_only` without the patterns that name layers which the small model lacks.
+
+    Raises ModelError: none is left.
+    """
+    spec = ModelSpec.of(ModelConfig(config=fields))
+    names = [name for name, _ in spec.skeleton.named_parameters(remove_duplicate=False)]
+    found = {}
+    for key, patterns in {"freeze": model.freeze, "train_only": model.train_only}.items():
+        found[key] = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+        if patterns and not found[key]:
+            raise ModelError(
+                f"model.{key} = {patterns}: none of them matches a parameter of the small copy, which has "
+                f"{spec.facts.layers} layers. Give the check patterns of its own: --model.{key} '[\"{names[0]}\"]'."
+            )
+    return found
 
 
 def attention_here(fields: dict[str, Any], attention: str, *, cpu: bool) -> Any:
