@@ -22,6 +22,8 @@ def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
     missing = sorted(want.parameters[0].keys() ^ got.parameters[0].keys())
     if missing:
         return f"the ranks together hold other parameters than the model: {missing[0]}"
+    if untrained := sorted(want.gradients.keys() - got.gradients.keys()):
+        return f"the ranks together keep no moment of {untrained[0]}: it is frozen, or in no group of the optimizer"
     if step == 0:
         return "the initial weights did not arrive as they are: loading, or what a rank holds of a tensor, is wrong"
     if step in got.skipped:

@@ -54,6 +54,8 @@ class Form:
     """More of the DeepSpeed JSON."""
     changes: str = "{}"
     """Other fields of the model's config."""
+    freeze: tuple[str, ...] = ()
+    train_only: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -85,7 +87,12 @@ def resolved(form: Form) -> ResolvedRun:
         path.write_text(json.dumps(tree | json.loads(form.extra)))
         run = RunConfig(
             deepspeed=str(path),
-            model=ModelConfig(config=model, attention="eager" if form.family == "gemma2" else "sdpa"),
+            model=ModelConfig(
+                config=model,
+                attention="eager" if form.family == "gemma2" else "sdpa",
+                freeze=list(form.freeze),
+                train_only=list(form.train_only),
+            ),
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
             optim=OptimConfig(name=form.optimizer),  # type: ignore[arg-type]
             schedule=ScheduleConfig(warmup_steps=100),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from llmtrain.engine.api import PARAM
 from tests.helpers.checkpoints import trainer_state
+from tests.helpers.parity import Form, check
 from tests.helpers.training import (
     LLAMA,
     Case,
@@ -153,3 +155,19 @@ def test_a_checkpoint_goes_from_zero_1_to_zero_3(pools, small_data, tmp_path, on
     for name in frozen_of(before):
         value = before[name] if one == other == "fp32" else before[name].bfloat16().float()
         assert torch.equal(parameters[name], value)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(zero=3, precision="bf16", freeze=("model.embed_tokens.*", "model.layers.0.*")),
+        Form(zero=1, tied=True, train_only=("model.layers.[13].*",), accumulation=2),
+        Form(zero=2, optimizer="muon", freeze=("model.layers.*",)),
+        Form(zero=3, optimizer="muon", train_only=("model.layers.1.*.q_proj.weight", "model.norm.weight")),
+        Form(zero=0, precision="bf16", family="ernie4_5_moe", train_only=("model.layers.1.*",)),
+    ],
+    ids=lambda form: form.name,
+)
+def test_parity_freezes_the_same(pools, form):
+    outcome = check(pools, replace(form, steps=8))
+    assert outcome.verdict.passed, outcome.verdict.first
