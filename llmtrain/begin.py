@@ -38,8 +38,9 @@ def announce(
 ) -> None:
     """Print on rank 0 what is about to run, what was adapted, and what `lines` say of a resume."""
     batch = resolved.batch
+    frozen = f" ({units.count(sizes.trained)} trained)" if sizes.trained < sizes.parameters else ""
     log.info(
-        f"{units.count(sizes.parameters)} parameters, {resolved.precision}, ZeRO {resolved.zero_stage}, "
+        f"{units.count(sizes.parameters)} parameters{frozen}, {resolved.precision}, ZeRO {resolved.zero_stage}, "
         f"{units.counted(resolved.world_size, 'rank')} on {device_name(device)}; "
         f"{units.count(batch.tokens)} tokens a step ({batch.global_batch} sequences of {batch.sequence_length}: "
         f"micro-batch {batch.micro_batch} x accumulation {batch.accumulation} x {batch.data_parallel} data-parallel "

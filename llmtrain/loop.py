@@ -294,7 +294,10 @@ class Training:
         sizes = self.model_facts
         flops = flops_per_token(
             matmul_params=sizes.matmul_parameters,
+            frozen_params=sizes.frozen_matmul_parameters,
+            forward_params=sizes.forward_matmul_parameters,
             layers=sizes.layers,
+            forward_layers=sizes.forward_layers,
             attention_width=sizes.attention_width,
             sequence_length=self.run.data.sequence_length,
         )

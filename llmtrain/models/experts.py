@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,14 +101,17 @@ def experts_per_token(config: PreTrainedConfig) -> int | None:
     return next((int(k) for k in (getattr(text, name, None) for name in names) if isinstance(k, int)), None)
 
 
-def idle_parameters(hf: nn.Module, config: PreTrainedConfig) -> int:
-    """Elements of expert matrices that a token does not meet: those of the experts that are not chosen for it."""
+def idle_parameters(hf: nn.Module, config: PreTrainedConfig, among: Collection[Tensor]) -> int:
+    """Elements of expert matrices that a token does not meet: those of the experts that are not chosen for it.
+
+    `among`: of these parameters only.
+    """
     chosen = experts_per_token(config)
     if chosen is None:
         return 0
     idle = 0
     for block in expert_blocks(hf):
-        held = sum(p.numel() for part in block.experts for p in part.parameters() if p.dim() >= 2)
+        held = sum(p.numel() for part in block.experts for p in part.parameters() if p.dim() >= 2 and p in among)
         idle += held - held * chosen // block.count
     return idle
 

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from llmtrain.config.problems import closest, stop
+from llmtrain.config.problems import Places, closest, stop
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models.patches import passing_buffers
@@ -55,8 +55,10 @@ def freeze(hf: nn.Module) -> None:
             )
 
 
-def frozen_names(hf: nn.Module, model: ModelConfig) -> frozenset[str]:
+def frozen_names(hf: nn.Module, model: ModelConfig, places: Places | None = None) -> frozenset[str]:
     """The parameters that `model.freeze` and `model.train_only` keep from training; a tied one by its first name.
+
+    `places`: where the user wrote what, for messages.
 
     Raises:
         ConfigError: a pattern matches no parameter, or one name of a tied parameter only; nothing is left to train.
@@ -64,6 +66,7 @@ def frozen_names(hf: nn.Module, model: ModelConfig) -> frozenset[str]:
     key, patterns = ("model.train_only", model.train_only) if model.train_only else ("model.freeze", model.freeze)
     if not patterns:
         return frozenset()
+    place = (places or {}).get(key)
     names: dict[int, list[str]] = {}
     for name, parameter in hf.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -71,18 +74,18 @@ def frozen_names(hf: nn.Module, model: ModelConfig) -> frozenset[str]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in every):
             near = closest(pattern, every) or every[0]
-            raise stop(key, pattern, "matches no parameter of the model", f"correct it; one of them is {near}")
+            raise stop(key, pattern, "matches no parameter of the model", f"correct it; one of them is {near}", place)
     frozen = set()
     for tied in names.values():
         matched = [any(fnmatchcase(name, pattern) for pattern in patterns) for name in tied]
         if len(set(matched)) > 1:
             named, other = tied[matched.index(True)], tied[matched.index(False)]
             rule = f"it names {named} and not {other}, which are one tied tensor: both train, or neither"
-            raise stop(key, patterns, rule, f"name {other} too, or neither")
+            raise stop(key, patterns, rule, f"name {other} too, or neither", place)
         if matched[0] != bool(model.train_only):
             frozen.add(tied[0])
     if len(frozen) == len(names):
-        raise stop(key, patterns, f"leaves none of the {len(names)} parameters to train", "name fewer parameters")
+        raise stop(key, patterns, f"leaves none of the {len(names)} parameters to train", "name fewer of them", place)
     return frozenset(frozen)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.models.build import layer_configs, load_config, skeleton
+from llmtrain.models.build import decoder_layers, layer_configs, load_config, skeleton
 from llmtrain.models.experts import idle_parameters
 from llmtrain.models.frozen import frozen_names, tensor_shapes
 from llmtrain.models.layout import FolderLayout
@@ -28,7 +30,15 @@ class ModelFacts:
     matmul_parameters: int
     """Weights that are multiplied with the activations of a token: all matrices but the embedding, with a tied head
     counted once, and of the experts only those that a token meets."""
+    frozen_matmul_parameters: int
+    """Those of them that do not train."""
+    forward_matmul_parameters: int
+    """Those of them that no gradient passes either: in layers below everything that trains."""
+    trained: int
+    """Parameters that train."""
     layers: int
+    forward_layers: int
+    """Layers below everything that trains."""
     attention_width: int
     """heads x head size, the mean of all layers."""
     vocab_size: int
@@ -78,14 +88,25 @@ class ModelSpec:
         """Sizes."""
         hf, text = self.skeleton, self.config.get_text_config()
         embedding: Any = hf.get_input_embeddings().weight
-        tied = hf.get_output_embeddings().weight is embedding
-        total = sum(p.numel() for p in hf.parameters())
-        matrices = sum(p.numel() for p in hf.parameters() if p.dim() >= 2) - idle_parameters(hf, self.config)
+        every = set(hf.parameters())
+        looked_up = set() if hf.get_output_embeddings().weight is embedding else {embedding}
+        frozen = {parameter for name, parameter in hf.named_parameters() if name in self.frozen}
+        below = _layers_below(hf, frozen)
+        forward = {parameter for layer in below for parameter in layer.parameters()}
+
+        def multiplied(some: set[Any]) -> int:
+            matrices = sum(p.numel() for p in some - looked_up if p.dim() >= 2)
+            return matrices - idle_parameters(hf, self.config, some)
+
         widths = [_attention_width(layer) for layer in layer_configs(text)]
         return ModelFacts(
-            parameters=total,
-            matmul_parameters=matrices if tied else matrices - embedding.numel(),
+            parameters=sum(p.numel() for p in every),
+            matmul_parameters=multiplied(every),
+            frozen_matmul_parameters=multiplied(frozen),
+            forward_matmul_parameters=multiplied(forward),
+            trained=sum(p.numel() for p in every - frozen),
             layers=text.num_hidden_layers,
+            forward_layers=len(below),
             attention_width=sum(widths) // len(widths),
             vocab_size=text.vocab_size,
         )
@@ -95,6 +116,16 @@ class ModelSpec:
         if self.model.pretrained is not None:
             return SafetensorsSource(self.model.pretrained, self.layout)
         return RandomSource(self.skeleton, seed, device)
+
+
+def _layers_below(hf: PreTrainedModel, frozen: set[Any]) -> list[nn.Module]:
+    """The first decoder layers, if nothing up to their end trains: the backward pass does not reach them."""
+    layers = decoder_layers(hf)
+    inside = set(layers.parameters())
+    before = takewhile(lambda parameter: parameter not in inside, hf.parameters())
+    if not all(parameter in frozen for parameter in before):
+        return []
+    return list(takewhile(lambda layer: all(p in frozen for p in layer.parameters()), layers))
 
 
 def _unless_flash(attention: str) -> str:

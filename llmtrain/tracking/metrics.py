@@ -91,7 +91,16 @@ class TokenFlops:
     noncausal: float
 
 
-def flops_per_token(*, matmul_params: int, layers: int, attention_width: int, sequence_length: int) -> TokenFlops:
+def flops_per_token(
+    *,
+    matmul_params: int,
+    layers: int,
+    attention_width: int,
+    sequence_length: int,
+    frozen_params: int = 0,
+    forward_params: int = 0,
+    forward_layers: int = 0,
+) -> TokenFlops:
     """Training FLOPs per token of a decoder.
 
     `matmul_params` are the weights that multiply (output head included, embedding lookup not; of a mixture of
@@ -101,9 +110,13 @@ def flops_per_token(*, matmul_params: int, layers: int, attention_width: int, se
     weighted values are two products of width * T each: 4 W T per layer forward, 12 W T with the backward pass
     (PaLM, Chowdhery et al. 2022, appendix B; torchtitan and Megatron-LM count so). A causal mask needs half
     of them. Recomputed activations are not counted: this is model FLOPs, not hardware FLOPs.
+
+    Of the weights, `frozen_params` get no gradient (2 FLOPs less), and `forward_params` of these, in `forward_layers`
+    layers, are not in the backward pass at all.
     """
-    square = 12.0 * layers * attention_width * sequence_length
-    return TokenFlops(causal=6.0 * matmul_params + square / 2, noncausal=6.0 * matmul_params + square)
+    square = (12.0 * layers - 8.0 * forward_layers) * attention_width * sequence_length
+    weights = 6.0 * matmul_params - 2.0 * frozen_params - 2.0 * forward_params
+    return TokenFlops(causal=weights + square / 2, noncausal=weights + square)
 
 
 # Dense bf16/fp16 tensor-core peaks in TFLOP/s (fp32 accumulation) from the vendors' data sheets; where a

@@ -399,6 +399,18 @@ CASES = [
         {"schedule": {"name": "constant", "warmup_steps": 10}},
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_type": "linear"}}},
     ),
+    # what trains
+    Wrong(
+        "frozen and trained",
+        ('model.train_only = ["lm_head.*"]', "the opposite of model.freeze", "keep one", "line "),
+        {"model": {"freeze": ["model.*"], "train_only": ["lm_head.*"]}},
+    ),
+    Wrong(
+        "second copies of what is frozen",
+        ('model.freeze = ["lm_head.*"]', "zero_optimization.zero_hpz_partition_size = 2", "remove zero_hpz"),
+        {"model": {"freeze": ["lm_head.*"]}},
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+    ),
     # the batch equation
     Wrong(
         "accumulation not whole",

@@ -161,6 +161,17 @@ MODEL_CASES = [
         {"model": {"config": ..., "pretrained": "model"}},
         before=_weightless,
     ),
+    # what trains
+    Wrong(
+        "a pattern that names no parameter",
+        ('model.freeze = "model.layers.7.*"', "line ", "matches no parameter", "one of them is model."),
+        {"model": {"freeze": ["model.layers.7.*"]}},
+    ),
+    Wrong(
+        "nothing left to train",
+        ('model.freeze = ["*"]', "leaves none of the", "name fewer"),
+        argv=["--model.freeze", '["*"]'],
+    ),
     # the data and the run's folder
     Wrong("a shard is gone", ("train-00000.bin", "is missing", "prepare it again"), before=_shard_gone),
     Wrong(

@@ -18,6 +18,7 @@ from llmtrain.errors import ModelError
 from llmtrain.models.build import decoder_layers, layer_configs, load_config
 from llmtrain.models.experts import check_stages
 from llmtrain.models.fields import check_fields
+from llmtrain.models.frozen import frozen_names
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel import balance
@@ -73,7 +74,7 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     config = hf.config.get_text_config(decoder=True)
     _check_heads(config, key, resolved, problems)
     problems.raise_if_any()
-    spec.frozen  # noqa: B018  # raises where patterns do not go with the model
+    frozen_names(hf, model, resolved.places)
     notes = _check_length(hf, config, key, resolved, problems)
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:

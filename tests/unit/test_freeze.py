@@ -1,0 +1,96 @@
+"""Which parameters a run freezes, and what that does to its figures. Training itself: tests/ranks/test_freeze.py."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmtrain.config.run import ModelConfig
+from llmtrain.errors import ConfigError, ModelError
+from llmtrain.models.patches import loop_over_experts
+from llmtrain.models.spec import ModelSpec
+from llmtrain.parity.small import patterns_here
+from llmtrain.tracking.metrics import flops_per_token
+from tests.helpers.training import LLAMA
+
+TIED = {**LLAMA, "tie_word_embeddings": True}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
+
+
+def spec(fields: dict[str, Any] = LLAMA, **patterns: list[str]) -> ModelSpec:
+    return ModelSpec.of(ModelConfig(config=dict(fields), attention="eager", **patterns))
+
+
+def test_freeze_and_train_only_are_opposites():
+    names = [name for name, _ in spec().skeleton.named_parameters()]
+    patterns = ["model.layers.[01].*", "*norm.weight"]
+    frozen, rest = spec(freeze=patterns).frozen, spec(train_only=patterns).frozen
+    assert frozen | rest == set(names) and not frozen & rest
+    assert frozen == {n for n in names if re.match(r"model\.layers\.[01]\.", n) or n.endswith("norm.weight")}
+    assert not spec().frozen
+
+
+def test_a_tied_parameter_is_frozen_by_all_of_its_names():
+    assert spec(TIED, freeze=["model.embed_tokens.*", "lm_head.*"]).frozen == {"model.embed_tokens.weight"}
+    assert "model.embed_tokens.weight" not in spec(TIED, train_only=["*embed_tokens*", "lm_head*"]).frozen
+
+
+@pytest.mark.parametrize(
+    ("fields", "patterns", "says"),
+    [
+        (LLAMA, {"freeze": ["model.layer.0.*"]}, ("model.freeze", "model.layer.0.*", "matches no", "one of them is")),
+        (LLAMA, {"freeze": ["model.*", "lm_head.*"]}, ("leaves none of the 39", "name fewer")),
+        (TIED, {"freeze": ["model.embed_tokens.*"]}, ("one tied tensor", "name lm_head.weight too")),
+        (TIED, {"train_only": ["lm_head.weight"]}, ("model.train_only", "name model.embed_tokens.weight too")),
+    ],
+)
+def test_what_is_wrong_with_patterns_is_told(fields, patterns, says):
+    with pytest.raises(ConfigError) as caught:
+        _ = spec(fields, **patterns).frozen
+    for words in says:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {},
+        {"freeze": ["model.embed_tokens.*", "model.layers.0.*", "model.layers.2.self_attn.o_proj.weight"]},
+        {"freeze": ["model.layers.0.*", "lm_head.*"]},
+        {"train_only": ["model.layers.[23].*"]},
+    ],
+)
+@pytest.mark.parametrize("fields", [LLAMA, MIXTRAL], ids=["llama", "mixtral"])
+def test_flops_are_those_that_torch_counts(fields, patterns):
+    from transformers import AutoModelForCausalLM
+
+    some = spec(fields, **patterns)
+    sizes = some.facts
+    hf = AutoModelForCausalLM.from_config(some.config, attn_implementation="eager", dtype=torch.float32)
+    loop_over_experts(hf.config)  # whose products torch counts
+    for name in some.frozen:
+        hf.get_parameter(name).requires_grad_(False)
+    assert sizes.trained == sum(p.numel() for p in hf.parameters() if p.requires_grad)
+    with FlopCounterMode(display=False) as counter:
+        hf(input_ids=torch.arange(32).unsqueeze(0), use_cache=False).logits.sum().backward()
+    flops = flops_per_token(
+        matmul_params=sizes.matmul_parameters,
+        frozen_params=sizes.frozen_matmul_parameters,
+        forward_params=sizes.forward_matmul_parameters,
+        layers=sizes.layers,
+        forward_layers=sizes.forward_layers,
+        attention_width=sizes.attention_width,
+        sequence_length=32,
+    )
+    assert 32 * flops.noncausal == counter.get_total_flops()
+
+
+def test_a_parity_check_takes_the_patterns_that_its_small_copy_has():
+    model = ModelConfig(config=dict(LLAMA), freeze=["model.layers.2.*", "model.layers.30.*"])
+    assert patterns_here(dict(LLAMA), model) == {"freeze": ["model.layers.2.*"], "train_only": []}
+    with pytest.raises(ModelError, match=r"small copy, which has 4 layers.*--model\.train_only"):
+        patterns_here(dict(LLAMA), ModelConfig(config=dict(LLAMA), train_only=["model.layers.31.*"]))
