@@ -278,7 +278,7 @@ class _ChunkedNLL(torch.autograd.Function):
             hidden_CH = hidden[rows]
             # The logits are an argument and nothing else: widened, they give their memory back at once.
             loss, grad_CV = elementwise(
-                F.linear(hidden_CH, weight, bias), every.rows(rows), form, share, want_hidden or want_weight
+                F.linear(hidden_CH, weight, bias), every.rows(rows), form, share, any(ctx.needs_input_grad[:3])
             )
             total += loss
             if grad_CV is not None:

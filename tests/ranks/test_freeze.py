@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from llmtrain.engine.api import PARAM
+from llmtrain.errors import UserError
 from tests.helpers.checkpoints import trainer_state
 from tests.helpers.parity import Form, check
 from tests.helpers.training import (
@@ -171,3 +172,39 @@ def test_a_checkpoint_goes_from_zero_1_to_zero_3(pools, small_data, tmp_path, on
 def test_parity_freezes_the_same(pools, form):
     outcome = check(pools, replace(form, steps=8))
     assert outcome.verdict.passed, outcome.verdict.first
+
+
+def refused(case: Case) -> str:
+    try:
+        make_engine(case)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("form", "freeze", "says"),
+    [
+        ({"stage": 1, "pipeline": 2, "accumulation": 2}, "model.*", "leaves stage 0 of pipeline.stages 2 nothing"),
+        ({"stage": 1, "expert": 2, "model": MIXTRAL}, "*.experts.*", "leaves no experts to train"),
+    ],
+)
+def test_a_form_that_would_have_nothing_to_train_is_refused_on_every_rank(pools, small_data, form, freeze, says):
+    for told in pools(2).run(refused, Case(data=small_data, freeze=(freeze,), **form)):
+        assert "model.freeze" in told and says in told
+
+
+def test_a_checkpoint_with_moments_of_other_parameters_is_refused(pools, small_data, tmp_path):
+    case = Case(data=small_data, freeze=FREEZE, stage=1)
+    pools(2).run(half, case, str(tmp_path), 0, 1)
+    for freeze in ((), (*FREEZE, "lm_head.*")):
+        (told, *_) = pools(2).run(half_refused, replace(case, freeze=freeze), str(tmp_path))
+        assert "Train the same parameters" in told and "resume_weights_only" in told
+
+
+def half_refused(case: Case, folder: str) -> str:
+    try:
+        half(case, folder, 1, 2)
+    except UserError as error:
+        return str(error)
+    return ""
