@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-OptimizerName = Literal["adamw", "muon"]
+OptimizerName = Literal["adamw", "muon", "lion"]
 """`optim.name`."""
 Form = Literal["clipping", "offload", "scattered gradients", "fp32 sums at ZeRO 1", "tensor", "expert"]
 """A way of training that not every optimizer goes with; topology.py tells which runs ask for it."""
@@ -96,7 +96,17 @@ _MUON = Optimizer(  # for the matrices of the decoder layers; the rest has AdamW
     norm_of_update=True,
 )
 
-OPTIMIZERS: dict[str, Optimizer] = {entry.name: entry for entry in (_ADAMW, _MUON)}
+_LION = Optimizer(
+    name="lion",
+    title="Lion",
+    json_types=("Lion",),
+    params={name: name for name in ("lr", "betas", "weight_decay")},
+    fixed={"fp32_optimizer_states": True},
+    state=("exp_avg",),
+    host_ops=("cpu_lion",),
+)
+
+OPTIMIZERS: dict[str, Optimizer] = {entry.name: entry for entry in (_ADAMW, _MUON, _LION)}
 
 
 def norm_of(name: str | None, *, zero: bool) -> Literal["gradient", "update"]:
