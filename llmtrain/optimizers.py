@@ -41,6 +41,8 @@ class Optimizer:
     host_ops: tuple[str, ...]
     """DeepSpeed's ops that are built at the start when its state is offloaded; everything else is torch's."""
     refuses: Mapping[Form, Refusal] = field(default_factory=dict)
+    by_sign: bool = False
+    """A step is the sign of a mean of gradients: where that is all rounding, a step is anyone's."""
     norm_of_update: bool = False
     """Under ZeRO, DeepSpeed measures and clips the norm of its update, not of the gradient."""
 
@@ -104,6 +106,7 @@ _LION = Optimizer(
     fixed={"fp32_optimizer_states": True},
     state=("exp_avg",),
     host_ops=("cpu_lion",),
+    by_sign=True,
 )
 
 OPTIMIZERS: dict[str, Optimizer] = {entry.name: entry for entry in (_ADAMW, _MUON, _LION)}

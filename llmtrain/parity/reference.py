@@ -89,7 +89,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         _halve_products(model)
     optimizer = PlainOptimizer(model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision))
     tokens = Tokens(run.data, config.get_text_config().vocab_size)
-    trace = Trace()
+    trace = Trace(by_sign=OPTIMIZERS[optim.name].by_sign)
     trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
     for step in range(steps):
         _copy(masters, model, order.nudge and order.nudge * 1_000_003 + step)

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("begin", "check", "consistency", "doctor", "generate", "init", "parity", "saving"),
     ("finish",),
     ("loop",),
+    ("run",),
     ("train",),
     ("cli",),
     ("__main__",),
