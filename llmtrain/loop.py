@@ -26,12 +26,12 @@ from llmtrain.data.loader import MicroBatch, TrainData, TrainLoader, check_vocab
 from llmtrain.dist.control import StopRequests, from_all, from_rank_0, together
 from llmtrain.dist.device import device_name
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.errors import TrainingStopped
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.saving import Saving
 from llmtrain.session import Requests, Session, Step
+from llmtrain.start import prove_loss, start_engine, write_weights
 from llmtrain.tracking.environment import versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.tracking.tracker import Tracker

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmtrain import start
 from llmtrain.dist.control import AgreedError
-from llmtrain.engine import start
 from llmtrain.models import compiler
 from tests.helpers.compiled import graphs_of, inductor_in
 from tests.helpers.training import LLAMA, Case, Trace, joined, make_engine, resolved_run, run_case, shortened
