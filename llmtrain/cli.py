@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "parity": ("llmtrain.parity.command", "hold a small copy of a run against plain PyTorch in one process"),
     "generate": ("llmtrain.generate", "print a continuation of a prompt"),
     "report": ("llmtrain.tracking.report", "draw a run's loss, throughput and memory"),
-    "checkpoint": ("llmtrain.checkpoint.commands", "list, verify, compare, convert and delete checkpoints"),
+    "checkpoint": ("llmtrain.checkpoints", "list, verify, compare, convert and delete checkpoints"),
 }
 
 

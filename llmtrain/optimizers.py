@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-OptimizerName = Literal["adamw", "muon"]
+OptimizerName = Literal["adamw", "muon", "lion"]
 """`optim.name`."""
 Form = Literal["clipping", "offload", "scattered gradients", "fp32 sums at ZeRO 1", "tensor", "expert"]
 """A way of training that not every optimizer goes with; topology.py tells which runs ask for it."""
@@ -41,6 +41,8 @@ class Optimizer:
     host_ops: tuple[str, ...]
     """DeepSpeed's ops that are built at the start when its state is offloaded; everything else is torch's."""
     refuses: Mapping[Form, Refusal] = field(default_factory=dict)
+    by_sign: bool = False
+    """A step is the sign of a mean of gradients: where that is all rounding, a step is anyone's."""
     norm_of_update: bool = False
     """Under ZeRO, DeepSpeed measures and clips the norm of its update, not of the gradient."""
 
@@ -96,7 +98,18 @@ _MUON = Optimizer(  # for the matrices of the decoder layers; the rest has AdamW
     norm_of_update=True,
 )
 
-OPTIMIZERS: dict[str, Optimizer] = {entry.name: entry for entry in (_ADAMW, _MUON)}
+_LION = Optimizer(
+    name="lion",
+    title="Lion",
+    json_types=("Lion",),
+    params={name: name for name in ("lr", "betas", "weight_decay")},
+    fixed={"fp32_optimizer_states": True},
+    state=("exp_avg",),
+    host_ops=("cpu_lion",),
+    by_sign=True,
+)
+
+OPTIMIZERS: dict[str, Optimizer] = {entry.name: entry for entry in (_ADAMW, _MUON, _LION)}
 
 
 def norm_of(name: str | None, *, zero: bool) -> Literal["gradient", "update"]:

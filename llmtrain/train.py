@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
         with none_while_importing():
             resolved, spec = examine(resolved)
-            from llmtrain.loop import train
+            from llmtrain.run import train
 
         return train(resolved, spec)
 

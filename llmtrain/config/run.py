@@ -66,7 +66,8 @@ class OptimConfig:
     """The optimizer."""
 
     name: OptimizerName | None = None
-    """adamw (default), or muon: Muon for the matrices of the decoder layers, AdamW for the rest. Or from the JSON."""
+    """adamw (default); muon: Muon for the matrices of the decoder layers, AdamW for the rest; lion. Or from the
+    JSON."""
     lr: float | None = None
     """Peak learning rate (of AdamW). Default 3e-4, or from the JSON."""
     muon_lr: float = 0.02

@@ -136,6 +136,11 @@ def attention_is(config: PreTrainedConfig, name: str) -> Iterator[None]:
         yield
 
 
+def attention_of(config: PreTrainedConfig) -> str:
+    """PreTrainedConfig._attn_implementation: the name of the function that the model's attention asks for."""
+    return str(config._attn_implementation)
+
+
 def loop_over_experts(config: PreTrainedConfig) -> None:
     """Sets config._experts_implementation, which a public argument does at construction only: the eager loop."""
     _set(config, "_experts_implementation", "eager")

@@ -112,20 +112,21 @@ def _parameters(got: Trace, want: list[Trace], step: int, *, fp32: bool) -> list
 
     fp32: its largest element, and the root mean square over its elements as a share of what it has moved. In lower
     precisions the largest element is one whose gradient is all rounding, and AdamW moves it by the whole learning
-    rate: there only the share counts.
+    rate, as Lion does in every precision: there only the share counts.
     """
+    elements = fp32 and (step == 0 or not want[0].by_sign)
     start, expected = want[0].parameters[0], want[0].parameters[step]
     moved = {name: _root_mean_square(value, start[name]) for name, value in expected.items()}
     shares = {name: _spread(want, step, name, _root_mean_square) / (moved[name] or 1.0) for name in expected}
     usual = sorted(shares.values())[len(shares) * 9 // 10]
-    largest = {name: _spread(want, step, name, _largest) for name in expected} if fp32 else {}
-    usual_largest = sorted(largest.values())[len(largest) * 9 // 10] if fp32 else 0.0
+    largest = {name: _spread(want, step, name, _largest) for name in expected} if elements else {}
+    usual_largest = sorted(largest.values())[len(largest) * 9 // 10] if elements else 0.0
     found = []
     for name, value in expected.items():
         mine = got.parameters[step].get(name)
         if mine is None or mine.shape != value.shape:
             mine = torch.full_like(value, math.nan)
-        if fp32:
+        if elements:
             difference = _largest(mine, value)
             tolerated = max(PARAMETER, SPREADS * max(usual_largest, largest[name]))
             found.append(Difference(kind="parameter", name=name, step=step, got=difference, tolerated=tolerated))

@@ -94,7 +94,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         _halve_products(model)
     optimizer = PlainOptimizer(model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision))
     tokens = Tokens(run.data, config.get_text_config().vocab_size)
-    trace = Trace()
+    trace = Trace(by_sign=OPTIMIZERS[optim.name].by_sign)
     trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
     for step in range(steps):
         _copy(masters, model, order.nudge and order.nudge * 1_000_003 + step)
@@ -295,12 +295,14 @@ class PlainOptimizer:
         for name, grad in grads.items():
             if name in self._muon:
                 self._muon_update(name, grad, optim.muon_lr * lr_factor)
+            elif optim.name == "lion":
+                self._lion_update(name, grad, optim.lr * lr_factor)
             else:
                 self._adamw_update(name, grad, optim.lr * lr_factor)
         return norm
 
     def first_moments(self) -> dict[str, Tensor]:
-        """AdamW's, by name."""
+        """AdamW's and Lion's, by name."""
         return {name: moment.cpu().clone() for name, moment in self._first.items() if name not in self._muon}
 
     def _decay(self, value: Tensor, lr: float) -> None:
@@ -317,6 +319,14 @@ class PlainOptimizer:
         mean = first / (1 - first_rate**self._steps)
         root = (second / (1 - second_rate**self._steps)).sqrt()
         value.sub_(lr * mean / (root + self._optim.eps))
+
+    def _lion_update(self, name: str, grad: Tensor, lr: float) -> None:
+        """Chen et al., arXiv 2302.06675, algorithm 2."""
+        slow, fast = self._optim.betas
+        value, moment = self._masters[name], self._first[name]
+        self._decay(value, lr)
+        value.sub_(lr * torch.sign(slow * moment + (1 - slow) * grad))
+        moment.mul_(fast).add_(grad, alpha=1 - fast)
 
     def _muon_update(self, name: str, grad: Tensor, lr: float) -> None:
         """Nesterov momentum, orthogonalised (https://kellerjordan.github.io/posts/muon/), scaled for tall matrices."""

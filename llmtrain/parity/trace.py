@@ -19,7 +19,9 @@ class Trace:
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
     """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ..."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """AdamW's first moment after step 1: (1 - beta1) x the clipped gradient. Muon's matrices have none."""
+    """AdamW's and Lion's first moment after step 1: (1 - beta) x the clipped gradient. Muon's matrices have none."""
+    by_sign: bool = False
+    """The optimizer steps by a sign: two orders of summation part by a whole step where a gradient is all rounding."""
     skipped: list[int] = field(default_factory=list)
     """Steps whose update the engine left out."""
 

@@ -24,7 +24,6 @@ from llmtrain.data.loader import TrainLoader
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import PARAM, Engine
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.errors import UserError
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
@@ -32,6 +31,7 @@ from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
 from llmtrain.session import Session
+from llmtrain.start import prove_loss, start_engine, write_weights
 
 PLAN = "plan.pickle"
 

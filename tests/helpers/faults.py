@@ -173,7 +173,7 @@ def wrong_rank_count() -> Iterator[None]:
 @contextlib.contextmanager
 def late_bias_correction() -> Iterator[None]:
     """AdamW's step counter begins at 1: a step on zero gradients has been taken to create its state."""
-    from llmtrain.engine import start
+    from llmtrain import start
 
     build = start.build_engine
 
@@ -190,7 +190,7 @@ def late_bias_correction() -> Iterator[None]:
 @contextlib.contextmanager
 def decayed_norms() -> Iterator[None]:
     """Weight decay on vectors, too."""
-    from llmtrain.engine import start
+    from llmtrain import start
 
     build = start.build_engine
 

@@ -63,8 +63,8 @@ class Form:
         parts = [f"{word}{getattr(self, key)}" for key, word in words.items() if getattr(self, key) > 1]
         parts += [f"zero{self.zero}", f"x{self.ranks}"]
         tied = {None: [], True: ["tied"], False: ["untied"]}[self.tied]
-        muon = ["muon"] if self.optimizer == "muon" else []
-        return "-".join([self.family, *tied, *muon, *parts, self.precision])
+        optimizer = [self.optimizer] if self.optimizer != "adamw" else []
+        return "-".join([self.family, *tied, *optimizer, *parts, self.precision])
 
 
 def resolved(form: Form) -> ResolvedRun:

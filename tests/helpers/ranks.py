@@ -23,7 +23,7 @@ _THREADS = 150
 Two idle ranks with 740 threads took a whole core.
 """
 PRELOAD = [
-    "llmtrain.loop",
+    "llmtrain.run",
     "transformers.models.llama.modeling_llama",
     "tests.helpers.training",
 ]

@@ -129,18 +129,18 @@ def spins_in_evaluate(rank: int) -> None:
 
 def _as_on_gpus(act: Callable[[], None]) -> None:
     """The ranks compute on devices, as far as the watch knows, and `act` is called when they have met."""
-    from llmtrain import loop
+    from llmtrain import run
     from llmtrain.cluster.watch import watched as watch
     from llmtrain.cluster.watch.heartbeat import heart
 
-    plain = loop.introduce
+    plain = run.introduce
 
     def introduce(*args: Any) -> None:
         plain(*args)
         heart.on_device()
         act()
 
-    loop.introduce, watch._on_gpu = introduce, lambda: True
+    run.introduce, watch._on_gpu = introduce, lambda: True
 
 
 def never_begins_a_collective(rank: int) -> None:
@@ -251,9 +251,9 @@ def busy_export(rank: int) -> None:
     """The end of the run takes rank 0 longer than fault.stall_timeout_s, at work all the time."""
     watched(rank)
     if rank == 0:
-        from llmtrain import loop
+        from llmtrain import run
 
-        plain = loop.finish
+        plain = run.finish
 
         def finish(*args: Any) -> None:
             deadline = time.monotonic() + 8.0
@@ -261,18 +261,18 @@ def busy_export(rank: int) -> None:
                 pass
             plain(*args)
 
-        loop.finish = finish
+        run.finish = finish
 
 
 def leaves_slowly(rank: int) -> None:
     """After the end of the run every rank waits for ten seconds, idle, before it goes."""
     watched(rank)
-    from llmtrain import loop
+    from llmtrain import run
 
-    plain = loop._leave
+    plain = run._leave
 
     def leave(*ended: Any) -> None:
         time.sleep(10.0)
         plain(*ended)
 
-    loop._leave = leave
+    run._leave = leave

@@ -33,11 +33,11 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import PARAM, StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.engine.start import prove_loss, start_engine, write_weights
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Session
+from llmtrain.start import prove_loss, start_engine, write_weights
 from llmtrain.tensors.pieces import put
 from llmtrain.topology import Degrees
 

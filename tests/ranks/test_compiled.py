@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmtrain import start
 from llmtrain.dist.control import AgreedError
-from llmtrain.engine import start
 from llmtrain.models import compiler
+from llmtrain.models.spec import ModelSpec
 from tests.helpers.compiled import graphs_of, inductor_in
 from tests.helpers.training import LLAMA, Case, Trace, joined, make_engine, resolved_run, run_case, shortened
 
@@ -113,6 +114,7 @@ def test_whether_a_gpu_compiles_layers_unasked(pools, small_data, changes, compi
 
 def decided_on_cuda(case: Case, trouble: str | None) -> bool | None:
     ranks = replace(joined(), device=torch.device("cuda"))
+    resolved = resolved_run(case, ranks.world_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "_answers", {"cuda": trouble})
-        return start._layers_decided(resolved_run(case, ranks.world_size), ranks).run.model.compile_layers
+        return start._layers_decided(resolved, ModelSpec.of(resolved.run.model), ranks).run.model.compile_layers

@@ -64,9 +64,15 @@ TELLING = [
     replace(FORMS["tp2"], family="qwen3_moe", precision="bf16"),
     replace(FORMS["pp2-tp2"], family="qwen3", tied=True),
     Form(zero=1, accumulation=2, optimizer="muon", device_fp16=True),
+    Form(zero=2, optimizer="lion"),
     replace(FORMS["ep2"], family="mixtral", changes=json.dumps(BALANCED), accumulation=2),
 ]
-TELLING_SLOW = [replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"), replace(FORMS["dp4"], family="opt")]
+TELLING_SLOW = [
+    replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"),
+    replace(FORMS["dp4"], family="opt"),
+    *(replace(FORMS[form], optimizer="lion") for form in ("pp2-dp2", "tp2", "sp2")),
+    replace(FORMS["ep2"], family="mixtral", optimizer="lion"),
+]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_wrong_config_is_told_by_check_and_by_train_alike(
     if "--world-size" in case.argv:
         return
     monkeypatch.setenv("WORLD_SIZE", str(case.ranks))
-    monkeypatch.setattr("llmtrain.loop.train", lambda resolved, spec: pytest.fail("train begins what check refuses"))
+    monkeypatch.setattr("llmtrain.run.train", lambda resolved, spec: pytest.fail("train begins what check refuses"))
     assert main(["train", "--config", "run.yaml", *case.argv]) == 2
     launched = capsys.readouterr().err.replace("WORLD_SIZE, set by the launcher", "--world-size")
     assert launched == told.err

@@ -23,8 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 from llmtrain.config.load import resolve
 from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
-from llmtrain.models import forms, language, loss
-from llmtrain.models.build import facts
+from llmtrain.models import language, loss
+from llmtrain.models.build import decoder_layers
+from llmtrain.models.run import forms
+from llmtrain.models.spec import ModelSpec
 from tests.helpers.launching import REPO
 from tests.runs.test_bench import load
 
@@ -101,15 +103,16 @@ def step_counted(
         train=TrainConfig(micro_batch=micro_batch, accumulation=1, max_steps=1),
     )
     resolved = resolve(run, 1, "one process")
-    tile = forms.tile_mlps
+    find = forms.dense_mlps
 
-    def tile_really(*args: Any) -> Any:  # it looks at the numbers of a small copy
+    def find_really(*args: Any) -> Any:  # it looks at the numbers of a small copy
         with unset_fake_temporarily():
-            return tile(*args)
+            return find(*args)
 
-    monkeypatch.setattr(forms, "tile_mlps", tile_really)
+    monkeypatch.setattr(forms, "dense_mlps", find_really)
     with FakeTensorMode():
-        module: Any = forms.build_model(resolved, torch.device("cpu"), None)  # type: ignore[arg-type]
+        spec = ModelSpec.of(model)
+        module: Any = forms.build_model(resolved, spec, torch.device("cpu"), None)  # type: ignore[arg-type]
         parameters = list(module.parameters())
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
@@ -125,7 +128,7 @@ def step_counted(
     assert total.shape == () and total.dtype == torch.float32
     assert all(p.dtype == torch.bfloat16 for p in parameters)
     kernels = {name: count for name, count in mode.ran.items() if "scaled_dot_product" in name}
-    layers = len(forms.decoder_layers(module.hf))
+    layers = len(decoder_layers(module.hf))
     assert set(kernels) == {f"_scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")}, kernels
     assert kernels["_scaled_dot_product_flash_attention_for_cpu"] == 2 * layers  # the recomputed ones are among them
     return sum(p.numel() for p in parameters), mode
@@ -166,7 +169,7 @@ def test_the_long_rows_of_8b_fit_one_gpu(monkeypatch, tmp_path, record_property)
     assert "data_types" not in tree
     tree["zero_optimization"] = {"stage": 1}  # 3 gathers what this rank has anyway, 2 GB of it at a time (WORKING)
     file.write_text(json.dumps(tree))
-    parameters = facts(ModelConfig(config=bench.PRESETS["8b"])).parameters
+    parameters = ModelSpec.of(ModelConfig(config=bench.PRESETS["8b"])).facts.parameters
     config = {**bench.PRESETS["8b"], "max_position_embeddings": tokens, "num_hidden_layers": 1}
     model = ModelConfig(config=config, mlp_tile_tokens=4096, loss_chunk_tokens=2048)
     _, made = step_counted(monkeypatch, file, model, tokens)

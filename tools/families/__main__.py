@@ -66,11 +66,6 @@ def _preload() -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # engines import it, and torch.compile with it
     import torch
 
-    import llmtrain.loop
-    import llmtrain.parity.command
-    import llmtrain.parity.hints
-    import llmtrain.parity.worker  # noqa: F401
-
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
 

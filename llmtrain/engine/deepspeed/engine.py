@@ -21,7 +21,7 @@ from llmtrain.engine.deepspeed.state import HalfState, PlainState, State
 from llmtrain.engine.deepspeed.zero3 import Zero3State
 from llmtrain.engine.deepspeed.zero12 import Zero12State
 from llmtrain.errors import ModelError, TrainingStopped
-from llmtrain.models import varlen
+from llmtrain.models import patches, varlen
 from llmtrain.models.attention import gets_mask, without_cudnn
 from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.language import LanguageModel, compare_losses
@@ -60,7 +60,7 @@ class ZeroEngine:
         self._ranks = ranks
         self._state = state_of(deepspeed)
         self._own_tokens = int(mesh.place.tensor == 0)  # the ranks of a tensor-parallel group have the same loss
-        self._varlen = self.module.config._attn_implementation == varlen.NAME
+        self._varlen = patches.attention_of(self.module.config) == varlen.NAME
         self.partitions_parameters = self._state.partitions_parameters
         self._must_look = self.partitions_parameters
         """Whether it is not yet known that ZeRO 3 takes every gradient."""

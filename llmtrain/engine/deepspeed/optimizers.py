@@ -8,6 +8,7 @@ import inspect
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,22 +17,23 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
 from torch import Tensor
 
-from llmtrain.config.run import OptimConfig, ResolvedRun
+from llmtrain.config.run import ResolvedOptim, ResolvedRun
+from llmtrain.engine.deepspeed import lion
 from llmtrain.engine.deepspeed.op_builds import op_build_lock
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
 from llmtrain.log import warn
 from llmtrain.models import compiler
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
+from llmtrain.optimizers import OPTIMIZERS
 
-ADAM_KINDS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
 MOMENTS = "moments"
 """Key of a parameter group: the kinds of moments that the optimizer keeps of each of its tensors."""
 _MUON = "deepspeed.runtime.zero.muon"
 
 
-def parameter_groups(model: LanguageModel, optim: OptimConfig, largest: float = math.inf) -> list[dict[str, Any]]:
+def parameter_groups(model: LanguageModel, optim: ResolvedOptim, largest: float = math.inf) -> list[dict[str, Any]]:
     """Who decays is `optim.decay`'s choice. With Muon the decoder layers' matrices are groups of their own.
 
     Each group carries `peak_lr`, which the schedule multiplies, and the kinds of its moments. None has more than
@@ -43,7 +45,8 @@ def parameter_groups(model: LanguageModel, optim: OptimConfig, largest: float = 
     groups: list[dict[str, Any]] = []
     filling: dict[str, dict[str, Any]] = {}
     elements: Counter[str] = Counter()
-    adam = {"lr": optim.lr, "peak_lr": optim.lr, "betas": optim.betas, "eps": optim.eps, MOMENTS: ADAM_KINDS}
+    kinds = tuple(kind for kind in OPTIMIZERS[optim.name].state if kind != MOMENTUM)
+    usual = {"lr": optim.lr, "peak_lr": optim.lr, "betas": optim.betas, "eps": optim.eps, MOMENTS: kinds}
     muon = {"lr": optim.muon_lr, "peak_lr": optim.muon_lr, "momentum": optim.muon_momentum, MOMENTS: (MOMENTUM,)}
     for parameter in (held.parameter for held in model.local_parameters() if held.trains):
         is_muon = id(parameter) in muon_ids
@@ -53,7 +56,7 @@ def parameter_groups(model: LanguageModel, optim: OptimConfig, largest: float = 
         shared = is_moe_param(parameter)
         if shared:  # DeepSpeed finds the ranks that hold the same experts by the name of the group
             name = parameter.group_name  # type: ignore[attr-defined]
-        settings = dict(muon if is_muon else adam, weight_decay=optim.weight_decay if decays else 0.0)
+        settings = dict(muon if is_muon else usual, weight_decay=optim.weight_decay if decays else 0.0)
         if optim.name == "muon":
             settings["use_muon"] = is_muon
         if shared:
@@ -73,26 +76,47 @@ def _dim(parameter: torch.Tensor) -> int:
 
 
 def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.Optimizer:
-    """AdamW (fused), DeepSpeed's CPUAdam under offload, or Muon with AdamW for the rest."""
-    optim = resolved.run.optim
+    """The run's optimizer, over the parameters of `model` that train."""
+    optim = resolved.optim
     device = torch.device(get_accelerator().device_name())
     import_muon(compiled=optim.name == "muon" and device.type != "cpu" and compiler.trouble(device) is None)
     cuts = resolved.zero_stage in (1, 2) and not resolved.offload_optimizer
-    parameters = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf)
-    if optim.name == "muon":
-        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
-        _set_newton_schulz_dtype(resolved.precision)
-        return MuonWithAuxAdam(parameters, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
-    if resolved.offload_optimizer:
+    groups = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf)
+    build, on_host = _BUILDERS[optim.name]
+    if resolved.offload_optimizer and on_host is not None:
         with op_build_lock():
             try:
-                from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-                return DeepSpeedCPUAdam(parameters, adamw_mode=True)
+                return on_host(groups)
             except Exception as error:  # no compiler, an unsupported CPU, a broken build: DeepSpeed raises them all
-                warn(f"DeepSpeed's CPUAdam cannot be built here, torch's AdamW runs on the CPU instead: {error}")
-    return torch.optim.AdamW(parameters, fused=True)
+                op = " and ".join(OPTIMIZERS[optim.name].host_ops)
+                warn(f"DeepSpeed's {op} cannot be built here, torch's code runs on the CPU instead: {error}")
+    return build(groups, resolved.precision)
+
+
+def _adamw(groups: list[dict[str, Any]], _: str) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, fused=True)
+
+
+def _adamw_on_host(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, adamw_mode=True)
+
+
+def _muon(groups: list[dict[str, Any]], precision: str) -> torch.optim.Optimizer:
+    """Muon, with AdamW for the groups that are not its."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    _set_newton_schulz_dtype(precision)
+    return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
+
+
+_BUILDERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., torch.optim.Optimizer] | None]] = {
+    "adamw": (_adamw, _adamw_on_host),
+    "muon": (_muon, None),
+    "lion": (lion.build, lion.build_on_host),
+}
+"""By `optim.name`: (groups, precision) -> the optimizer, and groups -> that of DeepSpeed for state on the host."""
 
 
 def import_muon(*, compiled: bool) -> None:
@@ -142,7 +166,7 @@ def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[s
     on_host = hasattr(optimizer, "fp32_optimizer_states")  # DeepSpeed's own, which count in Python
     dtype = torch.float32 if on_host and optimizer.fp32_optimizer_states else flat.dtype
     kinds: tuple[str, ...] = settings[MOMENTS]
-    if kinds == ADAM_KINDS and "step" not in state:
+    if kinds != (MOMENTUM,) and "step" not in state:
         device = flat.device if optimizer.defaults.get("fused", True) else torch.device("cpu")
         state["step"] = 0 if on_host else torch.zeros((), dtype=torch.float32, device=device)
     for kind in kinds:

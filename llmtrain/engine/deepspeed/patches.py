@@ -59,7 +59,11 @@ PRIVATE = (
         ("_torchdynamo_orig_callable",),
         "whether this process has imported Muon compiled or not",
     ),
-    Private("torch.nn.utils.clip_grad", ("_foreach_norm", "_foreach_mul_"), "one kernel for a list of gradients"),
+    Private(
+        "torch._C._VariableFunctions",
+        ("_foreach_norm", "_foreach_mul_", "_foreach_lerp", "_foreach_lerp_", "_foreach_sign", "_foreach_add_"),
+        "one kernel for a list of tensors",
+    ),
     Private(
         "deepspeed.utils.groups",
         ("mpu", "_get_expert_parallel_group"),
@@ -142,7 +146,7 @@ def _source(module: str) -> str:
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, package
     path = Path(spec.origin).parent.joinpath(*inside)
-    for file in (path.with_suffix(".py"), path / "__init__.py"):
+    for file in (path.with_suffix(".py"), path / "__init__.py", path.with_suffix(".pyi")):
         if file.is_file():
             return file.read_text()
     return ""
