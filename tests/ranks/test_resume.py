@@ -72,7 +72,9 @@ def load_and_go_on(case: Case, path: str) -> Trace:
         (2, {"stage": 1, "optimizer": "muon", "precision": "bf16"}),
         (2, {"stage": 3, "optimizer": "muon"}),
         (2, {"stage": 1, "optimizer": "lion"}),
-        (2, {"stage": 3, "optimizer": "lion", "precision": "bf16", "offload": "optimizer"}),
+        pytest.param(  # DeepSpeed's CPULion is built for it
+            2, {"stage": 3, "optimizer": "lion", "precision": "bf16", "offload": "optimizer"}, marks=pytest.mark.slow
+        ),
         (2, {"stage": 1, "precision": "bf16", "pipeline": 2}),
         (2, {"stage": 1, "precision": "bf16", "pipeline": 2, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}),
         (2, {"stage": 0, "precision": "bf16", "tensor": 2}),
