@@ -56,7 +56,7 @@ def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
 
     Raises ModelError: none is left.
     """
-    spec = ModelSpec.of(ModelConfig(config=fields))
+    spec = ModelSpec.of(ModelConfig(config=fields, attention="eager"))
     names = [name for name, _ in spec.skeleton.named_parameters(remove_duplicate=False)]
     found = {}
     for key, patterns in {"freeze": model.freeze, "train_only": model.train_only}.items():
