@@ -133,10 +133,10 @@ SHAPES = [
     Shape("bf16 at ZeRO 0 with fp32 sums", {**BF16, **AUTO, "data_types": {"grad_accum_dtype": "fp32"}},
           noted="bf16 with data_types.grad_accum_dtype fp32 at ZeRO 0 runs as ZeRO 1"),
     Shape("examples, LAMB", {"train_batch_size": 64, "optimizer": {"type": "Lamb", "params": {"lr": 1e-3,
-          "max_coeff": 0.3}}}, ('error: optimizer.type = "Lamb"', "trains with Adam, AdamW or Muon")),
+          "max_coeff": 0.3}}}, ('error: optimizer.type = "Lamb"', "trains with Adam, AdamW, Muon or Lion")),
     Shape("examples, one-bit Adam", {"train_batch_size": 64, "optimizer": {"type": "OneBitAdam", "params": {"lr":
           1e-3, "freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl"}}, "fp16": {"enabled": True}},
-          ('error: optimizer.type = "OneBitAdam"', "trains with Adam, AdamW or Muon")),
+          ('error: optimizer.type = "OneBitAdam"', "trains with Adam, AdamW, Muon or Lion")),
     Shape("tutorial, a warm-up in figures", {"train_batch_size": 16, "optimizer": ADAM, "fp16": {"enabled": True},
           "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4,
           "warmup_num_steps": 10}}}, ("scheduler.params.warmup_type: not set", "remove the scheduler section"),

@@ -32,7 +32,7 @@ optimizers.parameter_groups = lambda *_: [
     {"params": [torch.nn.Parameter(torch.eye(4))], "use_muon": True, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
 ]
 resolved = SimpleNamespace(
-    run=SimpleNamespace(optim=OptimConfig(name="muon")), precision="fp32", offload_optimizer=False, zero_stage=1
+    optim=OptimConfig(name="muon"), precision="fp32", offload_optimizer=False, zero_stage=1
 )
 
 optimizers.build_optimizer(None, resolved)
