@@ -9,14 +9,12 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.config.run import ResolvedRun
-from llmtrain.dist.control import together
+from llmtrain.dist.control import from_all, together
 from llmtrain.dist.device import check_device
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
@@ -85,8 +83,7 @@ def _agreed_trouble(ranks: Ranks) -> str | None:
 
     Compiled code rounds otherwise: what ranks hold alike would part where only some of them have it.
     """
-    reasons: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(reasons, compiler.trouble(ranks.device), group=ranks.control)
+    reasons = from_all(ranks, compiler.trouble(ranks.device))
     for rank, reason in enumerate(reasons):
         if reason is not None:
             if reasons[ranks.rank] is None:

@@ -30,6 +30,7 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
+from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill
@@ -152,8 +153,7 @@ def _open(folder: Path, where: CheckpointFolder, ranks: Ranks) -> tuple[Checkpoi
         raise
     except CheckpointError as error:
         wrong.append(str(error))
-    shares: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(shares, (wrong, trainer), group=ranks.control)
+    shares = from_all(ranks, (wrong, trainer))
     found = _joined([texts for texts, _ in shares])
     if found:
         raise DamagedCheckpoint("; ".join(found))
@@ -204,8 +204,7 @@ def load_checkpoint(
         rounded = _fill([piece for piece in live if piece.kind == PARAM or not weights_only], reader)
     except CheckpointError as problem:  # the other ranks must not wait for this one
         error = [str(problem)]
-    shares: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(shares, error, group=ranks.control)
+    shares = from_all(ranks, error)
     if found := _joined(shares):
         raise DamagedCheckpoint("; ".join(found))
     if not weights_only:
@@ -263,9 +262,8 @@ def _refuse_other_state(live: list[StateTensor], reader: CheckpointReader, ranks
     held = torch.tensor([int(key in here) for key in there], dtype=torch.int64)
     dist.all_reduce(held, group=ranks.control)
     unwanted = [key for key, count in zip(there, held.tolist(), strict=True) if count == 0]
-    shares: list[Any] = [None] * ranks.world_size
     surplus = sorted(here - reader.tensors())
-    dist.all_gather_object(shares, ({kind for kind, _ in here}, surplus[:3]), group=ranks.control)
+    shares = from_all(ranks, ({kind for kind, _ in here}, surplus[:3]))
     kinds = set().union(*(kinds for kinds, _ in shares))
     missing = sorted({key for _, keys in shares for key in keys})
     if kinds != reader.kinds():
@@ -295,11 +293,10 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
         for name, entry in reader.manifest.files.items()
         if any((piece.kind, piece.name) in bad for piece in entry.pieces)
     }
-    shares: list[Any] = [None] * ranks.world_size
     elsewhere = reader.manifest.elsewhere(reader.folder).keys()
     names = sorted(files - elsewhere) if elsewhere else sorted(files)[ranks.rank :: ranks.world_size]
     mine = problems(reader.folder, reader.manifest, names)
-    dist.all_gather_object(shares, mine, group=ranks.control)
+    shares = from_all(ranks, mine)
     differs = f"{_named(bad)} differs from the manifest after loading"
     if found := _joined(shares):
         return DamagedCheckpoint(f"{'; '.join(found)} ({differs})")

@@ -32,7 +32,7 @@ from llmtrain.checkpoint.memory import memory_available
 from llmtrain.checkpoint.snapshot import RankFile, Snapshot, WriterDied
 from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import CheckpointConfig
-from llmtrain.dist.control import from_rank_0
+from llmtrain.dist.control import from_all, from_rank_0
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import PARAM, Engine, StateTensor
 from llmtrain.errors import CheckpointError
@@ -123,10 +123,9 @@ class Saver:
         if self._plan is not None:
             return
         self._plan = RankFile(self._pieces())
-        shares: list[Any] = [None] * self._ranks.world_size
         pieces = [piece.to_json() for piece in self._plan.pieces]
         mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, _boot())
-        dist.all_gather_object(shares, mine, group=self._ranks.control)
+        shares = from_all(self._ranks, mine)
         self._need_bytes = sum(shares[rank][2] for rank in self._folder.members)
         self._table = {"own": [(offset, dtype, piece.to_json()) for offset, dtype, piece in self._plan.layout]}
         if self._folder.leads:
@@ -146,7 +145,7 @@ class Saver:
             with contextlib.suppress(OSError):  # the save will tell
                 none = space.lacks(self._folder.path, self._need_bytes)
             few = space.will_lack(self._folder.path, self._need_bytes, keep)
-        said = self._all((none, few))
+        said = from_all(self._ranks, (none, few))
         if reason := next((none for none, _ in said if none), None):
             raise CheckpointError(f"{reason} Make room, or set checkpoint.dir to a larger disk. Nothing was trained.")
         return next((few for _, few in said if few), None)
@@ -169,7 +168,9 @@ class Saver:
         )
         self._partial = self._final.with_name(name)
         if self._folder.split and not error:
-            found = self._all(self._make_folder(name) if self._folder.leads and self._ranks.rank != 0 else None)
+            found = from_all(
+                self._ranks, self._make_folder(name) if self._folder.leads and self._ranks.rank != 0 else None
+            )
             error = next((each for each in found if each), None)
             if error and self._folder.leads:
                 remove_tree(self._partial)
@@ -210,7 +211,7 @@ class Saver:
             return None
         if self._stage is _Stage.ENDING and not self._errors:
             if failed:
-                self._errors = self._complaints(f"complete {self._final}", self._all(self._answer))
+                self._errors = self._complaints(f"complete {self._final}", from_all(self._ranks, self._answer))
             if self._folder.split:
                 self._tidy()
                 return None
@@ -260,13 +261,13 @@ class Saver:
         error, free = None, memory_available()
         if bytes_of_this_host > 0.9 * free:
             error = f"a copy takes {units.size(bytes_of_this_host)} of host memory, {units.size(free)} are available"
-        if not self._fall_back(self._all(error)):
+        if not self._fall_back(from_all(self._ranks, error)):
             self._copy = HostCopy(self._plan, self._table, self._ranks.device)
 
     def _await_memory(self) -> None:
         """From here on every rank has its copy's memory, or all save without."""
         if self._copy is not None and not self._has_copy:
-            self._has_copy = not self._fall_back(self._all(self._copy.problem()))
+            self._has_copy = not self._fall_back(from_all(self._ranks, self._copy.problem()))
 
     def _fall_back(self, errors: list[str | None]) -> bool:
         """Whether there is one, so that saves have to do without a copy."""
@@ -276,11 +277,6 @@ class Saver:
         self.asynchronous = False
         self._release()  # of ranks that did get theirs: it is host memory that is short
         return True
-
-    def _all(self, mine: Any) -> list[Any]:
-        shares: list[Any] = [None] * self._ranks.world_size
-        dist.all_gather_object(shares, mine, group=self._ranks.control)
-        return shares
 
     def _make_folder(self, name: str) -> str | None:
         """On a leader: make the folder to write into. Returns why there is none."""
@@ -342,7 +338,7 @@ class Saver:
 
     def _end(self, failed: bool) -> None:
         """All files are durable, or one is not: leaders commit or remove them."""
-        answers = self._all(self._answer)
+        answers = from_all(self._ranks, self._answer)
         self._answer = {}
         self._stage = _Stage.ENDING
         if failed:

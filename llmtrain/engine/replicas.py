@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.dist.rendezvous import Seat
 from llmtrain.engine.api import Engine
@@ -146,8 +147,7 @@ class Replicas:
             for (key, name, shown), value in zip(held, hashes, strict=True)
             if self._rows.get(key) in wrong
         ]
-        everyone: list[Any] = [None] * self._ranks.world_size
-        dist.all_gather_object(everyone, mine, group=self._ranks.control)
+        everyone = from_all(self._ranks, mine)
         return _told(everyone)
 
 

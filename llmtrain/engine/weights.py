@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import PARAM, Engine, StateTensor
 from llmtrain.errors import ModelError
@@ -81,8 +81,7 @@ def prove_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> None
         heart.beat()
         values = source.read(name, 0, numel(source.shape(name))).reshape(-1)
         mine[name] = checksum(values.to(kept.get(name, torch.float32)))
-    shares: list[dict[str, int] | None] = [None] * ranks.world_size
-    dist.all_gather_object(shares, mine, group=ranks.control)
+    shares = from_all(ranks, mine)
     expected = {(PARAM, name): value for share in shares if share for name, value in share.items()}
     bad = [name for _, name in differing_tensors(engine, expected, ranks)]
     if bad:
@@ -125,8 +124,7 @@ def differing_tensors(
                 bad.add(key)
     bad |= _wrong(parts, expected, shapes, ranks)
     bad |= _differing_copies(engine, expected, shapes, ranks)
-    found: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(found, sorted(bad), group=ranks.control)
+    found = from_all(ranks, sorted(bad))
     return sorted({key for part in found for key in part})
 
 

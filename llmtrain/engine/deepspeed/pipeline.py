@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.loader import MicroBatch
-from llmtrain.dist.control import AgreedError
+from llmtrain.dist.control import AgreedError, from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.engine import ZeroEngine
@@ -131,8 +131,7 @@ def _check_groups(engine: Any, ranks: Ranks) -> None:
     """
     if not engine.optimizer.cpu_offload:
         return  # one sum over all groups: engine/deepspeed/zero_step.py
-    counts: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(counts, len(base_optimizer(engine).param_groups), group=ranks.control)
+    counts = from_all(ranks, len(base_optimizer(engine).param_groups))
     if len(set(counts)) > 1:
         raise AgreedError(
             "pipeline.stages: some stages of this model have matrices or vectors alone, others both, and with "
