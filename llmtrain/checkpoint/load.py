@@ -138,7 +138,9 @@ def _open(folder: Path, where: CheckpointFolder, ranks: Ranks) -> tuple[Checkpoi
         DamagedCheckpoint: no manifest, a missing file, another size, another header, another trainer.json.
         UnknownFormat: it is another version's; that is no damage, and none is walked past.
     """
-    wrong, trainer, reader = [], None, None
+    wrong: list[str] = []
+    trainer: dict[str, Any] = {}
+    reader = None
     try:
         reader = CheckpointReader(folder)
         manifest = reader.manifest

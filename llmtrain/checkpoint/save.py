@@ -29,18 +29,15 @@ from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import HOSTS, MANIFEST, step_folder
 from llmtrain.checkpoint.host_copy import HostCopy
 from llmtrain.checkpoint.memory import memory_available
-from llmtrain.checkpoint.snapshot import RankFile, Snapshot, WriterDied
+from llmtrain.checkpoint.snapshot import RankFile, Snapshot, WriterDied, write_piece
 from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.dist.control import from_all, from_rank_0
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import PARAM, Engine, StateTensor
 from llmtrain.errors import CheckpointError
-from llmtrain.tensors.checksum import checksum_part
-from llmtrain.tensors.pieces import byte_view
 from llmtrain.topology import Mix
 
-_CHUNK = 4 << 20  # elements that a synchronous save holds in host memory
 _POLL_S = 0.01
 
 
@@ -168,10 +165,9 @@ class Saver:
         )
         self._partial = self._final.with_name(name)
         if self._folder.split and not error:
-            found = from_all(
-                self._ranks, self._make_folder(name) if self._folder.leads and self._ranks.rank != 0 else None
-            )
-            error = next((each for each in found if each), None)
+            leads_elsewhere = self._folder.leads and self._ranks.rank != 0
+            found = from_all(self._ranks, self._make_folder(name) if leads_elsewhere else None)
+            error = next(filter(None, found), None)
             if error and self._folder.leads:
                 remove_tree(self._partial)
         if error:
@@ -307,7 +303,7 @@ class Saver:
         with DurableFile(path) as file:
             file.write(memoryview(self._plan.header))
             for piece in pieces:
-                sums.append(_write_piece(file, piece))
+                sums.append(write_piece(file, piece))
             size, xxh3 = file.close()
         return {"bytes": size, "xxh3": xxh3, "checksums": sums}
 
@@ -366,8 +362,8 @@ class Saver:
         else:
             self._lead({"do": "keep", "checkpoints": str(self._folder.path), "keep": self._keep})
 
-    def _complaints(self, what: str, answers: list[dict[str, Any]]) -> list[str]:
-        return [f"rank {rank} could not {what}: {a['error']}" for rank, a in enumerate(answers) if "error" in a]
+    def _complaints(self, what: str, answers: list[dict[str, Any] | None]) -> list[str]:
+        return [f"rank {rank} could not {what}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
 
     def _lead(self, message: dict[str, Any]) -> None:
         """On a leader: have it done."""
@@ -386,18 +382,6 @@ class Saver:
         except (OSError, WriterDied) as error:
             return self._lost(error)
         return None
-
-
-def _write_piece(file: DurableFile, piece: StateTensor) -> int:
-    """Append the part that this rank owns, a chunk at a time; its checksum."""
-    region, total = piece.own_region, 0
-    with piece.open() as view:
-        values = view[piece.own]
-        for low in range(0, values.numel(), _CHUNK):
-            chunk = values[low : low + _CHUNK].detach().cpu().contiguous()
-            total += checksum_part(chunk, region.part(low, low + chunk.numel()))
-            file.write(byte_view(chunk))
-    return total % 2**64
 
 
 def _boot() -> str:

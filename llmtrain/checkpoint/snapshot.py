@@ -22,12 +22,16 @@ from torch import Tensor
 
 import llmtrain
 from llmtrain import log
+from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Piece, keys
 from llmtrain.engine.api import StateTensor
+from llmtrain.tensors.checksum import checksum_part
+from llmtrain.tensors.pieces import byte_view
 from llmtrain.tensors.tensorfile import ITEM_BYTES, header_bytes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PAGE = 4096
+_CHUNK = 4 << 20  # elements that a synchronous save holds in host memory
 _RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -58,6 +62,18 @@ class RankFile:
 
 def _entries(pieces: Sequence[StateTensor]) -> list[Piece]:
     return [Piece(piece.kind, piece.name, piece.own_region, 0) for piece in pieces]
+
+
+def write_piece(file: DurableFile, piece: StateTensor) -> int:
+    """Append the part that this rank owns, a chunk at a time; its checksum."""
+    region, total = piece.own_region, 0
+    with piece.open() as view:
+        values = view[piece.own]
+        for low in range(0, values.numel(), _CHUNK):
+            chunk = values[low : low + _CHUNK].detach().cpu().contiguous()
+            total += checksum_part(chunk, region.part(low, low + chunk.numel()))
+            file.write(byte_view(chunk))
+    return total % 2**64
 
 
 class HostImage:

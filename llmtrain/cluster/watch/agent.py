@@ -20,7 +20,7 @@ from typing import Any
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import link
 from llmtrain.cluster.watch.capture import captured, with_gpus
-from llmtrain.cluster.watch.ending import Process, end_host, end_ssh, identify, job_of
+from llmtrain.cluster.watch.ending import Process, close_output, end_host, end_ssh, identify, job_of
 from llmtrain.cluster.watch.explain.facts import Explanation, HostFacts, JobFacts, RankFacts
 from llmtrain.cluster.watch.explain.paragraph import explain
 from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, own, read_json, sweep, write_json
@@ -333,7 +333,7 @@ class Agent:
             _say(f"error: on {self.host} these processes cannot be ended, the kernel holds them: {stay}")
         if self.line is not None:
             self.line.close()
-        _close_output()
+        close_output()
         if self.started_by is not None:
             end_ssh(self.started_by, _LOST_S if lost else _BUSY_S)
 
@@ -373,14 +373,6 @@ class Agent:
 
 def _event(explanation: Explanation, facts: JobFacts) -> dict[str, Any]:
     return {**explanation.to_json(), "all_ranks": [rank.to_json() for rank in facts.ranks]}
-
-
-def _close_output() -> None:
-    """Our output may be that of an ssh connection, which stays as long as somebody can write to it."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    os.close(null)
 
 
 def _say(text: str) -> None:

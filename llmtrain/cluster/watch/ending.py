@@ -129,3 +129,11 @@ def job_of(launcher: int) -> tuple[str, ...] | None:
 
 def _is_launcher(words: list[str]) -> bool:
     return any(_LAUNCHER in word or word.endswith("deepspeed/launcher/launch.py") for word in words)
+
+
+def close_output() -> None:
+    """Write no more to what may be the output of an ssh connection, which stays as long as somebody can."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)

@@ -122,12 +122,7 @@ def shard_model(
     for path in shared.attentions:
         if path in modules:
             divide_heads(modules[path], shared.local_numbers, degree)
-    for norm in shared.norms:
-        if norm.path in modules and norm.kind in ("each_head", "across_heads"):
-            for parameter in modules[norm.path].parameters():
-                parameter.register_hook(lambda grad: _sum_of(grad, group))
-            if norm.kind == "across_heads":
-                _gather_around(modules[norm.path], group)
+    _share_norms(modules, shared, group)
     avoid_grouped_product(experts.values(), modules[""].config, dtype)
     for module in experts.values():
         _sum_around(module, group)
@@ -135,6 +130,16 @@ def shard_model(
         share_embedding(embedding, words[anatomy.embedding])
     if isinstance(head := modules.get(anatomy.head), nn.Linear):
         head.words = words[anatomy.head]  # type: ignore[assignment]  # see head_forward of models/language.py
+
+
+def _share_norms(modules: dict[str, Any], shared: Projections, group: Any) -> None:
+    """Norms over heads that ranks share: the sum of their gradients, and the mean square of all heads."""
+    for norm in shared.norms:
+        if norm.path in modules and norm.kind in ("each_head", "across_heads"):
+            for parameter in modules[norm.path].parameters():
+                parameter.register_hook(lambda grad: _sum_of(grad, group))
+            if norm.kind == "across_heads":
+                _gather_around(modules[norm.path], group)
 
 
 def check_degree(shared: Projections, degree: int, expert_widths: dict[str, int] | None = None) -> None:
