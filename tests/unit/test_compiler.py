@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from llmtrain.config.run import OptimConfig
 from llmtrain.engine.deepspeed import optimizers
 from llmtrain.models import compiler, loss
+from llmtrain.topology import Mix
 
 reason = compiler.trouble(torch.device("cpu"))
 assert reason and "build-essential" in reason and "TORCHDYNAMO" not in reason, reason
@@ -32,7 +33,7 @@ optimizers.parameter_groups = lambda *_: [
     {"params": [torch.nn.Parameter(torch.eye(4))], "use_muon": True, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
 ]
 resolved = SimpleNamespace(
-    optim=OptimConfig(name="muon"), precision="fp32", offload_optimizer=False, zero_stage=1
+    optim=OptimConfig(name="muon"), precision="fp32", offload_optimizer=False, zero_stage=1, mix=Mix()
 )
 
 optimizers.build_optimizer(None, resolved)
