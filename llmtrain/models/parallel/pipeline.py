@@ -25,8 +25,8 @@ from llmtrain.models.loss import IGNORE, HeadForm
 from llmtrain.models.parallel.balance import Weights, balanced, explain, given, uniform
 from llmtrain.models.parallel.deepspeed_private import overrides, set_bounds
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parallel.stage import Part, Stage, build_stage
-from llmtrain.models.parallel.stage_times import seconds_of
+from llmtrain.models.parallel.stage import Part, Stage, build_stage, set_up_layers
+from llmtrain.models.parallel.stage_times import Measure, fastest_pass, seconds_of
 from llmtrain.models.parallel.tensor import shard_model
 from llmtrain.models.parameters import LocalParameter, local_parameter
 from llmtrain.models.spec import ModelSpec
@@ -144,7 +144,17 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     model, degrees = resolved.run.model, resolved.degrees
     hf = spec.own_skeleton()
     anatomy = anatomy_of(hf)
-    counts = layer_counts(resolved, hf, anatomy, device)
+    section = resolved.deepspeed.get("activation_checkpointing")
+
+    def build(hf: PreTrainedModel, part: Part, shard: Callable[[nn.Module], None] | None = None) -> Stage:
+        stage = build_stage(hf, anatomy, part, DTYPES[resolved.precision], device, shard=shard)
+        set_up_layers(hf, [hf.get_submodule(anatomy.layers[index].path) for index in part.layers], model, section)
+        return stage
+
+    def measure(hf: PreTrainedModel, part: Part) -> float:
+        return fastest_pass(build(hf, part), part, resolved.batch, model.loss_chunk_tokens)
+
+    counts = layer_counts(resolved.pipeline_partition, degrees.pipeline, hf, anatomy, measure)
     ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
     shared = projections(hf, anatomy) if degrees.tensor > 1 else None
     index = mesh.place.pipeline
@@ -155,9 +165,8 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         assert shared is not None
         shard_model(rest, anatomy, shared, mesh.tensor, device, DTYPES[resolved.precision])
 
-    stage = build_stage(hf, anatomy, part, resolved, device, shard=None if shared is None else shard)
     pipeline = PipelineLanguageModel(
-        stage,
+        build(hf, part, None if shared is None else shard),
         degrees,
         _local_parameters(hf, anatomy, min(index, 1)),
         spec.shapes,
@@ -169,9 +178,10 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     return pipeline
 
 
-def layer_counts(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, device: torch.device) -> tuple[int, ...]:
+def layer_counts(
+    asked: str | tuple[int, ...], stages: int, hf: PreTrainedModel, anatomy: Anatomy, measure: Measure
+) -> tuple[int, ...]:
     """Decoder layers of each stage, as `pipeline.partition` asks for. The same on all ranks."""
-    asked, stages = resolved.pipeline_partition, resolved.degrees.pipeline
     if not isinstance(asked, str):
         return given(asked, len(anatomy.layers), stages)
     if asked == "uniform":
@@ -179,7 +189,7 @@ def layer_counts(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, d
     if asked == "parameters":
         return balanced(parameters_of(hf, anatomy), stages)
     uniform(len(anatomy.layers), stages)  # stages that cannot be are refused before the measurement
-    return balanced(seconds_of(resolved, hf, anatomy, device), stages)
+    return balanced(seconds_of(measure, hf, anatomy), stages)
 
 
 def parameters_of(hf: PreTrainedModel, anatomy: Anatomy) -> Weights:
