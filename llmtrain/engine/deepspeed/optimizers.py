@@ -17,7 +17,7 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
 from torch import Tensor
 
-from llmtrain.config.run import ResolvedOptim, ResolvedRun
+from llmtrain.config.run import ResolvedOptim
 from llmtrain.engine.deepspeed import lion
 from llmtrain.engine.deepspeed.op_builds import op_build_lock
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
@@ -26,6 +26,7 @@ from llmtrain.models import compiler
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
 from llmtrain.optimizers import OPTIMIZERS
+from llmtrain.topology import Mix
 
 MOMENTUM = "momentum_buffer"
 MOMENTS = "moments"
@@ -75,22 +76,21 @@ def _dim(parameter: torch.Tensor) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.Optimizer:
+def build_optimizer(model: LanguageModel, optim: ResolvedOptim, mix: Mix) -> torch.optim.Optimizer:
     """The run's optimizer, over the parameters of `model` that train."""
-    optim = resolved.optim
     device = torch.device(get_accelerator().device_name())
     import_muon(compiled=optim.name == "muon" and device.type != "cpu" and compiler.trouble(device) is None)
-    cuts = resolved.zero_stage in (1, 2) and not resolved.offload_optimizer
+    cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
     groups = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf)
     build, on_host = _BUILDERS[optim.name]
-    if resolved.offload_optimizer and on_host is not None:
+    if mix.offload_optimizer and on_host is not None:
         with op_build_lock():
             try:
                 return on_host(groups)
             except Exception as error:  # no compiler, an unsupported CPU, a broken build: DeepSpeed raises them all
                 op = " and ".join(OPTIMIZERS[optim.name].host_ops)
                 warn(f"DeepSpeed's {op} cannot be built here, torch's code runs on the CPU instead: {error}")
-    return build(groups, resolved.precision)
+    return build(groups, mix.precision)
 
 
 def _adamw(groups: list[dict[str, Any]], _: str) -> torch.optim.Optimizer:
