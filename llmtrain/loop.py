@@ -30,6 +30,7 @@ from llmtrain.errors import TrainingStopped
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.saving import Saving
+from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Requests, Session, Step
 from llmtrain.start import prove_loss, start_engine, write_weights
 from llmtrain.tracking.environment import versions
@@ -141,7 +142,10 @@ class Training:
     def loop(self, tracker: Tracker, saving: Saving) -> bool:
         """Train until the run is over (True) or someone asks to stop (False)."""
         run, ranks = self.run, self.ranks
-        self.session = Session(self.engine, self.resolved, ranks, step=self.position.step)
+        rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
+        self.session = Session(
+            self.engine, ranks, self.resolved.degrees, rate, seed=run.train.seed, step=self.position.step
+        )
         consistency = Consistency(
             run, self.resolved.deepspeed, self.resolved.degrees, self.engine, ranks, tracker, self.data.fingerprint
         )
@@ -152,7 +156,7 @@ class Training:
             micro_batch=self.resolved.batch.micro_batch,
             accumulation=self.resolved.batch.accumulation,
             rank=self.mesh.place.data,
-            data_parallel=self.resolved.data_parallel,
+            data_parallel=self.resolved.batch.data_parallel,
             start_index=self.position.sample_index,
             pin_memory=ranks.device.type == "cuda",
         )
@@ -208,7 +212,7 @@ class Training:
             sequences=self.run.train.eval_sequences,
             micro_batch=self.resolved.batch.micro_batch,
             rank=self.mesh.place.data,
-            data_parallel=self.resolved.data_parallel,
+            data_parallel=self.resolved.batch.data_parallel,
             pin_memory=self.ranks.device.type == "cuda",
         )
 

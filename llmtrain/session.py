@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import StepBatch
 from llmtrain.dist.control import Agree, Agreement
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, Update
-from llmtrain.schedule import learning_rate_factor, seed_step
+from llmtrain.schedule import seed_step
+from llmtrain.topology import Degrees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,16 @@ class Step:
 class Session:
     """The steps of a run with an engine whose parameters have their values. All ranks call it together."""
 
-    def __init__(self, engine: Engine, resolved: ResolvedRun, ranks: Ranks, *, step: int = 0) -> None:
-        """`step`: optimizer steps done before, skipped ones included."""
+    def __init__(
+        self, engine: Engine, ranks: Ranks, degrees: Degrees, rate: Callable[[int], float], *, seed: int, step: int = 0
+    ) -> None:
+        """`rate`: from a step's number (0 is the first) to the factor on the peak learning rates. `seed`: of dropout.
+        `step`: optimizer steps done before, skipped ones included."""
         self.engine = engine
         self.step_number = step
-        self._resolved, self._agree = resolved, Agree(ranks)
-        self._place = resolved.degrees.place(ranks.rank)
-        self._seeded_as = ranks.rank // resolved.degrees.tensor
+        self._rate, self._seed, self._agree = rate, seed, Agree(ranks)
+        self._leads = degrees.place(ranks.rank).leads
+        self._seeded_as = ranks.rank // degrees.tensor
 
     def step(
         self,
@@ -73,16 +76,15 @@ class Session:
         Raises:
             TrainingStopped: fp16 has no smaller loss scale left; on all ranks alike.
         """
-        resolved = self._resolved
         agreement = self._agree.start(
-            counted_tokens=batch.counted_tokens if self._place.leads else 0,
+            counted_tokens=batch.counted_tokens if self._leads else 0,
             stop=requests.stop,
             time_up=requests.time_up,
             save=requests.save,
             save_status=requests.save_status,
         )
-        seed_step(resolved.run.train.seed, self.step_number, self._seeded_as)
-        lr_factor = learning_rate_factor(resolved.run.schedule, self.step_number, resolved.max_steps)
+        seed_step(self._seed, self.step_number, self._seeded_as)
+        lr_factor = self._rate(self.step_number)
         losses = self.engine.forward_backward(batch.micro_batches, lambda: agreement().counted_tokens)
         before_update()
         update = self.engine.update(lr_factor)

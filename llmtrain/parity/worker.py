@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
+from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Session
 from llmtrain.start import prove_loss, start_engine, write_weights
 
@@ -49,14 +51,15 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     row = torch.from_numpy(tokens.sequence(0)[0])
     prove_loss(engine, row, ranks, isolate_documents=run.data.isolate_documents)
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
-    session = Session(engine, resolved, ranks)
+    rate = functools.partial(learning_rate_factor, run.schedule, max_steps=resolved.max_steps)
+    session = Session(engine, ranks, resolved.degrees, rate, seed=run.train.seed)
     with TrainLoader(
         tokens,
         global_batch=resolved.batch.global_batch,
         micro_batch=resolved.batch.micro_batch,
         accumulation=resolved.batch.accumulation,
         rank=mesh.place.data,
-        data_parallel=resolved.data_parallel,
+        data_parallel=resolved.batch.data_parallel,
     ) as loader:
         for step in range(steps):
             done = session.step(next(loader))

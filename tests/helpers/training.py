@@ -253,7 +253,8 @@ def train_steps(
     resolved = resolved_run(case, ranks.world_size)
     place = resolved.degrees.place(ranks.rank)
     source = batches(case, (place.data, resolved.degrees.data), case.accumulation, first)
-    session = Session(engine, resolved, ranks, step=first)
+    rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=resolved.max_steps)
+    session = Session(engine, ranks, resolved.degrees, rate, seed=resolved.run.train.seed, step=first)
     for _ in range(first, last):
         done = session.step(next(source), before_update=before_update)
         assert not done.update.skipped
