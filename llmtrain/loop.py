@@ -126,6 +126,7 @@ class Training:
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
         """The part of it that does not change during a launch."""
+        mix = self.resolved.mix
         return {
             "optimizer": self.run.optim.name,
             "vocab_size": self.model_facts.vocab_size,
@@ -136,7 +137,7 @@ class Training:
             "run": asdict(self.run),
             "deepspeed": self.resolved.deepspeed,
             "versions": versions(),
-            "layout": {**asdict(self.resolved.degrees), "zero_stage": self.resolved.zero_stage},
+            "layout": {**asdict(mix.degrees), "zero_stage": mix.zero_stage, **mix.moments},
         }
 
     def loop(self, tracker: Tracker, saving: Saving) -> bool:

@@ -43,7 +43,7 @@ def train(resolved: ResolvedRun, spec: ModelSpec) -> int:
     ranks = join_process_group(
         run.fault.timeout_s,
         start_timeout_s=run.fault.start_timeout_s,
-        settings={**asdict(run), "json": resolved.deepspeed},
+        settings={**asdict(run), "json": resolved.deepspeed, "bf16_optimizer_states": resolved.mix.bf16_moments},
     )
     introduce(ranks)
     heart.phase("model")

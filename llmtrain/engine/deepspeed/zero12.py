@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.engine.api import StateTensor
-from llmtrain.engine.deepspeed.optimizers import MOMENTUM
+from llmtrain.engine.deepspeed.moments import MOMENTUM
 from llmtrain.engine.deepspeed.state import Home, State
 
 _PIECE = 1 << 20  # elements sent at once
