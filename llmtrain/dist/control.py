@@ -151,7 +151,7 @@ class Agree:
 def from_rank_0(ranks: Ranks, make: Callable[[], T]) -> T:
     """What rank 0 makes, on all ranks."""
     box: list[Any] = [make() if ranks.rank == 0 else None]
-    dist.broadcast_object_list(box, src=0, group=ranks.control)
+    dist.broadcast_object_list(box, group=ranks.control, group_src=0)
     made: T = box[0]
     return made
 

@@ -84,7 +84,7 @@ def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, 
             with piece.open() as values:
                 sent.append((piece.name, piece.own_region, values[piece.own].detach().cpu().clone()))
     parts: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(sent, parts, group=ranks.control)
+    dist.gather_object(sent, parts, group=ranks.control, group_dst=0)
     if parts is None:
         return {}
     names = {name for part in parts for name, _, _ in part}

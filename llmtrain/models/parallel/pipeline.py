@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -32,7 +31,6 @@ from llmtrain.models.parameters import LocalParameter, local_parameter
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import projections
-from llmtrain.topology import Degrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -55,16 +53,16 @@ class PipelineLanguageModel(PipelineModule):
     def __init__(
         self,
         stage: Stage,
-        degrees: Degrees,
+        mesh: Mesh,
         parameters: list[LocalParameter],
         shapes: dict[str, tuple[int, ...]],
         tied: tuple[nn.Module, nn.Module] | None,
         chunk: int,
         layers: Sequence[int],
     ) -> None:
+        degrees, place = mesh.degrees, mesh.place
         stages = degrees.pipeline
         specs: list[Any] = [LayerSpec(nn.Identity)] * stages  # DeepSpeed builds those of this rank's stage only
-        place = degrees.place(dist.get_rank())
         specs[place.pipeline] = stage
         bounds = list(range(stages + 1))
         if tied is not None:
@@ -144,7 +142,7 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     model, degrees = resolved.run.model, resolved.degrees
     hf = spec.own_skeleton()
     anatomy = anatomy_of(hf)
-    counts = layer_counts(resolved, hf, anatomy, device)
+    counts = layer_counts(resolved, hf, anatomy, device, mesh)
     ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
     shared = projections(hf, anatomy) if degrees.tensor > 1 else None
     index = mesh.place.pipeline
@@ -158,7 +156,7 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     stage = build_stage(hf, anatomy, part, resolved, device, shard=None if shared is None else shard)
     pipeline = PipelineLanguageModel(
         stage,
-        degrees,
+        mesh,
         _local_parameters(hf, anatomy, min(index, 1)),
         spec.shapes,
         ends if anatomy.tied else None,
@@ -169,7 +167,9 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     return pipeline
 
 
-def layer_counts(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, device: torch.device) -> tuple[int, ...]:
+def layer_counts(
+    resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, device: torch.device, mesh: Mesh
+) -> tuple[int, ...]:
     """Decoder layers of each stage, as `pipeline.partition` asks for. The same on all ranks."""
     asked, stages = resolved.pipeline_partition, resolved.degrees.pipeline
     if not isinstance(asked, str):
@@ -179,7 +179,7 @@ def layer_counts(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, d
     if asked == "parameters":
         return balanced(parameters_of(hf, anatomy), stages)
     uniform(len(anatomy.layers), stages)  # stages that cannot be are refused before the measurement
-    return balanced(seconds_of(resolved, hf, anatomy, device), stages)
+    return balanced(seconds_of(resolved, hf, anatomy, device, mesh), stages)
 
 
 def parameters_of(hf: PreTrainedModel, anatomy: Anatomy) -> Weights:

@@ -15,6 +15,7 @@ from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parallel.balance import Weights
+from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.stage import Part, Stage, build_stage
 from llmtrain.models.structure.anatomy import Anatomy
 
@@ -25,7 +26,9 @@ _RUNS = 5
 """The fastest counts: whatever else the machine does only adds."""
 
 
-def seconds_of(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, device: torch.device) -> Weights:
+def seconds_of(
+    resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, device: torch.device, mesh: Mesh
+) -> Weights:
     """Forward and backward time of each part on a micro-batch of the run, in seconds; all ranks get rank 0's.
 
     One part at a time has memory, and layers of one kind are measured once.
@@ -34,12 +37,12 @@ def seconds_of(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, dev
         ModelError: on all ranks, when a part does not run on rank 0.
     """
     box: list[Any] = [None]
-    if dist.get_rank() == 0:
+    if mesh.rank == 0:
         try:
             box = [_measure(resolved, hf, anatomy, device)]
         except RuntimeError as error:  # out of memory, a kernel that is missing
             box = [str(error)]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, group=mesh.site, group_src=0)
     if isinstance(box[0], str):
         raise ModelError(
             f"pipeline.partition = time: the parts cannot be measured: {box[0]}. Use parameters or a list of counts."
