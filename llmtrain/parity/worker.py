@@ -61,7 +61,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
         for step in range(steps):
             done = session.step(next(loader))
             norm = done.update.grad_norm
-            trace.losses.append(session.loss(done))
+            trace.losses.append(session.figures(done)["loss"])
             trace.norms.append(math.nan if norm is None else float(norm))
             trace.parameters.append(whole_tensors(engine, ranks))
             if step == 0:

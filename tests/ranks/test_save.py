@@ -180,8 +180,8 @@ class Half:
         about |= {"region": Region(4 * self._rank, 4), "own": slice(0, 4)}
         return [StateTensor(name="w", kind=PARAM, open=lambda: contextlib.nullcontext(self._values), **about)]
 
-    def forward_backward(self, micros: Any, tokens: Any) -> list[torch.Tensor]:
-        return [torch.tensor(float(tokens()))]
+    def forward_backward(self, micros: Any, weight: Any, objective: Any) -> list[torch.Tensor]:
+        return [torch.tensor([float(weight())])]
 
     def update(self, lr_factor: float) -> Update:
         return Update(skipped=False, grad_norm=None)
@@ -196,9 +196,8 @@ def step_and_save_on_a_site(case: Case, folder: str) -> tuple[list[float], str, 
     engine: Any = Half(rank, float(site))
     session = Session(engine, resolved_run(case, 2), ranks)
     labels = torch.zeros(1, 1 + everyone.rank, dtype=torch.long)
-    micro = MicroBatch(inputs=labels, labels=labels, sample_indices=[])
-    batch = StepBatch(micro_batches=[micro], counted_tokens=1 + everyone.rank, first_index=0)
-    weights = [float(session.step(batch).losses[0]) for _ in range(1 + site)]
+    batch = StepBatch(micro_batches=[MicroBatch(inputs=labels, labels=labels, sample_indices=[])], first_index=0)
+    weights = [float(session.step(batch).sums[0]) for _ in range(1 + site)]
     said = ""
     try:
         with together(ranks):

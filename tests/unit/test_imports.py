@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "tensors"),
     ("completion", "schedule"),
     ("cluster", "data", "models", "tracking"),
-    ("dist",),
+    ("dist", "objectives"),
     ("engine",),
     ("start",),
     ("checkpoint", "session"),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
@@ -19,8 +17,7 @@ from torch import Tensor, nn
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.build import DTYPES
 from llmtrain.models.frozen import named_tensors
-from llmtrain.models.language import head_forward
-from llmtrain.models.loss import IGNORE, HeadForm
+from llmtrain.models.head import Head, Loss
 from llmtrain.models.parallel.balance import Weights, balanced, explain, given, uniform
 from llmtrain.models.parallel.deepspeed_private import overrides, set_bounds
 from llmtrain.models.parallel.mesh import Mesh
@@ -80,21 +77,18 @@ class PipelineLanguageModel(PipelineModule):
             # Not as DeepSpeed's loss_fn, which runs outside of the engine's forward pass and its hooks: BF16_Optimizer,
             # which DeepSpeed takes by itself, lost the head's gradients so.
             stage.conclude = self._loss
-            head = stage.hf.get_output_embeddings()
-            head.forward = types.MethodType(head_forward, head)  # it knows of a vocabulary that ranks share
+            self.head = Head(stage.hf, chunk)
         self.layers_per_stage = tuple(layers)
         self.notes: list[str] = []
         """For the user, at the start of a run."""
         self._parameters_here = parameters
         self._shapes = shapes
-        self._chunk = chunk
-        self._form = HeadForm.of(stage.hf.config)
         self.factor: Callable[[], float] = lambda: 1.0
         """On the summed loss of a micro-batch, in training."""
-        self.labels: deque[Tensor] = deque()
+        self.losses: deque[Loss] = deque()
         """Of the micro-batches whose forward pass has not begun; on the last stage."""
-        self.losses: list[Tensor] = []
-        """Summed losses (nats) of the micro-batches since the list was emptied; on the last stage."""
+        self.sums: list[Tensor] = []
+        """What they gave since the list was emptied; on the last stage."""
 
     @overrides(PipelineModule)
     def _partition_layers(self, method: list[int] = ()) -> None:  # type: ignore[assignment]
@@ -121,16 +115,11 @@ class PipelineLanguageModel(PipelineModule):
         return self._shapes
 
     def _loss(self, hidden: Tensor) -> Tensor:
-        """The weighted loss of a micro-batch; its summed loss goes into `losses`."""
-        labels = self.labels.popleft()
-        if self.stage.wants_logits:
-            loss_sum = F.cross_entropy(
-                hidden.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-            )
-        else:
-            loss_sum = self.hf.get_output_embeddings()(hidden, labels, self._chunk, self._form)
-        self.losses.append(loss_sum.detach())
-        return loss_sum * self.factor() if self.training else loss_sum
+        """The weighted loss of a micro-batch; its sums go into `sums`."""
+        loss = self.losses.popleft()
+        sums = loss(self.head, hidden) if self.stage.wants_logits else self.head.compute(loss, hidden)
+        self.sums.append(sums.detach())
+        return sums[0] * self.factor() if self.training else sums[0]
 
 
 def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:

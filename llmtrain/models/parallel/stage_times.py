@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES
-from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.head import Head
 from llmtrain.models.parallel.balance import Weights
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.stage import Part, Stage, build_stage
@@ -101,8 +101,6 @@ def _seconds(stage: Stage, resolved: ResolvedRun, first: bool, last: bool) -> fl
 
 def _backward(stage: Stage, out: Any, tokens: torch.Tensor, last: bool, chunk: int) -> None:
     if last:
-        head: Any = stage.hf.get_output_embeddings()
-        form = HeadForm.of(stage.hf.config)
-        chunked_nll_sum(out, head.weight, head.bias, tokens, chunk=chunk, form=form).backward()
+        Head(stage.hf, chunk).nll_sum(out, tokens).backward()
     elif out.requires_grad:
         out.backward(torch.ones_like(out))
