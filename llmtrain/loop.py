@@ -220,9 +220,10 @@ class Training:
     def evaluate(self, tracker: Tracker) -> float:
         """Validation loss in nats per token, over all ranks."""
         with heart.during("evaluate"):
-            loss, _ = self.engine.evaluate(self.evaluation_batches())
-        tracker.log({"step": self.position.step, "eval/loss": loss, "eval/perplexity": perplexity(loss)})
-        return loss
+            figures, _ = self.engine.evaluate(self.evaluation_batches(), self.session.objective)
+        told = {f"eval/{name}": value for name, value in figures.items()}
+        tracker.log({"step": self.position.step, **told, "eval/perplexity": perplexity(figures["loss"])})
+        return figures["loss"]
 
     def _advance(self, done: Step, tracker: Tracker) -> None:
         """Count the step; report a skipped one with its samples; stop after too many in a row."""
@@ -238,8 +239,8 @@ class Training:
             return
         bad = [
             index
-            for micro, loss in zip(done.batch.micro_batches, done.losses, strict=True)
-            if not math.isfinite(float(loss))
+            for micro, sums in zip(done.batch.micro_batches, done.sums, strict=True)
+            if not math.isfinite(float(sums[0]))
             for index in micro.sample_indices
         ]
         samples = sorted(index for found in from_all(self.ranks, bad) for index in found)
@@ -271,7 +272,7 @@ class Training:
             {
                 "step": self.position.step,
                 "tokens": self.position.tokens,
-                "loss": self.session.loss(done),
+                **self.session.figures(done),
                 "lr": self.resolved.optim.lr * done.lr_factor,
                 "grad_norm": None if norm is None else float(norm),
                 **({} if scale is None else {"loss_scale": scale}),

@@ -64,7 +64,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
         for step in range(steps):
             done = session.step(next(loader))
             norm = done.update.grad_norm
-            trace.losses.append(session.loss(done))
+            trace.losses.append(session.figures(done)["loss"])
             trace.norms.append(math.nan if norm is None else float(norm))
             trace.parameters.append(whole_tensors(engine, ranks))
             if step == 0:
@@ -87,7 +87,7 @@ def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, 
             with piece.open() as values:
                 sent.append((piece.name, piece.own_region, values[piece.own].detach().cpu().clone()))
     parts: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(sent, parts, group=ranks.control)
+    dist.gather_object(sent, parts, group=ranks.control, group_dst=0)
     if parts is None:
         return {}
     names = {name for part in parts for name, _, _ in part}

@@ -13,8 +13,9 @@ from deepspeed.accelerator import get_accelerator
 
 from llmtrain.config.batch import Batch
 from llmtrain.errors import ModelError
-from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.head import Head
 from llmtrain.models.parallel.balance import Weights
+from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.stage import Part, Stage
 from llmtrain.models.structure.anatomy import Anatomy
 
@@ -27,7 +28,7 @@ Measure = Callable[["PreTrainedModel", Part], float]
 """Turns a model into the stage that has this part of it, and returns its seconds for a micro-batch."""
 
 
-def seconds_of(measure: Measure, hf: PreTrainedModel, anatomy: Anatomy) -> Weights:
+def seconds_of(measure: Measure, hf: PreTrainedModel, anatomy: Anatomy, mesh: Mesh) -> Weights:
     """Forward and backward time of each part on a micro-batch of the run, in seconds; all ranks get rank 0's.
 
     One part at a time has memory, and layers of one kind are measured once.
@@ -36,12 +37,12 @@ def seconds_of(measure: Measure, hf: PreTrainedModel, anatomy: Anatomy) -> Weigh
         ModelError: on all ranks, when a part does not run on rank 0.
     """
     box: list[Any] = [None]
-    if dist.get_rank() == 0:
+    if mesh.rank == 0:
         try:
             box = [_measured(measure, hf, anatomy)]
         except RuntimeError as error:  # out of memory, a kernel that is missing
             box = [str(error)]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, group=mesh.site, group_src=0)
     if isinstance(box[0], str):
         raise ModelError(
             f"pipeline.partition = time: the parts cannot be measured: {box[0]}. Use parameters or a list of counts."
@@ -101,8 +102,6 @@ def fastest_pass(stage: Stage, part: Part, batch: Batch, chunk: int) -> float:
 
 def _backward(stage: Stage, out: Any, tokens: torch.Tensor, last: bool, chunk: int) -> None:
     if last:
-        head: Any = stage.hf.get_output_embeddings()
-        form = HeadForm.of(stage.hf.config)
-        chunked_nll_sum(out, head.weight, head.bias, tokens, chunk=chunk, form=form).backward()
+        Head(stage.hf, chunk).nll_sum(out, tokens).backward()
     elif out.requires_grad:
         out.backward(torch.ones_like(out))

@@ -188,7 +188,8 @@ def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
         other[0, -1] += 1
         with torch.no_grad():
             logits, changed = (language.logits(each)[:, :-1] for each in (ids, other))
-            ours = float(language(ids, labels.masked_fill(labels == ids[0, 0], IGNORE))) / (ids.shape[1] - 1)
+            counted = labels.masked_fill(labels == ids[0, 0], IGNORE)
+            ours = float(language(ids, lambda head, hidden: head.nll_sum(hidden, counted))) / (ids.shape[1] - 1)
     except ModelError:
         raise
     except Exception:  # the copy's sizes do not go together, or it asks for more than tokens
