@@ -33,7 +33,7 @@ class Head:
         self._layer: Any = layer
         self._words: Any = getattr(layer, "words", None)  # of a vocabulary that a tensor-parallel group shares
         self._chunk = chunk
-        self._layer.forward = self._forward
+        layer.forward = self._forward  # type: ignore[method-assign, assignment]
 
     def compute(self, loss: Loss, hidden: Tensor) -> Tensor:
         """`loss` of the decoder's output [B, T, H], inside of the layer's own forward: under ZeRO 3 its weight exists

@@ -77,7 +77,7 @@ def started(case: Case, answers: list[str | None]) -> tuple[str, bool]:
         patch.setattr(compiler, "_answers", {"cpu": answers[int(os.environ["RANK"])]})
         said = ""
         try:
-            make_engine(case)[0].destroy()
+            make_engine(case)[0].close()
         except AgreedError as error:
             said = str(error)
         dist.barrier()

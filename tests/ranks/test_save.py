@@ -194,7 +194,7 @@ def step_and_save_on_a_site(case: Case, folder: str) -> tuple[list[float], str, 
     site, rank = divmod(everyone.rank, 2)
     ranks = replace(everyone, rank=rank, world_size=2, control=groups[site], seats=())
     engine: Any = Half(rank, float(site))
-    session = Session(engine, resolved_run(case, 2), ranks)
+    session = Session(engine, ranks, resolved_run(case, 2).degrees, lambda step: 1.0, seed=0)
     labels = torch.zeros(1, 1 + everyone.rank, dtype=torch.long)
     batch = StepBatch(micro_batches=[MicroBatch(inputs=labels, labels=labels, sample_indices=[])], first_index=0)
     weights = [float(session.step(batch).sums[0]) for _ in range(1 + site)]
