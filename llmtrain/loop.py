@@ -30,6 +30,7 @@ from llmtrain.errors import TrainingStopped
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.saving import Saving
+from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Requests, Session, Step
 from llmtrain.start import prove_loss, start_engine, write_weights
 from llmtrain.tracking.environment import versions
@@ -142,7 +143,10 @@ class Training:
     def loop(self, tracker: Tracker, saving: Saving) -> bool:
         """Train until the run is over (True) or someone asks to stop (False)."""
         run, ranks = self.run, self.ranks
-        self.session = Session(self.engine, self.resolved, ranks, step=self.position.step)
+        rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
+        self.session = Session(
+            self.engine, ranks, self.resolved.degrees, rate, seed=run.train.seed, step=self.position.step
+        )
         consistency = Consistency(
             run, self.resolved.deepspeed, self.resolved.degrees, self.engine, ranks, tracker, self.data.fingerprint
         )
@@ -153,7 +157,7 @@ class Training:
             micro_batch=self.resolved.batch.micro_batch,
             accumulation=self.resolved.batch.accumulation,
             rank=self.mesh.place.data,
-            data_parallel=self.resolved.data_parallel,
+            data_parallel=self.resolved.batch.data_parallel,
             start_index=self.position.sample_index,
             pin_memory=ranks.device.type == "cuda",
         )
@@ -209,16 +213,17 @@ class Training:
             sequences=self.run.train.eval_sequences,
             micro_batch=self.resolved.batch.micro_batch,
             rank=self.mesh.place.data,
-            data_parallel=self.resolved.data_parallel,
+            data_parallel=self.resolved.batch.data_parallel,
             pin_memory=self.ranks.device.type == "cuda",
         )
 
     def evaluate(self, tracker: Tracker) -> float:
         """Validation loss in nats per token, over all ranks."""
         with heart.during("evaluate"):
-            loss, _ = self.engine.evaluate(self.evaluation_batches())
-        tracker.log({"step": self.position.step, "eval/loss": loss, "eval/perplexity": perplexity(loss)})
-        return loss
+            figures, _ = self.engine.evaluate(self.evaluation_batches(), self.session.objective)
+        told = {f"eval/{name}": value for name, value in figures.items()}
+        tracker.log({"step": self.position.step, **told, "eval/perplexity": perplexity(figures["loss"])})
+        return figures["loss"]
 
     def _advance(self, done: Step, tracker: Tracker) -> None:
         """Count the step; report a skipped one with its samples; stop after too many in a row."""
@@ -234,8 +239,8 @@ class Training:
             return
         bad = [
             index
-            for micro, loss in zip(done.batch.micro_batches, done.losses, strict=True)
-            if not math.isfinite(float(loss))
+            for micro, sums in zip(done.batch.micro_batches, done.sums, strict=True)
+            if not math.isfinite(float(sums[0]))
             for index in micro.sample_indices
         ]
         samples = sorted(index for found in from_all(self.ranks, bad) for index in found)
@@ -267,7 +272,7 @@ class Training:
             {
                 "step": self.position.step,
                 "tokens": self.position.tokens,
-                "loss": self.session.loss(done),
+                **self.session.figures(done),
                 "lr": self.resolved.optim.lr * done.lr_factor,
                 "grad_norm": None if norm is None else float(norm),
                 **({} if scale is None else {"loss_scale": scale}),

@@ -89,7 +89,8 @@ def _train(
     status: Status = "failed"
     try:
         tracker.event("resume" if training.position.step else "start", step=training.position.step, lines=lines)
-        announce(resolved, folder, training.model_facts, ranks.device, [*training.notes, *lines])
+        lines = [*resolved.notes, *training.notes, *lines]
+        announce(resolved.batch, resolved.mix, folder, training.model_facts, ranks.device, lines)
         try:
             with collected_by_hand():
                 complete = training.loop(tracker, saving)

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from llmtrain.data.loader import MicroBatch
+from llmtrain.models.head import Head
 from tests.helpers.processors import fp16, on_device
 from tests.helpers.training import (
     LLAMA,
     Case,
     Trace,
     assembled,
+    batches,
     largest_difference,
     make_engine,
     plain_pytorch,
@@ -51,6 +55,59 @@ def test_fp32_forms_agree_with_plain_pytorch(pools, small_data, form):
     got = pools(2).run(run_case, case)[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
     assert largest_difference(got.parameters, want.parameters) < 1e-5
+
+
+class Pairs:
+    """Prefers rows 2i to rows 2i + 1: SimPO (arXiv 2405.14734), beta 2 and gamma 0.5. All that an objective needs."""
+
+    figures = ("loss", "accuracy")
+
+    def weight(self, micro: MicroBatch) -> int:
+        return len(micro.inputs) // 2
+
+    def sums(self, head: Head, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        rows = zip(hidden.split(1), micro.labels.split(1), strict=True)
+        return simpo(torch.stack([head.nll_sum(*row) / (row[1] >= 0).sum() for row in rows])).sum(1)
+
+
+def simpo(nll_R: torch.Tensor) -> torch.Tensor:
+    """[figures, pairs] from the mean of each row's tokens."""
+    margins = nll_R[1::2] - nll_R[::2]
+    return torch.stack([-F.logsigmoid(2 * margins - 0.5), (margins > 0).float()])
+
+
+def plain_simpo(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    nll = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+    return simpo(nll.sum(1) / (labels >= 0).sum(1))[0].mean()
+
+
+def trained_on_pairs(case: Case) -> tuple[Trace, dict[str, float], int]:
+    """The training, and what its first batch gives after it."""
+    engine, ranks = make_engine(case)
+    trace = train_steps(case, engine, ranks, 0, case.steps, objective=Pairs())
+    place = engine.mesh.place
+    source = batches(case, (place.data, engine.mesh.degrees.data), case.accumulation)
+    figures, weight = engine.evaluate(next(source).micro_batches, Pairs())
+    source.close()  # type: ignore[attr-defined]
+    trace.parameters = assembled(engine, ranks)
+    engine.close()
+    return trace, figures, weight
+
+
+def test_another_objective_is_one_class(pools, small_data):
+    """Not linear in the tokens, divided by pairs of the global batch; nothing else knows of it."""
+    case = Case(data=small_data)
+    want = plain_pytorch(case, plain_simpo)
+    assert want.losses[-1] < want.losses[0] - 0.01
+    forms = ({"stage": 2}, {"stage": 3, "accumulation": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3})
+    figures = []
+    for form in forms:
+        for got, after, weight in pools(2).run(trained_on_pairs, replace(case, **form)):
+            assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5, form
+            assert largest_difference(got.parameters, want.parameters) < 1e-5, form
+            assert weight == 6 and after["accuracy"] * 6 == pytest.approx(round(after["accuracy"] * 6))
+            figures.append(after["loss"])
+    assert max(figures) - min(figures) < 1e-5 and max(figures) < want.losses[0]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -370,10 +427,10 @@ def evaluated(case: Case) -> float:
     engine, ranks = make_engine(case)
     data = TrainData(DataConfig(path=case.data, sequence_length=32))
     split = {"rank": ranks.rank, "data_parallel": ranks.world_size}
-    loss, counted = engine.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
+    figures, counted = engine.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
     engine.close()
     assert counted <= 7 * 32
-    return loss
+    return figures["loss"]
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3), (4, 1)])

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
 
-from llmtrain.config.run import ResolvedOptim, ResolvedRun
+from llmtrain.config.run import ResolvedOptim
 from llmtrain.engine.deepspeed import lion
 from llmtrain.engine.deepspeed.moments import MOMENTS, MOMENTUM, Bf16Moments
 from llmtrain.engine.deepspeed.op_builds import op_build_lock
@@ -26,6 +26,7 @@ from llmtrain.models import compiler
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
 from llmtrain.optimizers import OPTIMIZERS
+from llmtrain.topology import Mix
 
 _MUON = "deepspeed.runtime.zero.muon"
 
@@ -75,24 +76,23 @@ def _dim(parameter: torch.Tensor) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.Optimizer:
+def build_optimizer(model: LanguageModel, optim: ResolvedOptim, mix: Mix) -> torch.optim.Optimizer:
     """The run's optimizer, over the parameters of `model` that train."""
-    optim = resolved.optim
     device = torch.device(get_accelerator().device_name())
     import_muon(compiled=optim.name == "muon" and device.type != "cpu" and compiler.trouble(device) is None)
-    cuts = resolved.zero_stage in (1, 2) and not resolved.offload_optimizer
-    dtype = torch.bfloat16 if resolved.mix.bf16_moments else torch.float32
+    cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
+    dtype = torch.bfloat16 if mix.bf16_moments else torch.float32
     groups = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf, dtype)
     build, on_host = _BUILDERS[optim.name]
-    if resolved.offload_optimizer and on_host is not None:
+    if mix.offload_optimizer and on_host is not None:
         with op_build_lock():
             try:
                 return on_host(groups)
             except Exception as error:  # no compiler, an unsupported CPU, a broken build: DeepSpeed raises them all
                 op = " and ".join(OPTIMIZERS[optim.name].host_ops)
                 warn(f"DeepSpeed's {op} cannot be built here, torch's code runs on the CPU instead: {error}")
-    optimizer = build(groups, resolved.precision)
-    return Bf16Moments(optimizer) if resolved.mix.bf16_moments else optimizer
+    optimizer = build(groups, mix.precision)
+    return Bf16Moments(optimizer) if mix.bf16_moments else optimizer
 
 
 def _adamw(groups: list[dict[str, Any]], _: str) -> torch.optim.Optimizer:

@@ -72,4 +72,4 @@ class Zero12State(State):
             partitions[dist.get_rank(group)].data.copy_(master.data)
             for owner, partition in enumerate(partitions):
                 for piece in partition.data.split(_PIECE):
-                    dist.broadcast(piece, dist.get_global_rank(group, owner), group=group)
+                    dist.broadcast(piece, group=group, group_src=owner)
