@@ -10,6 +10,7 @@ from typing import Any
 from llmtrain import log
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import step_folder
+from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
 from llmtrain.checkpoint.gather import fetch_all
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages
@@ -38,12 +39,14 @@ class Saving:
         tracker: Tracker,
         *,
         saved_step: int | None,
+        frozen: FrozenSource = NOWHERE,
     ) -> None:
-        """`mix`: how the run computes. `saved_step`: the step whose checkpoint the folder holds already."""
+        """`mix`: how the run computes. `saved_step`: the step whose checkpoint the folder holds already. `frozen`:
+        parameters that checkpoints name and do not hold."""
         self._settings = settings
         self._ranks, self._tracker = ranks, tracker
         self._folder = folder
-        self._saver = Saver(engine, folder, settings, mix, ranks)
+        self._saver = Saver(engine, folder, settings, mix, ranks, frozen)
         self._saved_step = saved_step
         self._began_s = time.monotonic()
 

@@ -94,13 +94,16 @@ def _agreed_trouble(ranks: Ranks) -> str | None:
     return None
 
 
-def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> None:
-    """Give the engine's parameters their first values, and prove that they arrived. Raises AgreedError on all ranks."""
+def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict[str, int]:
+    """Give the engine's parameters their first values, and prove that they arrived. Raises AgreedError on all ranks.
+
+    Returns what `prove_weights` does.
+    """
     with together(ranks):
         fill_parameters(engine, source)
     with together(ranks):
         engine.refresh()
-        prove_weights(engine, source, ranks)
+        return prove_weights(engine, source, ranks)
 
 
 def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: bool) -> None:

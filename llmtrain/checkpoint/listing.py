@@ -35,7 +35,8 @@ class Row:
 
     path: Path
     state: str
-    """complete, part (of one whose other files are on other hosts), damaged, incomplete, tmp, trash or set aside."""
+    """complete, part (what else belongs to it is on other hosts, or gone), damaged, incomplete, tmp, trash or set
+    aside."""
     detail: str
     """Why it is not complete; else empty."""
     bytes: int
@@ -110,13 +111,16 @@ def _row(folder: Path) -> Row:
     except CheckpointError as error:
         return _unlisted(folder, "damaged", str(error).replace(f"{folder}/", ""))
     elsewhere = manifest.elsewhere(folder)
+    lost = [path for path in manifest.frozen.files() if not path.is_file()]
     here = sorted(manifest.files.keys() - elsewhere.keys())
     wrong = problems(folder, manifest, here, contents=False) or problems(folder, manifest, [TRAINER])
     wrong += disagreements(folder, manifest, trainer)
     return Row(
         path=folder,
-        state="damaged" if wrong else "part" if elsewhere else "complete",
-        detail="; ".join(wrong) or (f"{len(elsewhere)} of its files are on {_hosts(elsewhere)}" if elsewhere else ""),
+        state="damaged" if wrong else "part" if elsewhere or lost else "complete",
+        detail="; ".join(wrong)
+        or (f"{len(elsewhere)} of its files are on {_hosts(elsewhere)}" if elsewhere else "")
+        or (f"its frozen parameters are in {lost[0]}, which is not there" if lost else ""),
         bytes=folder_bytes(folder),
         age_s=_age_s(folder / MANIFEST),
         step=manifest.step,
