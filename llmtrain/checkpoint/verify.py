@@ -14,6 +14,7 @@ from llmtrain.checkpoint.format import (
     FileEntry,
     Manifest,
     Piece,
+    disagreements,
     hash_file,
     keys,
     misfit,
@@ -21,7 +22,6 @@ from llmtrain.checkpoint.format import (
     problems,
     read_trainer,
 )
-from llmtrain.checkpoint.listing import disagreements
 from llmtrain.checkpoint.writer import as_fp32
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress

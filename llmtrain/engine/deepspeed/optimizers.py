@@ -19,7 +19,6 @@ from torch import Tensor
 
 from llmtrain.config.run import ResolvedOptim, ResolvedRun
 from llmtrain.engine.deepspeed import lion
-from llmtrain.engine.deepspeed.op_builds import op_build_lock
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
 from llmtrain.log import warn
 from llmtrain.models import compiler
@@ -84,6 +83,8 @@ def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.
     groups = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf)
     build, on_host = _BUILDERS[optim.name]
     if resolved.offload_optimizer and on_host is not None:
+        from llmtrain.engine.deepspeed.op_builds import op_build_lock  # the only runs that build ops
+
         with op_build_lock():
             try:
                 return on_host(groups)

@@ -19,7 +19,6 @@ from llmtrain.models.experts import (
     ExpertBlock,
     Routing,
     avoid_grouped_product,
-    expert_blocks,
     set_leaf_modules,
 )
 from llmtrain.models.frozen import frozen_tensors
@@ -36,13 +35,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def prepare_experts(hf: PreTrainedModel, resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Routing | None:
-    """Make a mixture of experts ready for training; a dense model stays as it is (None).
+def prepare_experts(
+    hf: PreTrainedModel, blocks: list[ExpertBlock], resolved: ResolvedRun, device: torch.device, mesh: Mesh
+) -> Routing:
+    """Make a mixture of experts, whose blocks these are, ready for training.
 
     Raises:
-        ModelError: the run shares experts, and this model's cannot be shared.
+        ModelError: the run shares experts, and this model has none or they cannot be shared.
     """
-    blocks = expert_blocks(hf)
     if resolved.zero_stage in (1, 2) and resolved.data_parallel > 1:
         for block in blocks:
             if block.are_modules:
@@ -57,7 +57,7 @@ def prepare_experts(hf: PreTrainedModel, resolved: ResolvedRun, device: torch.de
         blocks = shared_blocks(hf)
     elif resolved.zero_stage == 3:
         set_leaf_modules(hf, blocks)
-    return Routing(blocks, hf.config, mesh.data_and_sequence) if blocks else None
+    return Routing(blocks, hf.config, mesh.data_and_sequence)
 
 
 def describe_experts(resolved: ResolvedRun, routing: Routing) -> str:

@@ -13,19 +13,15 @@ from llmtrain.config.problems import stop
 from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES, construct, decoder_layers, restore_buffers
-from llmtrain.models.experts import check_stages
+from llmtrain.models.experts import check_stages, expert_blocks
 from llmtrain.models.language import LanguageModel, checkpoint_activations
-from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parallel.pipeline import PipelineLanguageModel, build_pipeline
-from llmtrain.models.parallel.sequence import SequenceLanguageModel
-from llmtrain.models.parallel.tensor import shared_model
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.structure.mlps import dense_mlps
-from llmtrain.models.tiled import tile_mlps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 
 
 def build_model(
@@ -65,21 +61,33 @@ def _check_trained(language: LanguageModel | PipelineLanguageModel, resolved: Re
 def _build(
     resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh
 ) -> LanguageModel | PipelineLanguageModel:
+    """Each form is imported where it is chosen: a run has one, and all of them are 2,500 lines."""
     if resolved.degrees.pipeline > 1:
+        from llmtrain.models.parallel.pipeline import build_pipeline
+
         check_stages(spec.config)
         with _divided(spec, "pipeline.stages", resolved.degrees.pipeline):
             return build_pipeline(resolved, spec, device, mesh)
     model = resolved.run.model
     if resolved.degrees.tensor > 1:
+        from llmtrain.models.parallel.tensor import shared_model
+
         with _divided(spec, "tensor_parallel.autotp_size", resolved.degrees.tensor):
             hf = shared_model(resolved, spec, device, mesh)
     elif resolved.degrees.expert > 1 and resolved.zero_stage < 3:
         hf = spec.own_skeleton()
     else:
         hf = _whole_model(resolved, spec, device, mesh)
-    routing = prepare_experts(hf, resolved, device, mesh)
+    routing = None
+    if (blocks := expert_blocks(hf)) or resolved.degrees.expert > 1:
+        from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
+
+        routing = prepare_experts(hf, blocks, resolved, device, mesh)
     hf.config.use_cache = False
     if model.mlp_tile_tokens is not None:
+        from llmtrain.models.structure.mlps import dense_mlps
+        from llmtrain.models.tiled import tile_mlps
+
         tile_mlps(dense_mlps(hf), model.mlp_tile_tokens)
     if resolved.activation_checkpointing:
         section = resolved.deepspeed["activation_checkpointing"]
@@ -88,6 +96,8 @@ def _build(
         for layer in decoder_layers(hf):
             layer.compile(dynamic=False)  # a run has one shape, and static kernels are faster
     if resolved.degrees.sequence > 1:
+        from llmtrain.models.parallel.sequence import SequenceLanguageModel
+
         language: LanguageModel = SequenceLanguageModel(hf, model.loss_chunk_tokens, mesh.sequence)
     else:
         language = LanguageModel(hf, model.loss_chunk_tokens)
