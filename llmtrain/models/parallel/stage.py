@@ -12,13 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.config.run import ResolvedRun
-from llmtrain.models.build import DTYPES
-from llmtrain.models.language import checkpoint_activations, documents_in_rows
+from llmtrain.models.language import documents_in_rows
 from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
 from llmtrain.models.structure.anatomy import Anatomy
-from llmtrain.models.structure.mlps import dense_mlps
-from llmtrain.models.tiled import tile_mlps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +86,7 @@ def build_stage(
     hf: PreTrainedModel,
     anatomy: Anatomy,
     part: Part,
-    resolved: ResolvedRun,
+    dtype: torch.dtype,
     device: torch.device,
     *,
     shard: Callable[[nn.Module], None] | None = None,
@@ -99,21 +95,11 @@ def build_stage(
 
     `shard` gives memory to a tensor-parallel rank's share instead.
     """
-    model, dtype = resolved.run.model, DTYPES[resolved.precision]
     entrance = _cut(hf, anatomy, part, dtype)
     if shard is not None:
         shard(hf)
     _materialise(hf, device, dtype)
     hf.config.use_cache, hf.config.dtype = False, dtype
-    if resolved.activation_checkpointing:
-        section = resolved.deepspeed["activation_checkpointing"]
-        checkpoint_activations(hf, section, keep_attention=model.keep_attention)
-    if model.mlp_tile_tokens is not None:
-        tile_mlps(dense_mlps(hf), model.mlp_tile_tokens)
-    if model.compile_layers:
-        for index in part.layers:
-            layer = hf.get_submodule(anatomy.layers[index].path)
-            layer.compile(dynamic=False)  # as in models/run/forms.py
     return Stage(hf, entrance)
 
 
