@@ -61,7 +61,7 @@ def llmtrain(folder: Path) -> None:
     from llmtrain.cli import main
     from llmtrain.cluster.watch.heartbeat import heart
 
-    heart.end_step = lambda step: told(folder)  # type: ignore[method-assign, assignment]
+    heart.end_step = lambda step: told(folder)  # type: ignore[method-assign]
     run = ("--data.path", str(folder / "data"), "--train.run_dir", str(folder / "run"), "--tracking.wandb", "disabled")
     main(["train", "--config", str(RECIPE), *run])
 
@@ -95,7 +95,7 @@ def trainer(folder: Path) -> None:
             disable_tqdm=True,
             use_cpu=True,
         ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],  # type: ignore[arg-type]
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
         callbacks=[FirstStep()],
     ).train()
 
