@@ -10,12 +10,11 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llmtrain import log, units
-from llmtrain.begin import max_memory_gib
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.frozen import NOWHERE, frozen_source
 from llmtrain.checkpoint.load import resume
@@ -25,20 +24,21 @@ from llmtrain.config.run import ResolvedRun
 from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.dist.control import StopRequests, from_all, from_rank_0, together
-from llmtrain.dist.device import device_name
+from llmtrain.dist.device import device_name, max_memory_gib
 from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import TrainingStopped
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.source import SafetensorsSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.saving import Saving
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Requests, Session, Step
 from llmtrain.start import prove_loss, start_engine, write_weights
-from llmtrain.tracking.environment import versions
+from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
-from llmtrain.tracking.tracker import Tracker
-from llmtrain.tracking.wandb_sink import new_run_id
+
+if TYPE_CHECKING:  # what it is handed
+    from llmtrain.saving import Saving
+    from llmtrain.tracking.tracker import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmtrain import log
 from llmtrain.checkpoint.folder import CheckpointFolder
@@ -20,7 +20,9 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
 from llmtrain.errors import CheckpointError
 from llmtrain.topology import Mix
-from llmtrain.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from llmtrain.tracking.tracker import Tracker
 
 _TELL_S = 1.0
 """A shorter wait for a checkpoint is in the events only."""

@@ -20,7 +20,7 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.build import build_engine
-from llmtrain.engine.deepspeed.join import apply_group_timeout
+from llmtrain.engine.deepspeed.patches import apply_group_timeout
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ConfigError, ModelError, UserError
 from llmtrain.models import compiler

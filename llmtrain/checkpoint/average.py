@@ -11,8 +11,7 @@ from torch import Tensor
 
 from llmtrain import units
 from llmtrain.checkpoint.build import build_checkpoint
-from llmtrain.checkpoint.diff import differences
-from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file, read_trainer, step_folder
+from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, differences, hash_file, read_trainer, step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.errors import CheckpointError

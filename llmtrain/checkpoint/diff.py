@@ -8,13 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmtrain import units
-from llmtrain.checkpoint.format import Manifest, read_trainer
+from llmtrain.checkpoint.format import Manifest, differences, read_trainer
 from llmtrain.checkpoint.frozen import NOWHERE
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
@@ -38,19 +37,6 @@ class Difference:
     """Absolute; infinite where one side alone is no number."""
     index: tuple[int, ...]
     """Of the largest."""
-
-
-def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Lines `key: saved -> now` for every leaf that differs in two nested dicts."""
-    lines = []
-    for key in sorted(saved.keys() | now.keys()):
-        path = f"{prefix}{key}"
-        old, new = saved.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            lines += differences(old, new, f"{path}.")
-        elif old != new:
-            lines.append(f"{path}: {old!r} -> {new!r}")
-    return lines
 
 
 def diff(a: Path, b: Path) -> tuple[list[str], bool]:

@@ -289,6 +289,30 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     return trainer
 
 
+def disagreements(folder: Path, manifest: Manifest, trainer: dict[str, Any]) -> list[str]:
+    """Where the folder's name, the manifest and trainer.json do not speak of one step."""
+    found = []
+    named = step_of(folder)
+    if named is not None and named != manifest.step:
+        found.append(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
+    if trainer["step"] != manifest.step:
+        found.append(f"trainer.json is of step {trainer['step']}, {MANIFEST} of step {manifest.step}")
+    return found
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key: saved -> now` for every leaf that differs in two nested dicts."""
+    lines = []
+    for key in sorted(saved.keys() | now.keys()):
+        path = f"{prefix}{key}"
+        old, new = saved.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{path}.")
+        elif old != new:
+            lines.append(f"{path}: {old!r} -> {new!r}")
+    return lines
+
+
 def misfit(file: TensorFile, entry: FileEntry) -> str | None:
     """A tensor `kind/NAME` that the file's header and its entry in the manifest do not agree on."""
     held = {name: found.numel for name, found in file.entries.items()}

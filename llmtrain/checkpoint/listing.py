@@ -17,6 +17,7 @@ from llmtrain.checkpoint.format import (
     TRAINER,
     Manifest,
     complete_checkpoints,
+    disagreements,
     problems,
     read_trainer,
     step_folder,
@@ -144,17 +145,6 @@ def _unlisted(folder: Path, state: str, detail: str) -> Row:
         age_s=_age_s(folder),
         step=int(folder.name[5:13]) if _SHORT_STEP.match(folder.name) else None,
     )
-
-
-def disagreements(folder: Path, manifest: Manifest, trainer: dict[str, Any]) -> list[str]:
-    """Where the folder's name, the manifest and trainer.json do not speak of one step."""
-    found = []
-    named = step_of(folder)
-    if named is not None and named != manifest.step:
-        found.append(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
-    if trainer["step"] != manifest.step:
-        found.append(f"trainer.json is of step {trainer['step']}, {MANIFEST} of step {manifest.step}")
-    return found
 
 
 def folder_bytes(folder: Path) -> int:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.checkpoint.choice import agreed_candidates, origin
-from llmtrain.checkpoint.diff import differences
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import (
     PARAM,
@@ -22,12 +21,13 @@ from llmtrain.checkpoint.format import (
     DamagedCheckpoint,
     Manifest,
     UnknownFormat,
+    differences,
+    disagreements,
     problems,
     read_trainer,
 )
 from llmtrain.checkpoint.frozen import FrozenSource, FrozenSourceError
 from llmtrain.checkpoint.gather import fetch
-from llmtrain.checkpoint.listing import disagreements
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import RunDirectory

@@ -16,6 +16,7 @@ from llmtrain.checkpoint.format import (
     FileEntry,
     Manifest,
     Piece,
+    disagreements,
     hash_file,
     keys,
     misfit,
@@ -24,7 +25,6 @@ from llmtrain.checkpoint.format import (
     read_trainer,
 )
 from llmtrain.checkpoint.frozen import TYPES, FrozenSource, FrozenSourceError
-from llmtrain.checkpoint.listing import disagreements
 from llmtrain.checkpoint.writer import as_fp32
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress

@@ -376,4 +376,5 @@ def _prove(
     def values(name: str, start: int, stop: int) -> Tensor:
         return reader.read(name, start, stop).to(dtypes[name]).float()
 
-    prove_logits(layout, values, folder, check, report, trust_remote_code=trust_remote_code)
+    kinds = set(dtypes.values())
+    prove_logits(layout, values, folder, check, report, dtypes=kinds, trust_remote_code=trust_remote_code)

@@ -18,7 +18,6 @@ from llmtrain.models.experts import (
     ExpertBlock,
     Routing,
     avoid_grouped_product,
-    expert_blocks,
     set_leaf_modules,
 )
 from llmtrain.models.frozen import frozen_tensors
@@ -37,13 +36,17 @@ if TYPE_CHECKING:
 
 
 def prepare_experts(
-    hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device, mesh: Mesh
-) -> Routing | None:
-    """Make a mixture of experts ready for training; a dense model stays as it is (None).
+    hf: PreTrainedModel,
+    blocks: list[ExpertBlock],
+    mix: Mix,
+    section: dict[str, Any],
+    device: torch.device,
+    mesh: Mesh,
+) -> Routing:
+    """Make a mixture of experts, whose blocks these are, ready for training.
 
     `section`: the JSON's `expert_parallel`. Raises: ModelError, when the run asks of the experts what they cannot do.
     """
-    blocks = expert_blocks(hf)
     if mix.zero_stage in (1, 2) and mix.degrees.data > 1:
         for block in blocks:
             if block.are_modules:
@@ -58,7 +61,7 @@ def prepare_experts(
         blocks = shared_blocks(hf)
     elif mix.zero_stage == 3:
         set_leaf_modules(hf, blocks)
-    return Routing(blocks, hf.config, mesh.data_and_sequence) if blocks else None
+    return Routing(blocks, hf.config, mesh.data_and_sequence)
 
 
 def describe_experts(mix: Mix, routing: Routing) -> str:

@@ -20,8 +20,9 @@ from llmtrain.models.frozen import named_tensors
 from llmtrain.models.head import Head, Loss
 from llmtrain.models.parallel.balance import Weights, balanced, explain, given, uniform
 from llmtrain.models.parallel.deepspeed_private import overrides, set_bounds
+from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parallel.stage import Part, Stage, build_stage, set_up_layers
+from llmtrain.models.parallel.stage import Part, Stage, build_stage
 from llmtrain.models.parallel.stage_times import Measure, fastest_pass, seconds_of
 from llmtrain.models.parallel.tensor import shard_model
 from llmtrain.models.parameters import LocalParameter, local_parameter

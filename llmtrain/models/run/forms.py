@@ -13,25 +13,25 @@ from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES, construct, decoder_layers, restore_buffers
-from llmtrain.models.experts import check_stages
+from llmtrain.models.experts import check_stages, expert_blocks
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.parallel.expert_parallel import check_zero, describe_experts, prepare_experts
+from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parallel.pipeline import PipelineLanguageModel, build_pipeline
-from llmtrain.models.parallel.sequence import SequenceLanguageModel
-from llmtrain.models.parallel.stage import set_up_layers
-from llmtrain.models.parallel.tensor import shared_model
 from llmtrain.models.spec import ModelSpec
 from llmtrain.topology import Mix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from llmtrain.models.parallel.pipeline import PipelineLanguageModel
+
 
 def build_model(
     resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh
 ) -> LanguageModel | PipelineLanguageModel:
     """The module with uninitialised parameters; the engine writes the values afterwards, slice by slice.
+
+    Each form is imported where it is chosen: a run has one, and all of them are 2,500 lines.
 
     Raises:
         ModelError: transformers cannot build the model, or it cannot take this form.
@@ -40,17 +40,27 @@ def build_model(
     model, mix = resolved.run.model, resolved.mix
     language: LanguageModel | PipelineLanguageModel
     if mix.degrees.pipeline > 1:
+        from llmtrain.models.parallel.pipeline import build_pipeline
+
         check_stages(spec.config)
         with _divided(spec, "pipeline.stages", mix.degrees.pipeline):
             language = build_pipeline(resolved, spec, device, mesh)
     else:
         if mix.degrees.expert > 1:
+            from llmtrain.models.parallel.expert_parallel import check_zero
+
             check_zero(resolved.deepspeed.get("zero_optimization") or {}, mix.zero_stage, resolved.run.deepspeed)
         hf = _own_part(spec, mix, resolved.deepspeed, device, mesh)
-        routing = prepare_experts(hf, mix, resolved.expert_parallel, device, mesh)
+        routing = None
+        if (blocks := expert_blocks(hf)) or mix.degrees.expert > 1:
+            from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
+
+            routing = prepare_experts(hf, blocks, mix, resolved.expert_parallel, device, mesh)
         hf.config.use_cache = False
         set_up_layers(hf, decoder_layers(hf), model, resolved.deepspeed.get("activation_checkpointing"))
         if mix.degrees.sequence > 1:
+            from llmtrain.models.parallel.sequence import SequenceLanguageModel
+
             language = SequenceLanguageModel(hf, model.loss_chunk_tokens, mesh.sequence)
         else:
             language = LanguageModel(hf, model.loss_chunk_tokens)
@@ -102,6 +112,8 @@ def _own_part(spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.de
     """What this rank has without a pipeline: its shards of every parameter, or all of them whole, or under ZeRO 3 born
     partitioned. Experts that ranks share may still be on the meta device."""
     if mix.degrees.tensor > 1:
+        from llmtrain.models.parallel.tensor import shared_model
+
         with _divided(spec, "tensor_parallel.autotp_size", mix.degrees.tensor):
             return shared_model(spec, mix, exact, device, mesh)
     if mix.degrees.expert > 1 and mix.zero_stage < 3:
