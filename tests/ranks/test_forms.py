@@ -156,7 +156,7 @@ def against_the_definition(case: Case) -> tuple[float, float, int]:
             found.append((float((p.detach() - value).abs().max()), other, len(kept) * p.numel()))
 
     optimizer.step = step
-    moments._CHUNK = 5_000  # pieces of a tensor, and several tensors in one
+    moments._CHUNK = 5_000  # so that a tensor has several pieces
     train_steps(case, engine, ranks, 0, case.steps)
     moments._CHUNK = chunk
     engine.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,43 +48,20 @@ class Bf16Moments(torch.optim.Optimizer):
         """One update of all parameters that have a gradient."""
         assert closure is None
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            kept = [moments_of(self, p, group) for p in parameters]
-            for pieces in _batches([p.numel() for p in parameters]):
-                self._step(group, [(parameters[i], kept[i], low, high) for i, low, high in pieces])
-            for parameter in parameters:
+            for parameter in [p for p in group["params"] if p.grad is not None]:
+                kept = moments_of(self, parameter, group)
+                for low in range(0, parameter.numel(), _CHUNK):
+                    self._step(group, parameter, kept, slice(low, low + _CHUNK))
                 self.state[parameter]["step"] += 1
 
-    def _step(self, group: dict[str, Any], pieces: list[tuple[Tensor, dict[str, Tensor], int, int]]) -> None:
-        """Of the elements [low, high) of these parameters."""
-        wide: dict[Tensor, Any] = {}
-        for parameter, kept, low, high in pieces:
-            assert parameter.grad is not None
-            piece = parameter.detach().view(-1)[low:high]
-            piece.grad = parameter.grad.view(-1)[low:high].to(piece.dtype)
-            wide[piece] = {kind: moment.view(-1)[low:high].float() for kind, moment in kept.items()}
-            wide[piece]["step"] = self.state[parameter]["step"].clone()
-        self._inner.param_groups = [{**group, "params": list(wide)}]
-        self._inner.state = wide  # type: ignore[assignment]
+    def _step(self, group: dict[str, Any], parameter: Tensor, kept: dict[str, Tensor], part: slice) -> None:
+        """Of the elements `part` of a parameter."""
+        assert parameter.grad is not None
+        piece = parameter.detach().view(-1)[part]
+        piece.grad = parameter.grad.view(-1)[part].to(piece.dtype)
+        wide = {kind: moment.view(-1)[part].float() for kind, moment in kept.items()}
+        self._inner.param_groups = [{**group, "params": [piece]}]
+        self._inner.state = {piece: {"step": self.state[parameter]["step"].clone(), **wide}}  # type: ignore[assignment]
         self._inner.step()
-        for (_, kept, low, high), moments in zip(pieces, wide.values(), strict=True):
-            for kind, moment in kept.items():
-                moment.view(-1)[low:high].copy_(moments[kind])
-
-
-def _batches(sizes: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """(tensor, low, high) of pieces of tensors with so many elements, at most `_CHUNK` elements together."""
-    batch: list[tuple[int, int, int]] = []
-    room = _CHUNK
-    for index, size in enumerate(sizes):
-        low = 0
-        while low < size:
-            high = min(size, low + room)
-            batch.append((index, low, high))
-            room -= high - low
-            low = high
-            if not room:
-                yield batch
-                batch, room = [], _CHUNK
-    if batch:
-        yield batch
+        for kind, moment in kept.items():
+            moment.view(-1)[part].copy_(wide[kind])
