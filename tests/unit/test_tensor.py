@@ -18,7 +18,15 @@ from tests.helpers.families import FAMILIES
 
 def shared(heads: int, kv_heads: int, *widths: int) -> Projections:
     return Projections(
-        maps=(), norms=(), attentions=(), local_numbers=(), heads=heads, kv_heads=kv_heads, widths=widths
+        maps=(),
+        norms=(),
+        entries=(),
+        attentions=(),
+        local_numbers=(),
+        heads=heads,
+        kv_heads=kv_heads,
+        widths=widths,
+        whole="",
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import ConfigError, ModelError
-from llmtrain.models.build import DTYPES
+from llmtrain.models.build import DTYPES, materialise
 from llmtrain.models.experts import (
     ExpertBlock,
     Routing,
@@ -130,7 +130,7 @@ def share_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
             "the section: all ranks then hold all experts (ZeRO 3 partitions them)."
         )
     if not zero3:
-        _materialise(hf, device, DTYPES[mix.precision])
+        materialise(hf, device, DTYPES[mix.precision])
     for spec in specs:
         block = hf.get_submodule(spec.moe_module_name)
         block.tokens_per_expert = torch.zeros(spec.num_experts, device=device)
@@ -230,18 +230,3 @@ def _partition(block: Any, hf: nn.Module) -> None:
         group = ranks_with_the_same_experts(parameter.group_name)
         parameter.ds_zero_partition_process_group = group
     convert(param_list=parameters)
-
-
-def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give each parameter memory; ties and what DeepSpeed has noted at a parameter stay."""
-    made: dict[int, nn.Parameter] = {}
-    for module in hf.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in made:
-                values = torch.empty(parameter.shape, dtype=dtype, device=device)
-                made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-                made[id(parameter)].__dict__.update(parameter.__dict__)
-            setattr(module, name, made[id(parameter)])
-        for buffer in module.buffers(recurse=False):
-            if not buffer.is_meta:
-                buffer.data = buffer.to(device)

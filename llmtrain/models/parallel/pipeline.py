@@ -162,6 +162,8 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         counts,
     )
     pipeline.notes.append(explain(counts, resolved.batch.accumulation))
+    if shared is not None and shared.whole:
+        pipeline.notes.append(shared.whole)
     return pipeline
 
 

@@ -31,18 +31,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def shared_model(spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh) -> PreTrainedModel:
-    """The transformers model with this rank's shards, uninitialised; under ZeRO 3 with its partitions of them.
+def shared_model(
+    spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
+) -> tuple[PreTrainedModel, str]:
+    """The transformers model with this rank's shards, uninitialised; under ZeRO 3 with its partitions of them. And a
+    note if some attention is whole on every rank, else "".
 
     `exact`: DeepSpeed's dict. Raises: ModelError, when the model cannot be taken apart, or not for so many ranks.
     """
     hf = spec.own_skeleton()
     anatomy = anatomy_of(hf)
     settle = _partition(exact, mesh) if mix.zero_stage == 3 else _leave
-    shard_model(hf, anatomy, projections(hf, anatomy), mesh.tensor, device, DTYPES[mix.precision], settle=settle)
+    shared = projections(hf, anatomy)
+    shard_model(hf, anatomy, shared, mesh.tensor, device, DTYPES[mix.precision], settle=settle)
     for buffer in hf.buffers():
         buffer.data = buffer.to(device)
-    return hf
+    return hf, shared.whole
 
 
 def _leave(parameter: nn.Parameter) -> None:
@@ -115,9 +119,15 @@ def shard_model(
     span = Span(group, dropout=_drops(hf.modules()))
     for entry in shared.maps:
         if entry.path in modules:
-            kind = Column if entry.column else Row
-            mine = kind(modules[entry.path], span, transposed=entry.transposed, name=entry.path)
+            module, turned = modules[entry.path], entry.transposed
+            if entry.column:
+                mine: nn.Module = Column(module, span, transposed=turned, inside=entry.inside, name=entry.path)
+            else:
+                mine = Row(module, span, transposed=turned, name=entry.path)
             hf.set_submodule(entry.path, mine)
+    for path in shared.entries:
+        if path in modules:
+            modules[path].register_forward_hook(lambda _, args, output: _read(output, group))
     for path in shared.attentions:
         if path in modules:
             divide_heads(modules[path], shared.local_numbers, degree)
@@ -143,7 +153,7 @@ def _share_norms(modules: dict[str, Any], shared: Projections, group: Any) -> No
 
 def check_degree(shared: Projections, degree: int, expert_widths: dict[str, int] | None = None) -> None:
     """Whether `degree` ranks can each have equally much of the model. Raises ModelError naming the degrees that can."""
-    numbers = {"query heads (num_attention_heads)": shared.heads, "key/value heads": shared.kv_heads}
+    numbers = {"query heads (num_attention_heads)": shared.heads, "key/value heads": shared.kv_heads}  # 0: whole
     numbers |= {"features within an MLP": math.gcd(*shared.widths)} if shared.widths else {}
     numbers |= {f"features within {path}": width for path, width in (expert_widths or {}).items()}
     common = math.gcd(*numbers.values())

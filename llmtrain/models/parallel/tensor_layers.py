@@ -71,14 +71,16 @@ def gathered(share: Tensor, group: Any, dim: int) -> Tensor:
 class Column(LinearLayer):
     """A linear map of which this rank computes some outputs. The weight is [outputs, inputs], or [inputs, outputs]."""
 
-    def __init__(self, linear: nn.Module, span: Span, *, transposed: bool, name: str) -> None:
+    def __init__(self, linear: nn.Module, span: Span, *, transposed: bool, inside: bool, name: str) -> None:
         super().__init__(linear, span.group, skip_partition=True, name=name)
         self._span = span
         self._transposed = transposed
+        self._inside = inside  # the gradient of its input is summed elsewhere
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] replicated -> [..., outputs / degree]."""
-        input = self._span.enter(input, training=self.training)
+        if not self._inside:
+            input = self._span.enter(input, training=self.training)
         return _linear(input, self.weight, self.bias, self._transposed)
 
     @overrides(LinearLayer)

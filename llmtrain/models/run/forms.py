@@ -46,7 +46,7 @@ def build_model(
     else:
         if mix.degrees.expert > 1:
             check_zero(resolved.deepspeed.get("zero_optimization") or {}, mix.zero_stage, resolved.run.deepspeed)
-        hf = _own_part(spec, mix, resolved.deepspeed, device, mesh)
+        hf, note = _own_part(spec, mix, resolved.deepspeed, device, mesh)
         routing = prepare_experts(hf, mix, resolved.expert_parallel, device, mesh)
         hf.config.use_cache = False
         set_up_layers(hf, decoder_layers(hf), model, resolved.deepspeed.get("activation_checkpointing"))
@@ -55,6 +55,7 @@ def build_model(
         else:
             language = LanguageModel(hf, model.loss_chunk_tokens)
         language.routing = routing
+        language.notes += [note] if note else []
         if routing is not None:
             language.notes.append(describe_experts(mix, routing))
     for held in language.local_parameters():
@@ -98,14 +99,16 @@ def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
         ) from error
 
 
-def _own_part(spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh) -> PreTrainedModel:
+def _own_part(
+    spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
+) -> tuple[PreTrainedModel, str]:
     """What this rank has without a pipeline: its shards of every parameter, or all of them whole, or under ZeRO 3 born
-    partitioned. Experts that ranks share may still be on the meta device."""
+    partitioned. Experts that ranks share may still be on the meta device. And a note for the user, or ""."""
     if mix.degrees.tensor > 1:
         with _divided(spec, "tensor_parallel.autotp_size", mix.degrees.tensor):
             return shared_model(spec, mix, exact, device, mesh)
     if mix.degrees.expert > 1 and mix.zero_stage < 3:
-        return spec.own_skeleton()
+        return spec.own_skeleton(), ""
     with contextlib.ExitStack() as stack:
         if mix.zero_stage == 3:
             import deepspeed
@@ -119,4 +122,4 @@ def _own_part(spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.de
             stack.enter_context(device)
         hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[mix.precision])
     restore_buffers(hf, spec.skeleton, device)
-    return hf
+    return hf, ""
