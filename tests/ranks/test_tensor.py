@@ -18,7 +18,7 @@ from llmtrain.models import compiler, loss
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.parallel.tensor_layers import Span
-from llmtrain.models.parallel.vocabulary import Words
+from llmtrain.models.parallel.vocabulary import VocabularyShard
 from llmtrain.schedule import seed_step
 from llmtrain.topology import Degrees
 from tests.helpers.families import FAMILIES, HYBRID, LOW_RANK, VARIANTS, tied
@@ -211,7 +211,7 @@ def vocabulary_loss(form: HeadForm, total: int, way: str, dtype: torch.dtype) ->
 def _vocabulary_loss(form: HeadForm, total: int, dtype: torch.dtype) -> float:
     ranks = joined()
     group = mesh_of(Degrees(tensor=ranks.world_size)).tensor
-    words = Words.of(total, group)
+    words = VocabularyShard.of(total, group)
     torch.manual_seed(3)
     hidden, weight, bias = (torch.randn(size).to(dtype) for size in ((2, 9, 16), (total, 16), (total,)))
     labels = torch.randint(0, total, (2, 9))
@@ -220,7 +220,7 @@ def _vocabulary_loss(form: HeadForm, total: int, dtype: torch.dtype) -> float:
     whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     share = [tensor.clone().requires_grad_() for tensor in (hidden, weight[rows], bias[rows])]
     want = chunked_nll_sum(*whole, labels, chunk=4, form=form)
-    got = chunked_nll_sum(words.shared(share[0]), *share[1:], labels, chunk=4, form=form, share=words)
+    got = chunked_nll_sum(words.shared(share[0]), *share[1:], labels, chunk=4, form=form, vocabulary=words)
     (want * 0.3).backward()
     (got * 0.3).backward()
     pairs = [(want, got), (whole[0].grad, share[0].grad), (whole[1].grad[rows], share[1].grad)]

@@ -28,7 +28,7 @@ from llmtrain.models.parallel.deepspeed_private import (
     replace_block,
 )
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parameters import Share, set_share
+from llmtrain.models.parameters import Shard, set_shard
 from llmtrain.tensors.region import Region, whole
 from llmtrain.topology import Mix
 
@@ -54,8 +54,8 @@ def prepare_experts(
                 )
     avoid_grouped_product((part for block in blocks for part in block.experts), hf.config, DTYPES[mix.precision])
     if mix.degrees.expert > 1:
-        share_experts(hf, mix, section, device)
-        blocks = shared_blocks(hf)
+        shard_experts(hf, mix, section, device)
+        blocks = sharded_blocks(hf)
     elif mix.zero_stage == 3:
         set_leaf_modules(hf, blocks)
     return Routing(blocks, hf.config, mesh.data_and_sequence) if blocks else None
@@ -65,7 +65,7 @@ def describe_experts(mix: Mix, routing: Routing) -> str:
     """A line for the log."""
     text = f"{routing.layers} blocks of {routing.experts} experts"
     if mix.degrees.expert > 1:
-        text += f", shared by {mix.degrees.expert} ranks (DeepSpeed's AutoEP)"
+        text += f", sharded over {mix.degrees.expert} ranks (DeepSpeed's AutoEP)"
     elif mix.zero_stage == 3:
         text += ", each a leaf module of ZeRO 3: gathered as a whole, whichever experts a rank's tokens choose"
     if routing.coefficient:
@@ -73,8 +73,8 @@ def describe_experts(mix: Mix, routing: Routing) -> str:
     return f"{text}; no load-balancing loss (the model's output_router_logits is false, or its coefficient 0)"
 
 
-def shared_blocks(hf: nn.Module) -> list[ExpertBlock]:
-    """The blocks that `share_experts` has put into a model."""
+def sharded_blocks(hf: nn.Module) -> list[ExpertBlock]:
+    """The blocks that `shard_experts` has put into a model."""
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
     return [
@@ -86,7 +86,7 @@ def shared_blocks(hf: nn.Module) -> list[ExpertBlock]:
     ]
 
 
-def share_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device) -> None:
+def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device) -> None:
     """Replace the blocks of experts of a transformers model by ones that hold this rank's experts only.
 
     Args:
@@ -193,9 +193,9 @@ def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], 
     half = spec.ffn_hidden_size * spec.hidden_size  # elements of the gate, and of the up projection, of one expert
     for parameter, offset in ((block.experts.w1, 0), (block.experts.w3, half)):
         region = Region(rank * here * 2 * half, here * half, ((offset, half),), 2 * half)
-        set_share(parameter, Share(name=fused, shape=before[fused], region=region))
+        set_shard(parameter, Shard(name=fused, shape=before[fused], region=region))
     region = Region(rank * here * half, here * half)
-    set_share(block.experts.w2, Share(name=down, shape=before[down], region=region))
+    set_shard(block.experts.w2, Shard(name=down, shape=before[down], region=region))
     renamed = (
         (block.router.gate, spec.router_name),
         (block.shared_experts, spec.shared_experts_name),
@@ -204,7 +204,7 @@ def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], 
     for module, theirs in renamed:
         for name, parameter in [] if module is None else module.named_parameters():
             full = f"{prefix}.{theirs}.{name}"
-            set_share(parameter, Share(name=full, shape=before[full], region=whole(before[full])))
+            set_shard(parameter, Shard(name=full, shape=before[full], region=whole(before[full])))
 
 
 def _name_frozen(block: Any, spec: Any, frozen: dict[str, Tensor]) -> None:
@@ -219,7 +219,7 @@ def _name_frozen(block: Any, spec: Any, frozen: dict[str, Tensor]) -> None:
         )
     for name, new in theirs.items():
         shape = tuple(frozen[name].shape)
-        set_share(here[new], Share(name=f"{prefix}.{name}", shape=shape, region=whole(shape)))
+        set_shard(here[new], Shard(name=f"{prefix}.{name}", shape=shape, region=whole(shape)))
 
 
 def _partition(block: Any, hf: nn.Module) -> None:

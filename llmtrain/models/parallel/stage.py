@@ -97,7 +97,7 @@ def build_stage(
 ) -> Stage:
     """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device.
 
-    `shard` gives memory to a tensor-parallel rank's share instead.
+    `shard` gives memory to a tensor-parallel rank's shard instead.
     """
     entrance = _cut(hf, anatomy, part, dtype)
     if shard is not None:

@@ -20,7 +20,7 @@ from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel, build_pipeline
 from llmtrain.models.parallel.sequence import SequenceLanguageModel
 from llmtrain.models.parallel.stage import set_up_layers
-from llmtrain.models.parallel.tensor import shared_model
+from llmtrain.models.parallel.tensor import sharded_model
 from llmtrain.models.spec import ModelSpec
 from llmtrain.topology import Mix
 
@@ -106,7 +106,7 @@ def _own_part(
     partitioned. Experts that ranks share may still be on the meta device. And a note for the user, or ""."""
     if mix.degrees.tensor > 1:
         with _divided(spec, "tensor_parallel.autotp_size", mix.degrees.tensor):
-            return shared_model(spec, mix, exact, device, mesh)
+            return sharded_model(spec, mix, exact, device, mesh)
     if mix.degrees.expert > 1 and mix.zero_stage < 3:
         return spec.own_skeleton(), ""
     with contextlib.ExitStack() as stack:
