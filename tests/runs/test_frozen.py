@@ -114,9 +114,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MARK}
 
 
-REFUSED = [("deepseek_v3", "tp2"), ("laguna", "tp2")]
-"""Attention that ranks cannot share: tests/ranks/test_parity_matrix.py has the reasons."""
-ALL = [(family, form) for form in FORMS for family in FROZEN if (family, form) not in REFUSED]
+ALL = [(family, form) for form in FORMS for family in FROZEN]
 FIRST = [("ernie4_5_moe", "zero3 bf16"), ("deepseek_v3", "pp2")]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from llmtrain.models.build import materialise
 from llmtrain.models.language import documents_in_rows
 from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
 from llmtrain.models.structure.anatomy import Anatomy
@@ -93,12 +94,12 @@ def build_stage(
 ) -> Stage:
     """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device.
 
-    `shard` gives memory to a tensor-parallel rank's share instead.
+    `shard` gives memory to a tensor-parallel rank's shard instead.
     """
     entrance = _cut(hf, anatomy, part, dtype)
     if shard is not None:
         shard(hf)
-    _materialise(hf, device, dtype)
+    materialise(hf, device, dtype)
     hf.config.use_cache, hf.config.dtype = False, dtype
     return Stage(hf, entrance)
 
@@ -118,17 +119,3 @@ def _cut(hf: PreTrainedModel, anatomy: Anatomy, part: Part, dtype: torch.dtype) 
     for path, module in absent.items():
         hf.set_submodule(path, module)
     return entrance
-
-
-def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give the parameters that are left memory on the device, and move the buffers there."""
-    made: dict[int, nn.Parameter] = {}
-    for module in hf.modules():
-        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter.is_meta:
-                if id(parameter) not in made:
-                    values = torch.empty(parameter.shape, dtype=dtype, device=device)
-                    made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                setattr(module, key, made[id(parameter)])
-        for buffer in module.buffers(recurse=False):
-            buffer.data = buffer.to(device)

@@ -50,7 +50,7 @@ def build_model(
             from llmtrain.models.parallel.expert_parallel import check_zero
 
             check_zero(resolved.deepspeed.get("zero_optimization") or {}, mix.zero_stage, resolved.run.deepspeed)
-        hf = _own_part(spec, mix, resolved.deepspeed, device, mesh)
+        hf, note = _own_part(spec, mix, resolved.deepspeed, device, mesh)
         routing = None
         if (blocks := expert_blocks(hf)) or mix.degrees.expert > 1:
             from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
@@ -65,6 +65,7 @@ def build_model(
         else:
             language = LanguageModel(hf, model.loss_chunk_tokens)
         language.routing = routing
+        language.notes += [note] if note else []
         if routing is not None:
             language.notes.append(describe_experts(mix, routing))
     for held in language.local_parameters():
@@ -108,16 +109,18 @@ def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
         ) from error
 
 
-def _own_part(spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh) -> PreTrainedModel:
+def _own_part(
+    spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
+) -> tuple[PreTrainedModel, str]:
     """What this rank has without a pipeline: its shards of every parameter, or all of them whole, or under ZeRO 3 born
-    partitioned. Experts that ranks share may still be on the meta device."""
+    partitioned. Experts that ranks share may still be on the meta device. And a note for the user, or ""."""
     if mix.degrees.tensor > 1:
-        from llmtrain.models.parallel.tensor import shared_model
+        from llmtrain.models.parallel.tensor import sharded_model
 
         with _divided(spec, "tensor_parallel.autotp_size", mix.degrees.tensor):
-            return shared_model(spec, mix, exact, device, mesh)
+            return sharded_model(spec, mix, exact, device, mesh)
     if mix.degrees.expert > 1 and mix.zero_stage < 3:
-        return spec.own_skeleton()
+        return spec.own_skeleton(), ""
     with contextlib.ExitStack() as stack:
         if mix.zero_stage == 3:
             import deepspeed
@@ -131,4 +134,4 @@ def _own_part(spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.de
             stack.enter_context(device)
         hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[mix.precision])
     restore_buffers(hf, spec.skeleton, device)
-    return hf
+    return hf, ""
