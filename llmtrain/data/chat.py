@@ -139,14 +139,14 @@ class ChatEncoder:
                     given.messages[:until], tools=given.tools, tokenize=False, add_generation_prompt=prompt
                 )
                 return text, None
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(  # annotated as a string, which it is not
                 conversations=[given.messages[:until]],
-                tools=given.tools,
+                tools=given.tools,  # type: ignore[arg-type]  # a list of more than is asked for
                 chat_template=template,
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
             )
-            return texts[0], spans[0]
+            return rendered[0][0], rendered[1][0]
         except Exception as error:  # the template is foreign code
             raise RefusedError(f"the chat template fails: {_first_line(error)}") from error
 

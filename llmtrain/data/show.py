@@ -20,6 +20,8 @@ from llmtrain.files import replace_file
 _STYLES = {(True, False): "bold green", (True, True): "bold magenta", (False, False): "dim", (False, True): "cyan"}
 """Of (counted, special token) in a terminal."""
 
+_PREFIX = len("counted | ")
+
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>%(title)s</title><style>
 :root { color-scheme: light dark; --ink: #1a202c; --soft: #718096; --page: #f5f7fa; --card: #fff; --edge: #e2e8f0;
@@ -94,22 +96,21 @@ def _print(row: Shown) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    lines: list[Text] = []
+    before = None
+    for run in row.runs:
+        if run.counted is not before and lines and len(lines[-1]) == _PREFIX:  # a line break came last
+            lines.pop()
+        for number, part in enumerate(_printable(run.text).split("\n")):
+            if number or run.counted is not before:
+                lines.append(Text("counted | " if run.counted else "        | ", style="dim"))
+            before = run.counted
+            lines[-1].append(part, style=_STYLES[run.counted, run.special])
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(row.heading, style="bold"))
-    line, before = Text(), None
-    for run in row.runs:
-        if run.counted is not before and line:
-            console.print(line)
-            line = Text()
-        before = run.counted
-        for number, part in enumerate(_printable(run.text).split("\n")):
-            if number:
-                console.print(line)
-                line = Text()
-            if not line:
-                line.append("counted | " if run.counted else "        | ", style="dim")
-            line.append(part, style=_STYLES[run.counted, run.special])
-    console.print(line)
+    for line in lines:
+        line.rstrip()
+        console.print(line)
 
 
 def _html(title: str, what: str, rows: list[Shown]) -> str:

@@ -180,8 +180,8 @@ def stop_tokens(folder: Path, named: tuple[str, ...]) -> tuple[str, ...]:
             raise DataError(f"{path}: is not a JSON object ({error}); correct it") from error
         if numbers := [number for number in (ids if isinstance(ids, list) else [ids]) if type(number) is int]:
             read = Tokenizer.from_file(str(_require(folder)))
-            tokens += [read.id_to_token(number) for number in numbers]
-    return tuple(dict.fromkeys(filter(None, (*tokens, *named))))
+            tokens += [token for number in numbers if (token := read.id_to_token(number))]
+    return tuple(dict.fromkeys((*tokens, *named)))
 
 
 def separator_token(folder: Path) -> str:
