@@ -11,11 +11,13 @@ import torch
 
 from llmtrain import log, units
 from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.config.batch import Batch
 from llmtrain.config.dump import dump
-from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.run import RunConfig
 from llmtrain.dist.device import device_name
 from llmtrain.dist.ranks import Ranks
 from llmtrain.models.spec import ModelFacts
+from llmtrain.topology import Mix
 from llmtrain.tracking.environment import describe_environment, unverified, versions, write_environment
 
 
@@ -34,19 +36,18 @@ def write_run_files(
 
 
 def announce(
-    resolved: ResolvedRun, folder: RunDirectory, sizes: ModelFacts, device: torch.device, lines: list[str]
+    batch: Batch, mix: Mix, folder: RunDirectory, sizes: ModelFacts, device: torch.device, lines: list[str]
 ) -> None:
-    """Print on rank 0 what is about to run, what was adapted, and what `lines` say of a resume."""
-    batch = resolved.batch
+    """Print on rank 0 what is about to run, and `lines`."""
     frozen = f" ({units.count(sizes.trained)} trained)" if sizes.trained < sizes.parameters else ""
     log.info(
-        f"{units.count(sizes.parameters)} parameters{frozen}, {resolved.precision}, ZeRO {resolved.zero_stage}, "
-        f"{units.counted(resolved.world_size, 'rank')} on {device_name(device)}; "
+        f"{units.count(sizes.parameters)} parameters{frozen}, {mix.precision}, ZeRO {mix.zero_stage}, "
+        f"{units.counted(mix.degrees.world_size, 'rank')} on {device_name(device)}; "
         f"{units.count(batch.tokens)} tokens a step ({batch.global_batch} sequences of {batch.sequence_length}: "
         f"micro-batch {batch.micro_batch} x accumulation {batch.accumulation} x {batch.data_parallel} data-parallel "
         f"ranks); run folder {folder.path}"
     )
-    for line in (*filter(None, [unverified(versions())]), *resolved.notes, *lines):
+    for line in (*filter(None, [unverified(versions())]), *lines):
         log.info(line)
 
 

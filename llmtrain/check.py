@@ -105,6 +105,7 @@ def summary(resolved: ResolvedRun) -> str:
         lines.append(f"length:  {train.max_minutes:g} minutes")
     offload = [name for name, on in (("optimizer", mix.offload_optimizer), ("parameters", mix.offload_param)) if on]
     ways = [mix.precision, f"ZeRO {mix.zero_stage}", resolved.optim.name]
+    ways += ["moments in bf16"] if mix.bf16_moments else []
     ways += [f"offload of {' and '.join(offload)}"] if offload else []
     kept = " without attention" if mix.keep_attention else ""
     ways += [f"activation checkpointing{kept}"] if mix.recomputes else []

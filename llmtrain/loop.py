@@ -30,6 +30,7 @@ from llmtrain.errors import TrainingStopped
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.saving import Saving
+from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Requests, Session, Step
 from llmtrain.start import prove_loss, start_engine, write_weights
 from llmtrain.tracking.environment import versions
@@ -125,6 +126,7 @@ class Training:
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
         """The part of it that does not change during a launch."""
+        mix = self.resolved.mix
         return {
             "optimizer": self.run.optim.name,
             "vocab_size": self.model_facts.vocab_size,
@@ -135,13 +137,16 @@ class Training:
             "run": asdict(self.run),
             "deepspeed": self.resolved.deepspeed,
             "versions": versions(),
-            "layout": {**asdict(self.resolved.degrees), "zero_stage": self.resolved.zero_stage},
+            "layout": {**asdict(mix.degrees), "zero_stage": mix.zero_stage, **mix.moments},
         }
 
     def loop(self, tracker: Tracker, saving: Saving) -> bool:
         """Train until the run is over (True) or someone asks to stop (False)."""
         run, ranks = self.run, self.ranks
-        self.session = Session(self.engine, self.resolved, ranks, step=self.position.step)
+        rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
+        self.session = Session(
+            self.engine, ranks, self.resolved.degrees, rate, seed=run.train.seed, step=self.position.step
+        )
         consistency = Consistency(
             run, self.resolved.deepspeed, self.resolved.degrees, self.engine, ranks, tracker, self.data.fingerprint
         )
@@ -152,7 +157,7 @@ class Training:
             micro_batch=self.resolved.batch.micro_batch,
             accumulation=self.resolved.batch.accumulation,
             rank=self.mesh.place.data,
-            data_parallel=self.resolved.data_parallel,
+            data_parallel=self.resolved.batch.data_parallel,
             start_index=self.position.sample_index,
             pin_memory=ranks.device.type == "cuda",
         )
@@ -208,16 +213,17 @@ class Training:
             sequences=self.run.train.eval_sequences,
             micro_batch=self.resolved.batch.micro_batch,
             rank=self.mesh.place.data,
-            data_parallel=self.resolved.data_parallel,
+            data_parallel=self.resolved.batch.data_parallel,
             pin_memory=self.ranks.device.type == "cuda",
         )
 
     def evaluate(self, tracker: Tracker) -> float:
         """Validation loss in nats per token, over all ranks."""
         with heart.during("evaluate"):
-            loss, _ = self.engine.evaluate(self.evaluation_batches())
-        tracker.log({"step": self.position.step, "eval/loss": loss, "eval/perplexity": perplexity(loss)})
-        return loss
+            figures, _ = self.engine.evaluate(self.evaluation_batches(), self.session.objective)
+        told = {f"eval/{name}": value for name, value in figures.items()}
+        tracker.log({"step": self.position.step, **told, "eval/perplexity": perplexity(figures["loss"])})
+        return figures["loss"]
 
     def _advance(self, done: Step, tracker: Tracker) -> None:
         """Count the step; report a skipped one with its samples; stop after too many in a row."""
@@ -233,8 +239,8 @@ class Training:
             return
         bad = [
             index
-            for micro, loss in zip(done.batch.micro_batches, done.losses, strict=True)
-            if not math.isfinite(float(loss))
+            for micro, sums in zip(done.batch.micro_batches, done.sums, strict=True)
+            if not math.isfinite(float(sums[0]))
             for index in micro.sample_indices
         ]
         samples = sorted(index for found in from_all(self.ranks, bad) for index in found)
@@ -266,7 +272,7 @@ class Training:
             {
                 "step": self.position.step,
                 "tokens": self.position.tokens,
-                "loss": self.session.loss(done),
+                **self.session.figures(done),
                 "lr": self.resolved.optim.lr * done.lr_factor,
                 "grad_norm": None if norm is None else float(norm),
                 **({} if scale is None else {"loss_scale": scale}),

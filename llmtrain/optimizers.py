@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 OptimizerName = Literal["adamw", "muon", "lion"]
 """`optim.name`."""
-Form = Literal["clipping", "offload", "scattered gradients", "fp32 sums at ZeRO 1", "tensor", "expert"]
+Form = Literal["clipping", "offload", "scattered gradients", "fp32 sums at ZeRO 1", "bf16 moments", "tensor", "expert"]
 """A way of training that not every optimizer goes with; topology.py tells which runs ask for it."""
 
 
@@ -85,6 +85,10 @@ _MUON = Optimizer(  # for the matrices of the decoder layers; the rest has AdamW
         "fp32 sums at ZeRO 1": Refusal(
             reason="DeepSpeed rounds Muon's gradients to bf16 there all the same (copy_grads_in_partition)",
             remedy="remove data_types, or use ZeRO 2, or adamw",
+        ),
+        "bf16 moments": Refusal(
+            reason="Muon's momentum is kept by DeepSpeed, in a precision of its own",
+            remedy="remove it, or use adamw or lion",
         ),
         "tensor": Refusal(
             reason="Muon orthogonalises whole matrices, and each tensor-parallel rank has a part of them",

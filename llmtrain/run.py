@@ -43,7 +43,7 @@ def train(resolved: ResolvedRun, spec: ModelSpec) -> int:
     ranks = join_process_group(
         run.fault.timeout_s,
         start_timeout_s=run.fault.start_timeout_s,
-        settings={**asdict(run), "json": resolved.deepspeed},
+        settings={**asdict(run), "json": resolved.deepspeed, "bf16_optimizer_states": resolved.mix.bf16_moments},
     )
     introduce(ranks)
     heart.phase("model")
@@ -89,7 +89,8 @@ def _train(
     status: Status = "failed"
     try:
         tracker.event("resume" if training.position.step else "start", step=training.position.step, lines=lines)
-        announce(resolved, folder, training.model_facts, ranks.device, [*training.notes, *lines])
+        lines = [*resolved.notes, *training.notes, *lines]
+        announce(resolved.batch, resolved.mix, folder, training.model_facts, ranks.device, lines)
         try:
             with collected_by_hand():
                 complete = training.loop(tracker, saving)

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import StepBatch
 from llmtrain.dist.control import Agree, Agreement
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, Update
-from llmtrain.schedule import learning_rate_factor, seed_step
+from llmtrain.objectives.next_token import NEXT_TOKEN
+from llmtrain.objectives.objective import Objective
+from llmtrain.schedule import seed_step
+from llmtrain.topology import Degrees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +41,8 @@ class Step:
 
     batch: StepBatch
     agreed: Agreement
-    losses: list[Tensor]
-    """Summed loss of each of this rank's micro-batches (nats), fp32 scalars."""
+    sums: list[Tensor]
+    """The objective's of each of this rank's micro-batches, fp32 [figures]."""
     lr_factor: float
     """On the peak learning rates."""
     update: Update
@@ -49,13 +51,24 @@ class Step:
 class Session:
     """The steps of a run with an engine whose parameters have their values. All ranks call it together."""
 
-    def __init__(self, engine: Engine, resolved: ResolvedRun, ranks: Ranks, *, step: int = 0) -> None:
-        """`step`: optimizer steps done before, skipped ones included."""
-        self.engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: Ranks,
+        degrees: Degrees,
+        rate: Callable[[int], float],
+        *,
+        seed: int,
+        objective: Objective = NEXT_TOKEN,
+        step: int = 0,
+    ) -> None:
+        """`rate`: from a step's number (0 is the first) to the factor on the peak learning rates. `seed`: of dropout.
+        `step`: optimizer steps done before, skipped ones included."""
+        self.engine, self.objective = engine, objective
         self.step_number = step
-        self._resolved, self._agree = resolved, Agree(ranks)
-        self._place = resolved.degrees.place(ranks.rank)
-        self._seeded_as = ranks.rank // resolved.degrees.tensor
+        self._rate, self._seed, self._agree = rate, seed, Agree(ranks)
+        self._leads = degrees.place(ranks.rank).leads
+        self._seeded_as = ranks.rank // degrees.tensor
 
     def step(
         self,
@@ -73,22 +86,22 @@ class Session:
         Raises:
             TrainingStopped: fp16 has no smaller loss scale left; on all ranks alike.
         """
-        resolved = self._resolved
         agreement = self._agree.start(
-            counted_tokens=batch.counted_tokens if self._place.leads else 0,
+            weight=sum(map(self.objective.weight, batch.micro_batches)) if self._leads else 0,
             stop=requests.stop,
             time_up=requests.time_up,
             save=requests.save,
             save_status=requests.save_status,
         )
-        seed_step(resolved.run.train.seed, self.step_number, self._seeded_as)
-        lr_factor = learning_rate_factor(resolved.run.schedule, self.step_number, resolved.max_steps)
-        losses = self.engine.forward_backward(batch.micro_batches, lambda: agreement().counted_tokens)
+        seed_step(self._seed, self.step_number, self._seeded_as)
+        lr_factor = self._rate(self.step_number)
+        sums = self.engine.forward_backward(batch.micro_batches, lambda: agreement().weight, self.objective)
         before_update()
         update = self.engine.update(lr_factor)
         self.step_number += 1
-        return Step(batch=batch, agreed=agreement(), losses=losses, lr_factor=lr_factor, update=update)
+        return Step(batch=batch, agreed=agreement(), sums=sums, lr_factor=lr_factor, update=update)
 
-    def loss(self, step: Step) -> float:
-        """Mean loss of a step over the global batch (nats per token). Waits for the device; every rank must call it."""
-        return self.engine.global_loss(torch.stack(step.losses).sum(), step.agreed.counted_tokens)
+    def figures(self, step: Step) -> dict[str, float]:
+        """The objective's, over the global batch of a step. Waits for the device; every rank must call it."""
+        means = self.engine.means(torch.stack(step.sums).sum(0), step.agreed.weight)
+        return dict(zip(self.objective.figures, means, strict=True))

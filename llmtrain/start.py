@@ -20,6 +20,7 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.build import build_engine
+from llmtrain.engine.deepspeed.join import apply_group_timeout
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ConfigError, ModelError, UserError
 from llmtrain.models import compiler
@@ -28,6 +29,7 @@ from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.run.forms import build_model
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
+from llmtrain.topology import Mix
 
 _PROVED_TOKENS = 32
 
@@ -40,42 +42,42 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
     with together(ranks):
         check_device(resolved.precision, resolved.run.model.attention, resolved.run.deepspeed)
     with together(ranks):
-        resolved = _layers_decided(resolved, spec, ranks)
-        model = build_model(resolved, spec, ranks.device, mesh)
-    if resolved.run.model.compile_layers:
+        compiles = _compiles_layers(spec, resolved.mix, ranks)
+        run = replace(resolved.run, model=replace(resolved.run.model, compile_layers=compiles))
+        model = build_model(replace(resolved, run=run), spec, ranks.device, mesh)
+    if compiles:
         model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
-    engine = build_engine(model, resolved, ranks, mesh)
+    engine = build_engine(model, resolved.optim, resolved.mix, resolved.deepspeed, ranks, mesh)
+    apply_group_timeout(resolved.run.fault.timeout_s)  # to the groups that DeepSpeed has made
     progress.tell_compilation()  # DeepSpeed has imported torch.compile by now
     return engine
 
 
-def _layers_decided(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -> ResolvedRun:
-    """The run with an answer to model.compile_layers, the same on all ranks; all of them must call it.
+def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks) -> bool:
+    """The answer to model.compile_layers, the same on all ranks; all of them must call it.
 
     Raises: ConfigError, when it is true and some rank cannot compile.
     """
-    wanted, device = resolved.run.model.compile_layers, ranks.device
-    compiles = False
-    if wanted or device.type == "cuda":  # where there is the loss to compile, and Muon
-        reason = _agreed_trouble(ranks)
-        if wanted and reason is not None:
-            raise ConfigError(
-                f"model.compile_layers is true, but torch.compile does not work here ({device.type}): {reason}. Set it "
-                "to false, or to null: layers are then compiled where that works."
-            )
-        compiles = reason is None and (_compiles_unasked(resolved, spec) if wanted is None else wanted)
-    model = replace(resolved.run.model, compile_layers=compiles)
-    return replace(resolved, run=replace(resolved.run, model=model))
+    wanted, device = spec.model.compile_layers, ranks.device
+    if not wanted and device.type != "cuda":  # on CUDA there is the loss to compile, and Muon
+        return False
+    reason = _agreed_trouble(ranks)
+    if wanted and reason is not None:
+        raise ConfigError(
+            f"model.compile_layers is true, but torch.compile does not work here ({device.type}): {reason}. Set it "
+            "to false, or to null: layers are then compiled where that works."
+        )
+    return reason is None and (_compiles_unasked(spec, mix) if wanted is None else wanted)
 
 
-def _compiles_unasked(resolved: ResolvedRun, spec: ModelSpec) -> bool:
+def _compiles_unasked(spec: ModelSpec, mix: Mix) -> bool:
     """Whether a layer becomes one graph, and layers of one kind the same.
 
     Row maps of tensor parallelism break it; where experts are watched, each layer has a graph of its own, and torch
     gives up after 8; and a collective in compiled code is not counted for the watch (dist/collectives.py).
     """
-    shared = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
-    return resolved.may_compile_layers and not shared and experts_per_token(spec.config) is None
+    shared = mix.degrees.tensor > 1 or mix.degrees.sequence > 1
+    return mix.may_compile_layers and not shared and experts_per_token(spec.config) is None
 
 
 def _agreed_trouble(ranks: Ranks) -> str | None:

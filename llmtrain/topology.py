@@ -98,12 +98,20 @@ class Mix:
     clip_norm: float = 0.0
     reduce_scatter: bool = False
     fp32_accumulation: bool = False
+    bf16_moments: bool = False
+    beta: float = 0.0
+    """The larger of optim.betas."""
     degrees: Degrees = Degrees()
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         """Of the model's arithmetic."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+
+    @property
+    def moments(self) -> dict[str, str]:
+        """What a checkpoint's layout says of the moments' precision: nothing where it is fp32."""
+        return {"moments": "bf16"} if self.bf16_moments else {}
 
     @property
     def may_compile_layers(self) -> bool:
@@ -132,6 +140,7 @@ _ASKED: dict[Form, tuple[tuple[str, ...], Callable[[Mix], bool]]] = {
         ("optim.name", "data_types.grad_accum_dtype"),
         lambda m: m.bf16 and m.zero_stage == 1 and m.fp32_accumulation,
     ),
+    "bf16 moments": (("bf16.bf16_optimizer_states", "optim.name"), lambda m: m.bf16_moments),
     "tensor": (("tensor_parallel.autotp_size", "optim.name"), lambda m: m.degrees.tensor > 1),
     "expert": (("expert_parallel.autoep_size", "optim.name"), lambda m: m.degrees.expert > 1),
 }
@@ -167,6 +176,18 @@ RULES: tuple[Rule, ...] = (
         broken=lambda m: m.offload_optimizer and m.zero_stage < 1,
         reason="the optimizer that offloads is ZeRO's",
         remedy="set zero_optimization.stage to 1, 2 or 3, or remove offload_optimizer",
+    ),
+    Rule(
+        keys=("bf16.bf16_optimizer_states", "zero_optimization.offload_optimizer.device"),
+        broken=lambda m: m.bf16_moments and m.offload_optimizer,
+        reason="DeepSpeed's optimizers for the host have moments in bf16 beside masters in bf16 only",
+        remedy="remove one of them",
+    ),
+    Rule(
+        keys=("bf16.bf16_optimizer_states", "optim.betas"),
+        broken=lambda m: m.bf16_moments and m.beta > 1 - 2**-8,
+        reason="bf16 has 8 bits: what a step takes off a moment would be rounded away, and it would never fall",
+        remedy="use betas of at most 0.996, such as [0.9, 0.95], or remove bf16_optimizer_states",
     ),
     Rule(
         keys=("model.compile_layers", "zero_optimization.stage"),

@@ -199,7 +199,7 @@ def _pass_on(source: Path, target: Path | None, owner: int, ranks: Ranks) -> Che
                 out = stack.enter_context(DurableFile(target.with_name(f"{target.name}.part")))
         except OSError as error:
             problem = _said(error, source if sends else target)
-        dist.broadcast(size, src=owner, group=ranks.control)
+        dist.broadcast(size, group=ranks.control, group_src=owner)
         buffer = torch.empty(min(_CHUNK, int(size)), dtype=torch.uint8)
         for low in range(0, int(size), _CHUNK):
             chunk = buffer[: min(_CHUNK, int(size) - low)]
@@ -208,7 +208,7 @@ def _pass_on(source: Path, target: Path | None, owner: int, ranks: Ranks) -> Che
                     file.readinto(byte_view(chunk))
             except OSError as error:
                 problem, file = _said(error, source), None
-            dist.broadcast(chunk, src=owner, group=ranks.control)
+            dist.broadcast(chunk, group=ranks.control, group_src=owner)
             try:
                 if out is not None and problem is None:
                     out.write(byte_view(chunk))

@@ -79,6 +79,7 @@ class Saver:
             "world_size": ranks.world_size,
             "zero_stage": mix.zero_stage,
             "precision": mix.precision,
+            **mix.moments,
             **{key: value for key, value in asdict(mix.degrees).items() if key != "data" and value > 1},
         }
         if folder.split:

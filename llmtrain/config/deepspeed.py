@@ -75,6 +75,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
     if dropped := _drop_auto(tree, ""):
         notes.append(f'{path}: "auto" means DeepSpeed\'s default for {", ".join(dropped)}')
     fp16, bf16 = bool(lookup(tree, "fp16.enabled")), bool(lookup(tree, "bf16.enabled"))
+    bf16_moments = bool((tree.get("bf16") or {}).pop("bf16_optimizer_states", False)) and bf16
     zero = tree.get("zero_optimization") or {}
     offload = {
         name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none" or bool(zero.get(old))
@@ -98,6 +99,8 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
         clip_norm=optim.clip_norm,
         reduce_scatter=bool(zero.get("reduce_scatter")),
         fp32_accumulation=lookup(tree, "data_types.grad_accum_dtype") == "fp32",
+        bf16_moments=bf16_moments,
+        beta=max(optim.betas),
         degrees=degrees,
     )
     partition = read_partition(tree, path, degrees.pipeline, problems, notes)
@@ -107,6 +110,11 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
         notes.append(f"{path}: {why}")
     if mix.zero_stage == 3 and "scattered gradients" in OPTIMIZERS[mix.optimizer].refuses:
         tree["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed's default is true
+    if bf16_moments:
+        notes.append(
+            f"{path}: bf16.bf16_optimizer_states: moments are kept in bf16, and those of a checkpoint rounded to it; "
+            "masters are fp32, where DeepSpeed by itself asks for bf16"
+        )
     if unused := ", ".join(sorted(set(tree.get("tensor_parallel") or {}) - {"autotp_size"})):
         notes.append(f"{path}: tensor_parallel: {unused} not used: what the ranks share is found in the model itself")
     _refuse(mix, tree, path, run, problems)
@@ -118,7 +126,8 @@ def _refuse(mix: Mix, tree: dict[str, Any], path: str, run: RunConfig, problems:
     for rule in clashes(mix):
         values: dict[str, Any] = {key: lookup(tree, key) for key in rule.keys}
         values |= {"model.compile_layers": run.model.compile_layers, "optim.name": run.optim.name}
-        values["optim.clip_norm"] = run.optim.clip_norm
+        values |= {"optim.clip_norm": run.optim.clip_norm, "optim.betas": run.optim.betas}
+        values["bf16.bf16_optimizer_states"] = mix.bf16_moments
         values["model.mlp_tile_tokens"] = run.model.mlp_tile_tokens
         values["model.keep_attention"] = run.model.keep_attention
         what = " with ".join(f"{key} = {show(values[key])}" for key in rule.keys)

@@ -261,16 +261,6 @@ class ResolvedRun:
         return self.mix.degrees
 
     @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return self.mix.degrees.world_size
-
-    @property
-    def data_parallel(self) -> int:
-        """Groups of ranks that see different data."""
-        return self.mix.degrees.data
-
-    @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         """Of the model's arithmetic."""
         return self.mix.precision
@@ -279,21 +269,6 @@ class ResolvedRun:
     def zero_stage(self) -> int:
         """0 to 3."""
         return self.mix.zero_stage
-
-    @property
-    def offload_optimizer(self) -> bool:
-        """The optimizer and its state are on the host."""
-        return self.mix.offload_optimizer
-
-    @property
-    def activation_checkpointing(self) -> bool:
-        """The JSON has an `activation_checkpointing` section."""
-        return self.mix.recomputes
-
-    @property
-    def may_compile_layers(self) -> bool:
-        """Nothing that is known without the device stands against model.compile_layers."""
-        return self.mix.may_compile_layers
 
     @property
     def run_dir(self) -> str:

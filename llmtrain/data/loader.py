@@ -10,7 +10,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,14 +46,18 @@ class MicroBatch:
     positions: torch.Tensor | None = None
     """int64 [b, T] with data.isolate_documents: each token's position in its document. None: 0 to T - 1 in each row."""
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with every tensor there; the host does not wait."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        return replace(self, **moved)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
     """One optimizer step of one rank."""
 
     micro_batches: list[MicroBatch]
-    counted_tokens: int
-    """Labels of this rank that count (are not -100)."""
     first_index: int
     """Global index of the step's first sample, over all ranks."""
 
@@ -149,8 +154,7 @@ class TrainLoader:
             first = first_index + (m * self._data_parallel + self._rank) * b
             indices = list(range(first, first + b))
             micro_batches.append(_micro_batch(self._data.window_at, indices, b, self._pin_memory))
-        counted = sum(int((micro.labels != IGNORED).sum()) for micro in micro_batches)
-        return StepBatch(micro_batches=micro_batches, counted_tokens=counted, first_index=first_index)
+        return StepBatch(micro_batches=micro_batches, first_index=first_index)
 
     def _read_ahead(self, index: int) -> None:
         item: StepBatch | BaseException

@@ -102,8 +102,8 @@ class StopRequests:
 class Agreement:
     """What all ranks know about one step."""
 
-    counted_tokens: int
-    """Tokens of the global batch that count in the loss."""
+    weight: int
+    """What the summed loss of the global batch is divided by."""
     stop: bool
     """A rank was asked to stop."""
     time_up: bool
@@ -123,21 +123,21 @@ class Agree:
         self._group = ranks.control
 
     def start(
-        self, *, counted_tokens: int, stop: bool, time_up: bool, save: bool, save_status: tuple[bool, bool]
+        self, *, weight: int, stop: bool, time_up: bool, save: bool, save_status: tuple[bool, bool]
     ) -> Callable[[], Agreement]:
         """Send this rank's part; the returned function waits for the sum (and may be called again).
 
         `save_status`: whether this rank's part of the save under way has ended, and whether it failed.
         """
-        message = torch.tensor([counted_tokens, stop, time_up, save, *save_status], dtype=torch.int64)
+        message = torch.tensor([weight, stop, time_up, save, *save_status], dtype=torch.int64)
         work = dist.all_reduce(message, group=self._group, async_op=True)
 
         @functools.cache
         def result() -> Agreement:
             work.wait()
-            tokens, stops, times, saves, ended, failed = message.tolist()
+            weights, stops, times, saves, ended, failed = message.tolist()
             return Agreement(
-                counted_tokens=tokens,
+                weight=weights,
                 stop=stops > 0,
                 time_up=times > 0,
                 save=saves > 0,
@@ -151,7 +151,7 @@ class Agree:
 def from_rank_0(ranks: Ranks, make: Callable[[], T]) -> T:
     """What rank 0 makes, on all ranks."""
     box: list[Any] = [make() if ranks.rank == 0 else None]
-    dist.broadcast_object_list(box, src=0, group=ranks.control)
+    dist.broadcast_object_list(box, group=ranks.control, group_src=0)
     made: T = box[0]
     return made
 

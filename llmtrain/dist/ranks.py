@@ -1,4 +1,4 @@
-"""This process among the others."""
+"""This process among the ranks of its site."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from llmtrain.dist.rendezvous import Seat
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the others."""
+    """This process among the ranks of its site: those that one engine spans, numbered from 0.
+
+    No collective of a step, a save or a check may reach beyond them: each names its group, and numbers ranks within it.
+    """
 
     rank: int
     world_size: int
+    """Ranks of the site."""
     device: torch.device
     control: Any
-    """gloo group over all ranks for small host-side messages: reading its results never waits for the device."""
+    """gloo group over the site for small host-side messages: reading its results never waits for the device."""
     seats: tuple[Seat, ...] = ()
     """Where each rank runs, in order of rank."""
     store: dist.Store | None = None

@@ -18,6 +18,8 @@ from torch import Tensor
 from llmtrain.data.loader import MicroBatch
 from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.language import LanguageModel
+from llmtrain.objectives.next_token import NEXT_TOKEN
+from llmtrain.objectives.objective import Objective
 from llmtrain.tensors.region import Region
 
 PARAM = "param"
@@ -91,15 +93,18 @@ class Engine(Protocol):
     stages: bool
     """Ranks wait for activations of other ranks: an error on one of them leaves others waiting."""
 
-    def forward_backward(self, micros: Sequence[MicroBatch], tokens: Callable[[], int]) -> list[Tensor]:
+    def forward_backward(
+        self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: Objective = NEXT_TOKEN
+    ) -> list[Tensor]:
         """The gradient of the loss over a global batch.
 
         Args:
             micros: this rank's micro-batches of it.
-            tokens: the counted tokens of the global batch; asked for after the first forward pass, so that the ranks'
+            weight: of the global batch, by the objective; asked for after the first forward pass, so that the ranks'
                 agreement overlaps with it.
+            objective: what is minimised.
 
-        Returns: the summed loss of each micro-batch (nats), fp32 scalars on the device.
+        Returns: its sums of each micro-batch, fp32 [figures] on the device.
         """
         ...
 
@@ -111,12 +116,12 @@ class Engine(Protocol):
         """
         ...
 
-    def evaluate(self, micros: Iterable[MicroBatch]) -> tuple[float, int]:
-        """(mean loss in nats, counted tokens) over all ranks. Every rank must get equally many micro-batches."""
+    def evaluate(self, micros: Iterable[MicroBatch], objective: Objective = NEXT_TOKEN) -> tuple[dict[str, float], int]:
+        """(the objective's figures, their weight) over all ranks. Every rank must get equally many micro-batches."""
         ...
 
-    def global_loss(self, local_loss_sum: Tensor, counted_tokens: int) -> float:
-        """Mean loss of a step over the global batch (nats). Waits for the device."""
+    def means(self, sums: Tensor, weight: int) -> list[float]:
+        """Of this rank's sums [figures] over a global batch of that weight, over all ranks. Waits for the device."""
         ...
 
     def routing(self) -> RoutingFigures | None:

@@ -1,15 +1,13 @@
-"""A transformers causal language model that maps (inputs, labels) to a summed loss: the form without a pipeline."""
+"""A transformers causal language model that computes an objective's sums: the form without a pipeline."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -17,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from llmtrain.errors import ModelError
 from llmtrain.models.experts import Routing
 from llmtrain.models.frozen import named_tensors
-from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.head import Head, Loss
 from llmtrain.models.parameters import LocalParameter, local_parameter
 from llmtrain.models.patches import ATTENTION_KERNELS, checkpoint_with, documents_are
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LanguageModel(nn.Module):
-    """A transformers causal LM whose forward gives the summed loss. Its parameters are `hf.` + Hugging Face names."""
+    """A transformers causal LM whose forward gives a loss. Its parameters are `hf.` + Hugging Face names."""
 
     def __init__(self, hf: PreTrainedModel, chunk: int) -> None:
         super().__init__()
@@ -37,18 +35,14 @@ class LanguageModel(nn.Module):
         """What the log says of how this model was built."""
         self.balance: Tensor | None = None
         """After a forward pass in training: this rank's part of the load-balancing loss, if it is to be added."""
-        self._chunk = chunk
-        self._form = HeadForm.of(hf.config)
         if hf.base_model is hf:
             raise ModelError(
                 f"model: {type(hf).__name__} cannot be asked for its hidden state without its logits (it has no "
                 f"{hf.base_model_prefix!r}), and the loss needs it. Train another family."
             )
-        head = hf.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(head).__name__}).")
-        # The loss must run inside the head's own forward: ZeRO 3 has the head's weight only there.
-        head.forward = types.MethodType(head_forward, head)  # type: ignore[method-assign]
+        self.head = Head(hf, chunk)
+        self.wants_logits = False
+        """The loss gets transformers' own logits in place of the hidden state."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -64,21 +58,26 @@ class LanguageModel(nn.Module):
         shapes = getattr(self.hf, "whole_shapes", None)  # a tensor-parallel rank may lack what belongs to others' heads
         return shapes or {held.name: held.shape for held in self.local_parameters()}
 
-    def forward(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Summed loss, fp32 scalar, in nats.
+    def forward(self, inputs: Tensor, loss: Loss, positions: Tensor | None = None) -> Tensor:
+        """What `loss` gives.
 
         Args:
             inputs: [B, T].
-            labels: [B, T], already shifted; IGNORE = not counted.
+            loss: of the decoder's output.
             positions: [B, T], beginning anew with each document that a row holds; None: a row is one sequence.
         """
+        if self.wants_logits:
+            return loss(self.head, self.logits(inputs))
+        return self.head.compute(loss, self.hidden(inputs, positions))
+
+    def hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
+        """The decoder's output [B, T, H]."""
+        given = {} if positions is None else {"position_ids": positions}
         with documents_in_rows(positions):
-            given = {} if positions is None else {"position_ids": positions}
-            hidden_BTH = self.decoded(input_ids=inputs, **given)
-        return self.hf.get_output_embeddings()(hidden_BTH, labels, self._chunk, self._form)
+            return self.decoded(input_ids=inputs, **given)
 
     def decoded(self, **given: Any) -> Tensor:
-        """The decoder's output [B, T, H]. In training its routers, if it has some, are watched."""
+        """What transformers' decoder gives. In training its routers, if it has some, are watched."""
         routing = self.routing if self.training else None
         with contextlib.nullcontext() if routing is None else routing.watching():
             hidden_BTH = self.hf.base_model(**given, **self._plainly()).last_hidden_state
@@ -114,29 +113,6 @@ def documents_in_rows(positions: Tensor | None) -> Iterator[None]:
     """
     with documents_are(None if positions is None else (positions == 0).cumsum(-1)):
         yield
-
-
-def head_forward(
-    head: nn.Linear,
-    hidden: Tensor,
-    labels: Tensor | None = None,
-    chunk: int = 0,
-    form: HeadForm | None = None,
-) -> Tensor:
-    """The head as it was (logits) without labels; with labels the summed loss."""
-    if labels is not None and hidden.shape[-1] != head.in_features:
-        raise ModelError(
-            f"model: its head takes {head.in_features} features, and its decoder gives {hidden.shape[-1]}: a layer "
-            "between the two is not known here, and the loss needs it. Train another family."
-        )
-    words = getattr(head, "words", None)  # this rank's part of the vocabulary, if a tensor-parallel group shares it
-    if words is not None:
-        if labels is None or form is None:
-            return words.logits(hidden, head.weight, head.bias)
-        return words.nll_sum(hidden, head.weight, head.bias, labels, chunk=chunk, form=form)
-    if labels is None or form is None:
-        return F.linear(hidden, head.weight, head.bias)
-    return chunked_nll_sum(hidden, head.weight, head.bias, labels, chunk=chunk, form=form)
 
 
 def checkpoint_activations(hf: PreTrainedModel, section: dict[str, Any], *, keep_attention: bool) -> None:

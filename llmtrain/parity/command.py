@@ -95,10 +95,10 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
 
     one = next(iter(plans.values()))
     device = torch.device("cpu" if cpu else "cuda")
-    print(f"{one.world_size} ranks on {device.type} ({degrees_text(one.degrees)})", flush=True)
+    print(f"{one.degrees.world_size} ranks on {device.type} ({degrees_text(one.degrees)})", flush=True)
     (folder / PLAN).write_bytes(pickle.dumps((plans, steps)))
     try:
-        with Ranks(folder, one.world_size, cpu=cpu, module=worker) as ranks:
+        with Ranks(folder, one.degrees.world_size, cpu=cpu, module=worker) as ranks:
             torch.set_num_threads(1)  # small matrices, and the ranks want the cores
             references = {
                 name: [

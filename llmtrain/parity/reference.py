@@ -92,7 +92,9 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         tensor.data = _value(source, name).to(device, DTYPES[resolved.precision] if name in chosen else torch.float32)
     if order.halves:
         _halve_products(model)
-    optimizer = PlainOptimizer(model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision))
+    optimizer = PlainOptimizer(
+        model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision), bf16=resolved.mix.bf16_moments
+    )
     tokens = Tokens(run.data, config.get_text_config().vocab_size)
     trace = Trace(by_sign=OPTIMIZERS[optim.name].by_sign)
     trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
@@ -267,13 +269,17 @@ class PlainOptimizer:
         masters: dict[str, Tensor],
         optim: ResolvedOptim,
         newton_schulz_dtype: torch.dtype = torch.float32,
+        *,
+        bf16: bool = False,
     ) -> None:
+        """`bf16`: the moments are rounded to it after each step."""
         self._named = dict(model.named_parameters())
         self._masters = masters
         self._optim = optim
         self._newton_schulz_dtype = newton_schulz_dtype
         self._first = {name: torch.zeros_like(value) for name, value in masters.items()}
         self._second = {name: torch.zeros_like(value) for name, value in masters.items()}
+        self._kept = torch.bfloat16 if bf16 else torch.float32
         self._steps = 0
         self._muon: set[str] = set()
         if optim.name == "muon":  # for the matrices of the decoder layers: of the list that holds most
@@ -299,6 +305,8 @@ class PlainOptimizer:
                 self._lion_update(name, grad, optim.lr * lr_factor)
             else:
                 self._adamw_update(name, grad, optim.lr * lr_factor)
+            for moment in (self._first[name], self._second[name]):
+                moment.copy_(moment.to(self._kept))
         return norm
 
     def first_moments(self) -> dict[str, Tensor]:

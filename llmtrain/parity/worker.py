@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
+from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Session
 from llmtrain.start import prove_loss, start_engine, write_weights
 
@@ -49,19 +51,20 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     row = torch.from_numpy(tokens.sequence(0)[0])
     prove_loss(engine, row, ranks, isolate_documents=run.data.isolate_documents)
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
-    session = Session(engine, resolved, ranks)
+    rate = functools.partial(learning_rate_factor, run.schedule, max_steps=resolved.max_steps)
+    session = Session(engine, ranks, resolved.degrees, rate, seed=run.train.seed)
     with TrainLoader(
         tokens,
         global_batch=resolved.batch.global_batch,
         micro_batch=resolved.batch.micro_batch,
         accumulation=resolved.batch.accumulation,
         rank=mesh.place.data,
-        data_parallel=resolved.data_parallel,
+        data_parallel=resolved.batch.data_parallel,
     ) as loader:
         for step in range(steps):
             done = session.step(next(loader))
             norm = done.update.grad_norm
-            trace.losses.append(session.loss(done))
+            trace.losses.append(session.figures(done)["loss"])
             trace.norms.append(math.nan if norm is None else float(norm))
             trace.parameters.append(whole_tensors(engine, ranks))
             if step == 0:
@@ -84,7 +87,7 @@ def whole_tensors(engine: Engine, ranks: Ranks, kind: str = PARAM) -> dict[str, 
             with piece.open() as values:
                 sent.append((piece.name, piece.own_region, values[piece.own].detach().cpu().clone()))
     parts: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(sent, parts, group=ranks.control)
+    dist.gather_object(sent, parts, group=ranks.control, group_dst=0)
     if parts is None:
         return {}
     names = {name for part in parts for name, _, _ in part}

@@ -14,6 +14,7 @@ from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.dist.device import use_deterministic_kernels
 from llmtrain.engine.deepspeed.engine import ZeroEngine
+from llmtrain.objectives.next_token import NEXT_TOKEN
 from tests.helpers.training import Case, Trace, batches, make_engine, one_step, resolved_run, save_checkpoint
 from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
 
@@ -112,8 +113,9 @@ def fp16_steps(case: Case, engine: ZeroEngine, first: int, last: int) -> Scaled:
     source = batches(case, (0, 1), case.accumulation, first)
     for _ in range(first, last):
         batch = next(source)
-        losses, result = one_step(engine, batch, batch.counted_tokens)
-        scaled.losses.append(engine.global_loss(torch.stack(losses).sum(), batch.counted_tokens))
+        weight = sum(map(NEXT_TOKEN.weight, batch.micro_batches))
+        sums, result = one_step(engine, batch, weight)
+        scaled.losses += engine.means(torch.stack(sums).sum(0), weight)
         scaled.scales.append(engine.loss_scale()["cur_scale"])
         scaled.skipped.append(result.skipped)
     source.close()  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.session import Session
-from tests.helpers.training import Case, batches, make_engine, resolved_run
+from tests.helpers.training import Case, batches, make_engine
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
@@ -31,7 +31,7 @@ def test_our_loop_waits_at_most_once_a_step(pools, small_data, stage, precision,
 def waits_of_steps(case: Case, steps: int) -> dict[str, int]:
     """Where (file:line of llmtrain or DeepSpeed) -> how often, in `steps` steps after two others."""
     engine, ranks = make_engine(case)
-    session = Session(engine, resolved_run(case, ranks.world_size), ranks)
+    session = Session(engine, ranks, engine.mesh.degrees, lambda step: 1.0, seed=0)
     source = batches(case, (0, 1), case.accumulation)
     found: Counter[str] = Counter()
     for index in range(2 + steps):

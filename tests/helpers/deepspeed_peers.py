@@ -119,10 +119,9 @@ def plain_steps(engine: Any, case: Case, ranks: Ranks, first: int, last: int) ->
     trace = Trace([], [])
     source = batches(case, (ranks.rank, ranks.world_size), 1, first)
     for step in range(first, last):
-        batch = next(source)
-        (micro,) = batch.micro_batches
+        (micro,) = next(source).micro_batches
         set_rate(engine, case, step)
-        counted = torch.tensor(float(batch.counted_tokens))
+        counted = (micro.labels >= 0).sum().float()
         dist.all_reduce(counted)
         logits = engine(input_ids=micro.inputs, use_cache=False).logits.float()
         total = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100, reduction="sum")

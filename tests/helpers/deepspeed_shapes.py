@@ -12,6 +12,7 @@ SCALE = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, 
 FP16_AUTO = {"fp16": {"enabled": "auto", **SCALE}}
 BF16_AUTO = {"bf16": {"enabled": "auto"}}
 BF16 = {"bf16": {"enabled": True}}
+BF16_MOMENTS = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
 CPU = {"device": "cpu", "pin_memory": True}
 BUCKETS = {
     "allgather_partitions": True,
@@ -132,6 +133,18 @@ SHAPES = [
           0}}, noted="fp16 at ZeRO 0 runs as ZeRO 1"),
     Shape("bf16 at ZeRO 0 with fp32 sums", {**BF16, **AUTO, "data_types": {"grad_accum_dtype": "fp32"}},
           noted="bf16 with data_types.grad_accum_dtype fp32 at ZeRO 0 runs as ZeRO 1"),
+    Shape("bf16 moments", {**BF16_MOMENTS, **AUTO, "zero_optimization": {"stage": 2}},
+          noted="masters are fp32, where DeepSpeed by itself asks for bf16"),
+    Shape("bf16 moments as DeepSpeed asks for them", {"bf16": {**BF16_MOMENTS["bf16"], "bf16_master_weights_and_grads":
+          True}, **AUTO, "zero_optimization": {"stage": 2}}, ("bf16.bf16_master_weights_and_grads = true",
+          "bf16_optimizer_states works without it here")),
+    Shape("bf16 moments, Adam's usual betas", {**BF16_MOMENTS, "optimizer": {**ADAM, "params": {"betas": [0.9, 0.999]}},
+          "train_batch_size": 16}, ("bf16.bf16_optimizer_states = true with optim.betas = [0.9, 0.999]",
+          "it would never fall")),
+    Shape("bf16 moments, offload", {**BF16_MOMENTS, **AUTO, "zero_optimization": {**ZERO_2, "offload_optimizer": CPU}},
+          ('with zero_optimization.offload_optimizer.device = "cpu"', "beside masters in bf16 only")),
+    Shape("bf16 moments, Muon", {**BF16_MOMENTS, **AUTO, "optimizer": {"type": "Muon"}},
+          ("bf16.bf16_optimizer_states = true with optim.name", "use adamw or lion")),
     Shape("examples, LAMB", {"train_batch_size": 64, "optimizer": {"type": "Lamb", "params": {"lr": 1e-3,
           "max_coeff": 0.3}}}, ('error: optimizer.type = "Lamb"', "trains with Adam, AdamW, Muon or Lion")),
     Shape("examples, one-bit Adam", {"train_batch_size": 64, "optimizer": {"type": "OneBitAdam", "params": {"lr":

@@ -185,3 +185,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def tied(fields: dict[str, Any], yes: bool = True) -> dict[str, Any]:
     """The same model with head and embedding in one tensor, or (`yes` False) in two."""
     return {**fields, "tie_word_embeddings": yes}
+
+
+def summed_loss(model: Any, inputs: Any, labels: Any, positions: Any = None) -> Any:
+    """The next-token loss of a LanguageModel (nats), which its head computes."""
+    return model(inputs, lambda head, hidden: head.nll_sum(hidden, labels), positions)

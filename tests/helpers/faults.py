@@ -37,11 +37,11 @@ def mean_per_micro_batch() -> Iterator[None]:
     """The loss is averaged per micro-batch, and the means are averaged: tokens of short ones count more."""
     from llmtrain.engine.deepspeed.engine import ZeroEngine
 
-    def micro_step(self: Any, micro: Any, tokens: Any) -> torch.Tensor:
-        loss_sum = self.deepspeed(*self._tensors(micro))
-        self.deepspeed.backward(loss_sum / (micro.labels >= 0).sum())
-        tokens()
-        return loss_sum.detach()
+    def micro_step(self: Any, micro: Any, weight: Any, objective: Any) -> torch.Tensor:
+        sums = self._sums(micro, objective)
+        self.deepspeed.backward(sums[0] / objective.weight(micro))
+        weight()
+        return sums.detach()
 
     with patch.object(ZeroEngine, "micro_step", micro_step):
         yield

@@ -35,6 +35,8 @@ from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.next_token import NEXT_TOKEN
+from llmtrain.objectives.objective import Objective
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Session
 from llmtrain.start import prove_loss, start_engine, write_weights
@@ -183,8 +185,7 @@ def uneven(batch: StepBatch) -> StepBatch:
         for row, index in enumerate(micro.sample_indices):
             labels[row, 1 + (index * 7) % (labels.shape[1] - 1) :] = -100
         micros.append(replace(micro, labels=labels))
-    counted = sum(int((m.labels >= 0).sum()) for m in micros)
-    return StepBatch(micro_batches=micros, counted_tokens=counted, first_index=batch.first_index)
+    return replace(batch, micro_batches=micros)
 
 
 def batches(case: Case, ranks: tuple[int, int], accumulation: int, start: int = 0) -> Iterator[StepBatch]:
@@ -232,12 +233,12 @@ class Trace:
 
 
 def one_step(
-    engine: ZeroEngine, batch: StepBatch, tokens: int, before_update: Callable[[], None] = lambda: None
+    engine: ZeroEngine, batch: StepBatch, weight: int, before_update: Callable[[], None] = lambda: None
 ) -> tuple[list[torch.Tensor], Update]:
-    """A step at the peak learning rates, as if all ranks had agreed on so many counted tokens."""
-    losses = engine.forward_backward(batch.micro_batches, lambda: tokens)
+    """A step at the peak learning rates, as if all ranks had agreed on that weight."""
+    sums = engine.forward_backward(batch.micro_batches, lambda: weight)
     before_update()
-    return losses, engine.update(1.0)
+    return sums, engine.update(1.0)
 
 
 def train_steps(
@@ -247,18 +248,21 @@ def train_steps(
     first: int,
     last: int,
     before_update: Callable[[], None] = lambda: None,
+    objective: Objective = NEXT_TOKEN,
 ) -> Trace:
     """Steps [first, last) with the engine."""
     trace = Trace([], [])
     resolved = resolved_run(case, ranks.world_size)
     place = resolved.degrees.place(ranks.rank)
     source = batches(case, (place.data, resolved.degrees.data), case.accumulation, first)
-    session = Session(engine, resolved, ranks, step=first)
+    rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=resolved.max_steps)
+    seed = resolved.run.train.seed
+    session = Session(engine, ranks, resolved.degrees, rate, seed=seed, objective=objective, step=first)
     for _ in range(first, last):
         done = session.step(next(source), before_update=before_update)
         assert not done.update.skipped
         norm = done.update.grad_norm
-        trace.losses.append(session.loss(done))
+        trace.losses.append(session.figures(done)["loss"])
         trace.norms.append(float("nan") if norm is None else float(norm))
     source.close()  # type: ignore[attr-defined]
     return trace
@@ -290,7 +294,14 @@ def run_case(case: Case) -> Trace:
     return trace
 
 
-def plain_pytorch(case: Case) -> Trace:
+def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Nats per counted token."""
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def plain_pytorch(
+    case: Case, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = mean_cross_entropy
+) -> Trace:
     """The reference: transformers' model and logits, torch's AdamW, one process, one batch, fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -321,7 +332,7 @@ def plain_pytorch(case: Case) -> Trace:
     for step, batch in zip(range(case.steps), batches(case, (0, 1), 1), strict=False):
         (micro,) = batch.micro_batches
         output = model(input_ids=micro.inputs, position_ids=micro.positions, use_cache=False)
-        loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), micro.labels.flatten(), ignore_index=-100)
+        loss = loss_of(output.logits, micro.labels)
         optimizer.zero_grad()
         (loss + plain_balance(model.config, output, case.accumulation)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)

@@ -77,7 +77,7 @@ def started(case: Case, answers: list[str | None]) -> tuple[str, bool]:
         patch.setattr(compiler, "_answers", {"cpu": answers[int(os.environ["RANK"])]})
         said = ""
         try:
-            make_engine(case)[0].destroy()
+            make_engine(case)[0].close()
         except AgreedError as error:
             said = str(error)
         dist.barrier()
@@ -112,9 +112,9 @@ def test_whether_a_gpu_compiles_layers_unasked(pools, small_data, changes, compi
     assert pools(2).run(decided_on_cuda, case, "no gcc") == [False] * 2
 
 
-def decided_on_cuda(case: Case, trouble: str | None) -> bool | None:
+def decided_on_cuda(case: Case, trouble: str | None) -> bool:
     ranks = replace(joined(), device=torch.device("cuda"))
     resolved = resolved_run(case, ranks.world_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "_answers", {"cuda": trouble})
-        return start._layers_decided(resolved, ModelSpec.of(resolved.run.model), ranks).run.model.compile_layers
+        return start._compiles_layers(ModelSpec.of(resolved.run.model), resolved.mix, ranks)

@@ -31,9 +31,9 @@ def train_and_save(case: Case, folder: str) -> tuple[str, list[float]]:
     for row, position, token in TOKENS:
         labels = torch.full((ROWS, LENGTH), IGNORE)
         labels[row, position] = token
-        loss, counted = engine.evaluate([MicroBatch(inputs=tokens(), labels=labels, sample_indices=[0, 1])])
+        figures, counted = engine.evaluate([MicroBatch(inputs=tokens(), labels=labels, sample_indices=[0, 1])])
         assert counted == resolved_run(case, ranks.world_size).degrees.data
-        found.append(-loss)
+        found.append(-figures["loss"])
     state = {"step": 3, "tokens": 0, "model_config": engine.module.config.to_dict()}
     path = save_checkpoint(engine, Path(folder), 3, state, resolved_run(case, ranks.world_size), ranks)
     engine.close()

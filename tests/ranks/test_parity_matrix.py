@@ -65,6 +65,7 @@ TELLING = [
     replace(FORMS["pp2-tp2"], family="qwen3", tied=True),
     Form(zero=1, accumulation=2, optimizer="muon", device_fp16=True),
     Form(zero=2, optimizer="lion"),
+    Form(zero=2, precision="bf16", extra=json.dumps({"bf16": {"enabled": True, "bf16_optimizer_states": True}})),
     replace(FORMS["ep2"], family="mixtral", changes=json.dumps(BALANCED), accumulation=2),
 ]
 TELLING_SLOW = [

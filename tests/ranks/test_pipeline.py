@@ -14,6 +14,7 @@ import torch
 
 from llmtrain.data.loader import TrainData, validation_batches
 from llmtrain.errors import ModelError
+from llmtrain.models.loss import HeadForm
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.training import (
     LLAMA,
@@ -198,11 +199,11 @@ def evaluated(case: Case) -> tuple[float, int, float, str]:
     place = engine.mesh.place
     data = TrainData(case_data(case))
 
-    def evaluate() -> tuple[float, int]:
+    def evaluate() -> tuple[dict[str, float], int]:
         split = {"rank": place.data, "data_parallel": engine.mesh.degrees.data}
         return engine.evaluate(validation_batches(data, sequences=7, micro_batch=3, **split))
 
-    loss, counted = evaluate()
+    before, counted = evaluate()
     inputs = torch.from_numpy(data.sequence(0)[0][:32]).unsqueeze(0)
     engine.check_head(inputs)
     if case.isolate_documents:
@@ -211,13 +212,13 @@ def evaluated(case: Case) -> tuple[float, int, float, str]:
     after, _ = evaluate()
     message = ""
     if engine.deepspeed.is_last_stage():
-        engine.module._form = type(engine.module._form)(scale=3.0)
+        engine.module.head.form = HeadForm(scale=3.0)
     try:
         engine.check_head(inputs)
     except ModelError as error:
         message = str(error)
     engine.close()
-    return loss, counted, after, message
+    return before["loss"], counted, after["loss"], message
 
 
 def test_evaluation_and_the_checks_of_the_start(pools, small_data):

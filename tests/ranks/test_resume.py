@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -24,6 +25,7 @@ from tests.helpers.training import (
 )
 
 HALF, END = 4, 9
+BF16_MOMENTS = {"bf16": {"bf16_optimizer_states": True}}
 
 
 def save_in_the_middle(case: Case, folder: str) -> tuple[Trace, str]:
@@ -65,6 +67,9 @@ def load_and_go_on(case: Case, path: str) -> Trace:
         (2, {"stage": 1, "precision": "bf16"}),
         (2, {"stage": 1, "precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}),
         (2, {"stage": 0, "precision": "bf16"}),
+        (2, {"stage": 0, "precision": "bf16", "extra": BF16_MOMENTS}),
+        (2, {"stage": 2, "precision": "bf16", "extra": BF16_MOMENTS}),
+        (2, {"stage": 3, "precision": "bf16", "extra": BF16_MOMENTS, "optimizer": "lion"}),
         (2, {"stage": 3, "precision": "bf16"}),
         (2, {"stage": 2, "offload": "optimizer"}),
         (2, {"stage": 3, "offload": "all"}),
@@ -103,3 +108,31 @@ def test_muon_momentum_travels(pools, small_data, tmp_path, saved, loaded):
     got = pools(loaded[0]).run(on_device, False, load_and_go_on, shortened(case, stage=loaded[1]), path)[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
     assert largest_difference(got.parameters, want.parameters) < 1e-5
+
+
+def loaded_moments(case: Case, path: str) -> tuple[dict[str, dict[str, torch.Tensor]], set[torch.dtype]]:
+    """The moments after loading, by kind, and how they are kept."""
+    engine, ranks = make_engine(case)
+    load_checkpoint(engine, CheckpointReader(Path(path)), {}, ranks)
+    moments = {kind: assembled(engine, ranks, kind) for kind in ("exp_avg", "exp_avg_sq")}
+    dtypes = {piece.dtype for piece in engine.state() if piece.kind != "param"}
+    engine.close()
+    return moments, dtypes
+
+
+def test_bf16_moments_travel(pools, small_data, tmp_path):
+    """Into fp32 as they are, from fp32 rounded to the nearest; masters are fp32 in both."""
+    wide = Case(data=small_data, stage=1, steps=END, precision="bf16")
+    narrow = shortened(wide, stage=3, extra=BF16_MOMENTS)
+    for saved, loaded in ((narrow, wide), (wide, narrow)):
+        path = pools(2).run(save_in_the_middle, saved, str(tmp_path / str(saved.stage)))[0][1]
+        with safe_open(f"{path}/rank-00000.safetensors", "pt") as file:
+            kept = {(key.split("/")[0], file.get_tensor(key).dtype) for key in file.keys()}  # noqa: SIM118
+        dtype = torch.bfloat16 if saved is narrow else torch.float32
+        assert kept == {("param", torch.float32), ("exp_avg", dtype), ("exp_avg_sq", dtype)}
+        want, got = (pools(2).run(loaded_moments, case, path)[0] for case in (saved, loaded))
+        assert got[1] == {torch.bfloat16 if loaded is narrow else torch.float32}
+        for kind, tensors in want[0].items():
+            for name, value in tensors.items():
+                expected = value.bfloat16().float() if loaded is narrow else value
+                assert value.any() and torch.equal(got[0][kind][name], expected), (kind, name)

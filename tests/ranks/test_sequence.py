@@ -137,9 +137,9 @@ def evaluated(case: Case) -> tuple[float, int]:
     degrees = case_degrees(case, ranks.world_size)
     data = TrainData(DataConfig(path=case.data, sequence_length=32))
     split = {"rank": degrees.place(ranks.rank).data, "data_parallel": degrees.data}
-    found = engine.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
+    figures, counted = engine.evaluate(validation_batches(data, sequences=7, micro_batch=2, **split))
     engine.close()
-    return found
+    return figures["loss"], counted
 
 
 def test_evaluation_is_the_one_of_one_process(pools, small_data):

@@ -17,7 +17,7 @@ from llmtrain.models.build import construct, load_config, restore_buffers, skele
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.spec import ModelSpec
 from tests.helpers import training
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import FAMILIES, summed_loss
 from tests.helpers.training import LLAMA, Case, make_engine, one_step, plain_pytorch, run_case
 
 ACCUMULATION, LENGTH = 64, 32
@@ -46,7 +46,7 @@ def exact(ranks: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in hf.named_parameters()}
     for index in range(ACCUMULATION * ranks):
         micro = micro_batch(index)
-        (model(micro.inputs, micro.labels) / (ACCUMULATION * ranks * LENGTH)).backward()
+        (summed_loss(model, micro.inputs, micro.labels) / (ACCUMULATION * ranks * LENGTH)).backward()
         for name, parameter in hf.named_parameters():
             sums[name] += parameter.grad.float()
             parameter.grad = None
@@ -71,7 +71,7 @@ def gradients(case: Case) -> dict[str, torch.Tensor]:
         for held in engine.module.local_parameters():
             found[held.name] = safe_get_full_grad(held.parameter).detach().float().clone().view(held.shape)
 
-    batch = StepBatch(micro_batches=micros, counted_tokens=ACCUMULATION * LENGTH, first_index=first)
+    batch = StepBatch(micro_batches=micros, first_index=first)
     one_step(engine, batch, total, look)
     engine.close()
     return found

@@ -142,10 +142,10 @@ def what_ranks_hold(case: Case) -> tuple[dict[str, torch.Tensor], list[float], f
     held = engine.module.local_parameters()
     common = {p.name: p.parameter.detach().clone() for p in held if p.copy[1] > 1}
     batch = next(batches(case, (place.data, engine.mesh.degrees.data), 1))
-    loss, tokens = engine.evaluate(batch.micro_batches)
+    figures, tokens = engine.evaluate(batch.micro_batches)
     engine.check_head(torch.arange(LENGTH).unsqueeze(0))
     engine.close()
-    return common, trace.losses, loss, tokens, batch.micro_batches[0].sample_indices
+    return common, trace.losses, figures["loss"], tokens, batch.micro_batches[0].sample_indices
 
 
 def test_ranks_of_a_group_see_the_same_rows(pools, small_data):
@@ -218,7 +218,7 @@ def _vocabulary_loss(form: HeadForm, total: int, dtype: torch.dtype) -> float:
     whole = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     share = [tensor.clone().requires_grad_() for tensor in (hidden, weight[rows], bias[rows])]
     want = chunked_nll_sum(*whole, labels, chunk=4, form=form)
-    got = words.nll_sum(*share, labels, chunk=4, form=form)
+    got = chunked_nll_sum(words.shared(share[0]), *share[1:], labels, chunk=4, form=form, share=words)
     (want * 0.3).backward()
     (got * 0.3).backward()
     pairs = [(want, got), (whole[0].grad, share[0].grad), (whole[1].grad[rows], share[1].grad)]

@@ -82,7 +82,7 @@ def plain_losses(folder: Path, talks: list[list[dict[str, str]]]) -> list[float]
         torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        found.append(float(total / count))
+        found.append(total.item() / count)
     return found
 
 

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from llmtrain.config.run import OptimConfig
 from llmtrain.engine.deepspeed import optimizers
 from llmtrain.models import compiler, loss
+from llmtrain.topology import Mix
 
 reason = compiler.trouble(torch.device("cpu"))
 assert reason and "build-essential" in reason and "TORCHDYNAMO" not in reason, reason
@@ -31,17 +32,15 @@ optimizers.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
 optimizers.parameter_groups = lambda *_: [
     {"params": [torch.nn.Parameter(torch.eye(4))], "use_muon": True, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
 ]
-resolved = SimpleNamespace(
-    optim=OptimConfig(name="muon"), precision="fp32", offload_optimizer=False, zero_stage=1
-)
+run = OptimConfig(name="muon"), Mix(zero_stage=1, optimizer="muon")
 
-optimizers.build_optimizer(None, resolved)
+optimizers.build_optimizer(None, *run)
 from deepspeed.runtime.zero.muon import original_muon
 assert hasattr(original_muon.muon_update, "_torchdynamo_orig_callable")  # where a compiler works it is compiled
 
 compiler._answers["cuda"] = reason
 assert loss._elementwise(torch.device("cuda")) is loss._in_place
-optimizers.build_optimizer(None, resolved)
+optimizers.build_optimizer(None, *run)
 from deepspeed.runtime.zero.muon import original_muon
 for function in (original_muon.muon_update, original_muon.zeropower_via_gram_newtonschulz):
     assert not hasattr(function, "_torchdynamo_orig_callable")

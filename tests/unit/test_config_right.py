@@ -44,10 +44,10 @@ def test_defaults_are_filled_in(here: Path) -> None:
     assert (optim.weight_decay, optim.clip_norm) == (0.1, 1.0)
     assert (train.global_batch, train.micro_batch, train.accumulation) == (8, 2, 2)
     assert train.run_dir == "runs/run"
-    assert (resolved.precision, resolved.zero_stage, resolved.data_parallel) == ("bf16", 1, 2)
+    assert (resolved.precision, resolved.zero_stage, resolved.degrees.data) == ("bf16", 1, 2)
     assert (resolved.mix.offload_optimizer, resolved.mix.offload_param) == (False, False)
     assert resolved.max_steps == 100
-    assert not resolved.activation_checkpointing
+    assert not resolved.mix.recomputes
 
 
 def test_the_exact_dict(here: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_exact_dict(here: Path) -> None:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    assert resolved.activation_checkpointing
+    assert resolved.mix.recomputes
     notes = "\n".join(resolved.notes)
     for words in ("steps_per_print = 10 is overruled", "zero_optimization.reduce_bucket_size", "WarmupLR is all auto"):
         assert words in notes
@@ -257,8 +257,8 @@ def test_every_ds_config(here: Path, path: Path) -> None:
     assert not name.startswith("zero") or resolved.zero_stage == int(name[4])
     for way in ("pipeline", "tensor"):
         assert (getattr(resolved.degrees, way) > 1) == (way in name)
-    assert resolved.mix.offload_param == resolved.offload_optimizer == ("offload" in name)
-    assert resolved.activation_checkpointing == ("offload" in name or name == "long_context")
+    assert resolved.mix.offload_param == resolved.mix.offload_optimizer == ("offload" in name)
+    assert resolved.mix.recomputes == ("offload" in name or name == "long_context")
     json.loads(path.read_text())  # plain JSON: any DeepSpeed stack can read it
     assert f"`{path.name}`" in (ROOT / "ds_configs/README.md").read_text()
 

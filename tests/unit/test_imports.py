@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "tensors"),
     ("completion", "schedule"),
     ("cluster", "data", "models", "tracking"),
-    ("dist",),
+    ("dist", "objectives"),
     ("engine",),
     ("start",),
     ("checkpoint", "session"),
@@ -55,6 +55,7 @@ LIGHT = (
 )
 # `config check` and `train` ask the installed DeepSpeed, inside one function.
 MAY_ASK_DEEPSPEED = "config/deepspeed.py"
+THE_SITE = "models/parallel/mesh.py"  # the one place that names torch's world
 LAZY_DISPATCH = ("cli", "__main__")
 # Which other parts of cluster a part of it may import; `messages` and `gpus` are each two parts' contract.
 WITHIN_CLUSTER: dict[str, set[str]] = {
@@ -209,6 +210,35 @@ def test_deepspeed_initialize_is_called_in_one_file() -> None:
         if any(module.split(".") == ["deepspeed", "initialize"] for module, _ in imported(file)):
             callers.add(str(file.relative_to(PACKAGE)))
     assert callers == {"engine/deepspeed/build.py"}
+
+
+def test_collectives_name_their_group_and_count_ranks_within_it() -> None:
+    """A site's ranks are not all there are: outside of `dist`, which makes the first groups, nothing reaches beyond."""
+    from llmtrain.dist.collectives import _FUNCTIONS
+
+    makers = {"new_group", "split_group"}
+    reaching = {*_FUNCTIONS, "get_rank", "get_world_size", "get_backend"} - makers
+    rooted = {"broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "scatter", "send", "recv"}
+    seen, wrong = 0, []
+    for file in FILES:
+        where = str(file.relative_to(PACKAGE))
+        others = [m for m, _ in imported(file) if m.startswith(("torch.distributed.", "deepspeed.comm"))]
+        wrong += [f"{where}: {module}" for module in others]
+        for node in ast.walk(tree_of(file)):
+            match node:
+                case _ if part_of(file) == "dist":
+                    break
+                case ast.Attribute(attr="WORLD") if where != THE_SITE:
+                    wrong.append(f"{where}:{node.lineno} {ast.unparse(node)}")
+                case ast.Call(func=ast.Attribute(ast.Name("dist"), name), args=args) if name in reaching:
+                    given = {keyword.arg for keyword in node.keywords}
+                    named = "group" in given or (name.startswith("get_") and args)
+                    counted = name not in rooted or given & {"group_src", "group_dst"}
+                    if not (named and counted) or given & {"src", "dst"}:
+                        wrong.append(f"{where}:{node.lineno} {ast.unparse(node)}")
+                    seen += 1
+    assert not wrong, "\n".join(wrong)
+    assert seen > 40, "the walker sees them"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))

@@ -22,7 +22,6 @@ from llmtrain.cluster.launch.command import main as launch
 from llmtrain.cluster.launch.job import Job
 from llmtrain.cluster.launch.plan import Options
 from llmtrain.cluster.launch.supervise import Attempt
-from llmtrain.config.load import load
 from tests.unit.test_launch_plan import recipe as recipe  # the fixture
 
 pytestmark = pytest.mark.long
@@ -215,7 +214,7 @@ def test_hosts_are_left_out_until_the_configuration_has_an_answer(recipe: Path) 
     options = Options(
         hosts=hosts, words=words, launcher="pdsh", max_restarts=1, min_hosts=3, env_file=None, dry_run=False
     )
-    made = Launch(options, load(list(words), 4), "mark")
+    made = Launch(options, "mark", str(recipe.parent), "auto", 1.0)
     assert made._solvable(hosts)[0] == hosts[:4]  # 16 sequences, micro-batch 2: 1, 2, 4 or 8 ranks
     chosen, why = made._solvable(hosts[:3])
     assert chosen is None and "world size 3" in why
@@ -238,7 +237,7 @@ def test_a_host_with_a_broken_gpu_is_not_started_on_again(
     options = Options(
         hosts=hosts, words=words, launcher="pdsh", max_restarts=9, min_hosts=2, env_file=None, dry_run=False
     )
-    made = Launch(options, load(list(words), 6), "mark")
+    made = Launch(options, "mark", str(recipe.parent), "auto", 1.0)
     monkeypatch.setattr(attempts.Launch, "_answering", lambda self: self._options.hosts)
     assert made._prepare_restart(unfit(3), "step 13: gpu_broken", 0.0) is None
     assert [host.name for host in made._hosts] == ["a", "c"]

@@ -39,8 +39,8 @@ def meshes(monkeypatch: pytest.MonkeyPatch, degrees: Degrees, *, nccl: bool) -> 
             return next(ranks for ranks in split_ranks if rank in ranks)
 
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
-        monkeypatch.setattr(dist, "get_world_size", lambda: degrees.world_size)
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda group: degrees.world_size)
+        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
         monkeypatch.setattr(dist, "new_group", new_group)
         monkeypatch.setattr(dist, "split_group", split_group)
         made.append((Mesh(degrees), calls))

@@ -19,6 +19,7 @@ from llmtrain.models.source import RandomSource, SafetensorsSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.varlen import Documents, set_documents
 from llmtrain.tensors.checksum import checksum
+from tests.helpers.families import summed_loss
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -79,16 +80,16 @@ def test_isolated_documents_are_as_if_each_were_alone(family, without_mask):
     for row, sizes in enumerate(lengths):
         for document, answers in zip(inputs[row].split(sizes), labels[row].split(sizes), strict=True):
             if len(document):
-                alone += float(alone_by(document[None], answers[None]))
+                alone += float(summed_loss(alone_by, document[None], answers[None]))
     if without_mask and name == "gemma2":
         with pytest.raises(ModelError, match=r"model.attention varlen: Gemma2Attention needs softcap"):
-            model(inputs, labels, positions)
+            summed_loss(model, inputs, labels, positions)
         return
     set_documents(Documents.of(positions, CPU) if without_mask else None)
-    together = float(model(inputs, labels, positions))
+    together = float(summed_loss(model, inputs, labels, positions))
     set_documents(None)
     assert abs(together - alone) < 3e-6 * alone  # fp32
-    assert abs(together - float(model(inputs, labels))) > 1e-4 * alone
+    assert abs(together - float(summed_loss(model, inputs, labels))) > 1e-4 * alone
 
 
 def test_the_kernel_of_a_gpu_is_given_the_documents_bounds(monkeypatch):
@@ -126,7 +127,7 @@ def test_loss_and_gradients_equal_the_models_own_logits(family):
     tokens = torch.randint(0, 96, (2, 33), generator=torch.Generator().manual_seed(0))
     inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
     labels[0, :9] = -100
-    ours = model(inputs, labels)
+    ours = summed_loss(model, inputs, labels)
     ours.backward()
     gradients = {name: p.grad.clone() for name, p in model.hf.named_parameters() if p.grad is not None}
     model.zero_grad()

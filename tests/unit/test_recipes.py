@@ -40,8 +40,8 @@ def test_on_its_machine(path: Path) -> None:
     ranks = ranks_of(path)
     resolved = resolved_for(path, ranks)
     train, data, schedule = resolved.run.train, resolved.run.data, resolved.run.schedule
-    assert resolved.world_size == ranks
-    assert train.global_batch == train.micro_batch * train.accumulation * resolved.data_parallel  # type: ignore[operator]
+    assert resolved.degrees.world_size == ranks
+    assert train.global_batch == train.micro_batch * train.accumulation * resolved.degrees.data  # type: ignore[operator]
     assert resolved.max_steps and train.eval_every and train.eval_every < resolved.max_steps
     assert 0 < schedule.warmup_steps <= resolved.max_steps / 10
     assert resolved.run.checkpoint.every_steps, "a run without checkpoints loses everything"

@@ -41,7 +41,7 @@ def test_ranks_that_share_rows_are_one_for_the_batch(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     write(tmp_path, HEADS, {"sequence_parallel_size": 4})
     resolved = load(["--config", "run.yaml"], 8)
-    assert (resolved.degrees.sequence, resolved.data_parallel, resolved.run.train.accumulation) == (4, 2, 2)
+    assert (resolved.degrees.sequence, resolved.degrees.data, resolved.run.train.accumulation) == (4, 2, 2)
     assert "sequence_parallel_size" not in resolved.deepspeed
 
 

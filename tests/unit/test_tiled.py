@@ -11,7 +11,7 @@ from llmtrain.models.build import construct, load_config, restore_buffers, skele
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.structure.mlps import dense_mlps
 from llmtrain.models.tiled import tile_mlps
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import FAMILIES, summed_loss
 
 DENSE = [family for family in FAMILIES if family not in ("opt", "mixtral")]
 
@@ -30,7 +30,7 @@ def model_of(family: str, **changes: object) -> LanguageModel:
 def loss_and_gradients(model: LanguageModel, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
     torch.manual_seed(7)
     model.zero_grad()
-    loss = model(tokens, tokens.roll(-1, 1))
+    loss = summed_loss(model, tokens, tokens.roll(-1, 1))
     loss.backward()
     return float(loss.detach()), {name: p.grad.clone() for name, p in model.hf.named_parameters() if p.grad is not None}
 
@@ -62,7 +62,7 @@ def test_slices_are_what_the_mlp_gets():
     for layer in model.hf.model.layers:
         layer.mlp.act_fn.register_forward_hook(lambda module, args, output: rows.append(output.shape[-2]))
     tokens = torch.arange(22).unsqueeze(0)
-    model(tokens, tokens).backward()
+    summed_loss(model, tokens, tokens).backward()
     assert rows == 2 * 4 * [5, 5, 5, 5, 2]  # forward and backward, four layers
 
 

@@ -165,7 +165,7 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
 
         def timed_step(session: Session, *arguments: Any) -> Step:
             done = step(session, *arguments)
-            clock.step_done(torch.stack(done.losses).sum() / done.batch.counted_tokens)
+            clock.step_done(torch.stack(done.sums).sum() / done.agreed.weight)
             return done
 
         Session.step = timed_step  # type: ignore[method-assign, assignment]

@@ -146,7 +146,8 @@ def ours(task: Attempt) -> Any:
     ranks = join_process_group(3600.0)
     mesh = mesh_of(resolved.degrees)
     spec = ModelSpec.of(model)
-    engine = build_engine(build_model(resolved, spec, ranks.device, mesh), resolved, ranks, mesh)
+    language = build_model(resolved, spec, ranks.device, mesh)
+    engine = build_engine(language, resolved.optim, resolved.mix, resolved.deepspeed, ranks, mesh)
     fill_parameters(engine, spec.initial_weights(0, torch.device("cpu")))
     engine.refresh()
 

@@ -13,6 +13,7 @@ from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.config.load import load
 from llmtrain.config.run import ResolvedRun
 from llmtrain.optimizers import OPTIMIZERS
+from llmtrain.topology import Mix
 
 MASTER_PORT = 29500
 """DeepSpeed's default for the rendezvous."""
@@ -53,7 +54,7 @@ def quick(
         run_dir=None if run is None else run.run.checkpoint.dir or run.run.train.run_dir,
         own_folders=run is not None and run.run.checkpoint.dir is not None,
         port=port,
-        ops=needed_ops(run),
+        ops=() if run is None else needed_ops(run.mix),
         timeout_s=timeout_s,
         ssh_port=ssh_port,
     )
@@ -77,9 +78,9 @@ def _resolved(hosts: Sequence[Host], config: str | Path | None, overrides: Seque
     return load(["--config", str(config), *overrides], world_size, "the hostfile")
 
 
-def needed_ops(run: ResolvedRun | None) -> tuple[str, ...]:
+def needed_ops(mix: Mix) -> tuple[str, ...]:
     """DeepSpeed's ops that the run compiles at its start: those of an optimizer that is moved to the host."""
-    return () if run is None or not run.offload_optimizer else OPTIMIZERS[run.optim.name].host_ops
+    return OPTIMIZERS[mix.optimizer].host_ops if mix.offload_optimizer else ()
 
 
 def in_order(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding, ...]:

@@ -45,7 +45,6 @@ from llmtrain.cluster.launch.plan import (
 )
 from llmtrain.cluster.launch.supervise import FAULT_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, Attempt, Supervisor
 from llmtrain.config.load import load
-from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError
 from llmtrain.redact import redact
 
@@ -63,14 +62,14 @@ _WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0
 class Launch:
     """All attempts of one `llmtrain launch`."""
 
-    def __init__(self, options: Options, resolved: ResolvedRun, mark: str) -> None:
+    def __init__(self, options: Options, mark: str, run_dir: str, resume: str, start_timeout_s: float) -> None:
         self._options, self._mark = options, mark
         self._hosts = options.hosts
         self._slurm = options.launcher == "slurm"
         self._step = f"llmtrain-{mark}"
-        self._wait_for_place_s = resolved.run.fault.start_timeout_s + _MEETS_S
-        self._run_dir = Path(resolved.run_dir)
-        self._resume = resolved.run.resume
+        self._wait_for_place_s = start_timeout_s + _MEETS_S
+        self._run_dir = Path(run_dir)
+        self._resume = resume
         self._supervisor = Supervisor(options.max_restarts)
         self._unfit: set[str] = set()
         """Hosts that a fault has shown to be broken: none of them is started on again."""

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     if plan.alone:
         name_cpu()
     refuse_if_in_use(resolved.run_dir)
-    return Launch(options, resolved, mark).run()
+    return Launch(options, mark, resolved.run_dir, resolved.run.resume, resolved.run.fault.start_timeout_s).run()
 
 
 def _options(argv: list[str]) -> Options:

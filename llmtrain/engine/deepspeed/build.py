@@ -14,11 +14,10 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
 
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import ResolvedOptim
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.deepspeed import patches
 from llmtrain.engine.deepspeed.engine import ZeroEngine
-from llmtrain.engine.deepspeed.join import apply_group_timeout
 from llmtrain.engine.deepspeed.optimizers import build_optimizer
 from llmtrain.engine.deepspeed.pipeline import PipelineZeroEngine
 from llmtrain.engine.deepspeed.state import base_optimizer
@@ -27,27 +26,30 @@ from llmtrain.engine.malloc import return_freed_memory
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel
+from llmtrain.topology import Mix
 
 
-def build_engine(model: LanguageModel, resolved: ResolvedRun, ranks: Ranks, mesh: Mesh) -> ZeroEngine:
-    """The engine for a model whose parameters have not been given values yet.
+def build_engine(
+    model: LanguageModel, optim: ResolvedOptim, mix: Mix, exact: dict[str, Any], ranks: Ranks, mesh: Mesh
+) -> ZeroEngine:
+    """The engine for a model whose parameters have not been given values yet. `exact`: DeepSpeed's dict.
 
     Raises: ConfigError, for a DeepSpeed or torch that lacks what a run depends on.
     """
     patches.check()
-    if resolved.run.model.mlp_tile_tokens is not None and get_accelerator().device_name() == "cpu":
+    if mix.mlp_tiles and get_accelerator().device_name() == "cpu":
         return_freed_memory()
-    optimizer = build_optimizer(model, resolved)
-    config = dict(resolved.deepspeed)
-    if resolved.zero_stage == 0 and resolved.precision == "fp32":
+    optimizer = build_optimizer(model, optim, mix)
+    config = dict(exact)
+    if mix.zero_stage == 0 and mix.precision == "fp32":
         # DeepSpeed steps on a NaN here: it neither checks nor reports the gradient norm without a wrapper.
         config["gradient_clipping"] = 0.0
-        _guard_step(optimizer, resolved.optim.clip_norm, mesh)
-    elif resolved.zero_stage == 0 and mesh.degrees.tensor > 1:
+        _guard_step(optimizer, optim.clip_norm, mesh)
+    elif mix.zero_stage == 0 and mix.degrees.tensor > 1:
         _mark_gradients(model)
-    if resolved.degrees.sequence > 1:  # what DeepSpeed does when it is told of the sequence-parallel ranks (mesh.py)
+    if mix.degrees.sequence > 1:  # what DeepSpeed does when it is told of the sequence-parallel ranks (mesh.py)
         config["communication_data_type"] = config.get("seq_parallel_communication_data_type", "fp32")
-    if resolved.degrees.pipeline > 1:
+    if mix.degrees.pipeline > 1:
         # Every tensor-parallel rank has the whole hidden state and sends it to its counterpart: DeepSpeed's way to send
         # a share each and gather it costs two more messages and an all-gather for every micro-batch.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
@@ -57,7 +59,6 @@ def build_engine(model: LanguageModel, resolved: ResolvedRun, ranks: Ranks, mesh
             model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
         )
     shorten_step(engine)
-    apply_group_timeout(resolved.run.fault.timeout_s)
     for held in model.local_parameters():
         if not isinstance(held.parameter, nn.Parameter):  # whatever buffer_dtype of the JSON makes of other buffers
             held.parameter.data = held.parameter.data.float()

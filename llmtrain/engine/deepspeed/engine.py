@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
@@ -24,10 +26,13 @@ from llmtrain.errors import ModelError, TrainingStopped
 from llmtrain.models import patches, varlen
 from llmtrain.models.attention import gets_mask, without_cudnn
 from llmtrain.models.experts import RoutingFigures
+from llmtrain.models.head import Head
 from llmtrain.models.language import LanguageModel, compare_losses
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.varlen import Documents, set_documents
+from llmtrain.objectives.next_token import NEXT_TOKEN, NextToken
+from llmtrain.objectives.objective import Objective
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Which of them there are depends on fp16.loss_scale."""
@@ -43,8 +48,17 @@ def state_of(engine: DeepSpeedEngine) -> State:
     return HalfState(engine) if engine.bfloat16_enabled() or engine.fp16_enabled() else PlainState(engine)
 
 
+class _OfLogits(NextToken):
+    """The same of logits in place of the hidden state, by torch."""
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        index, of = head.columns
+        logits, labels = (each.chunk(of, dim=1)[index].flatten(0, 1) for each in (hidden.float(), micro.labels))
+        return F.cross_entropy(logits, labels, reduction="sum").unsqueeze(0)
+
+
 class ZeroEngine:
-    """Runs micro-batches through DeepSpeed's engine with the loss weighted by tokens of the global batch."""
+    """Runs micro-batches through DeepSpeed's engine with the loss weighted by what counts in the global batch."""
 
     stages = False
 
@@ -59,23 +73,25 @@ class ZeroEngine:
         self.mesh = mesh
         self._ranks = ranks
         self._state = state_of(deepspeed)
-        self._own_tokens = int(mesh.place.tensor == 0)  # the ranks of a tensor-parallel group have the same loss
+        self._own_sums = int(mesh.place.tensor == 0)  # the ranks of a tensor-parallel group have the same loss
         self._varlen = patches.attention_of(self.module.config) == varlen.NAME
         self.partitions_parameters = self._state.partitions_parameters
         self._must_look = self.partitions_parameters
         """Whether it is not yet known that ZeRO 3 takes every gradient."""
 
-    def forward_backward(self, micros: Sequence[MicroBatch], tokens: Callable[[], int]) -> list[Tensor]:
-        """The gradient of a step: the summed loss of each micro-batch."""
-        losses: list[Tensor] = []
+    def forward_backward(
+        self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: Objective = NEXT_TOKEN
+    ) -> list[Tensor]:
+        """The gradient of a step: the sums of each micro-batch."""
+        sums: list[Tensor] = []
         for micro in micros:
-            losses.append(self.micro_step(micro, tokens))
-            if len(losses) < len(micros):
+            sums.append(self.micro_step(micro, weight, objective))
+            if len(sums) < len(micros):
                 self.deepspeed.step()  # counts the micro-batch; updates nothing before the last one
-        return losses
+        return sums
 
-    def micro_step(self, micro: MicroBatch, tokens: Callable[[], int]) -> Tensor:
-        """Forward and backward pass of one micro-batch; its summed loss.
+    def micro_step(self, micro: MicroBatch, weight: Callable[[], int], objective: Objective) -> Tensor:
+        """Forward and backward pass of one micro-batch; its sums.
 
         DeepSpeed divides by the accumulation steps and averages over the ranks with other tokens, as if all held
         equally many; the factor undoes both.
@@ -84,14 +100,14 @@ class ZeroEngine:
         equal_shares = engine.gradient_accumulation_steps() * engine.seq_dp_world_size
         heart.phase("forward")
         with self._attention([micro]):
-            loss_sum = engine(*self._tensors(micro))
-            part = loss_sum / max(1, tokens())
+            sums = self._sums(micro, objective)
+            part = sums[0] / max(1, weight())
             if self.module.balance is not None:  # its parts add up over the ranks, and each micro-batch has its own
                 part = part + self.module.balance / engine.gradient_accumulation_steps()
             heart.phase("backward")
             engine.backward(part * equal_shares)
         progress.mark()
-        return loss_sum.detach()
+        return sums.detach()
 
     def update(self, lr_factor: float) -> Update:
         """The optimizer step; a step that is not finite is skipped."""
@@ -137,34 +153,37 @@ class ZeroEngine:
             )
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """(mean loss in nats, counted tokens) over all ranks. Every rank must get equally many micro-batches."""
+    def evaluate(
+        self, batches: Iterable[MicroBatch], objective: Objective = NEXT_TOKEN
+    ) -> tuple[dict[str, float], int]:
+        """(the objective's figures, their weight) over all ranks. Every rank must get equally many micro-batches."""
         module = self.module
         module.eval()
-        loss = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        counted = 0
+        sums = torch.zeros(len(objective.figures), dtype=torch.float64, device=self._ranks.device)
+        weight = 0
         try:
             for micro in batches:
                 heart.beat()
                 with self._attention([micro]):
-                    loss_sum = self.deepspeed(*self._tensors(micro))
+                    sums += self._sums(micro, objective).double()
                 progress.mark()
-                loss += loss_sum.double()
                 if self.mesh.place.sequence == 0:
-                    counted += int((micro.labels >= 0).sum())  # of host memory: the device is not waited for
+                    weight += objective.weight(micro)  # of host memory: the device is not waited for
         finally:
             module.train()
-        total = torch.tensor([float(loss), counted], dtype=torch.float64) * self._own_tokens
-        dist.all_reduce(total, group=self._ranks.control)
-        return float(total[0] / total[1].clamp(min=1)), int(total[1])
+        return self._figures(objective, sums, weight)
 
-    def global_loss(self, local_loss_sum: Tensor, counted_tokens: int) -> float:
-        """Mean loss of a step over the global batch (nats). Waits for the device; every rank must call it."""
-        total = local_loss_sum.double().cpu() * self._own_tokens
-        dist.all_reduce(total, group=self._ranks.control)
-        return float(total) / max(1, counted_tokens)
+    def _figures(self, objective: Objective, sums: Tensor, weight: int) -> tuple[dict[str, float], int]:
+        """What `evaluate` returns, from this rank's sums and weight."""
+        *totals, counted = self.means(torch.cat([sums.cpu(), torch.tensor([weight], dtype=torch.float64)]), 1)
+        return dict(zip(objective.figures, (each / max(1, counted) for each in totals), strict=True)), int(counted)
 
-    @torch.no_grad()
+    def means(self, sums: Tensor, weight: int) -> list[float]:
+        """Of this rank's sums over a global batch of that weight. Waits for the device; every rank must call it."""
+        total = sums.double().cpu() * self._own_sums
+        dist.all_reduce(total, group=self._ranks.control)
+        return [float(each) / max(1, weight) for each in total]
+
     def check_head(self, inputs: Tensor) -> None:
         """Compare our loss on `inputs` [1, T] with the one of transformers' own logits.
 
@@ -173,20 +192,18 @@ class ZeroEngine:
         Raises:
             ModelError: they differ by more than rounding.
         """
-        module = self.module
         inputs = self._shareable(inputs)
-        labels = inputs.roll(-1, dims=1)
-        ours, _ = self.evaluate([MicroBatch(inputs=inputs, labels=labels, sample_indices=[])])
-        module.eval()
-        logits = module.logits(self._move(inputs)).float()
-        labels = self._move(labels)
-        module.train()
-        theirs = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
-        self._compare_losses(ours, theirs)
+        micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
+        ours, _ = self.evaluate([micro])
+        self._want_logits(True)
+        try:
+            theirs, _ = self.evaluate([micro], _OfLogits())
+        finally:
+            self._want_logits(False)
+        compare_losses(self.module.hf, ours["loss"], theirs["loss"])
 
-    def _compare_losses(self, ours: float, theirs: float) -> None:
-        """Raises ModelError when the loss in chunks is not the one of transformers' logits."""
-        compare_losses(self.module.hf, ours, theirs)
+    def _want_logits(self, wanted: bool) -> None:
+        self.module.wants_logits = wanted
 
     def check_isolation(self, inputs: Tensor) -> None:
         """Prove on `inputs` [1, T], as two documents in a row, that nothing of the first reaches the second.
@@ -204,7 +221,7 @@ class ZeroEngine:
         losses = []
         for tokens in (inputs, other):
             micro = MicroBatch(inputs=tokens, labels=labels, sample_indices=[], positions=positions)
-            losses.append(self.evaluate([micro])[0])
+            losses.append(self.evaluate([micro])[0]["loss"])
         if not abs(losses[0] - losses[1]) <= 1e-5 * max(1.0, abs(losses[0])):
             raise ModelError(
                 "data.isolate_documents: with other tokens in a row's first document the loss of its second changes "
@@ -224,15 +241,16 @@ class ZeroEngine:
         """As many columns as the ranks of a row can share."""
         return inputs[:, : inputs.shape[1] // self.mesh.degrees.sequence * self.mesh.degrees.sequence]
 
-    def _tensors(self, micro: MicroBatch) -> tuple[Tensor | None, ...]:
-        """What the module's forward takes."""
+    def _sums(self, micro: MicroBatch, objective: Objective) -> Tensor:
+        """The forward pass of a micro-batch."""
+        there = self._on_device(micro)
+        sums: Tensor = self.deepspeed(there.inputs, functools.partial(objective.sums, micro=there), there.positions)
+        return sums
+
+    def _on_device(self, micro: MicroBatch) -> MicroBatch:
         if self._varlen:
             set_documents(None if micro.positions is None else Documents.of(micro.positions, self._ranks.device))
-        positions = None if micro.positions is None else self._move(micro.positions)
-        return self._move(micro.inputs), self._move(micro.labels), positions
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._ranks.device, non_blocking=True)
+        return micro.to(self._ranks.device)
 
     # State
 

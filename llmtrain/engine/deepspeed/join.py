@@ -56,8 +56,8 @@ def join_process_group(
     apply_group_timeout(timeout_s)
     deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
     return Ranks(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
+        rank=dist.get_rank(control),
+        world_size=dist.get_world_size(control),
         device=device,
         control=control,
         seats=meeting.seats,

@@ -1,4 +1,4 @@
-"""The optimizers: who is stepped by which, how it is built, and which moments it keeps of a tensor."""
+"""The optimizers: who is stepped by which, and how it is built."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
-from torch import Tensor
 
-from llmtrain.config.run import ResolvedOptim, ResolvedRun
+from llmtrain.config.run import ResolvedOptim
 from llmtrain.engine.deepspeed import lion
+from llmtrain.engine.deepspeed.moments import MOMENTS, MOMENTUM, Bf16Moments
 from llmtrain.engine.deepspeed.op_builds import op_build_lock
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
 from llmtrain.log import warn
@@ -26,17 +26,17 @@ from llmtrain.models import compiler
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
 from llmtrain.optimizers import OPTIMIZERS
+from llmtrain.topology import Mix
 
-MOMENTUM = "momentum_buffer"
-MOMENTS = "moments"
-"""Key of a parameter group: the kinds of moments that the optimizer keeps of each of its tensors."""
 _MUON = "deepspeed.runtime.zero.muon"
 
 
-def parameter_groups(model: LanguageModel, optim: ResolvedOptim, largest: float = math.inf) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: LanguageModel, optim: ResolvedOptim, largest: float = math.inf, moments: torch.dtype = torch.float32
+) -> list[dict[str, Any]]:
     """Who decays is `optim.decay`'s choice. With Muon the decoder layers' matrices are groups of their own.
 
-    Each group carries `peak_lr`, which the schedule multiplies, and the kinds of its moments. None has more than
+    Each group carries `peak_lr`, which the schedule multiplies, and its kinds of `moments`. None has more than
     `largest` elements on this rank, but for a tensor that has more: it is alone.
     """
     muon_ids = set()
@@ -45,9 +45,10 @@ def parameter_groups(model: LanguageModel, optim: ResolvedOptim, largest: float 
     groups: list[dict[str, Any]] = []
     filling: dict[str, dict[str, Any]] = {}
     elements: Counter[str] = Counter()
-    kinds = tuple(kind for kind in OPTIMIZERS[optim.name].state if kind != MOMENTUM)
+    kinds = {kind: moments for kind in OPTIMIZERS[optim.name].state if kind != MOMENTUM}
     usual = {"lr": optim.lr, "peak_lr": optim.lr, "betas": optim.betas, "eps": optim.eps, MOMENTS: kinds}
-    muon = {"lr": optim.muon_lr, "peak_lr": optim.muon_lr, "momentum": optim.muon_momentum, MOMENTS: (MOMENTUM,)}
+    whole = {MOMENTUM: torch.float32}
+    muon = {"lr": optim.muon_lr, "peak_lr": optim.muon_lr, "momentum": optim.muon_momentum, MOMENTS: whole}
     for parameter in (held.parameter for held in model.local_parameters() if held.trains):
         is_muon = id(parameter) in muon_ids
         parameter.use_muon = is_muon  # type: ignore[attr-defined]  # DeepSpeed's ZeRO reads this tag
@@ -75,22 +76,23 @@ def _dim(parameter: torch.Tensor) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def build_optimizer(model: LanguageModel, resolved: ResolvedRun) -> torch.optim.Optimizer:
+def build_optimizer(model: LanguageModel, optim: ResolvedOptim, mix: Mix) -> torch.optim.Optimizer:
     """The run's optimizer, over the parameters of `model` that train."""
-    optim = resolved.optim
     device = torch.device(get_accelerator().device_name())
     import_muon(compiled=optim.name == "muon" and device.type != "cpu" and compiler.trouble(device) is None)
-    cuts = resolved.zero_stage in (1, 2) and not resolved.offload_optimizer
-    groups = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf)
+    cuts = mix.zero_stage in (1, 2) and not mix.offload_optimizer
+    dtype = torch.bfloat16 if mix.bf16_moments else torch.float32
+    groups = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf, dtype)
     build, on_host = _BUILDERS[optim.name]
-    if resolved.offload_optimizer and on_host is not None:
+    if mix.offload_optimizer and on_host is not None:
         with op_build_lock():
             try:
                 return on_host(groups)
             except Exception as error:  # no compiler, an unsupported CPU, a broken build: DeepSpeed raises them all
                 op = " and ".join(OPTIMIZERS[optim.name].host_ops)
                 warn(f"DeepSpeed's {op} cannot be built here, torch's code runs on the CPU instead: {error}")
-    return build(groups, resolved.precision)
+    optimizer = build(groups, mix.precision)
+    return Bf16Moments(optimizer) if mix.bf16_moments else optimizer
 
 
 def _adamw(groups: list[dict[str, Any]], _: str) -> torch.optim.Optimizer:
@@ -155,21 +157,3 @@ def _set_newton_schulz_dtype(precision: str) -> None:
         return torch.float32
 
     original_muon.ns_compute_dtype = fp32 if precision == "fp32" else theirs
-
-
-def moments_of(optimizer: Any, flat: Tensor, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """The moments of a tensor that `optimizer` steps, by kind, each as long as the tensor.
-
-    What the optimizer would create at its first step is created now, with the step counter at 0.
-    """
-    state = optimizer.state[flat]
-    on_host = hasattr(optimizer, "fp32_optimizer_states")  # DeepSpeed's own, which count in Python
-    dtype = torch.float32 if on_host and optimizer.fp32_optimizer_states else flat.dtype
-    kinds: tuple[str, ...] = settings[MOMENTS]
-    if kinds != (MOMENTUM,) and "step" not in state:
-        device = flat.device if optimizer.defaults.get("fused", True) else torch.device("cpu")
-        state["step"] = 0 if on_host else torch.zeros((), dtype=torch.float32, device=device)
-    for kind in kinds:
-        if kind not in state:
-            state[kind] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
-    return {kind: state[kind] for kind in kinds}

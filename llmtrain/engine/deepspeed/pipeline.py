@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.errors import ModelError
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel
+from llmtrain.objectives.next_token import NEXT_TOKEN
+from llmtrain.objectives.objective import Objective
 
 
 class PipelineZeroEngine(ZeroEngine):
@@ -37,14 +40,16 @@ class PipelineZeroEngine(ZeroEngine):
         deepspeed._INSTRUCTION_MAP = {**deepspeed._INSTRUCTION_MAP, **ours}
         deepspeed._compute_loss = False  # what the last stage gives is the loss already
 
-    def forward_backward(self, micros: Sequence[MicroBatch], tokens: Callable[[], int]) -> list[Tensor]:
+    def forward_backward(
+        self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: Objective = NEXT_TOKEN
+    ) -> list[Tensor]:
         """The gradient of a step. Not through train_batch(): that waits for the device and broadcasts the loss."""
         engine, module = self.deepspeed, self._pipeline
         equal_shares = engine.gradient_accumulation_steps() * engine.dp_world_size
-        module.factor = lambda: equal_shares / max(1, tokens())
+        module.factor = lambda: equal_shares / max(1, weight())
         module.train()
         heart.phase("forward")
-        return self._run(list(micros), engine._train_schedule())
+        return self._run(list(micros), engine._train_schedule(), objective)
 
     def _optimizer_step(self) -> None:
         PipelineEngine._exec_optimizer_step(self.deepspeed)
@@ -52,31 +57,33 @@ class PipelineZeroEngine(ZeroEngine):
     def routing(self) -> None:
         """Mixtures of experts have no pipeline."""
 
-    def _run(self, micros: list[MicroBatch], schedule: Any) -> list[Tensor]:
-        """Follow a schedule; the summed loss of each micro-batch on the last stage, zeros elsewhere."""
+    def _run(self, micros: list[MicroBatch], schedule: Any, objective: Objective) -> list[Tensor]:
+        """Follow a schedule; the sums of each micro-batch on the last stage, zeros elsewhere."""
         engine, module = self.deepspeed, self._pipeline
-        module.losses = []
-        module.labels.clear()
+        module.sums = []
+        module.losses.clear()
         engine.total_loss = None
-        engine.set_dataiterator(self._inputs_and_labels(micros))
+        engine.set_dataiterator(self._inputs(micros, objective))
         with self._attention(micros):
             engine._exec_schedule(schedule)
         progress.mark()
-        losses, module.losses = module.losses, []
-        return losses or [torch.zeros((), device=self._ranks.device) for _ in micros]
+        sums, module.sums = module.sums, []
+        return sums or [torch.zeros(len(objective.figures), device=self._ranks.device) for _ in micros]
 
-    def _inputs_and_labels(self, micros: list[MicroBatch]) -> Iterator[tuple[Any, Any]]:
+    def _inputs(self, micros: list[MicroBatch], objective: Objective) -> Iterator[tuple[Any, None]]:
+        """What the first stage gets; DeepSpeed would hand labels to the last one."""
         for micro in micros:
             heart.beat()
             progress.mark()  # behind what the schedule has handed over of earlier ones
-            inputs, labels, positions = self._tensors(micro)
-            assert labels is not None
-            if self.deepspeed.is_last_stage():
-                self._pipeline.labels.append(labels)  # the forward pass of this micro-batch comes next
-            yield (inputs if positions is None else (inputs, positions)), labels
+            there = self._on_device(micro)
+            if self.deepspeed.is_last_stage():  # the forward pass of this micro-batch comes next
+                self._pipeline.losses.append(functools.partial(objective.sums, micro=there))
+            yield (there.inputs if there.positions is None else (there.inputs, there.positions)), None
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+    def evaluate(
+        self, batches: Iterable[MicroBatch], objective: Objective = NEXT_TOKEN
+    ) -> tuple[dict[str, float], int]:
         """Over all stages: the last one has the loss."""
         engine, module = self.deepspeed, self._pipeline
         micros = list(batches)
@@ -86,29 +93,16 @@ class PipelineZeroEngine(ZeroEngine):
         assert len({micro.inputs.shape for micro in micros}) == 1
         engine.reset_activation_shape()
         try:
-            losses = self._run(micros, engine._inference_schedule(len(micros)))
+            sums = self._run(micros, engine._inference_schedule(len(micros)), objective)
         finally:
             engine.reset_activation_shape()
             module.train()
-        counted = sum(int((micro.labels >= 0).sum()) for micro in micros) if engine.is_last_stage() else 0
-        total = torch.tensor([float(torch.stack(losses).double().sum()), counted], dtype=torch.float64)
-        total *= self._own_tokens
-        dist.all_reduce(total, group=self._ranks.control)
-        return float(total[0] / total[1].clamp(min=1)), int(total[1])
+        weight = sum(map(objective.weight, micros)) if engine.is_last_stage() else 0
+        return self._figures(objective, torch.stack(sums).double().sum(0), weight)
 
-    @torch.no_grad()
-    def check_head(self, inputs: Tensor) -> None:
-        """Compare the losses; the last stage has the logits."""
-        micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
-        ours, _ = self.evaluate([micro])
-        stage = self._pipeline.stage
+    def _want_logits(self, wanted: bool) -> None:
         # The other stages give their hidden state as ever: transformers' forward would scale or cap that as logits.
-        stage.wants_logits = self.deepspeed.is_last_stage()
-        try:
-            theirs, _ = self.evaluate([micro])
-        finally:
-            stage.wants_logits = False
-        self._compare_losses(ours, theirs)
+        self._pipeline.stage.wants_logits = wanted and self.deepspeed.is_last_stage()
 
 
 def _reduce_tied(engine: Any) -> None:

@@ -20,7 +20,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from llmtrain.engine.api import PARAM, ForwardCopy, StateTensor
-from llmtrain.engine.deepspeed.optimizers import moments_of
+from llmtrain.engine.deepspeed.moments import moments_of
 from llmtrain.models.parameters import LocalParameter
 
 

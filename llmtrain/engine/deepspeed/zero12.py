@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.engine.api import StateTensor
-from llmtrain.engine.deepspeed.optimizers import MOMENTUM
+from llmtrain.engine.deepspeed.moments import MOMENTUM
 from llmtrain.engine.deepspeed.state import Home, State
 
 _PIECE = 1 << 20  # elements sent at once
@@ -72,4 +72,4 @@ class Zero12State(State):
             partitions[dist.get_rank(group)].data.copy_(master.data)
             for owner, partition in enumerate(partitions):
                 for piece in partition.data.split(_PIECE):
-                    dist.broadcast(piece, dist.get_global_rank(group, owner), group=group)
+                    dist.broadcast(piece, group=group, group_src=owner)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.build import DTYPES
 from llmtrain.models.experts import (
@@ -31,19 +30,21 @@ from llmtrain.models.parallel.deepspeed_private import (
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Share, set_share
 from llmtrain.tensors.region import Region, whole
+from llmtrain.topology import Mix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def prepare_experts(hf: PreTrainedModel, resolved: ResolvedRun, device: torch.device, mesh: Mesh) -> Routing | None:
+def prepare_experts(
+    hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device, mesh: Mesh
+) -> Routing | None:
     """Make a mixture of experts ready for training; a dense model stays as it is (None).
 
-    Raises:
-        ModelError: the run shares experts, and this model's cannot be shared.
+    `section`: the JSON's `expert_parallel`. Raises: ModelError, when the run asks of the experts what they cannot do.
     """
     blocks = expert_blocks(hf)
-    if resolved.zero_stage in (1, 2) and resolved.data_parallel > 1:
+    if mix.zero_stage in (1, 2) and mix.degrees.data > 1:
         for block in blocks:
             if block.are_modules:
                 raise ModelError(
@@ -51,21 +52,21 @@ def prepare_experts(hf: PreTrainedModel, resolved: ResolvedRun, device: torch.de
                     "rank has no gradient there: ZeRO 1 and 2 of DeepSpeed 0.19 then add gradients of different "
                     "parameters, in silence. Set zero_optimization.stage to 3 or 0."
                 )
-    avoid_grouped_product((part for block in blocks for part in block.experts), hf.config, DTYPES[resolved.precision])
-    if resolved.degrees.expert > 1:
-        share_experts(hf, resolved, device)
+    avoid_grouped_product((part for block in blocks for part in block.experts), hf.config, DTYPES[mix.precision])
+    if mix.degrees.expert > 1:
+        share_experts(hf, mix, section, device)
         blocks = shared_blocks(hf)
-    elif resolved.zero_stage == 3:
+    elif mix.zero_stage == 3:
         set_leaf_modules(hf, blocks)
     return Routing(blocks, hf.config, mesh.data_and_sequence) if blocks else None
 
 
-def describe_experts(resolved: ResolvedRun, routing: Routing) -> str:
+def describe_experts(mix: Mix, routing: Routing) -> str:
     """A line for the log."""
     text = f"{routing.layers} blocks of {routing.experts} experts"
-    if resolved.degrees.expert > 1:
-        text += f", shared by {resolved.degrees.expert} ranks (DeepSpeed's AutoEP)"
-    elif resolved.zero_stage == 3:
+    if mix.degrees.expert > 1:
+        text += f", shared by {mix.degrees.expert} ranks (DeepSpeed's AutoEP)"
+    elif mix.zero_stage == 3:
         text += ", each a leaf module of ZeRO 3: gathered as a whole, whichever experts a rank's tokens choose"
     if routing.coefficient:
         return f"{text}; load-balancing loss x {routing.coefficient}"
@@ -85,12 +86,13 @@ def shared_blocks(hf: nn.Module) -> list[ExpertBlock]:
     ]
 
 
-def share_experts(hf: PreTrainedModel, resolved: ResolvedRun, device: torch.device) -> None:
+def share_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device) -> None:
     """Replace the blocks of experts of a transformers model by ones that hold this rank's experts only.
 
     Args:
         hf: without ZeRO 3, its parameters are on the meta device and become uninitialised ones of the run's precision;
             with ZeRO 3 they are partitioned.
+        section: the JSON's `expert_parallel`.
 
     Raises:
         ModelError: AutoEP does not know this family, or the experts cannot be dealt out evenly.
@@ -102,12 +104,11 @@ def share_experts(hf: PreTrainedModel, resolved: ResolvedRun, device: torch.devi
         validate_autoep_post_detection,
     )
 
-    degree, zero3 = resolved.degrees.expert, resolved.zero_stage == 3
+    degree, zero3 = mix.degrees.expert, mix.zero_stage == 3
     rank = rank_among_experts(degree)
-    _check_zero(resolved)
     try:
-        config = parse_autoep_config(_section(resolved, device))
-        validate_autoep_config(config, resolved.world_size, 1, 1, 1, zero_stage=resolved.zero_stage)
+        config = parse_autoep_config(_filled(section, mix, device))
+        validate_autoep_config(config, mix.degrees.world_size, 1, 1, 1, zero_stage=mix.zero_stage)
         surgeon = AutoEP(hf, config)
         specs = surgeon.ep_parser()
         validate_autoep_post_detection(config, specs)
@@ -129,15 +130,17 @@ def share_experts(hf: PreTrainedModel, resolved: ResolvedRun, device: torch.devi
             "the section: all ranks then hold all experts (ZeRO 3 partitions them)."
         )
     if not zero3:
-        _materialise(hf, device, DTYPES[resolved.precision])
+        _materialise(hf, device, DTYPES[mix.precision])
     for spec in specs:
         block = hf.get_submodule(spec.moe_module_name)
         block.tokens_per_expert = torch.zeros(spec.num_experts, device=device)
 
 
-def _check_zero(resolved: ResolvedRun) -> None:
-    """Raises ConfigError for what DeepSpeed's optimizers assert in the middle of their construction."""
-    zero = resolved.deepspeed.get("zero_optimization") or {}
+def check_zero(zero: dict[str, Any], stage: int, path: str) -> None:
+    """What DeepSpeed's optimizers assert of a run with shared experts, in the middle of their construction.
+
+    `zero`: the section zero_optimization of the JSON at `path`. Raises: ConfigError.
+    """
     needed: tuple[tuple[str, Any, tuple[int, ...]], ...] = (
         ("reduce_scatter", True, (1, 2)),
         ("contiguous_gradients", True, (2,)),
@@ -145,10 +148,10 @@ def _check_zero(resolved: ResolvedRun) -> None:
         ("zero_hpz_partition_size", 1, (3,)),
     )
     for key, value, stages in needed:
-        if resolved.zero_stage in stages and zero.get(key, value) != value:
+        if stage in stages and zero.get(key, value) != value:
             raise ConfigError(
-                f"{resolved.run.deepspeed}: zero_optimization.{key} is {zero[key]}, and experts that ranks share need "
-                f"{value} with ZeRO {resolved.zero_stage}. Remove the key, or remove expert_parallel."
+                f"{path}: zero_optimization.{key} is {zero[key]}, and experts that ranks share need "
+                f"{value} with ZeRO {stage}. Remove the key, or remove expert_parallel."
             )
 
 
@@ -169,13 +172,12 @@ def _refusal(hf: PreTrainedModel, degree: int, reason: str) -> ModelError:
     return ModelError(f"{begin}DeepSpeed cannot share the experts of a {family} model ({reason}). To go on, {around}.")
 
 
-def _section(resolved: ResolvedRun, device: torch.device) -> dict[str, Any]:
+def _filled(section: dict[str, Any], mix: Mix, device: torch.device) -> dict[str, Any]:
     """The JSON's section, with the way to multiply that this device has."""
     # torch's grouped product is there for bf16 on CUDA; DeepSpeed's own step after it is a Triton kernel, which no CPU
     # runs (moe/ep_experts.py, apply_expert_activation). The loop over experts computes the same.
-    grouped = device.type == "cuda" and resolved.precision == "bf16"
-    given = {"use_grouped_mm": grouped, **resolved.expert_parallel}
-    return {**given, "enabled": True, "autoep_size": resolved.degrees.expert}
+    grouped = device.type == "cuda" and mix.precision == "bf16"
+    return {"use_grouped_mm": grouped, **section, "enabled": True, "autoep_size": mix.degrees.expert}
 
 
 def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], rank: int) -> None:

@@ -11,6 +11,11 @@ import torch.distributed as dist
 from llmtrain.topology import Degrees
 
 
+def site() -> Any:
+    """The group of all ranks that one DeepSpeed engine spans: torch's world, as DeepSpeed takes it for granted."""
+    return dist.group.WORLD
+
+
 def make_groups(groups: list[list[int]], rank: int) -> Any:
     """The process group of `rank`, out of groups that hold each rank of the world once. Every rank has to call it.
 
@@ -19,8 +24,7 @@ def make_groups(groups: list[list[int]], rank: int) -> Any:
     With gloo a rank outside of a group has nothing to do.
     """
     mine = next(index for index, ranks in enumerate(groups) if rank in ranks)
-    world: Any = dist.group.WORLD
-    if world.bound_device_id is not None:
+    if site().bound_device_id is not None:
         return dist.split_group(split_ranks=groups)
     if len(groups[mine]) == 1:
         return dist.new_group(groups[mine], use_local_synchronization=True)
@@ -46,9 +50,10 @@ class Mesh:
     """
 
     def __init__(self, degrees: Degrees) -> None:
-        assert degrees.world_size == dist.get_world_size(), (degrees, dist.get_world_size())
+        self.site = site()
+        assert degrees.world_size == dist.get_world_size(self.site), (degrees, dist.get_world_size(self.site))
         self.degrees = degrees
-        self.rank = dist.get_rank()
+        self.rank = dist.get_rank(self.site)
         self.place = degrees.place(self.rank)
         self._made: dict[tuple[int, ...], Any] = {}
         self.sequence = self._group("sequence") if degrees.sequence > 1 else None
@@ -61,11 +66,11 @@ class Mesh:
         """Ranks with the same parameters: ZeRO partitions over them, gradients are averaged over them."""
 
     def _group(self, *along: str) -> Any:
-        """The group that this rank is in. What has the same ranks is one group; all ranks are the world's."""
+        """The group that this rank is in. What has the same ranks is one group; all ranks are the site's."""
         groups = self.degrees.groups(*along)
         mine = tuple(next(ranks for ranks in groups if self.rank in ranks))
         if len(groups) == 1:
-            return dist.group.WORLD
+            return self.site
         if mine not in self._made:
             self._made[mine] = make_groups(groups, self.rank)
         return self._made[mine]

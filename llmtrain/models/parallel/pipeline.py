@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
@@ -20,19 +17,17 @@ from torch import Tensor, nn
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.build import DTYPES
 from llmtrain.models.frozen import named_tensors
-from llmtrain.models.language import head_forward
-from llmtrain.models.loss import IGNORE, HeadForm
+from llmtrain.models.head import Head, Loss
 from llmtrain.models.parallel.balance import Weights, balanced, explain, given, uniform
 from llmtrain.models.parallel.deepspeed_private import overrides, set_bounds
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parallel.stage import Part, Stage, build_stage
-from llmtrain.models.parallel.stage_times import seconds_of
+from llmtrain.models.parallel.stage import Part, Stage, build_stage, set_up_layers
+from llmtrain.models.parallel.stage_times import Measure, fastest_pass, seconds_of
 from llmtrain.models.parallel.tensor import shard_model
 from llmtrain.models.parameters import LocalParameter, local_parameter
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import projections
-from llmtrain.topology import Degrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -55,16 +50,16 @@ class PipelineLanguageModel(PipelineModule):
     def __init__(
         self,
         stage: Stage,
-        degrees: Degrees,
+        mesh: Mesh,
         parameters: list[LocalParameter],
         shapes: dict[str, tuple[int, ...]],
         tied: tuple[nn.Module, nn.Module] | None,
         chunk: int,
         layers: Sequence[int],
     ) -> None:
+        degrees, place = mesh.degrees, mesh.place
         stages = degrees.pipeline
         specs: list[Any] = [LayerSpec(nn.Identity)] * stages  # DeepSpeed builds those of this rank's stage only
-        place = degrees.place(dist.get_rank())
         specs[place.pipeline] = stage
         bounds = list(range(stages + 1))
         if tied is not None:
@@ -82,21 +77,18 @@ class PipelineLanguageModel(PipelineModule):
             # Not as DeepSpeed's loss_fn, which runs outside of the engine's forward pass and its hooks: BF16_Optimizer,
             # which DeepSpeed takes by itself, lost the head's gradients so.
             stage.conclude = self._loss
-            head = stage.hf.get_output_embeddings()
-            head.forward = types.MethodType(head_forward, head)  # it knows of a vocabulary that ranks share
+            self.head = Head(stage.hf, chunk)
         self.layers_per_stage = tuple(layers)
         self.notes: list[str] = []
         """For the user, at the start of a run."""
         self._parameters_here = parameters
         self._shapes = shapes
-        self._chunk = chunk
-        self._form = HeadForm.of(stage.hf.config)
         self.factor: Callable[[], float] = lambda: 1.0
         """On the summed loss of a micro-batch, in training."""
-        self.labels: deque[Tensor] = deque()
+        self.losses: deque[Loss] = deque()
         """Of the micro-batches whose forward pass has not begun; on the last stage."""
-        self.losses: list[Tensor] = []
-        """Summed losses (nats) of the micro-batches since the list was emptied; on the last stage."""
+        self.sums: list[Tensor] = []
+        """What they gave since the list was emptied; on the last stage."""
 
     @overrides(PipelineModule)
     def _partition_layers(self, method: list[int] = ()) -> None:  # type: ignore[assignment]
@@ -123,16 +115,11 @@ class PipelineLanguageModel(PipelineModule):
         return self._shapes
 
     def _loss(self, hidden: Tensor) -> Tensor:
-        """The weighted loss of a micro-batch; its summed loss goes into `losses`."""
-        labels = self.labels.popleft()
-        if self.stage.wants_logits:
-            loss_sum = F.cross_entropy(
-                hidden.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-            )
-        else:
-            loss_sum = self.hf.get_output_embeddings()(hidden, labels, self._chunk, self._form)
-        self.losses.append(loss_sum.detach())
-        return loss_sum * self.factor() if self.training else loss_sum
+        """The weighted loss of a micro-batch; its sums go into `sums`."""
+        loss = self.losses.popleft()
+        sums = loss(self.head, hidden) if self.stage.wants_logits else self.head.compute(loss, hidden)
+        self.sums.append(sums.detach())
+        return sums[0] * self.factor() if self.training else sums[0]
 
 
 def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PipelineLanguageModel:
@@ -144,7 +131,17 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     model, degrees = resolved.run.model, resolved.degrees
     hf = spec.own_skeleton()
     anatomy = anatomy_of(hf)
-    counts = layer_counts(resolved, hf, anatomy, device)
+    section = resolved.deepspeed.get("activation_checkpointing")
+
+    def build(hf: PreTrainedModel, part: Part, shard: Callable[[nn.Module], None] | None = None) -> Stage:
+        stage = build_stage(hf, anatomy, part, DTYPES[resolved.precision], device, shard=shard)
+        set_up_layers(hf, [hf.get_submodule(anatomy.layers[index].path) for index in part.layers], model, section)
+        return stage
+
+    def measure(hf: PreTrainedModel, part: Part) -> float:
+        return fastest_pass(build(hf, part), part, resolved.batch, model.loss_chunk_tokens)
+
+    counts = layer_counts(resolved.pipeline_partition, mesh, hf, anatomy, measure)
     ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
     shared = projections(hf, anatomy) if degrees.tensor > 1 else None
     index = mesh.place.pipeline
@@ -155,10 +152,9 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         assert shared is not None
         shard_model(rest, anatomy, shared, mesh.tensor, device, DTYPES[resolved.precision])
 
-    stage = build_stage(hf, anatomy, part, resolved, device, shard=None if shared is None else shard)
     pipeline = PipelineLanguageModel(
-        stage,
-        degrees,
+        build(hf, part, None if shared is None else shard),
+        mesh,
         _local_parameters(hf, anatomy, min(index, 1)),
         spec.shapes,
         ends if anatomy.tied else None,
@@ -169,9 +165,11 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     return pipeline
 
 
-def layer_counts(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, device: torch.device) -> tuple[int, ...]:
+def layer_counts(
+    asked: str | tuple[int, ...], mesh: Mesh, hf: PreTrainedModel, anatomy: Anatomy, measure: Measure
+) -> tuple[int, ...]:
     """Decoder layers of each stage, as `pipeline.partition` asks for. The same on all ranks."""
-    asked, stages = resolved.pipeline_partition, resolved.degrees.pipeline
+    stages = mesh.degrees.pipeline
     if not isinstance(asked, str):
         return given(asked, len(anatomy.layers), stages)
     if asked == "uniform":
@@ -179,7 +177,7 @@ def layer_counts(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, d
     if asked == "parameters":
         return balanced(parameters_of(hf, anatomy), stages)
     uniform(len(anatomy.layers), stages)  # stages that cannot be are refused before the measurement
-    return balanced(seconds_of(resolved, hf, anatomy, device), stages)
+    return balanced(seconds_of(measure, hf, anatomy, mesh), stages)
 
 
 def parameters_of(hf: PreTrainedModel, anatomy: Anatomy) -> Weights:

@@ -42,10 +42,11 @@ class SequenceLanguageModel(LanguageModel):
     def __init__(self, hf: PreTrainedModel, chunk: int, group: Any) -> None:
         super().__init__(hf, chunk)
         self._exchange = Exchange(group)
+        self.head.columns = (self._exchange.rank, self._exchange.degree)
         share_attention(hf, self._exchange)
 
-    def forward(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Summed loss of this rank's columns, fp32 scalar, in nats. Arguments as of LanguageModel, for whole rows."""
+    def hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
+        """The decoder's output for this rank's columns of whole rows [B, T]."""
         rows, length = inputs.shape
         degree, rank = self._exchange.degree, self._exchange.rank
         assert length % degree == 0, (length, degree)
@@ -53,8 +54,7 @@ class SequenceLanguageModel(LanguageModel):
         places = torch.arange(length, device=inputs.device).expand(rows, -1) if positions is None else positions
         self._exchange.places_BT = places
         with documents_in_rows(positions), masks_of_whole_rows(places):
-            hidden_BtH = self.decoded(input_ids=inputs[:, columns], position_ids=places[:, columns])
-        return self.hf.get_output_embeddings()(hidden_BtH, labels[:, columns], self._chunk, self._form)
+            return self.decoded(input_ids=inputs[:, columns], position_ids=places[:, columns])
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Each rank computes all columns, without the others."""

@@ -5,15 +5,14 @@ So masks, rotary embeddings and whatever else transformers hands to a layer are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from llmtrain.config.run import ResolvedRun
-from llmtrain.models.build import DTYPES
+from llmtrain.config.run import ModelConfig
 from llmtrain.models.language import checkpoint_activations, documents_in_rows
 from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
 from llmtrain.models.structure.anatomy import Anatomy
@@ -90,7 +89,7 @@ def build_stage(
     hf: PreTrainedModel,
     anatomy: Anatomy,
     part: Part,
-    resolved: ResolvedRun,
+    dtype: torch.dtype,
     device: torch.device,
     *,
     shard: Callable[[nn.Module], None] | None = None,
@@ -99,22 +98,28 @@ def build_stage(
 
     `shard` gives memory to a tensor-parallel rank's share instead.
     """
-    model, dtype = resolved.run.model, DTYPES[resolved.precision]
     entrance = _cut(hf, anatomy, part, dtype)
     if shard is not None:
         shard(hf)
     _materialise(hf, device, dtype)
     hf.config.use_cache, hf.config.dtype = False, dtype
-    if resolved.activation_checkpointing:
-        section = resolved.deepspeed["activation_checkpointing"]
-        checkpoint_activations(hf, section, keep_attention=model.keep_attention)
+    return Stage(hf, entrance)
+
+
+def set_up_layers(
+    hf: PreTrainedModel, layers: Iterable[nn.Module], model: ModelConfig, recompute: dict[str, Any] | None
+) -> None:
+    """Let the decoder `layers` of `hf` that are here compute as the model section of the run says.
+
+    `recompute`: the JSON's section activation_checkpointing, if it has one.
+    """
     if model.mlp_tile_tokens is not None:
         tile_mlps(dense_mlps(hf), model.mlp_tile_tokens)
+    if recompute is not None:
+        checkpoint_activations(hf, recompute, keep_attention=model.keep_attention)
     if model.compile_layers:
-        for index in part.layers:
-            layer = hf.get_submodule(anatomy.layers[index].path)
-            layer.compile(dynamic=False)  # as in models/run/forms.py
-    return Stage(hf, entrance)
+        for layer in layers:
+            layer.compile(dynamic=False)  # a run has one shape, and static kernels are faster
 
 
 def _cut(hf: PreTrainedModel, anatomy: Anatomy, part: Part, dtype: torch.dtype) -> Entrance | None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.batch import Batch
 from llmtrain.errors import ModelError
-from llmtrain.models.build import DTYPES
-from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.head import Head
 from llmtrain.models.parallel.balance import Weights
-from llmtrain.models.parallel.stage import Part, Stage, build_stage
+from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.parallel.stage import Part, Stage
 from llmtrain.models.structure.anatomy import Anatomy
 
 if TYPE_CHECKING:
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
 
 _RUNS = 5
 """The fastest counts: whatever else the machine does only adds."""
+Measure = Callable[["PreTrainedModel", Part], float]
+"""Turns a model into the stage that has this part of it, and returns its seconds for a micro-batch."""
 
 
-def seconds_of(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, device: torch.device) -> Weights:
+def seconds_of(measure: Measure, hf: PreTrainedModel, anatomy: Anatomy, mesh: Mesh) -> Weights:
     """Forward and backward time of each part on a micro-batch of the run, in seconds; all ranks get rank 0's.
 
     One part at a time has memory, and layers of one kind are measured once.
@@ -34,12 +37,12 @@ def seconds_of(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, dev
         ModelError: on all ranks, when a part does not run on rank 0.
     """
     box: list[Any] = [None]
-    if dist.get_rank() == 0:
+    if mesh.rank == 0:
         try:
-            box = [_measure(resolved, hf, anatomy, device)]
+            box = [_measured(measure, hf, anatomy)]
         except RuntimeError as error:  # out of memory, a kernel that is missing
             box = [str(error)]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, group=mesh.site, group_src=0)
     if isinstance(box[0], str):
         raise ModelError(
             f"pipeline.partition = time: the parts cannot be measured: {box[0]}. Use parameters or a list of counts."
@@ -47,7 +50,7 @@ def seconds_of(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, dev
     return box[0]
 
 
-def _measure(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, device: torch.device) -> Weights:
+def _measured(measure: Measure, hf: PreTrainedModel, anatomy: Anatomy) -> Weights:
     kinds: dict[Any, list[int]] = {}
     for index, layer in enumerate(anatomy.layers):
         module = hf.get_submodule(layer.path)
@@ -57,8 +60,7 @@ def _measure(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, devic
     nothing = range(count, count)
 
     def seconds(layers: range, first: bool = False, last: bool = False) -> float:
-        stage = build_stage(copy.deepcopy(hf), anatomy, Part(layers, first=first, last=last), resolved, device)
-        return _seconds(stage, resolved, first, last)
+        return measure(copy.deepcopy(hf), Part(layers, first=first, last=last))
 
     idle = seconds(nothing)  # masks and rotary embeddings are made on every stage
     before = seconds(nothing, first=True) - idle
@@ -72,25 +74,27 @@ def _measure(resolved: ResolvedRun, hf: PreTrainedModel, anatomy: Anatomy, devic
     return Weights(before=max(before, 0.0), layers=tuple(layers), after=max(after, 0.0))
 
 
-def _seconds(stage: Stage, resolved: ResolvedRun, first: bool, last: bool) -> float:
-    """The fastest of a few forward and backward passes."""
-    run = resolved.run
+def fastest_pass(stage: Stage, part: Part, batch: Batch, chunk: int) -> float:
+    """Seconds of the fastest of a few forward and backward passes on a micro-batch.
+
+    `chunk`: tokens whose logits exist at one time in the loss.
+    """
     config: Any = stage.hf.config
-    size = (run.train.micro_batch or 1, run.data.sequence_length)
+    size = (batch.micro_batch, batch.sequence_length)
     device = next((p.device for p in stage.parameters()), get_accelerator().current_device_name())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.normal_(0.0, 0.02)
     tokens = torch.randint(0, config.vocab_size, size, generator=generator).to(device)
-    hidden = torch.randn((*size, config.hidden_size), generator=generator).to(device, DTYPES[resolved.precision])
+    hidden = torch.randn((*size, config.hidden_size), generator=generator).to(device, config.dtype)
     best = float("inf")
     for _ in range(_RUNS):
         get_accelerator().synchronize()
         began = time.perf_counter()
-        given = tokens if first else hidden.requires_grad_()
+        given = tokens if part.first else hidden.requires_grad_()
         out = stage(given)
-        _backward(stage, out, tokens, last, run.model.loss_chunk_tokens)
+        _backward(stage, out, tokens, part.last, chunk)
         get_accelerator().synchronize()
         best = min(best, time.perf_counter() - began)
     return best
@@ -98,8 +102,6 @@ def _seconds(stage: Stage, resolved: ResolvedRun, first: bool, last: bool) -> fl
 
 def _backward(stage: Stage, out: Any, tokens: torch.Tensor, last: bool, chunk: int) -> None:
     if last:
-        head: Any = stage.hf.get_output_embeddings()
-        form = HeadForm.of(stage.hf.config)
-        chunked_nll_sum(out, head.weight, head.bias, tokens, chunk=chunk, form=form).backward()
+        Head(stage.hf, chunk).nll_sum(out, tokens).backward()
     elif out.requires_grad:
         out.backward(torch.ones_like(out))

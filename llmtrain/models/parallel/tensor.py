@@ -12,7 +12,6 @@ import torch.distributed as dist
 from deepspeed.module_inject.layers import set_autotp_mode
 from torch import Tensor, nn
 
-from llmtrain.config.run import ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES
 from llmtrain.models.experts import avoid_grouped_product
@@ -26,21 +25,21 @@ from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
 from llmtrain.models.structure.rehearsal import divide_heads
 from llmtrain.tensors.region import Region, shard, whole
+from llmtrain.topology import Mix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def shared_model(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PreTrainedModel:
+def shared_model(spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh) -> PreTrainedModel:
     """The transformers model with this rank's shards, uninitialised; under ZeRO 3 with its partitions of them.
 
-    Raises:
-        ModelError: the model cannot be taken apart, or not be shared over so many ranks.
+    `exact`: DeepSpeed's dict. Raises: ModelError, when the model cannot be taken apart, or not for so many ranks.
     """
     hf = spec.own_skeleton()
     anatomy = anatomy_of(hf)
-    settle = _partition(resolved, mesh) if resolved.zero_stage == 3 else _leave
-    shard_model(hf, anatomy, projections(hf, anatomy), mesh.tensor, device, DTYPES[resolved.precision], settle=settle)
+    settle = _partition(exact, mesh) if mix.zero_stage == 3 else _leave
+    shard_model(hf, anatomy, projections(hf, anatomy), mesh.tensor, device, DTYPES[mix.precision], settle=settle)
     for buffer in hf.buffers():
         buffer.data = buffer.to(device)
     return hf
@@ -50,7 +49,7 @@ def _leave(parameter: nn.Parameter) -> None:
     pass
 
 
-def _partition(resolved: ResolvedRun, mesh: Mesh) -> Callable[[nn.Parameter], None]:
+def _partition(exact: dict[str, Any], mesh: Mesh) -> Callable[[nn.Parameter], None]:
     """ZeRO 3's partitioning of one new parameter over the ranks that hold the same shard."""
     import deepspeed
 
@@ -64,7 +63,7 @@ def _partition(resolved: ResolvedRun, mesh: Mesh) -> Callable[[nn.Parameter], No
             deepspeed.zero.Init(
                 module=holder,
                 data_parallel_group=mesh.data_and_sequence,
-                config_dict_or_path=resolved.deepspeed,
+                config_dict_or_path=exact,
                 mpu=mesh,
             )
             convert = parameter.convert_to_zero_parameters  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parallel.tensor_layers import copied, summed
 
 
@@ -36,20 +35,16 @@ class Words:
         return cls(group, sum(counts[:rank]), counts[rank], total)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `all_logits`."""
-        return all_logits(hidden, weight, bias, self)
+        """Logits [..., V] from the shards; no gradient goes through them."""
+        own = F.linear(hidden, weight, bias).detach()
+        counts = _counts(self.total, dist.get_world_size(self.group))
+        parts = [own.new_empty(*own.shape[:-1], counts[0]) for _ in counts]
+        dist.all_gather(parts, F.pad(own, (0, counts[0] - self.count)), group=self.group)
+        return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], dim=-1)
 
-    def nll_sum(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, chunk: int, form: HeadForm
-    ) -> Tensor:
-        """`chunked_nll_sum` of models/loss.py from this rank's rows of the head; the same sum on every rank.
-
-        Args:
-            hidden: [..., H], the same on all ranks.
-            weight, bias: [count, H] and [count].
-            labels: [...], over the whole vocabulary.
-        """
-        return chunked_nll_sum(copied(hidden, self.group), weight, bias, labels, chunk=chunk, form=form, share=self)
+    def shared(self, hidden: Tensor) -> Tensor:
+        """The hidden state, which all ranks have alike, for `chunked_nll_sum` of models/loss.py from their shards."""
+        return copied(hidden, self.group)
 
     def take_largest(self, values: Tensor) -> None:
         """Put the largest of all ranks into each element."""
@@ -58,10 +53,6 @@ class Words:
     def add_up(self, values: Tensor) -> None:
         """Put the sum over all ranks into each element."""
         dist.all_reduce(values, group=self.group)
-
-    def counts(self) -> list[int]:
-        """Of every rank, the largest first."""
-        return _counts(self.total, dist.get_world_size(self.group))
 
 
 def _counts(total: int, degree: int) -> list[int]:
@@ -86,12 +77,3 @@ def share_embedding(embedding: nn.Embedding, words: Words) -> None:
         return summed(own(row.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0), words.group)
 
     embedding.forward = types.MethodType(forward, embedding)  # type: ignore[method-assign]
-
-
-def all_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, words: Words) -> Tensor:
-    """Logits [..., V] from the shards; no gradient goes through them."""
-    own = F.linear(hidden, weight, bias).detach()
-    counts = words.counts()
-    parts = [own.new_empty(*own.shape[:-1], counts[0]) for _ in counts]
-    dist.all_gather(parts, F.pad(own, (0, counts[0] - words.count)), group=words.group)
-    return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], dim=-1)

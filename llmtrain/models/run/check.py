@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from llmtrain.config.problems import Problems
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.problems import Places, Problems
+from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import decoder_layers, layer_configs, load_config
 from llmtrain.models.experts import check_stages
@@ -28,7 +28,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.probe import probe_copy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _TOKENS = 16  # of the rehearsal: sizes that do not fit show at any length
@@ -60,25 +60,24 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
         ConfigError: a field of `model.config`, or a value of the run that does not go with the model.
         ModelError: transformers cannot build it.
     """
-    run, model = resolved.run, resolved.run.model
+    run, model, places = resolved.run, resolved.run.model, resolved.places
     problems = Problems()
     if isinstance(model.config, dict):
-        check_fields(model.config, resolved.places, problems)
+        check_fields(model.config, places, problems)
         problems.raise_if_any()
     key = "model.pretrained" if model.pretrained else "model.config"
-    _load_config(resolved, key, problems)
+    _load_config(model, key, places, problems)
     spec = ModelSpec.of(model)
     hf = spec.skeleton
     if model.attention in _FLASH_PACKAGES:
-        _check_flash(hf, resolved, problems)
-    config = hf.config.get_text_config(decoder=True)
-    _check_heads(config, key, resolved, problems)
+        _check_flash(hf, model.attention, places, problems)
+    _check_heads(hf.config.get_text_config(decoder=True), key, places, problems)
     problems.raise_if_any()
-    frozen_names(hf, model, resolved.places)
-    notes = _check_length(hf, config, key, resolved, problems)
+    frozen_names(hf, model, places)
+    notes = _check_length(hf, run.data.sequence_length, key, places, problems)
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
-        _check_stages(hf, resolved)
+        _check_stages(hf, resolved.pipeline_partition, resolved.degrees.pipeline)
     _check_copy(hf, key, model.loss_chunk_tokens)
     if run.train.export:
         _check_export(spec)
@@ -86,18 +85,18 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     return spec, notes
 
 
-def _load_config(resolved: ResolvedRun, key: str, problems: Problems) -> None:
+def _load_config(model: ModelConfig, key: str, places: Places, problems: Problems) -> None:
     """Let the family's own class check the fields against each other, and tell its words without its stack."""
     try:
-        load_config(resolved.run.model)
+        load_config(model)
     except ModelError as error:
         if error.__cause__ is None:
             raise
         said = str(error.__cause__).strip().splitlines()[-1].strip()
         said = re.sub(r"^\w*(Error|Exception): ", "", said)
-        given = resolved.run.model.pretrained or resolved.run.model.config
+        given = model.pretrained or model.config
         name = given.get("model_type") if isinstance(given, dict) else given
-        problems.add(key, name, f"transformers says: {said}", "correct what it names", resolved.places.get(key))
+        problems.add(key, name, f"transformers says: {said}", "correct what it names", places.get(key))
         raise problems.error() from error
 
 
@@ -108,7 +107,7 @@ def check_weights(spec: ModelSpec) -> None:
             refuse_other_shapes(source, spec.shapes)
 
 
-def _check_heads(text: Any, key: str, resolved: ResolvedRun, problems: Problems) -> None:
+def _check_heads(text: Any, key: str, places: Places, problems: Problems) -> None:
     """A key/value head serves equally many attention heads, in every layer."""
     for config in layer_configs(text):
         heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
@@ -116,13 +115,12 @@ def _check_heads(text: Any, key: str, resolved: ResolvedRun, problems: Problems)
             legal = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
             name = text.attribute_map.get("num_key_value_heads", "num_key_value_heads")
             rule = f"each of them serves equally many of the {heads} attention heads"
-            problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {legal}", resolved.places.get(key))
+            problems.add(f"{key}.{name}", kv_heads, rule, f"set it to one of {legal}", places.get(key))
             return
 
 
-def _check_flash(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problems) -> None:
-    attention = resolved.run.model.attention
-    package, place = _FLASH_PACKAGES[attention], resolved.places.get("model.attention")
+def _check_flash(hf: PreTrainedModel, attention: str, places: Places, problems: Problems) -> None:
+    package, place = _FLASH_PACKAGES[attention], places.get("model.attention")
     remedy = "set model.attention to sdpa, which picks the fastest kernel of the device"
     if not takes_flash_attention(hf):
         problems.add("model.attention", attention, f"{type(hf).__name__} does not take it", remedy, place)
@@ -131,11 +129,9 @@ def _check_flash(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problems)
         problems.add("model.attention", attention, rule, f"install it, or {remedy}", place)
 
 
-def _check_length(
-    hf: PreTrainedModel, config: PreTrainedConfig, key: str, resolved: ResolvedRun, problems: Problems
-) -> tuple[str, ...]:
+def _check_length(hf: PreTrainedModel, length: int, key: str, places: Places, problems: Problems) -> tuple[str, ...]:
     """A sequence may not have more positions than a table of them; beyond what rotary ones were made for: a note."""
-    length, place = resolved.run.data.sequence_length, resolved.places.get("data.sequence_length")
+    config = hf.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
         return ()
@@ -145,7 +141,8 @@ def _check_length(
     if _has_table(hf, longest):
         problems.add(
             "data.sequence_length", length, f"the model has a table of {longest} positions ({name})",
-            f"set it to {longest} or less" + (f", or raise {name}" if key == "model.config" else ""), place,
+            f"set it to {longest} or less" + (f", or raise {name}" if key == "model.config" else ""),
+            places.get("data.sequence_length"),
         )  # fmt: skip
         return ()
     more = f"; set {name} to {length} if that is meant" if key == "model.config" else ""
@@ -165,11 +162,10 @@ def _has_table(hf: PreTrainedModel, longest: int) -> bool:
     return any(longest <= table.shape[0] <= longest + 8 for table in tables)  # OPT and XGLM have two rows more
 
 
-def _check_stages(hf: PreTrainedModel, resolved: ResolvedRun) -> None:
+def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int) -> None:
     """As many layers as the stages of the pipeline ask for. Raises ModelError."""
     check_stages(hf.config)
-    layers, stages = len(decoder_layers(hf)), resolved.degrees.pipeline
-    asked = resolved.pipeline_partition
+    layers = len(decoder_layers(hf))
     if isinstance(asked, tuple):
         balance.given(asked, layers, stages)
     else:
@@ -192,7 +188,8 @@ def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
         other[0, -1] += 1
         with torch.no_grad():
             logits, changed = (language.logits(each)[:, :-1] for each in (ids, other))
-            ours = float(language(ids, labels.masked_fill(labels == ids[0, 0], IGNORE))) / (ids.shape[1] - 1)
+            counted = labels.masked_fill(labels == ids[0, 0], IGNORE)
+            ours = float(language(ids, lambda head, hidden: head.nll_sum(hidden, counted))) / (ids.shape[1] - 1)
     except ModelError:
         raise
     except Exception:  # the copy's sizes do not go together, or it asks for more than tokens

@@ -5,24 +5,24 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmtrain.config.problems import stop
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.problems import Places, stop
+from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES, construct, decoder_layers, restore_buffers
 from llmtrain.models.experts import check_stages
-from llmtrain.models.language import LanguageModel, checkpoint_activations
-from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
+from llmtrain.models.language import LanguageModel
+from llmtrain.models.parallel.expert_parallel import check_zero, describe_experts, prepare_experts
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel, build_pipeline
 from llmtrain.models.parallel.sequence import SequenceLanguageModel
+from llmtrain.models.parallel.stage import set_up_layers
 from llmtrain.models.parallel.tensor import shared_model
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.structure.mlps import dense_mlps
-from llmtrain.models.tiled import tile_mlps
+from llmtrain.topology import Mix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,64 +37,50 @@ def build_model(
         ModelError: transformers cannot build the model, or it cannot take this form.
         ConfigError: a run that freezes parameters leaves a rank nothing to train.
     """
-    language = _build(resolved, spec, device, mesh)
+    model, mix = resolved.run.model, resolved.mix
+    language: LanguageModel | PipelineLanguageModel
+    if mix.degrees.pipeline > 1:
+        check_stages(spec.config)
+        with _divided(spec, "pipeline.stages", mix.degrees.pipeline):
+            language = build_pipeline(resolved, spec, device, mesh)
+    else:
+        if mix.degrees.expert > 1:
+            check_zero(resolved.deepspeed.get("zero_optimization") or {}, mix.zero_stage, resolved.run.deepspeed)
+        hf = _own_part(spec, mix, resolved.deepspeed, device, mesh)
+        routing = prepare_experts(hf, mix, resolved.expert_parallel, device, mesh)
+        hf.config.use_cache = False
+        set_up_layers(hf, decoder_layers(hf), model, resolved.deepspeed.get("activation_checkpointing"))
+        if mix.degrees.sequence > 1:
+            language = SequenceLanguageModel(hf, model.loss_chunk_tokens, mesh.sequence)
+        else:
+            language = LanguageModel(hf, model.loss_chunk_tokens)
+        language.routing = routing
+        if routing is not None:
+            language.notes.append(describe_experts(mix, routing))
     for held in language.local_parameters():
         if held.name in spec.frozen:
             held.parameter.requires_grad_(False)
     if spec.frozen:
-        _check_trained(language, resolved, mesh)
+        _check_trained(language, model, resolved.places, mesh)
     return language
 
 
-def _check_trained(language: LanguageModel | PipelineLanguageModel, resolved: ResolvedRun, mesh: Mesh) -> None:
+def _check_trained(
+    language: LanguageModel | PipelineLanguageModel, model: ModelConfig, places: Places, mesh: Mesh
+) -> None:
     """DeepSpeed's optimizers want parameters on every stage, and shared experts (its mark of them: allreduce).
 
     Raises: ConfigError.
     """
-    model, trained = resolved.run.model, [held.parameter for held in language.local_parameters() if held.trains]
+    trained = [held.parameter for held in language.local_parameters() if held.trains]
     key, patterns = ("model.train_only", model.train_only) if model.train_only else ("model.freeze", model.freeze)
-    place = resolved.places.get(key)
+    place = places.get(key)
     if not trained:
-        rule = f"leaves stage {mesh.place.pipeline} of pipeline.stages {resolved.degrees.pipeline} nothing to train"
+        rule = f"leaves stage {mesh.place.pipeline} of pipeline.stages {mesh.degrees.pipeline} nothing to train"
         raise stop(key, patterns, rule, "let each stage train something, or use ZeRO without a pipeline", place)
-    if resolved.degrees.expert > 1 and all(getattr(p, "allreduce", True) for p in trained):
-        rule = f"leaves no experts to train, which expert_parallel.autoep_size {resolved.degrees.expert} shares"
+    if mesh.degrees.expert > 1 and all(getattr(p, "allreduce", True) for p in trained):
+        rule = f"leaves no experts to train, which expert_parallel.autoep_size {mesh.degrees.expert} shares"
         raise stop(key, patterns, rule, "remove expert_parallel: ZeRO 3 shards frozen experts, too", place)
-
-
-def _build(
-    resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh
-) -> LanguageModel | PipelineLanguageModel:
-    if resolved.degrees.pipeline > 1:
-        check_stages(spec.config)
-        with _divided(spec, "pipeline.stages", resolved.degrees.pipeline):
-            return build_pipeline(resolved, spec, device, mesh)
-    model = resolved.run.model
-    if resolved.degrees.tensor > 1:
-        with _divided(spec, "tensor_parallel.autotp_size", resolved.degrees.tensor):
-            hf = shared_model(resolved, spec, device, mesh)
-    elif resolved.degrees.expert > 1 and resolved.zero_stage < 3:
-        hf = spec.own_skeleton()
-    else:
-        hf = _whole_model(resolved, spec, device, mesh)
-    routing = prepare_experts(hf, resolved, device, mesh)
-    hf.config.use_cache = False
-    if model.mlp_tile_tokens is not None:
-        tile_mlps(dense_mlps(hf), model.mlp_tile_tokens)
-    if resolved.activation_checkpointing:
-        section = resolved.deepspeed["activation_checkpointing"]
-        checkpoint_activations(hf, section, keep_attention=model.keep_attention)
-    if model.compile_layers:
-        for layer in decoder_layers(hf):
-            layer.compile(dynamic=False)  # a run has one shape, and static kernels are faster
-    if resolved.degrees.sequence > 1:
-        language: LanguageModel = SequenceLanguageModel(hf, model.loss_chunk_tokens, mesh.sequence)
-    else:
-        language = LanguageModel(hf, model.loss_chunk_tokens)
-    language.routing = routing
-    if routing is not None:
-        language.notes.append(describe_experts(resolved, routing))
-    return language
 
 
 @contextlib.contextmanager
@@ -112,19 +98,25 @@ def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
         ) from error
 
 
-def _whole_model(resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh) -> PreTrainedModel:
-    """Every parameter whole, or under ZeRO 3 born partitioned."""
+def _own_part(spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh) -> PreTrainedModel:
+    """What this rank has without a pipeline: its shards of every parameter, or all of them whole, or under ZeRO 3 born
+    partitioned. Experts that ranks share may still be on the meta device."""
+    if mix.degrees.tensor > 1:
+        with _divided(spec, "tensor_parallel.autotp_size", mix.degrees.tensor):
+            return shared_model(spec, mix, exact, device, mesh)
+    if mix.degrees.expert > 1 and mix.zero_stage < 3:
+        return spec.own_skeleton()
     with contextlib.ExitStack() as stack:
-        if resolved.zero_stage == 3:
+        if mix.zero_stage == 3:
             import deepspeed
 
             # The skeleton was made before: what transformers imports in here loses its decorated constructors when it
             # ends, the one of the experts among them (partition_parameters.py _init_subclass and _disable_class).
             # Not given `dtype`: on a device without fp16, DeepSpeed 0.19.8 then takes bf16 whatever was asked for
             # (partition_parameters.py _set_dtype); from its config it takes the right one.
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=resolved.deepspeed, mpu=mesh.mpu))
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=exact, mpu=mesh.mpu))
         else:
             stack.enter_context(device)
-        hf = construct(copy.deepcopy(spec.config), resolved.run.model.attention, DTYPES[resolved.precision])
+        hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[mix.precision])
     restore_buffers(hf, spec.skeleton, device)
     return hf

@@ -1,0 +1,75 @@
+"""A model's head as an objective sees it: the likelihoods of labels, whatever the ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmtrain.errors import ModelError
+from llmtrain.models.loss import HeadForm, chunked_nll_sum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Head:
+    """The last linear layer of a model; a shared vocabulary (tensor parallelism) or shared rows (sequence parallelism)
+    are its affair, not its caller's."""
+
+    def __init__(self, hf: PreTrainedModel, chunk: int) -> None:
+        """`chunk`: tokens whose logits exist at one time.
+
+        Raises: ModelError, where it is no linear layer.
+        """
+        layer = hf.get_output_embeddings()
+        if not isinstance(layer, nn.Linear):
+            raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(layer).__name__}).")
+        self.form = HeadForm.of(hf.config)
+        self.columns = (0, 1)
+        """(index, of): which part of each row's tokens this rank's hidden state is."""
+        self._layer: Any = layer
+        self._words: Any = getattr(layer, "words", None)  # of a vocabulary that a tensor-parallel group shares
+        self._chunk = chunk
+        layer.forward = self._forward  # type: ignore[method-assign, assignment]
+
+    def compute(self, loss: Loss, hidden: Tensor) -> Tensor:
+        """`loss` of the decoder's output [B, T, H], inside of the layer's own forward: under ZeRO 3 its weight exists
+        only there."""
+        sums: Tensor = self._layer(hidden, loss)
+        return sums
+
+    def nll_sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Summed negative log-likelihood of the counted labels (nats, fp32 scalar), for a `Loss`.
+
+        Args:
+            hidden: [b, t, H], what the loss was given, or some of its rows.
+            labels: [b, T] of whole rows, already shifted; IGNORE = not counted.
+
+        Returns: under sequence parallelism the sum over this rank's columns.
+        """
+        index, of = self.columns
+        own, layer = labels.chunk(of, dim=1)[index], self._layer
+        if self._words is not None:
+            hidden = self._words.shared(hidden)
+        about: dict[str, Any] = {"chunk": self._chunk, "form": self.form, "share": self._words}
+        return chunked_nll_sum(hidden, layer.weight, layer.bias, own, **about)
+
+    def _forward(self, hidden: Tensor, loss: Loss | None = None) -> Tensor:
+        """The layer as it was (logits), or a loss."""
+        layer = self._layer
+        if loss is None:
+            logits: Tensor = (F.linear if self._words is None else self._words.logits)(hidden, layer.weight, layer.bias)
+            return logits
+        if hidden.shape[-1] != layer.in_features:
+            raise ModelError(
+                f"model: its head takes {layer.in_features} features, and its decoder gives {hidden.shape[-1]}: a "
+                "layer between the two is not known here, and the loss needs it. Train another family."
+            )
+        return loss(self, hidden)
+
+
+Loss = Callable[[Head, Tensor], Tensor]
+"""From a head and the decoder's output [B, T, H] to sums over the micro-batch, the loss first."""

@@ -1,0 +1,26 @@
+"""The objective of pretraining: each counted token's negative log-likelihood, in nats."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from llmtrain.data.loader import MicroBatch
+from llmtrain.models.head import Head
+from llmtrain.models.loss import IGNORE
+
+
+class NextToken:
+    """Nats per counted token."""
+
+    figures: tuple[str, ...] = ("loss",)
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Labels that count."""
+        return int((micro.labels != IGNORE).sum())
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[1]: nats."""
+        return head.nll_sum(hidden, micro.labels).unsqueeze(0)
+
+
+NEXT_TOKEN = NextToken()

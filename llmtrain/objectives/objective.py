@@ -1,0 +1,38 @@
+"""What a training minimises. An objective is one file beside this one; engines and sessions know no other."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from llmtrain.data.loader import MicroBatch
+from llmtrain.models.head import Head
+
+
+class Objective(Protocol):
+    """Maps a micro-batch to a summed loss, and says what the sum over a global batch is divided by.
+
+    The loss of a step is the sum over all micro-batches of all ranks, divided by their summed weight: it does not
+    depend on how the batch is spread.
+    """
+
+    figures: tuple[str, ...]
+    """Names of what is summed, divided by the same weight and reported: "loss" first, whose gradient is taken."""
+
+    def weight(self, micro: MicroBatch) -> int:
+        """What a micro-batch adds to the divisor: counted tokens, rows, pairs. Of tensors on the host."""
+        ...
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """The figures of a micro-batch, in order: fp32 [figures], on the device.
+
+        In a pipeline the last stage calls it, under ZeRO 3 it runs inside of the head's forward: all that it may know
+        of the model are `head` and `hidden`.
+
+        Args:
+            head: gives likelihoods.
+            hidden: [B, T, H], the decoder's output; this rank's columns of it under sequence parallelism.
+            micro: whole rows on the device. A field of a subclass of MicroBatch arrives here as well.
+        """
+        ...
