@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("llmtrain.init", "write recipes and DeepSpeed files to a folder, to start from"),
     "config": ("llmtrain.check", "check a run's configuration, or show it resolved"),
     "prepare": ("llmtrain.data.prepare", "make a data folder from text, code, jsonl, parquet"),
+    "data": ("llmtrain.data.show", "show rows of prepared conversations, and what of them is counted"),
     "launch": (
         "llmtrain.cluster.launch.command",
         "train on the hosts of a hostfile: start, watch, start again after a fault",

@@ -82,7 +82,7 @@ def _validation_pairs(data: TrainData, total: int) -> tuple[np.ndarray, np.ndarr
 
 def _count(data: TrainData, before: np.ndarray, after: np.ndarray) -> _Counts:
     vocab_size = data.vocab_size
-    keys = np.concatenate([_train_pairs(data, tokens) for tokens in _train_blocks(data)])
+    keys = np.concatenate([_train_pairs(data, *block) for block in _train_blocks(data)])
     unique, times = np.unique(keys, return_counts=True)
     contexts, tokens = unique // vocab_size, unique % vocab_size
     wanted = before * vocab_size + after
@@ -95,28 +95,35 @@ def _count(data: TrainData, before: np.ndarray, after: np.ndarray) -> _Counts:
     )
 
 
-def _train_pairs(data: TrainData, tokens: np.ndarray) -> np.ndarray:
+def _train_pairs(data: TrainData, tokens: np.ndarray, counted: np.ndarray | None) -> np.ndarray:
     """Counted pairs of consecutive tokens as before * vocab_size + after."""
     before, after = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
-    if data.mask_document_starts:
-        counted = before != data.separator_id
-        before, after = before[counted], after[counted]
+    if counted is not None:
+        before, after = before[counted[1:]], after[counted[1:]]
+    elif data.mask_document_starts:
+        inside = before != data.separator_id
+        before, after = before[inside], after[inside]
     return before * data.vocab_size + after
 
 
-def _train_blocks(data: TrainData) -> list[np.ndarray]:
+_Block = tuple[np.ndarray, np.ndarray | None]
+"""Tokens, and which of them are counted if not all are."""
+
+
+def _train_blocks(data: TrainData) -> list[_Block]:
     """Training tokens of every set in the mixture's shares: all there are, or blocks spread evenly over the set."""
     streams = data.streams("train")
     limit = min(_MAX_TRAIN_TOKENS, *(int(s.tokens / share) for s, share in zip(streams, data.shares, strict=True)))
-    blocks: list[np.ndarray] = []
+    blocks: list[_Block] = []
     for stream, share in zip(streams, data.shares, strict=True):
         blocks += _spread(stream, max(2, int(limit * share)))
     return blocks
 
 
-def _spread(stream: TokenStream, wanted: int) -> list[np.ndarray]:
+def _spread(stream: TokenStream, wanted: int) -> list[_Block]:
     if wanted >= stream.tokens:
-        return [stream.read(0, stream.tokens)]
+        return [(stream.read(0, stream.tokens), stream.counted(0, stream.tokens))]
     number = -(-wanted // _BLOCK_TOKENS)
     length = wanted // number
-    return [stream.read((stream.tokens - length) * i // max(1, number - 1), length) for i in range(number)]
+    starts = [(stream.tokens - length) * i // max(1, number - 1) for i in range(number)]
+    return [(stream.read(start, length), stream.counted(start, length)) for start in starts]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from llmtrain.data.manifest import check_vocabulary
-from llmtrain.data.packing import IGNORED, TrainData, positions_of
+from llmtrain.data.packing import IGNORED, TrainData, Window
 from llmtrain.errors import DataError
 
 __all__ = [
@@ -62,29 +62,20 @@ class StepBatch:
     """Global index of the step's first sample, over all ranks."""
 
 
-def _micro_batch(
-    data: TrainData,
-    read: Callable[[int], tuple[np.ndarray, np.ndarray]],
-    indices: list[int],
-    rows: int,
-    pin_memory: bool,
-) -> MicroBatch:
-    """Sequences `indices` as a micro-batch of `rows` >= len(indices) rows; missing rows repeat and do not count."""
-    pairs = [read(index) for index in indices]
-    inputs = torch.from_numpy(np.stack([pairs[min(row, len(pairs) - 1)][0] for row in range(rows)]))
-    labels = torch.from_numpy(np.stack([pairs[min(row, len(pairs) - 1)][1] for row in range(rows)]))
-    labels[len(pairs) :] = IGNORED
-    positions = _positions(data, inputs)
+def _micro_batch(read: Callable[[int], Window], indices: list[int], rows: int, pin_memory: bool) -> MicroBatch:
+    """Sequences `indices` as a micro-batch of `rows` rows; missing rows, or all, repeat another and do not count."""
+    windows = [read(index) for index in indices or [0]]
+    windows += windows[-1:] * (rows - len(windows))
+    inputs = torch.from_numpy(np.stack([window.inputs for window in windows]))
+    labels = torch.from_numpy(np.stack([window.labels for window in windows]))
+    labels[len(indices) :] = IGNORED
+    positions = None
+    if windows[0].positions is not None:
+        positions = torch.from_numpy(np.stack([window.positions for window in windows if window.positions is not None]))
     if pin_memory:
         inputs, labels = inputs.pin_memory(), labels.pin_memory()
         positions = None if positions is None else positions.pin_memory()
     return MicroBatch(inputs=inputs, labels=labels, sample_indices=indices, positions=positions)
-
-
-def _positions(data: TrainData, inputs: torch.Tensor) -> torch.Tensor | None:
-    if not data.isolate_documents:
-        return None
-    return torch.from_numpy(positions_of(inputs.numpy(), data.separator_id))
 
 
 class TrainLoader:
@@ -162,7 +153,7 @@ class TrainLoader:
         for m in range(self._accumulation):
             first = first_index + (m * self._data_parallel + self._rank) * b
             indices = list(range(first, first + b))
-            micro_batches.append(_micro_batch(self._data, self._data.sequence, indices, b, self._pin_memory))
+            micro_batches.append(_micro_batch(self._data.window_at, indices, b, self._pin_memory))
         return StepBatch(micro_batches=micro_batches, first_index=first_index)
 
     def _read_ahead(self, index: int) -> None:
@@ -209,10 +200,4 @@ def _validation_batches(
     for start in range(0, total, micro_batch * data_parallel):
         first = start + rank * micro_batch
         indices = list(range(first, min(first + micro_batch, total)))
-        if indices:
-            yield _micro_batch(data, data.validation_sequence, indices, micro_batch, pin_memory)
-        else:  # nothing left for this rank: the first sequence once more, not counted
-            inputs = torch.from_numpy(data.validation_sequence(0)[0]).repeat(micro_batch, 1)
-            uncounted = torch.full_like(inputs, IGNORED)
-            positions = _positions(data, inputs)
-            yield MicroBatch(inputs=inputs, labels=uncounted, sample_indices=[], positions=positions)
+        yield _micro_batch(data.validation_window_at, indices, micro_batch, pin_memory)

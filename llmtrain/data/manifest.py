@@ -33,6 +33,8 @@ class Shard:
     documents: int
     xxh3: str
     """xxh3_64 of the file's bytes, in hexadecimal."""
+    rows: str = ""
+    """Of conversations: xxh3_64 of the file beside it, which says where rows begin and what is counted (shards.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +67,18 @@ class Manifest:
     """What `llmtrain prepare` was asked for."""
     shards: dict[str, tuple[Shard, ...]]
     """Shards per split, in order."""
+    chat: dict[str, Any] | None = None
+    """Of conversations, each of which is a row (a document): `counted` tokens per split, tokens of the `longest` row,
+    the `stop_tokens` that end an answer. Nothing stands between rows."""
 
 
 def data_fingerprint(
     dtype: str, vocab_size: int, separator_id: int, tokenizer: str, shards: dict[str, tuple[Shard, ...]]
 ) -> str:
     parts = [dtype, vocab_size, separator_id, tokenizer]
-    listed = [[split, shard.tokens, shard.xxh3] for split in SPLITS for shard in shards[split]]
+    listed = [
+        [split, shard.tokens, shard.xxh3, *filter(None, [shard.rows])] for split in SPLITS for shard in shards[split]
+    ]
     return xxhash.xxh3_128_hexdigest(json.dumps([VERSION, parts, listed]).encode())
 
 
@@ -99,6 +106,10 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(shards=shards, **values)  # type: ignore[arg-type]  # keys are checked by the constructor
         if any(type(number) is not int for number in (manifest.vocab_size, manifest.separator_id, manifest.rejected)):
             raise ValueError("a number in it is no whole number")
+        if manifest.chat is not None and type(manifest.chat["longest"]) is not int:
+            raise ValueError("its longest row is no whole number")
+        if any(bool(shard.rows) != (manifest.chat is not None) for split in SPLITS for shard in shards[split]):
+            raise ValueError("some of its shards are of conversations, and some are not")
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: is not a manifest of prepared data ({error}); prepare the folder again") from error

@@ -1,7 +1,8 @@
-"""Prepared folders as training sequences: fixed windows over the token streams, in a reproducible order.
+"""Prepared folders as training sequences: windows over the token streams, in a reproducible order.
 
-Documents are packed end to end, each followed by the separator. Window i of a split is its tokens
+Texts are packed end to end, each followed by the separator. Window i of a split is its tokens
 [i*T, i*T + T + 1): inputs are the first T, labels the last T, so labels are already shifted by one.
+A window of conversations holds whole rows, by best fit, each isolated from the others and from the padding at its end.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from llmtrain.config.run import DataConfig
-from llmtrain.data.manifest import Manifest, Split
+from llmtrain.data.bestfit import best_fit
+from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.mixture import Mixture
 from llmtrain.data.order import permute
 from llmtrain.data.shards import PreparedSet, TokenStream
@@ -49,13 +52,65 @@ def windows_in(tokens: int, sequence_length: int) -> int:
     return max(0, (tokens - 1) // sequence_length)
 
 
+class Window(NamedTuple):
+    """A sequence for the model, int64 [T] each."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    """Already shifted; -100 is not counted."""
+    positions: np.ndarray | None
+    """Of each token in its document; None: the sequence is one text."""
+
+
+class _Texts:
+    """Windows over documents that lie end to end."""
+
+    def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int) -> None:
+        self.stream, self._config, self._separator_id = stream, config, separator_id
+        self.count = windows_in(stream.tokens, config.sequence_length)
+
+    def read(self, index: int) -> Window:
+        length = self._config.sequence_length
+        tokens = self.stream.read(index * length, length + 1)
+        inputs, labels = labels_of(tokens, self._separator_id, self._config.mask_document_starts)
+        if not self._config.isolate_documents:
+            return Window(inputs, labels, None)
+        return Window(inputs, labels, positions_of(inputs[None], self._separator_id)[0])
+
+
+class _Conversations:
+    """Windows of whole rows; the separator fills what no row does."""
+
+    def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int) -> None:
+        self.stream, self._length, self._separator_id = stream, config.sequence_length, separator_id
+        self._lengths = stream.row_lengths()
+        self._starts = np.cumsum(self._lengths) - self._lengths
+        self._order, self._first = best_fit(self._lengths, self._length)
+        self.count = len(self._first) - 1
+
+    def read(self, index: int) -> Window:
+        inputs = np.full(self._length, self._separator_id, dtype=np.int64)
+        labels = np.full(self._length, IGNORED, dtype=np.int64)
+        positions = np.arange(self._length)
+        at = 0
+        for row in self._order[self._first[index] : self._first[index + 1]]:
+            start, end = int(self._starts[row]), at + int(self._lengths[row])
+            inputs[at:end] = self.stream.read(start, end - at)
+            counted = self.stream.counted(start + 1, end - at - 1)
+            assert counted is not None
+            labels[at : end - 1] = np.where(counted, inputs[at + 1 : end], IGNORED)
+            positions[end:] -= end - at
+            at = end
+        return Window(inputs, labels, positions)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Member:
     """One prepared set of the mixture."""
 
     prepared: PreparedSet
-    train: TokenStream
-    validation: TokenStream
+    train: _Texts | _Conversations
+    validation: _Texts | _Conversations
 
 
 class TrainData:
@@ -79,7 +134,7 @@ class TrainData:
             raise DataError(f"data.sequence_length {config.sequence_length}: must be at least 1")
         self._config = config
         self._mixture = Mixture(list(weights.values()))
-        self._members = [_open_member(Path(folder)) for folder in weights]
+        self._members = [_open_member(Path(folder), config) for folder in weights]
         self._check_members()
         self.sequence_length = config.sequence_length
         self.mask_document_starts = config.mask_document_starts
@@ -90,9 +145,8 @@ class TrainData:
         self.vocab_size: int = self.manifests[0].vocab_size
         self.separator_id: int = self.manifests[0].separator_id
         self.tokenizer_dir: Path = self._members[0].prepared.tokenizer_dir
-        length = config.sequence_length
-        self._windows = [windows_in(member.train.tokens, length) for member in self._members]
-        self._validation_windows = [windows_in(member.validation.tokens, length) for member in self._members]
+        self._windows = [member.train.count for member in self._members]
+        self._validation_windows = [member.validation.count for member in self._members]
         self.sequences_per_epoch: int = min(
             int(windows / share) for windows, share in zip(self._windows, self.shares, strict=True)
         )
@@ -111,9 +165,9 @@ class TrainData:
                     f"data.mixture: {other.folder} and {first.folder} were prepared with different tokenizers; "
                     f"prepare one again with --tokenizer {first.tokenizer_dir}"
                 )
-            if windows_in(member.train.tokens, self._config.sequence_length) == 0:
+            if member.train.count == 0:
                 raise DataError(
-                    f"{other.folder}: its {member.train.tokens} training tokens do not fill one sequence of "
+                    f"{other.folder}: its {member.train.stream.tokens} training tokens do not fill one sequence of "
                     f"data.sequence_length {self._config.sequence_length}; lower that, or prepare more text"
                 )
 
@@ -138,36 +192,57 @@ class TrainData:
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, labels), int64 [T] each, of training sequence `index` >= 0."""
+        return self.window_at(index)[:2]
+
+    def window_at(self, index: int) -> Window:
+        """Training sequence `index` >= 0."""
         member, own_index = self._mixture.locate(index)
         epoch, position = divmod(own_index, self._windows[member])
         window = permute(self._windows[member], self._config.seed, epoch, member, position)
-        return self._window(self._members[member].train, window)
+        return self._read(self._members[member].train, window)
 
     def validation_sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels), int64 [T] each, of validation sequence `index` < validation_sequences.
+        """(inputs, labels), int64 [T] each, of validation sequence `index` < validation_sequences."""
+        return self.validation_window_at(index)[:2]
+
+    def validation_window_at(self, index: int) -> Window:
+        """Validation sequence `index` < validation_sequences.
 
         The order is fixed, whatever the run's seed, and shuffled: so the first few hundred stand for all of them
         and not for the first shard.
         """
         member, position = self._mixture.locate(index)
         window = permute(self._validation_windows[member], 0, 0, member, position)
-        return self._window(self._members[member].validation, window)
+        return self._read(self._members[member].validation, window)
 
     def streams(self, split: Split) -> list[TokenStream]:
         """The token stream of each set of the mixture."""
-        return [member.train if split == "train" else member.validation for member in self._members]
+        return [(member.train if split == "train" else member.validation).stream for member in self._members]
 
-    def _window(self, stream: TokenStream, window: int) -> tuple[np.ndarray, np.ndarray]:
-        tokens = stream.read(window * self.sequence_length, self.sequence_length + 1)
-        if (largest := int(tokens.max())) >= self.vocab_size:
+    def _read(self, windows: _Texts | _Conversations, index: int) -> Window:
+        window = windows.read(index)
+        if (largest := int(max(window.inputs.max(), window.labels.max()))) >= self.vocab_size:
             # A wrong id would read past the embedding: on a GPU an assertion that kills the process without a name.
             raise DataError(
                 f"{self.tokenizer_dir.parent}: holds the id {largest}, outside the vocabulary [0, {self.vocab_size}): "
                 "a shard is damaged; copy the folder again, or delete it and prepare it again"
             )
-        return labels_of(tokens, self.separator_id, self.mask_document_starts)
+        return window
 
 
-def _open_member(folder: Path) -> _Member:
+def _open_member(folder: Path, config: DataConfig) -> _Member:
     prepared = PreparedSet(folder)
-    return _Member(prepared=prepared, train=prepared.split("train"), validation=prepared.split("validation"))
+    kind, chat = _Texts if prepared.manifest.chat is None else _Conversations, prepared.manifest.chat
+    if chat is not None and not config.isolate_documents:
+        raise DataError(
+            f"data.isolate_documents is false, and {folder} holds conversations: those that share a sequence would "
+            "read each other; set data.isolate_documents to true"
+        )
+    if chat is not None and chat["longest"] > config.sequence_length:
+        raise DataError(
+            f"data.sequence_length {config.sequence_length}: the longest row of {folder} has {chat['longest']} tokens, "
+            f"and none is cut here; raise it, or prepare the data with --max-tokens {config.sequence_length}"
+        )
+    separator_id = prepared.manifest.separator_id
+    train, validation = (kind(prepared.split(split), config, separator_id) for split in SPLITS)
+    return _Member(prepared=prepared, train=train, validation=validation)

@@ -7,7 +7,6 @@ A killed run continues where it was: `unfinished/` holds the plan and a record o
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -25,11 +24,14 @@ import xxhash
 from llmtrain import completion, log, units
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize
+from llmtrain.data.chat import ChatOptions
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
+from llmtrain.data.options import options
 from llmtrain.data.pool import run_units
 from llmtrain.data.progress import Progress
 from llmtrain.data.records import Document, Rejection, read_piece
 from llmtrain.data.settings import PrepareSettings
+from llmtrain.data.shards import rows_path
 from llmtrain.data.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
 from llmtrain.data.split import cut_above
 from llmtrain.data.worker import UNFINISHED, WorkerSettings, unit_record_path, write_held_out
@@ -105,7 +107,8 @@ def _make_tokenizer(settings: PrepareSettings, work: list[Unit], out: Path) -> N
         return
     if settings.tokenizer is not None:
         tokenize.Encoder(Path(settings.tokenizer))  # refuse it before anything is written
-        tokenize.copy_tokenizer(Path(settings.tokenizer), folder)
+        template = None if settings.chat_template is None else Path(settings.chat_template)
+        tokenize.copy_tokenizer(Path(settings.tokenizer), folder, template)
         return
     assert settings.vocab_size is not None
     started = time.monotonic()
@@ -154,8 +157,10 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path) -> list[dict[st
         field=settings.field,
         max_document_bytes=settings.max_document_bytes,
         validation_fraction=settings.fraction,
-        cut_bytes=cut_above(settings.fraction, sum(unit.bytes for unit in work)),
+        # No part of a conversation goes to the other side.
+        cut_bytes=sys.maxsize if settings.chat else cut_above(settings.fraction, sum(unit.bytes for unit in work)),
         reject_limit=settings.max_rejected + _LISTED,
+        chat=settings.chat,
     )
     progress = Progress(sum(unit.bytes for unit in work), sum(unit.bytes for unit in work if unit.index in records))
 
@@ -184,6 +189,8 @@ def _finished(out: Path, unit: Unit, item_size: int) -> dict[str, Any] | None:
     for entry in filter(None, record["shards"].values()):
         shard = out / entry["file"]
         if not shard.exists() or shard.stat().st_size != entry["tokens"] * item_size:
+            return None
+        if "rows" in entry and not rows_path(shard).exists():
             return None
     return record
 
@@ -261,7 +268,18 @@ def _manifest(
         },
         settings=plan["settings"],
         shards=shards,
+        chat=None if settings.chat is None else _chat(settings.chat, records),
     )
+
+
+def _chat(options: ChatOptions, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest's `chat`."""
+    return {
+        "counted": {split: sum(record["chat"][split]["counted"] for record in records) for split in SPLITS},
+        "longest": max(record["chat"][split]["longest"] for record in records for split in SPLITS),
+        "too_long": sum(record["too_long"] for record in records),
+        "stop_tokens": list(options.stop_tokens),
+    }
 
 
 def _check_splits(settings: PrepareSettings, tokens: dict[str, int], documents: int, lowest_draw: float) -> None:
@@ -297,6 +315,10 @@ def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
     )
     whose = "its end" if manifest.cut == 1 else "their ends"
     cut = f"; {units.count(manifest.cut)} cut to have {whose} in validation" if manifest.cut else ""
+    if manifest.chat is not None:
+        counted, done = sum(manifest.chat["counted"].values()), manifest.settings["too_long"]
+        cut = f"; {units.count(counted)} tokens counted ({counted / total:.1%}), longest row {manifest.chat['longest']}"
+        cut += f", {manifest.chat['too_long']} too long: {done}" if manifest.chat["too_long"] else ""
     return (
         f"{out}: {splits}{cut}; vocabulary {manifest.vocab_size} ({manifest.dtype}), {manifest.rejected} rejected, "
         f"{units.duration(elapsed_s)}"
@@ -306,59 +328,14 @@ def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
 # --- the command line -----------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="llmtrain prepare",
-        description="Tokenize a corpus into memory-mapped shards with a train and a validation split.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add(
-        "--source",
-        nargs="+",
-        required=True,
-        default=argparse.SUPPRESS,
-        metavar="SOURCE",
-        help="files, folders or globs (text, code, jsonl, parquet; .gz and .zst too), a saved `datasets` folder, "
-        "or stdlib: the running Python's own standard library",
-    )
-    add("--out", required=True, default=argparse.SUPPRESS, metavar="FOLDER", help="the prepared folder")
-    given = "Hugging Face folder with a tokenizer.json"
-    add("--tokenizer", default=argparse.SUPPRESS, metavar="FOLDER", help=given)
-    trained = "train a byte-level BPE of N tokens on the source instead"
-    add("--vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help=trained)
-    add("--field", default="text", help="the field (jsonl) or column (parquet, datasets) that holds the text")
-    add("--format", default="auto", choices=["auto", "text", "jsonl", "parquet"], help="auto: by the file name")
-    add(
-        "--validation-fraction",
-        type=float,
-        metavar="F",
-        default=argparse.SUPPRESS,
-        help="share of --source held out for validation (default: 0.05); 0: none, for runs with train.eval off",
-    )
-    add(
-        "--validation-source",
-        nargs="+",
-        default=argparse.SUPPRESS,
-        metavar="SOURCE",
-        help="take validation from these instead (as --source; a file or document in both is for validation alone)",
-    )
-    add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="a longer document is rejected")
-    shard = "input bytes per shard (default: a 64th, 1 to 256 MiB)"
-    add("--shard-bytes", type=int, default=argparse.SUPPRESS, metavar="N", help=shard)
-    add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
-    all_cores = "worker processes (default: all cores)"
-    add("--processes", type=int, default=argparse.SUPPRESS, metavar="N", help=all_cores)
-    return parser
-
-
 def main(argv: list[str]) -> int:
     """`llmtrain prepare`: returns the exit code; a user's mistake is one message on standard error."""
-    parser = _parser()
+    parser = options()
     completion.offer(parser)
     values = vars(parser.parse_args(argv))
     sources, validation = tuple(values.pop("source")), tuple(values.pop("validation_source", ()))
-    settings = PrepareSettings(sources=sources, validation_sources=validation, **values)
+    stops = tuple(values.pop("stop_token", ()))
+    settings = PrepareSettings(sources=sources, validation_sources=validation, stop_tokens=stops, **values)
 
     def stop(signum: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -48,8 +48,11 @@ class Rejection:
         return f"{self.file}, {self.unit} {self.number}: {self.reason}"
 
 
-def read_piece(piece: Piece, field: str, max_bytes: int) -> Iterator[Document | Rejection]:
-    """The documents of `piece`. Raises DataError when the file cannot be opened at all (gone, no permission)."""
+def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
+    """The documents of `piece`: what `field` holds, or with None whole records, as JSON objects.
+
+    Raises: DataError, when the file cannot be opened at all (gone, no permission).
+    """
     reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "arrow": _read_arrow}[piece.kind]
     lines_before: int | None = None
     try:
@@ -71,7 +74,9 @@ def reject(piece: Piece, document: Document, reason: str) -> Rejection:
     return Rejection(piece.label, unit, before + document.number, reason)
 
 
-def _check(value: object, piece: Piece, unit: str, number: int, max_bytes: int, field: str) -> Document | Rejection:
+def _check(
+    value: object, piece: Piece, unit: str, number: int, max_bytes: int, field: str | None
+) -> Document | Rejection:
     if not isinstance(value, str):
         kind = "null" if value is None else type(value).__name__
         return Rejection(piece.label, unit, number, f"field {field!r} is {kind}, not a string")
@@ -155,7 +160,7 @@ def _broken(error: Exception) -> str | None:
 # --- text: one document a file --------------------------------------------------------------------
 
 
-def _read_text(piece: Piece, field: str, max_bytes: int) -> Iterator[Document | Rejection]:
+def _read_text(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
     with _open(piece.path) as stream:
         try:
             data = stream.read(max_bytes + 1)
@@ -179,7 +184,7 @@ def _read_text(piece: Piece, field: str, max_bytes: int) -> Iterator[Document | 
 # --- jsonl: one object a line ---------------------------------------------------------------------
 
 
-def _read_jsonl(piece: Piece, field: str, max_bytes: int) -> Iterator[Document | Rejection]:
+def _read_jsonl(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
     # JSON may spell a character in six bytes (\u00e9), and a record has other fields: such a line still fits.
     limit = 6 * max_bytes + _CHUNK
     number = 0
@@ -204,7 +209,7 @@ def _read_jsonl(piece: Piece, field: str, max_bytes: int) -> Iterator[Document |
         yield Rejection(piece.label, "line", 1, "empty file")
 
 
-def _parse(line: bytes, piece: Piece, number: int, field: str, max_bytes: int) -> Document | Rejection:
+def _parse(line: bytes, piece: Piece, number: int, field: str | None, max_bytes: int) -> Document | Rejection:
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -213,6 +218,8 @@ def _parse(line: bytes, piece: Piece, number: int, field: str, max_bytes: int) -
         return Rejection(piece.label, "line", number, f"broken JSON ({error})")
     if not isinstance(record, dict):
         return Rejection(piece.label, "line", number, f"a JSON {type(record).__name__}, not an object")
+    if field is None:
+        return _check(json.dumps(record, ensure_ascii=False), piece, "line", number, max_bytes, field)
     if field not in record:
         names = ", ".join(sorted(record)[:8]) or "none"
         return Rejection(piece.label, "line", number, f"no field {field!r} (its fields: {names}); see --field")
@@ -267,7 +274,7 @@ def _no_column(piece: Piece, field: str, names: list[str]) -> Rejection:
     return Rejection(piece.label, "row", 0, f"no field {field!r} in the whole file (its fields: {found}); see --field")
 
 
-def _read_parquet(piece: Piece, field: str, max_bytes: int) -> Iterator[Document | Rejection]:
+def _read_parquet(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
     import pyarrow
     import pyarrow.parquet
 
@@ -275,15 +282,16 @@ def _read_parquet(piece: Piece, field: str, max_bytes: int) -> Iterator[Document
     try:
         with pyarrow.parquet.ParquetFile(piece.path) as file:
             row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-            if field not in file.schema_arrow.names:
+            if field is not None and field not in file.schema_arrow.names:
                 yield _no_column(piece, field, file.schema_arrow.names)
                 return
             if file.metadata.num_rows == 0:
                 yield Rejection(piece.label, "row", 0, "empty file")
                 return
             groups = list(range(piece.start, piece.stop))
-            for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[field], use_threads=False):
-                for value in _values(batch.column(0)):
+            columns = None if field is None else [field]
+            for batch in file.iter_batches(_ROWS, row_groups=groups, columns=columns, use_threads=False):
+                for value in _values(batch, field):
                     yield _check(value, piece, "row", row, max_bytes, field)
                     row += 1
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
@@ -292,13 +300,13 @@ def _read_parquet(piece: Piece, field: str, max_bytes: int) -> Iterator[Document
         yield Rejection(piece.label, "row", row, f"truncated or corrupt parquet ({_first_line(error)})")
 
 
-def _read_arrow(piece: Piece, field: str, max_bytes: int) -> Iterator[Document | Rejection]:
+def _read_arrow(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
     import pyarrow
 
     row = 0
     try:
         with pyarrow.memory_map(piece.path) as stream, pyarrow.ipc.open_stream(stream) as reader:
-            if field not in reader.schema.names:
+            if field is not None and field not in reader.schema.names:
                 yield _no_column(piece, field, reader.schema.names)
                 return
             for index, batch in enumerate(reader):
@@ -307,9 +315,8 @@ def _read_arrow(piece: Piece, field: str, max_bytes: int) -> Iterator[Document |
                 if index < piece.start:
                     row += batch.num_rows
                     continue
-                column = batch.column(field)
-                for start in range(0, len(column), _ROWS):
-                    for value in _values(column.slice(start, _ROWS)):
+                for start in range(0, batch.num_rows, _ROWS):
+                    for value in _values(batch.slice(start, _ROWS), field):
                         yield _check(value, piece, "row", row, max_bytes, field)
                         row += 1
     except (OSError, pyarrow.ArrowException) as error:
@@ -318,13 +325,21 @@ def _read_arrow(piece: Piece, field: str, max_bytes: int) -> Iterator[Document |
         yield Rejection(piece.label, "row", row, f"truncated or corrupt Arrow file ({_first_line(error)})")
 
 
-def _values(column: Any) -> Iterator[object]:
-    """The column's values; one string that is not UTF-8 must not take the other rows with it."""
-    for scalar in column:
+def _values(batch: Any, field: str | None) -> Iterator[object]:
+    """The column's values, or whole rows; one string that is not UTF-8 must not take the other rows with it."""
+    for scalar in batch.to_struct_array() if field is None else batch.column(field):
         try:
-            yield scalar.as_py()
+            value = scalar.as_py()
+            yield value if field is not None else json.dumps(_without_nulls(value), ensure_ascii=False, default=repr)
         except UnicodeDecodeError:
             yield "\udcff"  # a lone surrogate: `_check` rejects the row as invalid Unicode
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys whose value is null, at any depth: Arrow gives every record the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _first_line(error: Exception) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from llmtrain.data import tokenize
+from llmtrain.data.chat import ChatOptions
 from llmtrain.errors import DataError
 
 
@@ -28,6 +31,25 @@ class PrepareSettings:
     shard_bytes: int | None = None
     max_rejected: int = 0
     processes: int | None = None
+    chat_template: str | None = None
+    """With the format chat: a file instead of the tokenizer's own template."""
+    count: str = "assistant"
+    max_tokens: int | None = None
+    too_long: str = "reject"
+    stop_tokens: tuple[str, ...] = ()
+
+    @property
+    def chat(self) -> ChatOptions | None:
+        """How conversations become rows; None for text. Raises DataError when the tokenizer's files cannot be read."""
+        if self.format != "chat":
+            return None
+        return ChatOptions(
+            field="messages" if self.field == "text" else self.field,
+            stop_tokens=tokenize.stop_tokens(Path(str(self.tokenizer)), self.stop_tokens),
+            count=self.count,  # type: ignore[arg-type]  # argparse has checked it
+            max_tokens=self.max_tokens,
+            too_long=self.too_long,  # type: ignore[arg-type]
+        )
 
     @property
     def fraction(self) -> float:
@@ -48,7 +70,12 @@ class PrepareSettings:
             "shard_bytes": self.shard_bytes,
         }
         if self.tokenizer is not None:
-            return {**values, "tokenizer": tokenize.fingerprint(Path(self.tokenizer))}
+            values["tokenizer"] = tokenize.fingerprint(Path(self.tokenizer))
+            if (chat := self.chat) is not None:
+                template = tokenize.chat_template(Path(self.tokenizer), self.chat_template)
+                values |= {**asdict(chat), "stop_tokens": list(chat.stop_tokens)}
+                values["chat_template"] = xxhash.xxh3_128_hexdigest(template.encode())
+            return values
         return {**values, "vocab_size": self.vocab_size}
 
     def check(self) -> None:
@@ -57,6 +84,15 @@ class PrepareSettings:
             raise DataError(
                 "give exactly one of --tokenizer FOLDER (a Hugging Face tokenizer) and --vocab-size N (train one here)"
             )
+        if self.format == "chat" and self.tokenizer is None:
+            raise DataError("--format chat needs --tokenizer FOLDER: a chat model's, or any with --chat-template FILE")
+        given = [name for name in ("chat_template", "max_tokens", "stop_tokens") if getattr(self, name)]
+        given += [name for name in ("count", "too_long") if getattr(self, name) != getattr(type(self), name)]
+        if given and self.format != "chat":
+            option = {"stop_tokens": "stop-token"}.get(given[0], given[0].replace("_", "-"))
+            raise DataError(f"--{option}: is for conversations; add --format chat")
+        if self.too_long != "reject" and self.max_tokens is None:
+            raise DataError(f"--too-long {self.too_long}: say with --max-tokens N which row is too long")
         if self.vocab_size is not None and self.vocab_size < tokenize.LEAST_VOCABULARY:
             raise DataError(
                 f"--vocab-size {self.vocab_size}: a byte-level BPE needs at least {tokenize.LEAST_VOCABULARY} (256 "
@@ -69,9 +105,9 @@ class PrepareSettings:
             )
         if not 0 <= self.fraction < 1:
             raise DataError(f"--validation-fraction {self.validation_fraction}: must be at least 0 and below 1")
-        for name in ("max_document_bytes", "shard_bytes", "processes"):
+        for name, least in (("max_document_bytes", 1), ("shard_bytes", 1), ("processes", 1), ("max_tokens", 2)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise DataError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+            if value is not None and value < least:
+                raise DataError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
         if self.max_rejected < 0:
             raise DataError(f"--max-rejected {self.max_rejected}: must be at least 0")

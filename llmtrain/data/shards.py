@@ -1,4 +1,8 @@
-"""A prepared folder as token streams: shards are mapped into memory, and reads cross their borders."""
+"""A prepared folder as token streams: shards are mapped into memory, and reads cross their borders.
+
+Beside each shard of conversations lies a file of rows: the rows' lengths in tokens, uint32 each, and then a bit for
+each token, eight a byte, the first one highest: whether it is counted.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,17 @@ from llmtrain.data.manifest import SPLITS, Shard, Split, read_manifest
 from llmtrain.errors import DataError
 
 
+def rows_path(shard: Path) -> Path:
+    """Of the file beside a shard of conversations."""
+    return shard.with_suffix(".rows")
+
+
 class TokenStream:
     """The tokens of one split, shard after shard. Reading maps pages in; nothing is held in memory."""
 
     def __init__(self, folder: Path, shards: tuple[Shard, ...], dtype: np.dtype) -> None:
         self._paths = [folder / shard.file for shard in shards]
+        self._rows = [shard.documents for shard in shards if shard.rows]
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
         self._maps: list[np.ndarray | None] = [None] * len(shards)
         self._dtype = dtype
@@ -38,6 +48,36 @@ class TokenStream:
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, dtype=self._dtype)
+
+    def counted(self, start: int, length: int) -> np.ndarray | None:
+        """Whether tokens [start, start + length) are counted, bool [length]; None where all are, in texts."""
+        if not self._rows:
+            return None
+        parts = [np.empty(0, dtype=bool)]
+        while length > 0:
+            index = bisect_right(self._starts, start) - 1
+            offset = start - self._starts[index]
+            size = min(length, self._starts[index + 1] - start)
+            first = 4 * self._rows[index] + offset // 8
+            last = 4 * self._rows[index] + (offset + size + 7) // 8
+            bits = np.unpackbits(np.memmap(rows_path(self._paths[index]), np.uint8, "r")[first:last])
+            parts.append(bits[offset % 8 : offset % 8 + size].astype(bool))
+            start, length = start + size, length - size
+        return np.concatenate(parts)
+
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of each row, int64 [rows]. Of conversations only. Raises DataError when they are not the stream's."""
+        parts = [
+            np.fromfile(rows_path(path), dtype="<u4", count=rows).astype(np.int64)
+            for path, rows in zip(self._paths, self._rows, strict=True)
+        ]
+        for index, lengths in enumerate(parts):
+            if lengths.sum() != self._starts[index + 1] - self._starts[index] or not lengths.all():
+                raise DataError(
+                    f"{rows_path(self._paths[index])}: its rows are not those of the shard beside it: one is damaged; "
+                    "copy the folder again, or delete it and prepare it again"
+                )
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def _map(self, index: int) -> np.ndarray:
         mapped = self._maps[index]
@@ -66,12 +106,17 @@ class PreparedSet:
         """Read every shard and compare its checksum and its largest id with the manifest. Raises DataError."""
         for split in SPLITS:
             for shard in self.manifest.shards[split]:
-                data = np.memmap(self.folder / shard.file, dtype=self.dtype, mode="r")
-                if xxhash.xxh3_64(data.data).hexdigest() != shard.xxh3:
-                    raise DataError(
-                        f"{self.folder / shard.file}: its checksum is not that of {self.folder}/manifest.json: the "
-                        "file is damaged; copy it again, or delete the folder and prepare it again"
-                    )
+                path = self.folder / shard.file
+                data = np.memmap(path, dtype=self.dtype, mode="r")
+                files = {path: (data, shard.xxh3)}
+                if shard.rows:
+                    files[rows_path(path)] = np.memmap(rows_path(path), dtype=np.uint8, mode="r"), shard.rows
+                for file, (content, wanted) in files.items():
+                    if xxhash.xxh3_64(content.data).hexdigest() != wanted:
+                        raise DataError(
+                            f"{file}: its checksum is not that of {self.folder}/manifest.json: the file is damaged; "
+                            "copy it again, or delete the folder and prepare it again"
+                        )
                 if (largest := int(data.max())) >= self.manifest.vocab_size:
                     raise DataError(
                         f"{self.folder / shard.file}: holds the id {largest}, outside the vocabulary "
@@ -80,8 +125,11 @@ class PreparedSet:
 
     def _check_size(self, shard: Shard) -> None:
         path = self.folder / shard.file
-        expected = shard.tokens * self.dtype.itemsize
-        found = path.stat().st_size if path.is_file() else None
-        if found != expected:
-            state = "is missing" if found is None else f"has {found} bytes, the manifest says {expected}"
-            raise DataError(f"{path}: {state}; copy the folder again, or delete it and prepare it again")
+        wanted = {path: shard.tokens * self.dtype.itemsize}
+        if shard.rows:
+            wanted[rows_path(path)] = 4 * shard.documents + (shard.tokens + 7) // 8
+        for path, expected in wanted.items():
+            found = path.stat().st_size if path.is_file() else None
+            if found != expected:
+                state = "is missing" if found is None else f"has {found} bytes, the manifest says {expected}"
+                raise DataError(f"{path}: {state}; copy the folder again, or delete it and prepare it again")

@@ -83,8 +83,8 @@ class Unit:
 def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--source") -> list[SourceFile]:
     """All input files of `sources`, each once, in an order that only their names decide.
 
-    `form` is auto (the file name decides), text, jsonl or parquet. Raises DataError, which names `option`, for a source
-    that is not there.
+    `form` is auto (the file name decides), text, jsonl, parquet, or chat (parquet by the name, else jsonl). Raises
+    DataError, which names `option`, for a source that is not there.
     """
     found: dict[str, SourceFile] = {}
     for source in sources:
@@ -136,9 +136,11 @@ def _file(path: str, label: str, kind: Kind) -> SourceFile:
 
 
 def _kind(path: str, form: str) -> Kind:
+    name = os.path.basename(path).lower()
+    if form == "chat":
+        return "parquet" if name.endswith(".parquet") else "jsonl"
     if form != "auto":
         return form  # type: ignore[return-value]  # argparse has checked it
-    name = os.path.basename(path).lower()
     if name.endswith(".parquet"):
         return "parquet"
     bare = name.removesuffix(".gz").removesuffix(".zst")

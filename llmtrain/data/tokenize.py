@@ -16,13 +16,14 @@ from llmtrain import foreign
 from llmtrain.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
+_TEMPLATE = "chat_template.jinja"
 # Everything a Hugging Face folder may hold that belongs to its tokenizer, and nothing that is code.
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    _TEMPLATE,
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
@@ -70,14 +71,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     _write_folder(folder, write)
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer files of a Hugging Face folder. Raises DataError when it has no tokenizer.json."""
+def copy_tokenizer(source: Path, folder: Path, chat_template: Path | None = None) -> None:
+    """Copy the tokenizer files of a Hugging Face folder. Raises DataError when it has no tokenizer.json.
+
+    `chat_template`: a file with the template to use instead of the folder's own.
+    """
     _require(source)
 
     def write(target: Path) -> None:
         for name in _FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, target / name)
+        if chat_template is not None:
+            shutil.copyfile(chat_template, target / _TEMPLATE)
 
     _write_folder(folder, write)
 
@@ -143,6 +149,41 @@ def named_token(folder: Path, role: str) -> str | None:
     return None
 
 
+def chat_template(folder: Path, file: str | None) -> str:
+    """The template in `file`, or the folder's own as it stands in its files. Raises DataError when there is none."""
+    path = folder / _TEMPLATE if file is None else Path(file)
+    try:
+        if path.is_file() or file is not None:
+            return path.read_text()
+        path = folder / "tokenizer_config.json"
+        own = foreign.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{path}: no chat template can be read from it ({error})") from error
+    if not own:
+        raise DataError(
+            f"--tokenizer {folder}: it has no chat template, which says how a conversation is written; give the "
+            "tokenizer of a chat model, or --chat-template FILE"
+        )
+    return own if isinstance(own, str) else json.dumps(own)
+
+
+def stop_tokens(folder: Path, named: tuple[str, ...]) -> tuple[str, ...]:
+    """Texts of the tokens where generation stops: the tokenizer's eos_token, what the model's files beside it name as
+    eos_token_id, and `named`. Raises DataError when a file cannot be read."""
+    from tokenizers import Tokenizer
+
+    tokens = [separator_token(folder)]
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        try:
+            ids = foreign.loads(path.read_bytes(), infinite=True).get("eos_token_id") if path.is_file() else None
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}: is not a JSON object ({error}); correct it") from error
+        if numbers := [number for number in (ids if isinstance(ids, list) else [ids]) if type(number) is int]:
+            read = Tokenizer.from_file(str(_require(folder)))
+            tokens += [token for number in numbers if (token := read.id_to_token(number))]
+    return tuple(dict.fromkeys((*tokens, *named)))
+
+
 def separator_token(folder: Path) -> str:
     """The text of the token that ends a document: the tokenizer's eos_token. DataError when it names none."""
     token = named_token(folder, "eos_token")
@@ -185,6 +226,9 @@ class Encoder:
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(max(ids) + 1, len(ids))
         self.dtype = dtype_for(self.vocab_size)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special = {number for number, token in added.items() if token.special}
+        """Ids of the tokens that stand for no text."""
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of each text, without any special token; dtype [tokens] is `self.dtype`."""

@@ -20,8 +20,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from llmtrain.data.chat import ChatEncoder, ChatOptions, Row
 from llmtrain.data.manifest import SPLITS, Split
+from llmtrain.data.messages import RefusedError
 from llmtrain.data.records import Document, Rejection, read_piece, reject
+from llmtrain.data.shards import rows_path
 from llmtrain.data.sources import Piece, Unit
 from llmtrain.data.split import draw, parts
 from llmtrain.data.tokenize import Encoder
@@ -47,6 +50,13 @@ class WorkerSettings:
     """File that `write_held_out` wrote: the documents of --validation-source, which no unit for training may hold."""
     reject_limit: int
     """Give a unit up after this many rejections: the run will stop anyway, and the list must not fill the memory."""
+    chat: ChatOptions | None = None
+    """The documents are conversations; None: they are texts."""
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> WorkerSettings:
+        chat = values["chat"]
+        return WorkerSettings(**{**values, "chat": None if chat is None else ChatOptions(**chat)})
 
 
 def unit_record_path(out: Path, index: int) -> Path:
@@ -82,25 +92,36 @@ class _HeldOut:
 
 
 class _ShardWriter:
-    """One shard under its temporary name until `commit`."""
+    """One shard under its temporary name until `commit`, with its file of rows if `chat` says so."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, chat: bool) -> None:
         self.path = path
+        self._chat = chat
+        self._lengths: list[int] = []
+        self._counted: list[np.ndarray] = []
         self._partial = path.with_name(path.name + ".tmp")
         self._stream = open(self._partial, "wb")  # noqa: SIM115  # closed by commit or discard
         self._digest = xxhash.xxh3_64()
         self.tokens = self.documents = 0
 
-    def write(self, documents: list[np.ndarray], separator_id: int) -> None:
-        if not documents:
+    def write(self, rows: list[Row], separator_id: int | None) -> None:
+        """Append rows; the separator, if there is one, follows each."""
+        if not rows:
             return
-        end = np.array([separator_id], dtype=documents[0].dtype)
-        block = np.concatenate([part for document in documents for part in (document, end)])
+        end = np.array([] if separator_id is None else [separator_id], dtype=rows[0].ids.dtype)
+        block = np.concatenate([part for row in rows for part in (row.ids, end)])
+        if self._chat:
+            self._lengths += [len(row.ids) for row in rows]
+            self._counted += [row.counted for row in rows]
         data = block.tobytes()
         self._stream.write(data)
         self._digest.update(data)
         self.tokens += len(block)
-        self.documents += len(documents)
+        self.documents += len(rows)
+
+    def of_chat(self) -> dict[str, int]:
+        """What the manifest tells of conversations: counted tokens, and tokens of the longest row."""
+        return {"counted": sum(int(row.sum()) for row in self._counted), "longest": max(self._lengths, default=0)}
 
     def commit(self) -> dict[str, Any] | None:
         """The shard's manifest entry; None (and no file) when it got no document."""
@@ -110,13 +131,18 @@ class _ShardWriter:
         if not self.documents:
             self._partial.unlink()
             return None
-        self._partial.replace(self.path)
-        return {
+        entry = {
             "file": self.path.name,
             "tokens": self.tokens,
             "documents": self.documents,
             "xxh3": self._digest.hexdigest(),
         }
+        if self._chat:
+            data = np.array(self._lengths, dtype="<u4").tobytes() + np.packbits(np.concatenate(self._counted)).tobytes()
+            replace_file(rows_path(self.path), data)
+            entry["rows"] = xxhash.xxh3_64_hexdigest(data)
+        self._partial.replace(self.path)
+        return entry
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):  # the disk is full: what is buffered cannot be written, and need not be
@@ -141,7 +167,7 @@ class _Written:
 
 
 def process_unit(
-    unit: Unit, settings: WorkerSettings, encoder: Encoder, progress: Callable[[int], None]
+    unit: Unit, settings: WorkerSettings, encoder: Encoder | ChatEncoder, progress: Callable[[int], None]
 ) -> dict[str, Any]:
     """Tokenize `unit` and leave its shards and its record; returns the record. `progress` gets bytes of text done.
 
@@ -151,7 +177,9 @@ def process_unit(
     writers: dict[str, _ShardWriter] = {}
     try:
         for split in SPLITS:
-            writers[split] = _ShardWriter(out / f"{split}-{unit.index:05d}.bin")
+            path = out / f"{split}-{unit.index:05d}.bin"
+            writers[split] = _ShardWriter(path, chat=settings.chat is not None)
+        too_long = encoder.too_long if isinstance(encoder, ChatEncoder) else 0
         written = _write_documents(unit, settings, encoder, writers, progress)
         record = {
             "unit": unit.index,
@@ -162,6 +190,9 @@ def process_unit(
             "left_out": written.left_out,
             "lowest_draw": written.lowest_draw,
         }
+        if isinstance(encoder, ChatEncoder):
+            record["chat"] = {split: writers[split].of_chat() for split in SPLITS}
+            record["too_long"] = encoder.too_long - too_long
         if unit.validation:
             _hashes_path(out, unit.index).write_bytes(written.hashes)
         replace_file(unit_record_path(out, unit.index), json.dumps(record).encode())
@@ -179,7 +210,7 @@ def process_unit(
 def _write_documents(
     unit: Unit,
     settings: WorkerSettings,
-    encoder: Encoder,
+    encoder: Encoder | ChatEncoder,
     writers: dict[str, _ShardWriter],
     progress: Callable[[int], None],
 ) -> _Written:
@@ -190,23 +221,20 @@ def _write_documents(
 
     def flush() -> None:
         nonlocal filled
-        ids = encoder.encode([text for *_, text in batch])
+        chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
+        for (piece, document, side, _), rows in zip(batch, _rows(encoder, [text for *_, text in batch]), strict=True):
+            if isinstance(rows, str):
+                written.rejected.append(reject(piece, document, rows))
+            else:
+                chosen[side] += rows
         for split in SPLITS:
-            chosen = []
-            for (piece, document, side, _), tokens in zip(batch, ids, strict=True):
-                if side != split:
-                    continue
-                if len(tokens):
-                    chosen.append(tokens)
-                else:  # a tokenizer may drop all characters that it does not know
-                    written.rejected.append(reject(piece, document, "the tokenizer gives no token for it"))
-            writers[split].write(chosen, encoder.separator_id)
+            writers[split].write(chosen[split], None if isinstance(encoder, ChatEncoder) else encoder.separator_id)
         progress(filled)
         batch.clear()
         filled = 0
 
     for piece in unit.pieces:
-        for item in read_piece(piece, settings.field, settings.max_document_bytes):
+        for item in read_piece(piece, None if settings.chat else settings.field, settings.max_document_bytes):
             if isinstance(item, Rejection):
                 written.rejected.append(item)
                 if len(written.rejected) > settings.reject_limit:
@@ -220,6 +248,21 @@ def _write_documents(
     if batch:
         flush()
     return written
+
+
+def _rows(encoder: Encoder | ChatEncoder, texts: list[str]) -> list[list[Row] | str]:
+    """The rows of each document, or why there are none."""
+    if isinstance(encoder, Encoder):
+        # A tokenizer may drop all characters that it does not know.
+        none = "the tokenizer gives no token for it"
+        return [[Row(ids, ids[:0])] if len(ids) else none for ids in encoder.encode(texts)]
+    found: list[list[Row] | str] = []
+    for text in texts:
+        try:
+            found.append(encoder.rows(text))
+        except RefusedError as error:
+            found.append(str(error))
+    return found
 
 
 def _sides(
@@ -264,9 +307,10 @@ def main() -> None:
         answers.flush()
 
     jobs = _jobs_from(sys.stdin)
-    settings = WorkerSettings(**json.loads(jobs.get()))
+    settings = WorkerSettings.from_dict(json.loads(jobs.get()))
+    folder = Path(settings.out) / "tokenizer"
     try:
-        encoder = Encoder(Path(settings.out) / "tokenizer")
+        encoder = Encoder(folder) if settings.chat is None else ChatEncoder(folder, settings.chat)
         while True:
             unit = Unit.from_dict(json.loads(jobs.get()))
             record = process_unit(unit, settings, encoder, lambda size: answer({"progress": size}))

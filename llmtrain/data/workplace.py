@@ -97,7 +97,7 @@ def start_or_continue(out: Path, plan: dict[str, Any]) -> None:
 
 def clear(out: Path) -> None:
     """Delete all that `prepare` has made in the folder."""
-    for leftover in (*out.glob("*-*.bin"), out / REJECTED):
+    for leftover in (*out.glob("*-*.bin"), *out.glob("*-*.rows"), out / REJECTED):
         leftover.unlink(missing_ok=True)
     for folder in (UNFINISHED, "tokenizer"):
         shutil.rmtree(out / folder, ignore_errors=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmtrain.config.run import DataConfig
-from llmtrain.data.packing import IGNORED, TrainData, labels_of
+from llmtrain.data.packing import IGNORED, TrainData, Window, labels_of, positions_of
 
 _SEED = 20_261_121
 _COPY_FROM = 5  # so many tokens back: what attention can learn
@@ -33,6 +33,12 @@ class Tokens(TrainData):
         inputs, labels = labels_of(tokens, self.separator_id, self.mask_document_starts)
         labels[counted:] = IGNORED
         return inputs, labels
+
+    def window_at(self, index: int) -> Window:
+        """The same with positions."""
+        inputs, labels = self.sequence(index)
+        isolated = self.isolate_documents
+        return Window(inputs, labels, positions_of(inputs[None], self.separator_id)[0] if isolated else None)
 
     def window(self, index: int) -> tuple[np.ndarray, int]:
         """(tokens, int64 [T + 1]; so many labels count at most)"""

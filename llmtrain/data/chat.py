@@ -1,0 +1,323 @@
+"""From a conversation to token ids and a counted bit for each, and the proofs that both are what a server will see.
+
+transformers renders; no template is written here. A row is what a server feeds and gets: the ids of the rendered
+prompt (with its generation prompt), then the answer up to the token where generation stops. While the next prompt
+begins with the row, the row goes on; a template that changes earlier turns (Qwen3 drops thoughts) gives one an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from llmtrain.data.messages import Conversation, RefusedError, conversation, leaves, name_of
+from llmtrain.data.tokenize import as_ids, refuse_code
+from llmtrain.errors import DataError
+
+Count = Literal["assistant", "last", "all"]
+TooLong = Literal["reject", "cut", "split"]
+
+_MARK = "\U000f0002"
+"""A private-use character within a control token's text in a message: the two halves are encoded apart, as text."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """How conversations become rows."""
+
+    field: str
+    """Which field holds the messages, where a record has it."""
+    stop_tokens: tuple[str, ...]
+    """Texts of the tokens at which generation stops."""
+    count: Count = "assistant"
+    """What is counted: all answers, the last one, or every token."""
+    max_tokens: int | None = None
+    """Of a row; what happens to a longer one says `too_long`."""
+    too_long: TooLong = "reject"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Token ids and whether each is counted, [tokens] both."""
+
+    ids: np.ndarray
+    counted: np.ndarray
+
+
+@dataclass
+class _Growing:
+    """A row while turns are added. `text` is what `ids` encode, with marks; it ends with the stop token `end`."""
+
+    text: str
+    ids: list[int]
+    counted: list[bool]
+    end: str
+
+
+class ChatEncoder:
+    """A tokenizer with its template, for one worker."""
+
+    def __init__(self, folder: Path, options: ChatOptions) -> None:
+        """Raises DataError when transformers cannot load the tokenizer or a stop token is none of its tokens."""
+        from transformers import AutoTokenizer
+
+        refuse_code(folder)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self._backend = self._tokenizer.backend_tokenizer
+        except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it
+            raise DataError(f"{folder}: transformers cannot load this tokenizer ({_first_line(error)})") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._options = options
+        self._stops = {token: self._backend.token_to_id(token) for token in options.stop_tokens}
+        if missing := [token for token, number in self._stops.items() if number is None]:
+            raise DataError(f"--stop-token {missing[0]!r}: is no token of {folder}")
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special} | set(self._stops)
+        named = str(self._tokenizer.chat_template)
+        written = {token.content for token in added if token.content in named and not token.content.isspace()}
+        # An answer may hold what its template writes (<think>, <tool_call>), but no special token.
+        self._control = {True: _any_of(special), False: _any_of(special | written)}
+        self._bos = self._tokenizer.bos_token_id
+        self.too_long = 0
+        """Rows so far that were cut or split."""
+        self.vocab_size = max(max(self._backend.get_vocab(with_added_tokens=True).values()) + 1, len(self._tokenizer))
+
+    def rows(self, text: str) -> list[Row]:
+        """The rows of a record. Raises: RefusedError, with the reason why nothing of it is taken."""
+        given = conversation(text, self._options.field)
+        if _MARK in text:
+            raise RefusedError(f"it holds the private-use character U+{ord(_MARK):X}")
+        messages = [self._defused(message) for message in given.messages]
+        tools = None if given.tools is None else [self._as_text(tool, answer=False) for tool in given.tools]
+        defused = Conversation(messages=messages, tools=tools, turns=given.turns)
+        rows: list[_Growing] = []
+        for turn in given.turns[-1:] if self._options.count == "last" else given.turns:
+            self._add_turn(rows, defused, turn)
+        return [part for row in rows for part in self._finished(row)]
+
+    # Text
+
+    def _defused(self, message: dict[str, Any]) -> dict[str, Any]:
+        answer = message["role"] == "assistant"
+        return {key: part if key == "role" else self._as_text(part, answer=answer) for key, part in message.items()}
+
+    def _as_text(self, value: Any, *, answer: bool) -> Any:
+        """`value` with a mark in every control token that its strings spell."""
+        if isinstance(value, dict):
+            return {self._as_text(k, answer=answer): self._as_text(v, answer=answer) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self._as_text(part, answer=answer) for part in value]
+        if not isinstance(value, str):
+            return value
+        while found := self._control[answer].search(value):  # again: what overlapped one may still be another
+            if len(found[0]) == 1:
+                raise RefusedError(f"it holds the control token {found[0]!r}, which cannot be written as text")
+            value = value[: found.start() + 1] + _MARK + value[found.start() + 1 :]
+        return value
+
+    def _render(self, given: Conversation, until: int, *, prompt: bool) -> tuple[str, list[tuple[int, int]] | None]:
+        """(text of the first `until` messages, and of a generation prompt; what `{% generation %}` encloses)
+
+        Raises: RefusedError.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            template = self._tokenizer.get_chat_template(tools=given.tools)
+            marks = not prompt and _GENERATION.search(template) is not None
+            if not marks:
+                text = self._tokenizer.apply_chat_template(
+                    given.messages[:until], tools=given.tools, tokenize=False, add_generation_prompt=prompt
+                )
+                return text, None
+            rendered: Any = render_jinja_template(  # annotated as a string, which it is not
+                conversations=[given.messages[:until]],
+                tools=given.tools,  # type: ignore[arg-type]  # a list of more than is asked for
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+            return rendered[0][0], rendered[1][0]
+        except Exception as error:  # the template is foreign code
+            raise RefusedError(f"the chat template fails: {_first_line(error)}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return [
+            number
+            for part in text.split(_MARK)
+            for number in (self._backend.encode(part, add_special_tokens=False).ids if part else ())
+        ]
+
+    def _encode_after(self, row: _Growing | None, text: str) -> list[int]:
+        """Ids of `text`, which begins with the row's. A control token ends that: what follows is encoded by itself."""
+        if row is not None:
+            stop, *more = self._encode(row.end + text[len(row.text) :])
+            if stop == row.ids[-1]:
+                return row.ids + more
+        return self._encode(text)
+
+    # Turns
+
+    def _add_turn(self, rows: list[_Growing], given: Conversation, turn: int) -> None:
+        """Append the answer at message `turn` to the last row, or a new row that ends with it."""
+        if turn == 0:
+            raise RefusedError("message 0 is the assistant's: nothing asks for it")
+        prompt, _ = self._render(given, turn, prompt=True)
+        whole, spans = self._render(given, turn + 1, prompt=False)
+        if not whole.startswith(prompt):
+            raise RefusedError(
+                f"message {turn}: the template does not write the answer where its generation prompt ends: "
+                f"{_differs(whole, prompt)}"
+            )
+        answer, end = self._answer(whole[len(prompt) :], turn)
+        text = prompt + answer
+        if spans is not None:
+            _check_generation(whole, spans, len(prompt), len(text), turn)
+        _check_content(given, turn, prompt, answer)
+        row = rows[-1] if rows and prompt.startswith(rows[-1].text) else None
+        before = self._encode_after(row, prompt)
+        ids = self._encode_after(row, text)
+        if ids[: len(before)] != before:  # they would join: generation begins after the prompt's own ids
+            ids = before + self._encode(answer)
+        known = row or _Growing(text="", ids=[], counted=[], end=end)
+        self._check_ids(ids[len(known.ids) :], text[len(known.text) :], ids[len(before) :], answer, turn)
+        if row is None:
+            shared = _shared(rows[-1].ids, before) if rows else 0
+            row = _Growing(text="", ids=[], counted=[False] * shared, end=end)
+            rows.append(row)
+        every = self._options.count == "all"
+        row.counted += [every] * (len(before) - len(row.counted)) + [True] * (len(ids) - len(before))
+        row.text, row.ids, row.end = text, ids, end
+
+    def _answer(self, rest: str, turn: int) -> tuple[str, str]:
+        """(the answer up to and with the token where generation stops, that token) of what follows the prompt."""
+        found = sorted((place, -len(token), token) for token in self._stops if (place := rest.find(token)) >= 0)
+        if not found:
+            raise RefusedError(
+                f"message {turn}: generation would not stop at its end: {rest[-40:]!r} holds none of "
+                f"{', '.join(self._stops)}; --stop-token names another"
+            )
+        place, _, token = found[0]
+        end = place + len(token)
+        after = self._control[True].sub("", rest[end:])
+        if after.strip():
+            raise RefusedError(f"message {turn}: text goes on after {token}, where generation stops: {after[:40]!r}")
+        return rest[:end], token
+
+    def _check_ids(self, new: list[int], text: str, counted: list[int], answer: str, turn: int) -> None:
+        """The new ids decode to the new text, the counted ones to the answer, whose last one stops generation."""
+        if not counted or counted[-1] not in self._stops.values():
+            raise RefusedError(f"message {turn}: {answer[-20:]!r} does not end with a token where generation stops")
+        # White space beside them some control tokens take for theirs (Phi-3), and no id tells of it.
+        for some, wanted, form in ((new, text, _dense), (counted, answer, str.strip)):
+            found = self._backend.decode(some, skip_special_tokens=False)
+            if form(_composed(found)) != form(_composed(wanted.replace(_MARK, ""))):
+                raise RefusedError(f"message {turn}: the tokenizer changes the text: {_differs(found, wanted)}")
+
+    def _finished(self, row: _Growing) -> list[Row]:
+        """The row, or what `too_long` makes of it."""
+        ids, counted = as_ids(row.ids, self.vocab_size), np.array(row.counted, dtype=bool)
+        counted[0] = False  # nothing before it tells it
+        if self._bos is not None and self._bos not in self._stops.values():
+            places = np.flatnonzero(ids == self._bos)
+            if len(places) > 1 or places.any():
+                raise RefusedError(f"the text begins more than once: {self._tokenizer.bos_token} at {places.tolist()}")
+        limit, how = self._options.max_tokens, self._options.too_long
+        if limit is None or len(ids) <= limit:
+            return [Row(ids, counted)]
+        if how == "reject":
+            raise RefusedError(f"it has {len(ids)} tokens, --max-tokens is {limit}; --too-long cut or split takes it")
+        self.too_long += 1
+        starts = range(0, len(ids), limit) if how == "split" else [0]
+        parts = [Row(ids[at : at + limit], counted[at : at + limit]) for at in starts]
+        for part in parts:
+            part.counted[0] = False
+        parts = [part for part in parts if part.counted.any()]
+        if not parts:
+            raise RefusedError(f"it has {len(ids)} tokens, and no answer within --max-tokens {limit}")
+        return parts
+
+
+# --- proofs ---------------------------------------------------------------------------------------
+
+
+def _check_generation(whole: str, spans: list[tuple[int, int]], begin: int, end: int, turn: int) -> None:
+    """What `{% generation %}` encloses of the last answer is characters [begin, end), but for white space."""
+    at = begin
+    for first, last in (span for span in spans if span[1] > begin):
+        if first < begin or whole[at:first].strip():
+            break
+        at = max(at, last)
+    if whole[at:end].strip():
+        raise RefusedError(
+            f"message {turn}: the template's generation tag and its generation prompt do not agree: an answer is "
+            f"{whole[begin:end]!r:.80}, and the tag leaves out {whole[at:end]!r:.40} or takes more"
+        )
+
+
+def _check_content(given: Conversation, turn: int, prompt: str, answer: str) -> None:
+    """The template has written what the messages say."""
+    before, written = _dense(prompt), _dense(answer)
+    message = given.messages[turn]
+    wanted = [("content", message["content"]), ("reasoning_content", message.get("reasoning_content", ""))]
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        wanted += [("tool_calls", function["name"])]
+        wanted += [("tool_calls", leaf) for leaf in leaves(function["arguments"])]
+    for key, text in wanted:
+        if _dense(text) not in written and _dense(_escaped(text)) not in written:
+            raise RefusedError(f"message {turn}: the template leaves out its {key}: {text!r:.60}")
+    for place, earlier in enumerate(given.messages[:turn]):
+        if earlier["role"] != "assistant" and _dense(earlier["content"]) not in before:
+            raise RefusedError(f"message {place} ({earlier['role']}): the template leaves it out")
+    for tool in given.tools or ():
+        if _dense(name_of(tool)) not in before:
+            raise RefusedError(f"the template leaves out the tools: {name_of(tool)!r}")
+
+
+def _any_of(tokens: set[str]) -> re.Pattern[str]:
+    longest_first = sorted(filter(None, tokens), key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _escaped(text: str) -> str:
+    """As JSON writes it within quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _dense(text: str) -> str:
+    """Without white space, which templates trim and add."""
+    return "".join(text.split())
+
+
+def _composed(text: str) -> str:
+    """What a tokenizer may do to a text."""
+    return unicodedata.normalize("NFKC", text)
+
+
+def _shared(first: list[int], second: list[int]) -> int:
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _differs(found: str, wanted: str) -> str:
+    """Where two texts part, in a few words."""
+    at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
+    return f"{found[max(0, at - 10) : at + 20]!r} where {wanted[max(0, at - 10) : at + 20]!r} was expected"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

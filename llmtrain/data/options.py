@@ -1,0 +1,82 @@
+"""The options of `llmtrain prepare`."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def options() -> argparse.ArgumentParser:
+    """The parser of `llmtrain prepare`."""
+    parser = argparse.ArgumentParser(
+        prog="llmtrain prepare",
+        description="Tokenize a corpus into memory-mapped shards with a train and a validation split.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--source",
+        nargs="+",
+        required=True,
+        default=argparse.SUPPRESS,
+        metavar="SOURCE",
+        help="files, folders or globs (text, code, jsonl, parquet; .gz and .zst too), a saved `datasets` folder, "
+        "or stdlib: the running Python's own standard library",
+    )
+    add("--out", required=True, default=argparse.SUPPRESS, metavar="FOLDER", help="the prepared folder")
+    given = "Hugging Face folder with a tokenizer.json"
+    add("--tokenizer", default=argparse.SUPPRESS, metavar="FOLDER", help=given)
+    trained = "train a byte-level BPE of N tokens on the source instead"
+    add("--vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help=trained)
+    add("--field", default="text", help="the field (jsonl) or column (parquet, datasets) that holds the text")
+    add(
+        "--format",
+        default="auto",
+        choices=["auto", "text", "jsonl", "parquet", "chat"],
+        help="auto: by the file name; chat: conversations, see below",
+    )
+    add(
+        "--validation-fraction",
+        type=float,
+        metavar="F",
+        default=argparse.SUPPRESS,
+        help="share of --source held out for validation (default: 0.05); 0: none, for runs with train.eval off",
+    )
+    add(
+        "--validation-source",
+        nargs="+",
+        default=argparse.SUPPRESS,
+        metavar="SOURCE",
+        help="take validation from these instead (as --source; a file or document in both is for validation alone)",
+    )
+    add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="a longer document is rejected")
+    shard = "input bytes per shard (default: a 64th, 1 to 256 MiB)"
+    add("--shard-bytes", type=int, default=argparse.SUPPRESS, metavar="N", help=shard)
+    add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
+    all_cores = "worker processes (default: all cores)"
+    add("--processes", type=int, default=argparse.SUPPRESS, metavar="N", help=all_cores)
+    _add_chat(parser)
+    return parser
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "conversations (--format chat)", "jsonl or parquet with messages, sharegpt, alpaca, or prompt + completion"
+    ).add_argument
+    own = "a Jinja template instead of the tokenizer's own"
+    add("--chat-template", default=argparse.SUPPRESS, metavar="FILE", help=own)
+    add(
+        "--count",
+        default="assistant",
+        choices=["assistant", "last", "all"],
+        help="what the loss counts: all answers, the last one, or every token",
+    )
+    limit = "tokens of the longest row (default: any; training needs data.sequence_length of at least the longest)"
+    add("--max-tokens", type=int, default=argparse.SUPPRESS, metavar="N", help=limit)
+    add(
+        "--too-long",
+        default="reject",
+        choices=["reject", "cut", "split"],
+        help="a row of more than --max-tokens: reject its record, keep its beginning, or make several rows of it",
+    )
+    stops = "tokens where generation stops, beside the tokenizer's eos_token and the model's eos_token_id"
+    add("--stop-token", nargs="+", default=argparse.SUPPRESS, metavar="TOKEN", help=stops)
