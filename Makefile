@@ -16,8 +16,10 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 CONSTRAINTS ?= constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
+# With it every one of the tests' thousand processes compiles what it imports of this clone.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train check test test-launches test-numbers test-slow test-oldest test-newest lint install gpu-check clean launch/hostfile.local
+.PHONY: train check test test-launches test-ranks test-units test-slow test-oldest test-newest lint install gpu-check clean launch/hostfile.local
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -57,17 +59,20 @@ lint: $(VENV)/.dev
 check: lint
 	$(BIN)/python -m pytest tests/unit -m 'not slow and not long'
 
-# Two streams beside each other: launches wait a lot (for processes to start, for what the watch must see), and what they
-# leave of the processor is for the tests that compute.
+# Three streams beside each other: launches wait a lot (for processes to start, for what the watch must see), and ranks for
+# each other; what they leave of the processor is for the tests that compute.
 test: lint
 	tools/lab/install.sh
-	@$(MAKE) --no-print-directory -j 2 test-launches test-numbers
+	@$(MAKE) --no-print-directory -j 3 test-launches test-ranks test-units
 
 test-launches: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/cluster tests/runs
 
-test-numbers: $(VENV)/.dev
-	nice -n 10 $(BIN)/python -m pytest tests/ranks tests/unit
+test-ranks: $(VENV)/.dev
+	nice -n 10 $(BIN)/python -m pytest tests/ranks
+
+test-units: $(VENV)/.dev
+	nice -n 5 $(BIN)/python -m pytest tests/unit
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from dataclasses import asdict
 from typing import Any
 
@@ -49,10 +48,3 @@ def announce(
     )
     for line in (*filter(None, [unverified(versions())]), *lines):
         log.info(line)
-
-
-def max_memory_gib(device: torch.device) -> float:
-    """Peak of this process: allocated device memory, or resident memory on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / units.GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / units.GIB

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,9 @@ from llmtrain.engine.api import Engine
 from llmtrain.engine.replicas import Difference, Replicas, describe, tensor_hash
 from llmtrain.errors import TrainingStopped
 from llmtrain.topology import Degrees
-from llmtrain.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from llmtrain.tracking.tracker import Tracker
 
 
 class ReplicasDiffer(TrainingStopped):

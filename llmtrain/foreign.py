@@ -57,6 +57,23 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
 
 
+def natural(value: Any, limit: int = 2**63) -> int:
+    """The value, if it is a natural number below the limit. Raises ValueError."""
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"{value!r} is no natural number below {limit}")
+    return value
+
+
+def word(value: Any) -> str:
+    """The value, if it can be printed: no control sequence for a terminal, no half of a surrogate pair.
+
+    Raises: ValueError.
+    """
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"{value!r} is no name")
+    return value
+
+
 def names_code(fields: Any, where: str = "") -> str | None:
     """The key in a config.json or tokenizer_config.json by which transformers would load code, or None.
 

@@ -10,13 +10,13 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llmtrain import log, units
-from llmtrain.begin import max_memory_gib
 from llmtrain.checkpoint.folder import CheckpointFolder
+from llmtrain.checkpoint.frozen import NOWHERE, frozen_source
 from llmtrain.checkpoint.load import resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.heartbeat import heart
@@ -24,19 +24,21 @@ from llmtrain.config.run import ResolvedRun
 from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.dist.control import StopRequests, from_all, from_rank_0, together
-from llmtrain.dist.device import device_name
+from llmtrain.dist.device import device_name, max_memory_gib
 from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import TrainingStopped
 from llmtrain.models.parallel.mesh import mesh_of
+from llmtrain.models.source import SafetensorsSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.saving import Saving
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Requests, Session, Step
 from llmtrain.start import prove_loss, start_engine, write_weights
-from llmtrain.tracking.environment import versions
+from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
-from llmtrain.tracking.tracker import Tracker
-from llmtrain.tracking.wandb_sink import new_run_id
+
+if TYPE_CHECKING:  # what it is handed
+    from llmtrain.saving import Saving
+    from llmtrain.tracking.tracker import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class Training:
         self.skipped_in_a_row = 0
         self.saved_step: int | None = None
         self.began_from: dict[str, Any] | None = None  # the checkpoint of another run, see checkpoint/load.py
+        self.frozen_source = NOWHERE
         self.uncounted_steps = 0
         """Steps of the optimizer beyond those that this run's position counts: a foreign checkpoint may have some."""
 
@@ -97,8 +100,11 @@ class Training:
             resumed = resume(self.engine, self.run, self.folder, self.checkpoints, now, self.ranks)
         if resumed is None:
             source = self.spec.initial_weights(self.run.train.seed, self.ranks.device)
-            write_weights(self.engine, source, self.ranks)
-            return []
+            checksums = write_weights(self.engine, source, self.ranks)
+            if isinstance(source, SafetensorsSource):
+                self.frozen_source = frozen_source(source, self.spec.frozen, checksums)
+            return self._frozen_lines()
+        self.frozen_source = resumed.frozen.only(self.spec.frozen)
         self.began_from = resumed.began_from
         if not resumed.weights_only:
             saved = resumed.trainer  # made by other tools, it may lack what they do not know
@@ -109,7 +115,13 @@ class Training:
             self.uncounted_steps = self.engine.optimizer_step() - applied
             if resumed.folder.parent == self.checkpoints.path:
                 self.saved_step = self.position.step
-        return resumed.lines
+        return [*resumed.lines, *self._frozen_lines()]
+
+    def _frozen_lines(self) -> list[str]:
+        source = self.frozen_source
+        count = units.counted(len(source.parts), "frozen parameter")
+        told = f"checkpoints leave out {count}: they are read from {source.folder} again, so keep that folder as it is"
+        return [told] if source.parts else []
 
     def trainer_state(self) -> dict[str, Any]:
         """trainer.json: what a resume needs beside the tensors, and what it compares."""

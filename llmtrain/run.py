@@ -84,6 +84,7 @@ def _train(
             ranks,
             tracker,
             saved_step=training.saved_step,
+            frozen=training.frozen_source,
         )
     )
     status: Status = "failed"

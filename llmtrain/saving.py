@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmtrain import log
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import step_folder
+from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
 from llmtrain.checkpoint.gather import fetch_all
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages
@@ -19,7 +20,9 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
 from llmtrain.errors import CheckpointError
 from llmtrain.topology import Mix
-from llmtrain.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from llmtrain.tracking.tracker import Tracker
 
 _TELL_S = 1.0
 """A shorter wait for a checkpoint is in the events only."""
@@ -38,12 +41,14 @@ class Saving:
         tracker: Tracker,
         *,
         saved_step: int | None,
+        frozen: FrozenSource = NOWHERE,
     ) -> None:
-        """`mix`: how the run computes. `saved_step`: the step whose checkpoint the folder holds already."""
+        """`mix`: how the run computes. `saved_step`: the step whose checkpoint the folder holds already. `frozen`:
+        parameters that checkpoints name and do not hold."""
         self._settings = settings
         self._ranks, self._tracker = ranks, tracker
         self._folder = folder
-        self._saver = Saver(engine, folder, settings, mix, ranks)
+        self._saver = Saver(engine, folder, settings, mix, ranks, frozen)
         self._saved_step = saved_step
         self._began_s = time.monotonic()
 

@@ -20,7 +20,7 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.build import build_engine
-from llmtrain.engine.deepspeed.join import apply_group_timeout
+from llmtrain.engine.deepspeed.patches import apply_group_timeout
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ConfigError, ModelError, UserError
 from llmtrain.models import compiler
@@ -94,13 +94,16 @@ def _agreed_trouble(ranks: Ranks) -> str | None:
     return None
 
 
-def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> None:
-    """Give the engine's parameters their first values, and prove that they arrived. Raises AgreedError on all ranks."""
+def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict[str, int]:
+    """Give the engine's parameters their first values, and prove that they arrived. Raises AgreedError on all ranks.
+
+    Returns what `prove_weights` does.
+    """
     with together(ranks):
         fill_parameters(engine, source)
     with together(ranks):
         engine.refresh()
-        prove_weights(engine, source, ranks)
+        return prove_weights(engine, source, ranks)
 
 
 def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: bool) -> None:

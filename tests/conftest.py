@@ -65,9 +65,9 @@ def _cpu_adam_is_built(request: pytest.FixtureRequest) -> Iterator[None]:
                 process.kill()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], RankPool]]:
-    """pools(n): n ranks that are started once a module (2 s, forked); idle ones would slow down all that follows."""
+    """pools(n): n ranks, started once for all files."""
     made: dict[int, RankPool] = {}
 
     def pool(world_size: int) -> RankPool:

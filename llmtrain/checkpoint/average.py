@@ -11,9 +11,9 @@ from torch import Tensor
 
 from llmtrain import units
 from llmtrain.checkpoint.build import build_checkpoint
-from llmtrain.checkpoint.diff import differences
-from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file, read_trainer, step_folder
+from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, differences, hash_file, read_trainer, step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress
 from llmtrain.tensors.checksum import checksum
@@ -112,7 +112,7 @@ class _Mean:
                 sums[kind, name] = (sums[kind, name] - value) % 2**64
             damaged = [r for r, sums in zip(self._readers, self._sums, strict=True) if sums[kind, name]]
         if left == 0 and damaged:
-            raise CheckpointError(
+            raise wrong_frozen(damaged[0].manifest.frozen, [name]) or CheckpointError(
                 f"{damaged[0].folder}: {kind} of {name} is damaged; nothing was written. "
                 f"`llmtrain checkpoint verify {damaged[0].folder}` tells where."
             )

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmtrain import units
-from llmtrain.checkpoint.format import Manifest, read_trainer
+from llmtrain.checkpoint.format import Manifest, differences, read_trainer
+from llmtrain.checkpoint.frozen import NOWHERE
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.log import Progress
 from llmtrain.tensors.tensorfile import numel
 
@@ -38,22 +39,13 @@ class Difference:
     """Of the largest."""
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Lines `key: saved -> now` for every leaf that differs in two nested dicts."""
-    lines = []
-    for key in sorted(saved.keys() | now.keys()):
-        path = f"{prefix}{key}"
-        old, new = saved.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            lines += differences(old, new, f"{path}.")
-        elif old != new:
-            lines.append(f"{path}: {old!r} -> {new!r}")
-    return lines
-
-
 def diff(a: Path, b: Path) -> tuple[list[str], bool]:
     """(lines to print, whether the two are equal but for their place). Raises CheckpointError."""
     manifests = Manifest.read(a), Manifest.read(b)
+    sources = [manifest.frozen for manifest in manifests]
+    alike = sources.pop() if sources[0] == sources[1] else NOWHERE  # its values are compared with checksums alone
+    if changed := next(filter(None, map(wrong_frozen, sources)), None):
+        raise changed
     readers = CheckpointReader(a, manifests[0]), CheckpointReader(b, manifests[1])
     trainers = read_trainer(a), read_trainer(b)
     lines = [f"A  {a}", f"B  {b}"]
@@ -77,7 +69,7 @@ def diff(a: Path, b: Path) -> tuple[list[str], bool]:
             lines.append(f"tensor   {kind} of {name}: shape {readers[0].shape(name)} -> {readers[1].shape(name)}")
         else:
             same.append(key)
-    found = _compare(readers, same)
+    found = _compare(readers, [key for key in same if key[1] not in alike.parts])
     lines += [_line(difference) for difference in found]
     equal = len(lines) == 2
     if equal:

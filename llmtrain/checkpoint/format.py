@@ -22,11 +22,14 @@ import xxhash
 
 from llmtrain import foreign
 from llmtrain.checkpoint.coverage import uncovered, wrong_region
+from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
 from llmtrain.errors import CheckpointError
+from llmtrain.foreign import natural, word
 from llmtrain.tensors.region import Region
 from llmtrain.tensors.tensorfile import TensorFile
 
-FORMAT = 1
+FORMATS = (1, 2)
+"""2 where frozen parameters are in a folder of their own: a reader of 1 would miss them."""
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 HOSTS = "hosts"
@@ -77,14 +80,14 @@ class Piece:
     def from_json(cls, raw: Any) -> Piece:
         """Raises ValueError or TypeError: nothing is believed."""
         kind, name, start, numel, checksum, *strided = raw
-        region = Region(_natural(start), _natural(numel))
+        region = Region(natural(start), natural(numel))
         if strided:
             stride, skip, runs = strided
-            pairs = tuple((_natural(offset), _natural(length)) for offset, length in runs)
-            region = replace(region, runs=pairs, stride=_natural(stride), skip=_natural(skip))
+            pairs = tuple((natural(offset), natural(length)) for offset, length in runs)
+            region = replace(region, runs=pairs, stride=natural(stride), skip=natural(skip))
             if wrong := wrong_region(region):
                 raise ValueError(f"no piece of {name!r}: {wrong}")
-        return cls(_kind(kind), _word(name), region, _natural(checksum, 2**64))
+        return cls(_kind(kind), word(name), region, natural(checksum, 2**64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +110,12 @@ class Manifest:
     files: dict[str, FileEntry]
     layout: dict[str, Any]
     """How it was saved, for people: world_size, zero_stage, precision, degrees of parallelism above 1; see HOSTS."""
-    format: int = FORMAT
+    frozen: FrozenSource = NOWHERE
+    """Where the parameters are that no file here holds."""
 
     def checksums(self) -> dict[tuple[str, str], int]:
         """Layout-free checksum of each whole tensor, by (kind, name)."""
-        sums: dict[tuple[str, str], int] = {}
+        sums = {(PARAM, name): checksum for name, checksum in self.frozen.checksums.items()}
         for entry in self.files.values():
             for piece in entry.pieces:
                 key = (piece.kind, piece.name)
@@ -127,7 +131,7 @@ class Manifest:
 
     def to_json(self) -> str:
         raw = {
-            "format": self.format,
+            "format": FORMATS[bool(self.frozen.parts)],
             "step": self.step,
             "layout": self.layout,
             "tensors": self.tensors,
@@ -139,6 +143,7 @@ class Manifest:
                 }
                 for name, entry in self.files.items()
             },
+            **({"frozen": self.frozen.to_json()} if self.frozen.parts else {}),
         }
         return json.dumps({"manifest": raw, "xxh3": _digest(raw)}, separators=(",", ":"))
 
@@ -151,20 +156,21 @@ class Manifest:
             raw = signed["manifest"]
             if signed["xxh3"] != _digest(raw):
                 raise CheckpointError(f"{path} is damaged: its checksum differs from its contents.")
-            if raw["format"] != FORMAT:
+            if raw["format"] not in FORMATS:
                 raise UnknownFormat(
-                    f"{path}: format {raw['format']!r} is not the format {FORMAT} that this version reads. "
+                    f"{path}: format {raw['format']!r} is none of the formats {FORMATS} that this version reads. "
                     "Use the version of llmtrain that wrote it, or a newer one."
                 )
-            tensors = {_word(name): [_natural(size) for size in shape] for name, shape in raw["tensors"].items()}
+            tensors = {word(name): [natural(size) for size in shape] for name, shape in raw["tensors"].items()}
             files = {}
             for name, entry in raw["files"].items():
                 if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
                     raise CheckpointError(f"{path}: {name!r} is no name of a file in the checkpoint's folder.")
                 pieces = [Piece.from_json(piece) for piece in entry["pieces"]]
-                files[name] = FileEntry(bytes=_natural(entry["bytes"]), xxh3=str(entry["xxh3"]), pieces=pieces)
+                files[name] = FileEntry(bytes=natural(entry["bytes"]), xxh3=str(entry["xxh3"]), pieces=pieces)
             layout = {str(key): value for key, value in raw["layout"].items()}
-            manifest = cls(step=_natural(raw["step"]), tensors=tensors, files=files, layout=layout)
+            frozen = FrozenSource.from_json(raw["frozen"]) if raw["format"] == FORMATS[1] else NOWHERE
+            manifest = cls(step=natural(raw["step"]), tensors=tensors, files=files, layout=layout, frozen=frozen)
             manifest._check(path)
         except FileNotFoundError:
             raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}.") from None
@@ -189,6 +195,10 @@ class Manifest:
                 if piece.name not in self.tensors:
                     raise CheckpointError(f"{path}: {file} holds {piece.kind} of {piece.name!r}, which has no shape.")
                 regions.setdefault((piece.kind, piece.name), []).append(piece.region)
+        for name, held in self.frozen.parts.items():
+            if name not in self.tensors or (PARAM, name) in regions:
+                raise CheckpointError(f"{path}: the frozen {name!r} has no shape, or values in a file here, too.")
+            regions[PARAM, name] = [region for _, _, region in held]
         for (kind, name), parts in regions.items():
             if wrong := uncovered(parts, self.tensors[name]):
                 raise CheckpointError(f"{path}: {kind} of {name} {wrong}.")
@@ -212,21 +222,8 @@ def _digest(raw: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(raw, separators=(",", ":")).encode())
 
 
-def _natural(value: Any, limit: int = 2**63) -> int:
-    if type(value) is not int or not 0 <= value < limit:
-        raise ValueError(f"{value!r} is no natural number below {limit}")
-    return value
-
-
-def _word(value: Any) -> str:
-    """A name that can be printed: no control sequence for a terminal, no half of a surrogate pair."""
-    if not isinstance(value, str) or not value.isprintable():
-        raise ValueError(f"{value!r} is no name")
-    return value
-
-
 def _kind(value: Any) -> str:
-    if "/" in _word(value):
+    if "/" in word(value):
         raise ValueError(f"{value!r} is no kind of tensor")
     return value
 
@@ -283,13 +280,37 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     try:
         trainer = foreign.loads(read_file(path), infinite=True)
         for key in ("step", "tokens"):
-            _natural(trainer[key])
+            natural(trainer[key])
         for key, kind in _TRAINER_TYPES.items():
             if not isinstance(trainer.get(key), kind | None):
                 raise TypeError(f"{key} is {trainer[key]!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read as the state of a run: {error!r}") from error
     return trainer
+
+
+def disagreements(folder: Path, manifest: Manifest, trainer: dict[str, Any]) -> list[str]:
+    """Where the folder's name, the manifest and trainer.json do not speak of one step."""
+    found = []
+    named = step_of(folder)
+    if named is not None and named != manifest.step:
+        found.append(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
+    if trainer["step"] != manifest.step:
+        found.append(f"trainer.json is of step {trainer['step']}, {MANIFEST} of step {manifest.step}")
+    return found
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key: saved -> now` for every leaf that differs in two nested dicts."""
+    lines = []
+    for key in sorted(saved.keys() | now.keys()):
+        path = f"{prefix}{key}"
+        old, new = saved.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{path}.")
+        elif old != new:
+            lines.append(f"{path}: {old!r} -> {new!r}")
+    return lines
 
 
 def misfit(file: TensorFile, entry: FileEntry) -> str | None:

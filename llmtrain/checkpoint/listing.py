@@ -17,6 +17,7 @@ from llmtrain.checkpoint.format import (
     TRAINER,
     Manifest,
     complete_checkpoints,
+    disagreements,
     problems,
     read_trainer,
     step_folder,
@@ -35,7 +36,8 @@ class Row:
 
     path: Path
     state: str
-    """complete, part (of one whose other files are on other hosts), damaged, incomplete, tmp, trash or set aside."""
+    """complete, part (what else belongs to it is on other hosts, or gone), damaged, incomplete, tmp, trash or set
+    aside."""
     detail: str
     """Why it is not complete; else empty."""
     bytes: int
@@ -110,13 +112,16 @@ def _row(folder: Path) -> Row:
     except CheckpointError as error:
         return _unlisted(folder, "damaged", str(error).replace(f"{folder}/", ""))
     elsewhere = manifest.elsewhere(folder)
+    lost = [path for path in manifest.frozen.files() if not path.is_file()]
     here = sorted(manifest.files.keys() - elsewhere.keys())
     wrong = problems(folder, manifest, here, contents=False) or problems(folder, manifest, [TRAINER])
     wrong += disagreements(folder, manifest, trainer)
     return Row(
         path=folder,
-        state="damaged" if wrong else "part" if elsewhere else "complete",
-        detail="; ".join(wrong) or (f"{len(elsewhere)} of its files are on {_hosts(elsewhere)}" if elsewhere else ""),
+        state="damaged" if wrong else "part" if elsewhere or lost else "complete",
+        detail="; ".join(wrong)
+        or (f"{len(elsewhere)} of its files are on {_hosts(elsewhere)}" if elsewhere else "")
+        or (f"its frozen parameters are in {lost[0]}, which is not there" if lost else ""),
         bytes=folder_bytes(folder),
         age_s=_age_s(folder / MANIFEST),
         step=manifest.step,
@@ -140,17 +145,6 @@ def _unlisted(folder: Path, state: str, detail: str) -> Row:
         age_s=_age_s(folder),
         step=int(folder.name[5:13]) if _SHORT_STEP.match(folder.name) else None,
     )
-
-
-def disagreements(folder: Path, manifest: Manifest, trainer: dict[str, Any]) -> list[str]:
-    """Where the folder's name, the manifest and trainer.json do not speak of one step."""
-    found = []
-    named = step_of(folder)
-    if named is not None and named != manifest.step:
-        found.append(f"{MANIFEST} is of step {manifest.step}, the folder of step {named}")
-    if trainer["step"] != manifest.step:
-        found.append(f"trainer.json is of step {trainer['step']}, {MANIFEST} of step {manifest.step}")
-    return found
 
 
 def folder_bytes(folder: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.checkpoint.choice import agreed_candidates, origin
-from llmtrain.checkpoint.diff import differences
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import (
     PARAM,
     TRAINER,
     DamagedCheckpoint,
+    Manifest,
     UnknownFormat,
+    differences,
+    disagreements,
     problems,
     read_trainer,
 )
+from llmtrain.checkpoint.frozen import FrozenSource, FrozenSourceError
 from llmtrain.checkpoint.gather import fetch
-from llmtrain.checkpoint.listing import disagreements
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.config.run import RunConfig
 from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
@@ -53,6 +56,8 @@ class Resumed:
     """Only the parameters were taken: the run begins at step 0."""
     began_from: dict[str, Any] | None
     """What the run was begun from, for its own checkpoints: see `choice.origin`."""
+    frozen: FrozenSource
+    """Where its frozen parameters are that it does not hold."""
     lines: list[str]
     """To log: what was skipped, taken, not recorded, changed."""
 
@@ -66,6 +71,7 @@ def resume(
 
     Raises:
         CheckpointError: `resume` cannot be followed, what it names belongs to another run, or all are damaged.
+        FrozenSourceError: the folder of its frozen parameters is gone or changed.
         ModelError: the model has other parameters.
     """
     candidates, own, rejected = agreed_candidates(run, folder, where, ranks)
@@ -74,7 +80,7 @@ def resume(
         try:
             fetch(candidate, (), where, ranks)
             fetch(candidate, _needed(engine, candidate, weights_only) if where.split else (), where, ranks)
-            reader, trainer = _open(candidate, where, ranks)
+            reader, trainer = _open(candidate, run.model.pretrained, where, ranks)
             notes = [] if weights_only else refuse_other_run(trainer, now, candidate)
             with contextlib.closing(reader):
                 load_checkpoint(engine, reader, trainer, ranks, weights_only=weights_only)
@@ -89,6 +95,7 @@ def resume(
             step=reader.manifest.step,
             weights_only=weights_only,
             began_from=trainer.get("began_from") if own else origin(run),
+            frozen=reader.manifest.frozen,
             lines=[
                 *(f"skipped {text}" for text in rejected.values()),
                 *(_taken_weights(candidate, reader) if weights_only else _taken_all(candidate, reader, trainer, now)),
@@ -131,19 +138,27 @@ def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
     }
 
 
-def _open(folder: Path, where: CheckpointFolder, ranks: Ranks) -> tuple[CheckpointReader, dict[str, Any]]:
+def _open(
+    folder: Path, pretrained: str | None, where: CheckpointFolder, ranks: Ranks
+) -> tuple[CheckpointReader, dict[str, Any]]:
     """The reader and trainer.json, after a look at everything but the values: all ranks together, each file once.
 
+    `pretrained`: where frozen parameters are looked for if their folder is gone.
+
     Raises:
+        FrozenSourceError: they are not there.
         DamagedCheckpoint: no manifest, a missing file, another size, another header, another trainer.json.
         UnknownFormat: it is another version's; that is no damage, and none is walked past.
     """
     wrong: list[str] = []
     trainer: dict[str, Any] = {}
-    reader = None
+    reader: CheckpointReader | None = None
+    lost: FrozenSourceError | None = None
     try:
-        reader = CheckpointReader(folder)
-        manifest = reader.manifest
+        manifest = Manifest.read(folder)
+        if pretrained and not manifest.frozen.folder.is_dir():
+            manifest = replace(manifest, frozen=replace(manifest.frozen, folder=Path(pretrained).absolute()))
+        reader = CheckpointReader(folder, manifest)
         if ranks.rank == 0:
             wrong += problems(folder, manifest, [TRAINER])
             if not wrong:
@@ -151,16 +166,21 @@ def _open(folder: Path, where: CheckpointFolder, ranks: Ranks) -> tuple[Checkpoi
                 wrong += disagreements(folder, manifest, trainer)
         for name in _share([name for name, entry in manifest.files.items() if entry.pieces], reader, where):
             wrong += problems(folder, manifest, [name], contents=False) or _header_problems(reader, name)
+        reader.frozen_types()
     except UnknownFormat:
         raise
+    except FrozenSourceError as error:
+        lost = error
     except CheckpointError as error:
         wrong.append(str(error))
-    shares = from_all(ranks, (wrong, trainer))
-    found = _joined([texts for texts, _ in shares])
+    shares = from_all(ranks, (wrong, lost, trainer))
+    found = _joined([texts for texts, *_ in shares])
     if found:
         raise DamagedCheckpoint("; ".join(found))
+    if source_errors := [error for _, error, _ in shares if error]:
+        raise source_errors[0]
     assert reader is not None
-    return reader, shares[0][1]
+    return reader, shares[0][2]
 
 
 def _share(names: Iterable[str], reader: CheckpointReader, where: CheckpointFolder) -> list[str]:
@@ -193,6 +213,7 @@ def load_checkpoint(
 
     Raises:
         DamagedCheckpoint: what was read is not what the manifest says. On all ranks alike.
+        FrozenSourceError: nor is what was read of its frozen parameters.
         CheckpointError: it holds no moments, or moments of other tensors.
         ModelError: it holds other parameters, or other shapes.
     """
@@ -201,14 +222,14 @@ def load_checkpoint(
     if not weights_only:
         _refuse_other_state(live, reader, ranks)
     rounded: dict[Key, int] = {}
-    error: list[str] = []
+    mine: CheckpointError | None = None
     try:
         rounded = _fill([piece for piece in live if piece.kind == PARAM or not weights_only], reader)
     except CheckpointError as problem:  # the other ranks must not wait for this one
-        error = [str(problem)]
-    shares = from_all(ranks, error)
-    if found := _joined(shares):
-        raise DamagedCheckpoint("; ".join(found))
+        mine = problem
+    if found := [problem for problem in from_all(ranks, mine) if problem is not None]:
+        lost = next((problem for problem in found if isinstance(problem, FrozenSourceError)), None)
+        raise lost or DamagedCheckpoint("; ".join(dict.fromkeys(map(str, found))))
     if not weights_only:
         applied = trainer.get("optimizer_step")
         engine.set_optimizer_step(reader.manifest.step if applied is None else applied)
@@ -298,10 +319,13 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
     elsewhere = reader.manifest.elsewhere(reader.folder).keys()
     names = sorted(files - elsewhere) if elsewhere else sorted(files)[ranks.rank :: ranks.world_size]
     mine = problems(reader.folder, reader.manifest, names)
-    shares = from_all(ranks, mine)
+    changed = wrong_frozen(reader.manifest.frozen, [name for kind, name in bad if kind == PARAM])
+    shares = from_all(ranks, (mine, changed))
     differs = f"{_named(bad)} differs from the manifest after loading"
-    if found := _joined(shares):
+    if found := _joined([texts for texts, _ in shares]):
         return DamagedCheckpoint(f"{'; '.join(found)} ({differs})")
+    if source_errors := [error for _, error in shares if error]:
+        return source_errors[0]
     return CheckpointError(
         f"{reader.folder}: {differs}, though its files are intact. The disk or the memory gave other bytes once, or "
         "this is a bug. The run ends before its first step; start it again, or resume from another checkpoint."

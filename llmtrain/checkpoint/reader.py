@@ -25,6 +25,7 @@ class _Held:
 
     region: Region
     file: str
+    """In the checkpoint's folder; the path of one in the folder that frozen parameters come from."""
     key: str
 
 
@@ -44,6 +45,9 @@ class CheckpointReader:
         for file, entry in self.manifest.files.items():
             for key, piece in zip(keys(entry.pieces), entry.pieces, strict=True):
                 self._where.setdefault((piece.kind, piece.name), []).append(_Held(piece.region, file, key))
+        source = self.manifest.frozen
+        for name, given in source.parts.items():
+            self._where[PARAM, name] = [_Held(r, str(source.folder / file), tensor) for file, tensor, r in given]
         for parts in self._where.values():
             parts.sort(key=lambda held: held.region.first)
         self._strided = {key for key, parts in self._where.items() if not all(p.region.contiguous for p in parts)}
@@ -89,12 +93,12 @@ class CheckpointReader:
                 for some in rows:
                     read_shared(file, held.key, some, out)
             except TensorFileError as error:
-                raise CheckpointError(str(error)) from error
+                raise self._error(held.file, str(error)) from error
         return out
 
     def files_of(self, kind: str, name: str, region: Region) -> set[str]:
-        """The files that a read of the region opens. Raises CheckpointError."""
-        return {held.file for held, _ in self._held(kind, name, region)}
+        """The files of the checkpoint that a read of the region opens. Raises CheckpointError."""
+        return {held.file for held, _ in self._held(kind, name, region)} & self.manifest.files.keys()
 
     def _held(self, kind: str, name: str, region: Region) -> Iterator[tuple[_Held, list[Shared]]]:
         """The pieces that have some of the region, and what of it."""
@@ -124,23 +128,42 @@ class CheckpointReader:
         if odd := misfit(handle, entry):
             raise CheckpointError(f"{self.folder / file} does not hold what the manifest says: see {odd}.")
 
+    def frozen_types(self) -> dict[str, str]:
+        """Frozen parameter -> safetensors' type of it in the folder that it comes from, where all of it has one.
+
+        Raises:
+            FrozenSourceError: by the headers of its files, the folder is not as it was.
+        """
+        types: dict[str, str] = {}
+        for name in self.manifest.frozen.parts:
+            for held in self._where[PARAM, name]:
+                self._check_piece(held)
+            first, *others = {self._open(held.file).entries[held.key].dtype for held in self._where[PARAM, name]}
+            types |= {} if others else {name: first}
+        return types
+
     def _check_piece(self, held: _Held) -> None:
         entry = self._open(held.file).entries.get(held.key)
         if entry is None or entry.dtype not in DTYPE_OF or entry.numel != held.region.numel:
-            raise CheckpointError(f"{self.folder / held.file} does not hold what the manifest says: see {held.key}.")
+            place = self.folder / held.file
+            raise self._error(held.file, f"{place} does not hold what the manifest says: see {held.key}.")
+
+    def _error(self, file: str, text: str) -> CheckpointError:
+        return CheckpointError(text) if file in self.manifest.files else self.manifest.frozen.error(text)
 
     def _open(self, file: str) -> TensorFile:
         with self._lock:
             if file not in self._files:
                 path = self.folder / file
                 try:
-                    self._files[file] = TensorFile(path, open_file(path))
+                    mine = file in self.manifest.files  # a model's folder may be one of links, as a hub's cache is
+                    self._files[file] = TensorFile(path, open_file(path) if mine else None)
                 except OSError as error:
                     host = self.manifest.elsewhere(self.folder).get(file)
                     where = f"; it is on {host}: copy the files of all hosts into one folder" if host else ""
                     raise CheckpointError(f"{path} cannot be opened: {error.strerror}{where}") from error
                 except TensorFileError as error:
-                    raise CheckpointError(str(error)) from error
+                    raise self._error(file, str(error)) from error
             return self._files[file]
 
 

@@ -27,6 +27,7 @@ from llmtrain.checkpoint import space
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import HOSTS, MANIFEST, step_folder
+from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
 from llmtrain.checkpoint.host_copy import HostCopy
 from llmtrain.checkpoint.memory import memory_available
 from llmtrain.checkpoint.snapshot import RankFile, Snapshot, WriterDied, write_piece
@@ -69,10 +70,16 @@ class Saver:
     """Saves of one run. All ranks call every method together, `before_update` excepted. Use as a context manager."""
 
     def __init__(
-        self, engine: Engine, folder: CheckpointFolder, settings: CheckpointConfig, mix: Mix, ranks: Ranks
+        self,
+        engine: Engine,
+        folder: CheckpointFolder,
+        settings: CheckpointConfig,
+        mix: Mix,
+        ranks: Ranks,
+        frozen: FrozenSource = NOWHERE,
     ) -> None:
-        """`mix`: how the run computes; the checkpoint tells it."""
-        self._engine, self._folder, self._ranks = engine, folder, ranks
+        """`mix`: how the run computes; the checkpoint tells it. `frozen`: what it names and does not hold."""
+        self._engine, self._folder, self._ranks, self._frozen = engine, folder, ranks, frozen
         self._keep = settings.keep
         self.asynchronous = settings.mode == "async"
         self._layout = {
@@ -124,9 +131,11 @@ class Saver:
         pieces = [piece.to_json() for piece in self._plan.pieces]
         mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, _boot())
         shares = from_all(self._ranks, mine)
+        frozen = from_rank_0(self._ranks, self._frozen.to_json)  # hosts may call it otherwise, a manifest is one
         self._need_bytes = sum(shares[rank][2] for rank in self._folder.members)
         self._table = {"own": [(offset, dtype, piece.to_json()) for offset, dtype, piece in self._plan.layout]}
         if self._folder.leads:
+            self._table["frozen"] = frozen
             self._table["pieces"] = {share[0]: share[1] for share in shares}
             self._table["tensors"] = {name: list(shape) for name, shape in self._engine.shapes().items()}
         if self.asynchronous:
@@ -236,14 +245,15 @@ class Saver:
 
     def _pieces(self) -> list[StateTensor]:
         """What this rank writes, in the order of its file: the largest elements first, so that each is aligned."""
-        found = [piece for piece in self._engine.state() if piece.own.stop > piece.own.start]
+        held = [piece for piece in self._engine.state() if piece.own.stop > piece.own.start]
+        found = [piece for piece in held if piece.kind != PARAM or piece.name not in self._frozen.parts]
         return sorted(found, key=lambda piece: -piece.dtype.itemsize)
 
     def check_shares(self) -> None:
         """The ranks' parts of each parameter have to add up to it: a form that has its shards wrong is noticed here."""
         shapes = self._engine.shapes()
         held = dict.fromkeys(sorted(shapes), 0)
-        for piece in self._pieces():
+        for piece in self._engine.state():
             held[piece.name] += piece.own_region.numel if piece.kind == PARAM else 0
         total = torch.tensor(list(held.values()), dtype=torch.int64)
         dist.all_reduce(total, group=self._ranks.control)

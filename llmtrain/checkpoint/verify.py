@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llmtrain.checkpoint.format import (
     MANIFEST,
+    PARAM,
     TRAINER,
     FileEntry,
     Manifest,
     Piece,
+    disagreements,
     hash_file,
     keys,
     misfit,
@@ -21,7 +24,7 @@ from llmtrain.checkpoint.format import (
     problems,
     read_trainer,
 )
-from llmtrain.checkpoint.listing import disagreements
+from llmtrain.checkpoint.frozen import TYPES, FrozenSource, FrozenSourceError
 from llmtrain.checkpoint.writer import as_fp32
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress
@@ -32,7 +35,6 @@ from llmtrain.tensors.tensorfile import ITEM_BYTES, TensorFile, TensorFileError
 _CHUNK = 4 << 20  # elements
 _NAMED = 5  # damaged tensors of a file that are named
 _RANK_FILE = re.compile(r"rank-([0-9]+)\.safetensors")
-_DTYPES = ("F32", "BF16", "F16")
 
 
 def verify(folder: Path, *, whole: bool = True) -> list[str]:
@@ -57,7 +59,36 @@ def verify(folder: Path, *, whole: bool = True) -> list[str]:
             lines += disagreements(folder, manifest, read_trainer(folder))
         except CheckpointError as error:
             lines.append(str(error).replace(f"{folder}/", ""))
+    if changed := wrong_frozen(manifest.frozen):
+        lines.append(str(changed))
     return lines
+
+
+def wrong_frozen(source: FrozenSource, names: Iterable[str] | None = None) -> FrozenSourceError | None:
+    """What is wrong with a checkpoint's frozen parameters (those of `names`) in their folder. Reads all their bytes."""
+    some = source.only(source.parts.keys() if names is None else set(names))
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            files = {path.name: stack.enter_context(TensorFile(path)) for path in some.files()}
+            sums = list(pool.map(lambda name: _frozen_sum(some, files, name), some.parts))
+        except TensorFileError as error:
+            return some.error(str(error))
+    bad = [name for name, found in zip(some.parts, sums, strict=True) if found != some.checksums[name]]
+    if not bad:
+        return None
+    more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+    return some.error(f"{some.folder} has other values of {', '.join(bad[:_NAMED])}{more} than the manifest says")
+
+
+def _frozen_sum(source: FrozenSource, files: dict[str, TensorFile], name: str) -> int | None:
+    """The checksum of a frozen parameter in its folder's files; None where they lack some of it."""
+    total = 0
+    for file, tensor, region in source.parts[name]:
+        entry = files[file].entries.get(tensor)
+        if entry is None or entry.dtype not in TYPES or entry.numel != region.numel:
+            return None
+        total += _checksum(files[file], tensor, Piece(PARAM, name, region, 0))
+    return total % 2**64
 
 
 def _label(file: str) -> str:
@@ -87,7 +118,7 @@ def _wrong_pieces(path: Path, entry: FileEntry, intact: bool) -> str:
     with TensorFile(path, open_file(path)) as file:
         if odd := misfit(file, entry):
             return f"it does not hold the tensors that the manifest lists: see {odd}"
-        strange = [key for key, found in file.entries.items() if found.dtype not in _DTYPES]
+        strange = [key for key, found in file.entries.items() if found.dtype not in TYPES]
         if strange:
             return f"{strange[0]} has the type {file.entries[strange[0]].dtype}, which no checkpoint has"
         if intact:

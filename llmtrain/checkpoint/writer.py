@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync, write_durably
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece
+from llmtrain.checkpoint.frozen import FrozenSource
 from llmtrain.checkpoint.retain import keep_newest
 from llmtrain.tensors.checksum import checksum_part_array
 
@@ -75,6 +76,7 @@ def commit(
     step: int,
     tensors: dict[str, list[int]],
     layout: dict[str, Any],
+    frozen: dict[str, Any],
     pieces: dict[str, list[list[Any]]],
     written: dict[str, dict[str, Any]],
     trainer: str,
@@ -83,6 +85,7 @@ def commit(
     """Complete a checkpoint whose files are durable, give it its name, delete what `keep` (unless None) does not cover.
 
     Args:
+        frozen: `FrozenSource.to_json` of parameters that no file holds.
         pieces: by file: `Piece.to_json` of each, whose checksums do not count.
         written: by file: what `write_image` returned there.
 
@@ -101,7 +104,8 @@ def commit(
     }
     size, xxh3 = write_durably(partial / TRAINER, trainer)
     files[TRAINER] = FileEntry(bytes=size, xxh3=xxh3)
-    manifest = Manifest(step=step, tensors=tensors, files=files, layout=layout)
+    source = FrozenSource.from_json(frozen)
+    manifest = Manifest(step=step, tensors=tensors, files=files, layout=layout, frozen=source)
     write_durably(partial / MANIFEST, manifest.to_json())
     sync(partial)
     if final.exists():  # saved before at this step, by this run or by one that was resumed from further back
@@ -116,7 +120,8 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
     """Do what a message asks for and return the answer: {"error"} when the disk does not play along.
 
     Args:
-        table: "own": the pieces of this rank's image; a leader's also "pieces" of every file and "tensors" (shapes).
+        table: "own": the pieces of this rank's image; a leader's also "pieces" of every file, "tensors" (shapes) and
+            "frozen".
     """
     message = dict(message)
     what = message.pop("do")
@@ -127,7 +132,8 @@ def perform(message: dict[str, Any], table: dict[str, Any], image: memoryview | 
         if what == "commit":
             partial, final = Path(message.pop("partial")), Path(message.pop("final"))
             try:
-                commit(partial, final, tensors=table["tensors"], pieces=table["pieces"], **message)
+                known = {key: table[key] for key in ("tensors", "pieces", "frozen")}
+                commit(partial, final, **known, **message)
             except OSError:
                 remove_tree(partial)
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import torch
@@ -119,3 +120,10 @@ def _has_bf16() -> bool:
     if torch.version.cuda is not None and get_accelerator().device_name() == "cuda":
         return torch.cuda.get_device_capability()[0] >= _BF16_CAPABILITY
     return bool(get_accelerator().is_bf16_supported())
+
+
+def max_memory_gib(device: torch.device) -> float:
+    """Peak of this process: allocated device memory, or resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / units.GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / units.GIB

@@ -8,7 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.dist.rendezvous import Seat
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Which process is a rank."""
+
+    rank: int
+    host: str
+    local_rank: int
+    """Index among the ranks of its host."""
+    device: str
+    """As its driver names it."""
+    pid: int
 
 
 @dataclass(frozen=True, kw_only=True)

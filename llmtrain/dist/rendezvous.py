@@ -28,6 +28,7 @@ from llmtrain import log, units
 from llmtrain.cluster import messages
 from llmtrain.dist.device import device_id, device_name
 from llmtrain.dist.interfaces import choose_interfaces
+from llmtrain.dist.ranks import Seat
 from llmtrain.errors import UserError
 from llmtrain.redact import redact
 from llmtrain.tracking.environment import versions
@@ -50,19 +51,6 @@ class RanksDiffer(RendezvousError):
     """They have, but do not run the same."""
 
     passing = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seat:
-    """Which process is a rank."""
-
-    rank: int
-    host: str
-    local_rank: int
-    """Index among the ranks of its host."""
-    device: str
-    """As its driver names it."""
-    pid: int
 
 
 @dataclass(frozen=True, kw_only=True)

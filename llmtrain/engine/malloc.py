@@ -28,3 +28,4 @@ def return_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(mmap_max, 65536)
         libc.mallopt(mmap_threshold, 2**20)
+        libc.malloc_trim(0)

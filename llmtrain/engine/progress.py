@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 
-from llmtrain.cluster.watch import watched
 from llmtrain.cluster.watch.heartbeat import Heartbeat, heart
 
 _POLL_S = 0.25
@@ -60,14 +59,17 @@ class DeviceProgress:
 _progress: DeviceProgress | None = None
 
 
-def begin(device: torch.device) -> None:
-    """Tell of this rank's device from now on, once a process. Nothing happens without CUDA."""
+def begin(device: torch.device, tend: Callable[[Any], None]) -> None:
+    """Tell of this rank's device from now on, once a process. Nothing happens without CUDA.
+
+    `tend`: called with `flight_recorder` a few times a second (cluster/watch/watched.py).
+    """
     global _progress
     if device.type != "cuda" or _progress is not None:
         return
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder: on by default in newer torch only
     _progress = DeviceProgress(heart, torch.cuda.Event)
-    threading.Thread(target=_tend, args=(_progress, device), name="device-progress", daemon=True).start()
+    threading.Thread(target=_tend, args=(_progress, device, tend), name="device-progress", daemon=True).start()
 
 
 def mark() -> None:
@@ -76,13 +78,13 @@ def mark() -> None:
         _progress.mark()
 
 
-def _tend(progress: DeviceProgress, device: torch.device) -> None:
+def _tend(progress: DeviceProgress, device: torch.device, tend: Callable[[Any], None]) -> None:
     torch.cuda.set_device(device)  # a new thread's is GPU 0, and a context there takes 0.5 GB of it
     while True:
         time.sleep(_POLL_S)
         with contextlib.suppress(RuntimeError):  # the device failed: the main thread meets it, too, and says where
             progress.look()
-        watched.tend(flight_recorder)
+        tend(flight_recorder)
 
 
 def flight_recorder() -> Mapping[str, Any]:

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.dist.control import from_all
-from llmtrain.dist.ranks import Ranks
-from llmtrain.dist.rendezvous import Seat
+from llmtrain.dist.ranks import Ranks, Seat
 from llmtrain.engine.api import Engine
 
 _ROW = 4096  # words with one factor: a block that has moved is noticed, two words exchanged within it are not

@@ -65,30 +65,36 @@ def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> None:
             view.copy_(values, non_blocking=on_device)
 
 
-def prove_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> None:
+def prove_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict[str, int]:
     """Compare checksums of the assembled parameters with those of the source (DeepSpeed #7848: silent random weights).
+
+    Returns the checksum of each parameter as the source has it; of random numbers none.
 
     Raises:
         ModelError: naming the parameters that differ.
     """
     if isinstance(source, RandomSource):
-        return
+        return {}
     check_names(engine, source)
     names = sorted(engine.shapes())
-    kept = {piece.name: piece.dtype for piece in engine.state() if piece.kind == PARAM}  # less than fp32: frozen
+    # Of frozen parameters, which a pipeline's other stages may hold:
+    lower = {piece.name: piece.dtype for piece in engine.state() if piece.dtype.itemsize < 4 and piece.kind == PARAM}
+    kept = {name: dtype for share in from_all(ranks, lower) for name, dtype in share.items()}
     mine = {}
     for name in names[ranks.rank :: ranks.world_size]:  # each file is read once, by all ranks together
         heart.beat()
         values = source.read(name, 0, numel(source.shape(name))).reshape(-1)
-        mine[name] = checksum(values.to(kept.get(name, torch.float32)))
-    shares = from_all(ranks, mine)
-    expected = {(PARAM, name): value for share in shares if share for name, value in share.items()}
+        exact = checksum(values)
+        mine[name] = (exact, checksum(values.to(kept[name])) if name in kept else exact)
+    given = {name: sums for share in from_all(ranks, mine) for name, sums in share.items()}
+    expected = {(PARAM, name): value for name, (_, value) in given.items()}
     bad = [name for _, name in differing_tensors(engine, expected, ranks)]
     if bad:
         raise ModelError(
             f"{source.origin}: after loading, {len(bad)} of {len(names)} parameters differ from the file, "
             f"first {', '.join(bad[:3])}. Training would start from wrong weights, so the run ends here."
         )
+    return {name: exact for name, (exact, _) in given.items()}
 
 
 @torch.no_grad()

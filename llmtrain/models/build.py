@@ -116,6 +116,23 @@ def skeleton(config: PreTrainedConfig, *, attention: str = "eager", trust_remote
         return construct(copy.deepcopy(config), attention, torch.float32, trust_remote_code=trust_remote_code)
 
 
+def materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give each parameter on the meta device uninitialised memory and move the buffers; ties, and what is noted at a
+    parameter, stay."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in hf.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
+                if parameter not in made:
+                    values = torch.empty(parameter.shape, dtype=dtype, device=device)
+                    made[parameter] = nn.Parameter(values, parameter.requires_grad)
+                    made[parameter].__dict__.update(parameter.__dict__)
+                setattr(module, name, made[parameter])
+        for buffer in module.buffers(recurse=False):
+            if not buffer.is_meta:
+                buffer.data = buffer.to(device)
+
+
 def restore_buffers(hf: nn.Module, exact: nn.Module, device: torch.device) -> None:
     """Give buffers their values back: zero.Init rounds what a constructor makes, rotary frequencies among it."""
     values = dict(exact.named_buffers())

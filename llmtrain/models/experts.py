@@ -82,7 +82,7 @@ def avoid_grouped_product(experts: Iterable[nn.Module], config: PreTrainedConfig
     """Choose transformers' loop over the experts where torch's grouped product would refuse their widths.
 
     It wants rows of whole 16 bytes (in bf16: widths that 8 divides), and fails in the first forward pass with "strides
-    should be multiple of 16 bytes". A tensor-parallel share of a width can be such a one where the whole is not.
+    should be multiple of 16 bytes". A tensor-parallel shard of a width can be such a one where the whole is not.
     """
     matrices = [p for module in experts for p in module.parameters() if len(shape_of(p)) == 3]
     if any(size * dtype.itemsize % 16 for matrix in matrices for size in shape_of(matrix)[1:]):

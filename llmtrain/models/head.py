@@ -31,7 +31,7 @@ class Head:
         self.columns = (0, 1)
         """(index, of): which part of each row's tokens this rank's hidden state is."""
         self._layer: Any = layer
-        self._words: Any = getattr(layer, "words", None)  # of a vocabulary that a tensor-parallel group shares
+        self._vocabulary: Any = getattr(layer, "vocabulary", None)  # its shard, under tensor parallelism
         self._chunk = chunk
         layer.forward = self._forward  # type: ignore[method-assign, assignment]
 
@@ -52,16 +52,17 @@ class Head:
         """
         index, of = self.columns
         own, layer = labels.chunk(of, dim=1)[index], self._layer
-        if self._words is not None:
-            hidden = self._words.shared(hidden)
-        about: dict[str, Any] = {"chunk": self._chunk, "form": self.form, "share": self._words}
+        if self._vocabulary is not None:
+            hidden = self._vocabulary.shared(hidden)
+        about: dict[str, Any] = {"chunk": self._chunk, "form": self.form, "vocabulary": self._vocabulary}
         return chunked_nll_sum(hidden, layer.weight, layer.bias, own, **about)
 
     def _forward(self, hidden: Tensor, loss: Loss | None = None) -> Tensor:
         """The layer as it was (logits), or a loss."""
         layer = self._layer
         if loss is None:
-            logits: Tensor = (F.linear if self._words is None else self._words.logits)(hidden, layer.weight, layer.bias)
+            compute = F.linear if self._vocabulary is None else self._vocabulary.logits
+            logits: Tensor = compute(hidden, layer.weight, layer.bias)
             return logits
         if hidden.shape[-1] != layer.in_features:
             raise ModelError(

@@ -51,7 +51,7 @@ class HeadForm:
         return logits
 
 
-class Share(Protocol):
+class Vocabulary(Protocol):
     """A rank's part of a vocabulary that a group shares, and the group's sums."""
 
     @property
@@ -80,23 +80,23 @@ class _Labels(NamedTuple):
     """Whether there is one."""
 
     @classmethod
-    def of(cls, labels_N: Tensor, share: Share | None) -> _Labels:
+    def of(cls, labels_N: Tensor, vocabulary: Vocabulary | None) -> _Labels:
         counts_N1 = (labels_N != IGNORE).unsqueeze(1)
-        if share is None:
+        if vocabulary is None:
             return cls(counts_N1, labels_N.clamp(min=0).unsqueeze(1), counts_N1)
-        word_N1 = labels_N.unsqueeze(1) - share.first
-        mine_N1 = (word_N1 >= 0) & (word_N1 < share.count)
+        word_N1 = labels_N.unsqueeze(1) - vocabulary.first
+        mine_N1 = (word_N1 >= 0) & (word_N1 < vocabulary.count)
         return cls(counts_N1, word_N1.masked_fill(~mine_N1, 0), mine_N1)
 
     def rows(self, rows: slice) -> _Labels:
         return _Labels(*(part[rows] for part in self))
 
 
-_Elementwise = Callable[[Tensor, _Labels, HeadForm, Share | None, bool], tuple[Tensor, Tensor | None]]
+_Elementwise = Callable[[Tensor, _Labels, HeadForm, Vocabulary | None, bool], tuple[Tensor, Tensor | None]]
 
 
 def _in_place(
-    logits_CV: Tensor, labels: _Labels, form: HeadForm, share: Share | None, wants_gradient: bool
+    logits_CV: Tensor, labels: _Labels, form: HeadForm, vocabulary: Vocabulary | None, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Summed loss of a chunk, and the gradient of its logits in fp32; changes the logits."""
     logits_CV = form.apply(logits_CV.float())
@@ -104,14 +104,14 @@ def _in_place(
     # One exponential serves the loss and its gradient, and every pass is in place: log_softmax or logsumexp
     # would need a second [C, V] and a second exponential.
     most_C1 = logits_CV.amax(1, keepdim=True)
-    if share is not None:
-        share.take_largest(most_C1)
+    if vocabulary is not None:
+        vocabulary.take_largest(most_C1)
     logits_CV.sub_(most_C1)
     chosen_C1 = logits_CV.gather(1, labels.word)
     exp_CV = logits_CV.exp_()
     sum_C1 = exp_CV.sum(1, keepdim=True)
-    if share is not None:
-        sum_C1, chosen_C1 = _added_up(share, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
+    if vocabulary is not None:
+        sum_C1, chosen_C1 = _added_up(vocabulary, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
     loss = torch.where(labels.counts, sum_C1.log() - chosen_C1, 0.0).sum()
     if not wants_gradient:
         return loss, None
@@ -123,17 +123,17 @@ def _in_place(
 
 
 def _fused(
-    logits_CV: Tensor, labels: _Labels, form: HeadForm, share: Share | None, wants_gradient: bool
+    logits_CV: Tensor, labels: _Labels, form: HeadForm, vocabulary: Vocabulary | None, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The same in two compiled kernels; the gradient has the logits' dtype."""
     most_C1, sum_C1, chosen_C1 = _compiled(_softmax_sums)(logits_CV, labels.word, form)
-    if share is not None:
+    if vocabulary is not None:
         own_C1 = most_C1.clone()
-        share.take_largest(most_C1)
+        vocabulary.take_largest(most_C1)
         sum_C1 = sum_C1 * (own_C1 - most_C1).exp()
     chosen_C1 = chosen_C1 - most_C1
-    if share is not None:
-        sum_C1, chosen_C1 = _added_up(share, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
+    if vocabulary is not None:
+        sum_C1, chosen_C1 = _added_up(vocabulary, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
     loss = torch.where(labels.counts, sum_C1.log() - chosen_C1, 0.0).sum()
     if not wants_gradient:
         return loss, None
@@ -143,9 +143,9 @@ def _fused(
     return loss, grad_CV
 
 
-def _added_up(share: Share, sum_C1: Tensor, chosen_C1: Tensor) -> tuple[Tensor, Tensor]:
+def _added_up(vocabulary: Vocabulary, sum_C1: Tensor, chosen_C1: Tensor) -> tuple[Tensor, Tensor]:
     both_C2 = torch.cat([sum_C1, chosen_C1], dim=1)
-    share.add_up(both_C2)
+    vocabulary.add_up(both_C2)
     return both_C2[:, :1], both_C2[:, 1:]
 
 
@@ -260,11 +260,11 @@ def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tens
 class _ChunkedNLL(torch.autograd.Function):
     """Sum over counted tokens of -log p(label); inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N].
 
-    V is this rank's part of the vocabulary if there is a `share`.
+    V is this rank's part of the vocabulary if there is a `vocabulary`.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, chunk, form, share):
+    def forward(ctx, hidden, weight, bias, labels, chunk, form, vocabulary):
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         elementwise = _elementwise(hidden.device)
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -272,13 +272,13 @@ class _ChunkedNLL(torch.autograd.Function):
         # Gradients of the head are summed over chunks in fp32: bf16 would lose the small chunks' share.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
-        every = _Labels.of(labels, share)
+        every = _Labels.of(labels, vocabulary)
         for low in range(0, hidden.shape[0], chunk):
             rows = slice(low, low + chunk)
             hidden_CH = hidden[rows]
             # The logits are an argument and nothing else: widened, they give their memory back at once.
             loss, grad_CV = elementwise(
-                F.linear(hidden_CH, weight, bias), every.rows(rows), form, share, any(ctx.needs_input_grad[:3])
+                F.linear(hidden_CH, weight, bias), every.rows(rows), form, vocabulary, any(ctx.needs_input_grad[:3])
             )
             total += loss
             if grad_CV is not None:
@@ -301,7 +301,7 @@ def chunked_nll_sum(
     *,
     chunk: int,
     form: HeadForm,
-    share: Share | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """Sum of the negative log-likelihood (nats, fp32 scalar) over the counted tokens.
 
@@ -310,7 +310,7 @@ def chunked_nll_sum(
         weight, bias: [V, H] and [V] of the head.
         labels: [...], already shifted; IGNORE where a token does not count.
         chunk: tokens whose logits exist at one time.
-        share: the part of the vocabulary that V is, where ranks share it; they all get the same sum.
+        vocabulary: the shard that V is, where it is sharded; they all get the same sum.
     """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    return _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), chunk, form, share)
+    return _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), chunk, form, vocabulary)

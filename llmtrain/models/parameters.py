@@ -32,7 +32,7 @@ class LocalParameter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class Shard:
     """What a parameter says of itself that is not the whole of a Hugging Face tensor, or not its only copy."""
 
     shape: tuple[int, ...]
@@ -42,16 +42,16 @@ class Share:
     """Its Hugging Face name, where the module that holds it has another."""
 
 
-def set_share(parameter: Tensor, share: Share) -> None:
+def set_shard(parameter: Tensor, shard: Shard) -> None:
     """The note stays with the object, whatever DeepSpeed does to its values."""
-    parameter.llmtrain_share = share  # type: ignore[attr-defined]
+    parameter.llmtrain_shard = shard  # type: ignore[attr-defined]
 
 
 def local_parameter(name: str, parameter: Tensor) -> LocalParameter:
     """A parameter by its Hugging Face name: the whole tensor, unless it says otherwise."""
-    share: Share | None = getattr(parameter, "llmtrain_share", None)
-    if share is None:  # under ZeRO 3 the parameter itself is empty between its uses
+    shard: Shard | None = getattr(parameter, "llmtrain_shard", None)
+    if shard is None:  # under ZeRO 3 the parameter itself is empty between its uses
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        share = Share(shape=shape, region=whole(shape))
-    name = share.name or name
-    return LocalParameter(name=name, parameter=parameter, shape=share.shape, region=share.region, copy=share.copy)
+        shard = Shard(shape=shape, region=whole(shape))
+    name = shard.name or name
+    return LocalParameter(name=name, parameter=parameter, shape=shard.shape, region=shard.region, copy=shard.copy)

@@ -188,6 +188,10 @@ class SafetensorsSource:
         """safetensors' names of the types in which the files keep a parameter."""
         return {self.file_of[tensor].entries[tensor].dtype for tensor, _ in self._parts[name]}
 
+    def places(self, name: str) -> list[tuple[str, str, Region]]:
+        """(file, tensor in it, which elements of the flat parameter that is), in the order of the elements."""
+        return [(self.file_of[t].path.name, t, Region(p.start, p.numel)) for t, p in self._parts[name]]
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Reads only these elements. Parts of several types come as fp32."""
         parts = [(t, p) for t, p in self._parts[name] if p.start < stop and start < p.start + p.numel]

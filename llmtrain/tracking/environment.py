@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import socket
+import string
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -62,6 +64,13 @@ def unverified(found: Mapping[str, str | None]) -> str | None:
 def _series(version: str) -> tuple[int, ...]:
     """(2, 13) of 2.13.0+cu126."""
     return tuple(int(part) for part in version.split(".")[:2])
+
+
+def new_run_id() -> str:
+    """The W&B run id of a run that begins: WANDB_RUN_ID, else 8 random characters (from no seeded generator)."""
+    if given := os.environ.get("WANDB_RUN_ID"):
+        return given
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
 def versions() -> dict[str, str | None]:

@@ -13,7 +13,6 @@ from llmtrain.redact import redact
 from llmtrain.tracking.console import Console
 from llmtrain.tracking.local import JsonLines, truncate_after
 from llmtrain.tracking.metrics import METRICS
-from llmtrain.tracking.wandb_sink import WandbSink
 
 Status = Literal["finished", "stopped", "failed"]
 
@@ -43,6 +42,8 @@ class Tracker:
         self._open = enabled
         if not enabled:
             return
+        from llmtrain.tracking.wandb_sink import WandbSink  # rank 0 alone has one
+
         run_dir = Path(run_dir)
         self._began_s = time.monotonic()
         metrics = run_dir / "metrics.jsonl"

@@ -15,9 +15,7 @@ import importlib
 import netrc
 import os
 import queue
-import secrets
 import socket
-import string
 import sys
 import threading
 import urllib.request
@@ -36,13 +34,6 @@ _QUEUE_ROWS = 4096
 _CONNECT_TIMEOUT_S = 3.0
 _INIT_TIMEOUT_S = 60.0
 _DEFAULT_URL = "https://api.wandb.ai"
-
-
-def new_run_id() -> str:
-    """The W&B run id of a run that begins: WANDB_RUN_ID, else 8 random characters (from no seeded generator)."""
-    if given := os.environ.get("WANDB_RUN_ID"):
-        return given
-    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
 def base_url() -> str:

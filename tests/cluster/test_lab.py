@@ -263,6 +263,7 @@ def test_install_asks_apt_for_what_is_missing_and_starts_no_sshd(tmp_path: Path)
 # The real launcher
 
 
+@pytest.mark.slow  # test_watch_hosts.py starts it by hand on three hosts, test_restart.py ends a run well
 def test_deepspeed_trains_on_two_hosts(lab3: Lab, tmp_path: Path, small_data: str) -> None:
     """`deepspeed --hostfile` over pdsh and ssh, one rank a host, ends with a checkpoint of both and no process."""
     first, second, _ = lab3.hosts

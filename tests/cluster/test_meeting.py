@@ -62,7 +62,7 @@ def test_two_hosts_meet_over_their_network_without_being_told_which(lab3):
 def test_a_host_that_is_cut_off_is_missed_by_the_others_and_says_so_itself(lab3):
     lab3.hosts[1].cut()
     began = time.monotonic()
-    first, second = answers(start(lab3, 2, range(2), 15.0))
+    first, second = answers(start(lab3, 2, range(2), 5.0))
     assert "rank 1" in first["error"] and "had not connected" in first["error"]
     assert "rank 1 on node-2 found no listener" in second["error"] and lab3.hosts[0].address in second["error"]
     assert time.monotonic() - began < 200

@@ -201,7 +201,7 @@ LOAD = (
 def test_secrets_reach_the_hosts_and_stand_in_no_command_line(lab3: Lab, tmp_path: Path) -> None:
     secret = "canary-77fe1"
     trace = tmp_path / "argv"
-    spy = "import psutil,time,sys\nseen=set()\nend=time.time()+8\nwhile time.time()<end:\n"
+    spy = "import os,psutil,sys\nseen=set()\nwhile not os.path.exists(sys.argv[1]+'.end'):\n"
     spy += "    for p in psutil.process_iter():\n        try: seen.add(' '.join(p.cmdline()))\n"
     spy += "        except psutil.Error: pass\n    open(sys.argv[1],'w').write('\\n'.join(seen))\n"
     watching = lab3.hosts[1].popen([sys.executable, "-c", spy, str(trace)])
@@ -214,6 +214,7 @@ def test_secrets_reach_the_hosts_and_stand_in_no_command_line(lab3: Lab, tmp_pat
         environ = {**os.environ, "LLMTRAIN_SECRETS": path, "HOME": "/root"}
         loaded = host.run([sys.executable, "-c", LOAD], env=environ)
         assert loaded.stdout == f"{secret}\n", loaded.stderr
+    (tmp_path / "argv.end").touch()
     watching.wait(timeout=30)
     assert "llmtrain/secrets" in trace.read_text(), "the spy saw nothing"
     assert secret not in trace.read_text()

@@ -11,7 +11,8 @@ import xxhash
 from safetensors.torch import save_file
 
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece, hash_file, keys, step_folder
-from llmtrain.tensors.checksum import checksum_part
+from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
+from llmtrain.tensors.checksum import checksum, checksum_part
 from llmtrain.tensors.pieces import pick
 from llmtrain.tensors.region import Region, shard
 
@@ -83,6 +84,7 @@ def write_checkpoint(
     strided: bool = False,
     shapes: dict[str, tuple[int, ...]] = SHAPES,
     values: dict[tuple[str, str], torch.Tensor] | None = None,
+    frozen: FrozenSource = NOWHERE,
     **trainer: Any,
 ) -> Path:
     """WHERE/checkpoints/step-N with each tensor cut into a slice for each rank. `trainer`: other values there.
@@ -92,6 +94,7 @@ def write_checkpoint(
     folder = step_folder(where / "checkpoints", step)
     folder.mkdir(parents=True)
     whole = values or tensors(seed, shapes)
+    whole = {key: value for key, value in whole.items() if key[1] not in frozen.parts}
     files = {}
     for rank in range(ranks):
         held, pieces = {}, []
@@ -117,9 +120,25 @@ def write_checkpoint(
         tensors={name: list(shape) for name, shape in shapes.items()},
         files=files,
         layout={"world_size": ranks, "zero_stage": 1, "precision": "fp32"},
+        frozen=frozen,
     )
     (folder / MANIFEST).write_text(manifest.to_json())
     return folder
+
+
+def frozen_folder(
+    folder: Path, names: list[str], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
+) -> FrozenSource:
+    """A folder that has these parameters, one a file."""
+    folder.mkdir()
+    made = {name: torch.randn(shapes[name], generator=torch.Generator().manual_seed(5)).to(dtype) for name in names}
+    for index, (name, value) in enumerate(made.items()):
+        save_file({name: value}, folder / f"model-{index}.safetensors")
+    return FrozenSource(
+        folder=folder,
+        checksums={name: checksum(value) for name, value in made.items()},
+        parts={n: [(f"model-{i}.safetensors", n, Region(0, v.numel()))] for i, (n, v) in enumerate(made.items())},
+    )
 
 
 def sign(raw: Any) -> str:

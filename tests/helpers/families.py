@@ -90,17 +90,20 @@ _ROUTED: dict[str, Any] = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
 }
+LOW_RANK: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+"""Queries, keys and values are made by two maps each, and all heads have a part of their keys in common."""
+
 FROZEN: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "model_type": "deepseek_v3",
-        **_ROUTED,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-    },
+    "deepseek_v3": {**LOW_RANK, "model_type": "deepseek_v3"},
     "glm4_moe": {"model_type": "glm4_moe", **_ROUTED, "head_dim": 16},
     "dots1": {"model_type": "dots1", **_ROUTED, "head_dim": 16, "sliding_window": 8},
     "ernie4_5_moe": {
@@ -137,6 +140,18 @@ FROZEN: dict[str, dict[str, Any]] = {
 
 EXPERTS = ("mixtral", "qwen3_moe")
 """Those of FAMILIES with experts."""
+
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    **_GATED,
+    "head_dim": 16,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""Three layers of a recurrent kind, one of attention."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama_biases": {**FAMILIES["llama"], "attention_bias": True, "mlp_bias": True},

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import socket
 import time
 import traceback
@@ -18,15 +21,23 @@ from typing import Any
 import psutil
 
 _THREADS = 150
-"""Ranks with more start anew: each engine leaves process groups behind, and gloo's threads keep waking.
-
-Two idle ranks with 740 threads took a whole core.
-"""
+"""Ranks with more start anew: each engine leaves process groups behind, and gloo's threads keep waking."""
 PRELOAD = [
     "llmtrain.run",
+    "llmtrain.train",
+    "llmtrain.config.load",
     "transformers.models.llama.modeling_llama",
     "tests.helpers.training",
+    # What an engine imports when it is built: each rank would do so anew.
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "setuptools",
 ]
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 class RankFailed(AssertionError):
@@ -34,7 +45,10 @@ class RankFailed(AssertionError):
 
 
 class RankPool:
-    """`world_size` processes in one process group; `run` calls a function on all of them."""
+    """`world_size` processes in one process group; `run` calls a function on all of them.
+
+    Between two calls they are stopped: two idle ranks with 740 threads of gloo took a whole core.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -47,6 +61,7 @@ class RankPool:
             self.close()
         if not self._processes:
             self._start()
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((function, args))
         results: dict[int, Any] = {}
@@ -67,7 +82,13 @@ class RankPool:
                 missing = sorted(set(range(self.world_size)) - results.keys())
                 self.close()
                 raise RankFailed(f"no answer from ranks {missing} within {timeout_s} s")
+        self._signal(signal.SIGSTOP)
         return [results[rank] for rank in range(self.world_size)]
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):  # its pipe tells that it has died
+                os.kill(process.pid, number)
 
     def close(self) -> None:
         """End the processes."""
@@ -118,6 +139,7 @@ def become_rank(rank: int, world_size: int, port: int) -> None:
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped rank would outlive a test that is killed
     become_rank(rank, world_size, port)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames collectives that DeepSpeed calls
     while True:

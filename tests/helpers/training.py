@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from llmtrain.checkpoint.folder import find_folder
+from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
 from llmtrain.checkpoint.load import Resumed, resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.save import Saver
@@ -76,6 +77,8 @@ class Case:
     extra: dict[str, Any] = field(default_factory=dict)
     """More keys of the DeepSpeed dict."""
     model: dict[str, Any] = field(default_factory=lambda: dict(LLAMA))
+    pretrained: str = ""
+    """The folder of the model and its weights, in place of `model`."""
     attention: str = "sdpa"
     partition: str | tuple[int, ...] = "parameters"
     """Of layers over pipeline stages."""
@@ -92,10 +95,17 @@ class Case:
 
 
 def save_checkpoint(
-    engine: Any, checkpoints: Path, step: int, trainer: dict[str, Any], resolved: ResolvedRun, ranks: Ranks
+    engine: Any,
+    checkpoints: Path,
+    step: int,
+    trainer: dict[str, Any],
+    resolved: ResolvedRun,
+    ranks: Ranks,
+    frozen: FrozenSource = NOWHERE,
 ) -> Path:
     """Save and wait until it is durable."""
-    with Saver(engine, find_folder(checkpoints, ranks), resolved.run.checkpoint, resolved.mix, ranks) as saver:
+    folder = find_folder(checkpoints, ranks)
+    with Saver(engine, folder, resolved.run.checkpoint, resolved.mix, ranks, frozen) as saver:
         saver.begin(step, trainer)
         outcome = saver.drain()
     assert outcome is not None and outcome.path is not None, outcome
@@ -147,7 +157,8 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
         run = RunConfig(
             deepspeed=str(path),
             model=ModelConfig(
-                config=dict(case.model),
+                config=None if case.pretrained else dict(case.model),
+                pretrained=case.pretrained or None,
                 attention=case.attention,  # type: ignore[arg-type]
                 loss_chunk_tokens=40,
                 compile_layers=case.compile_layers,

@@ -363,7 +363,7 @@ def timeouts_of_groups() -> list[float]:
     """Timeout of every process group of this rank, in seconds."""
     import torch.distributed as dist
 
-    from llmtrain.engine.deepspeed.join import apply_group_timeout
+    from llmtrain.engine.deepspeed.patches import apply_group_timeout
 
     dist.new_group(list(range(dist.get_world_size())))  # as DeepSpeed makes its groups: without a timeout
     apply_group_timeout(77.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,9 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.checkpoint.format import Manifest
+from llmtrain.checkpoint.frozen import frozen_source
+from llmtrain.config.run import ModelConfig
 from llmtrain.engine.api import PARAM
+from llmtrain.engine.weights import prove_weights
 from llmtrain.errors import UserError
-from tests.helpers.checkpoints import trainer_state
+from llmtrain.models.source import INDEX, SafetensorsSource
+from llmtrain.models.spec import ModelSpec
+from llmtrain.tensors.tensorfile import TensorFile
+from tests.helpers.checkpoints import flip, trainer_state
 from tests.helpers.parity import Form, check
 from tests.helpers.training import (
     LLAMA,
@@ -43,9 +52,6 @@ def frozen_of(names: Any) -> set[str]:
 
 
 def initial(model: dict[str, Any] = LLAMA) -> dict[str, torch.Tensor]:
-    from llmtrain.config.run import ModelConfig
-    from llmtrain.models.spec import ModelSpec
-
     source = ModelSpec.of(ModelConfig(config=dict(model))).initial_weights(0, torch.device("cpu"))
     shapes = {name: source.shape(name) for name in source.order()}
     return {name: source.read(name, 0, torch.Size(s).numel()).view(s).clone() for name, s in shapes.items()}
@@ -156,6 +162,125 @@ def test_a_checkpoint_goes_from_zero_1_to_zero_3(pools, small_data, tmp_path, on
     for name in frozen_of(before):
         value = before[name] if one == other == "fp32" else before[name].bfloat16().float()
         assert torch.equal(parameters[name], value)
+
+
+def state_of(engine: Any, ranks: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """All values by kind and name; of what has no moments NaN."""
+    return {kind: assembled(engine, ranks, kind) for kind in (PARAM, "exp_avg", "exp_avg_sq")}
+
+
+def begun(case: Case, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Two steps from a folder of weights, and a checkpoint as a run saves it."""
+    engine, ranks = make_engine(case)
+    resolved = resolved_run(case, ranks.world_size)
+    spec = ModelSpec.of(resolved.run.model)
+    source = SafetensorsSource(case.pretrained, spec.layout)
+    left_out = frozen_source(source, spec.frozen, prove_weights(engine, source, ranks))
+    train_steps(case, engine, ranks, 0, 2)
+    save_checkpoint(engine, Path(folder) / "checkpoints", 2, trainer_state(2), resolved, ranks, left_out)
+    state = state_of(engine, ranks)
+    engine.close()
+    return state
+
+
+def gone_on(case: Case, folder: str) -> tuple[str, dict[str, dict[str, torch.Tensor]]]:
+    """Where frozen parameters are, and the state, after a resume into an engine with other values; or why not."""
+    engine, ranks = make_engine(case)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.data.add_(1.0)
+    try:
+        resumed = resume_from(engine, resolved_run(case, ranks.world_size).run, folder, trainer_state(2), ranks)
+    except UserError as error:
+        engine.close()
+        return f"{type(error).__name__}: {error}", {}
+    assert resumed is not None
+    state = state_of(engine, ranks)
+    engine.close()
+    return str(resumed.frozen.folder), state
+
+
+def written(folder: Path, model: dict[str, Any]) -> str:
+    """The folder of a new model in several files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    fields = dict(model)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="200KB")
+    return str(folder)
+
+
+def same(a: dict[str, dict[str, torch.Tensor]], b: dict[str, dict[str, torch.Tensor]]) -> bool:
+    return all(torch.equal(a[k][name].nan_to_num(9), b[k][name].nan_to_num(9)) for k in a for name in a[k])
+
+
+LLAMA_FORMS: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 2, "accumulation": 3},
+    {"stage": 3},
+    {"stage": 1, "pipeline": 2, "accumulation": 2},
+    {"stage": 3, "tensor": 2},
+    {"stage": 1, "sequence": 2},
+]
+MIXTRAL_FORMS: list[dict[str, Any]] = [{"stage": 3}, {"stage": 0, "expert": 2}]
+
+
+@pytest.mark.parametrize(("model", "freeze", "forms"), [
+    (LLAMA, FREEZE, LLAMA_FORMS),
+    (MIXTRAL, ("model.layers.0.mlp.experts.*", "model.embed_tokens.weight", "lm_head.weight"), MIXTRAL_FORMS),
+], ids=["llama", "mixtral"])  # fmt: skip
+def test_what_a_folder_has_is_in_no_checkpoint_and_comes_back_in_every_form(
+    pools, small_data, tmp_path, model, freeze, forms
+):
+    case = Case(data=small_data, model=model, pretrained=written(tmp_path / "hf", model), freeze=freeze, stage=1)
+    saved = pools(2).run(begun, case, str(tmp_path / "run"))[0]
+    (path,) = (tmp_path / "run" / "checkpoints").iterdir()
+    manifest = Manifest.read(path)
+    frozen = {name for name in saved[PARAM] if any(fnmatchcase(name, pattern) for pattern in freeze)}
+    assert manifest.frozen.parts.keys() == frozen
+    assert not frozen & {piece.name for entry in manifest.files.values() for piece in entry.pieces}
+    for form in forms:
+        where, state = pools(2).run(gone_on, replace(case, **form), str(tmp_path / "run"))[0]
+        assert where == case.pretrained and same(state, saved), form
+
+
+@pytest.mark.parametrize("form", [{"stage": 2}, {"stage": 1, "pipeline": 2, "accumulation": 2}], ids=["zero2", "pp2"])
+def test_bf16_rounds_what_it_reads_and_fp32_reads_it_whole(pools, small_data, tmp_path, form):
+    folder = written(tmp_path / "hf", LLAMA)
+    case = Case(data=small_data, pretrained=folder, freeze=FREEZE, precision="bf16", **form)
+    saved = pools(2).run(begun, case, str(tmp_path / "run"))[0]
+    _, state = pools(2).run(gone_on, case, str(tmp_path / "run"))[0]
+    assert same(state, saved)
+    _, state = pools(2).run(gone_on, replace(case, precision="fp32"), str(tmp_path / "run"))[0]
+    source = SafetensorsSource(folder, ModelSpec.of(ModelConfig(pretrained=folder)).layout)
+    for name in frozen_of(saved[PARAM]):
+        exact = source.read(name, 0, saved[PARAM][name].numel()).view_as(saved[PARAM][name])
+        assert torch.equal(saved[PARAM][name], exact.bfloat16().float()) and torch.equal(state[PARAM][name], exact)
+
+
+def test_a_changed_folder_ends_the_resume_and_a_moved_one_is_found_by_model_pretrained(pools, small_data, tmp_path):
+    folder = Path(written(tmp_path / "hf", LLAMA))
+    case = Case(data=small_data, pretrained=str(folder), freeze=FREEZE, stage=1)
+    saved = pools(2).run(begun, case, str(tmp_path / "run"))[0]
+    folder.rename(tmp_path / "moved")
+    where, state = pools(2).run(gone_on, replace(case, pretrained=str(tmp_path / "moved")), str(tmp_path / "run"))[0]
+    assert where == str(tmp_path / "moved") and same(state, saved)
+
+    shutil.copytree(tmp_path / "moved", folder)
+    other = replace(case, stage=3, pretrained=str(tmp_path / "moved"))
+    file = folder / json.loads((folder / INDEX).read_text())["weight_map"]["model.embed_tokens.weight"]
+    for change, says in ((flip_embedding, "other values of model.embed_tokens.weight"), (Path.unlink, file.name)):
+        change(file)
+        for told, _ in pools(2).run(gone_on, other, str(tmp_path / "run")):
+            assert told.startswith("FrozenSourceError") and str(folder) in told and says in told, told
+            assert "Put that folder, or a link to it, in its place again" in told
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def flip_embedding(file: Path) -> None:
+    with TensorFile(file) as held:
+        flip(file, held.entries["model.embed_tokens.weight"].end - 1)
 
 
 @pytest.mark.parametrize(

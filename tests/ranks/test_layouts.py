@@ -114,6 +114,7 @@ def segment(case: Case, path: str | None, first: int, last: int, folder: str) ->
     return trace, str(saved)
 
 
+@pytest.mark.slow  # each change alone: test_losses_go_on
 def test_a_run_that_changes_its_layout_at_every_resume(pools, small_data, tmp_path):
     """From a pipeline into ZeRO 3, tensor parallelism, one process and back, against plain PyTorch without a break."""
     chain = ["pp2dp2", "z3x4", "tp2dp2", "one", "sp2dp2", "pp2dp2"]

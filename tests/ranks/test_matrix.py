@@ -12,8 +12,8 @@ from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
 
 LAYOUTS = list(product((0, 1, 2, 3), (1, 2, 4)))
 """(ZeRO stage, ranks)."""
-# In every run of the tests: each layout once as the one that saves and once as the one that loads, and four more pairs.
-SAMPLE = {(i, (5 * i + 3) % 12) for i in range(12)} | {(i, (7 * i + 1) % 12) for i in (0, 3, 6, 9)}
+# In every run of the tests: each layout once as the one that saves and once as the one that loads.
+SAMPLE = {(i, (5 * i + 3) % 12) for i in range(12)}
 PAIRS = [
     pytest.param(*pair, marks=[] if pair in SAMPLE else pytest.mark.slow, id="-".join(f"z{s}x{w}" for s, w in names))
     for pair in product(range(12), range(12))
@@ -43,7 +43,7 @@ def saved(pools, small_data, tmp_path_factory) -> Callable[[int], tuple[Trace, s
 
 
 def test_the_sample_has_every_layout_on_both_sides():
-    assert len(SAMPLE) == 16 and all(a != b for a, b in SAMPLE)
+    assert len(SAMPLE) == 12 and all(a != b for a, b in SAMPLE)
     assert {a for a, _ in SAMPLE} == {b for _, b in SAMPLE} == set(range(12))
 
 

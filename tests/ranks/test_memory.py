@@ -18,26 +18,27 @@ MODEL = {**LLAMA, "vocab_size": 512, "num_hidden_layers": 16, "num_key_value_hea
 def held_bytes(case: Case) -> int:
     """Bytes of all tensors on this rank in the moment before the second update, activations gone; model alone."""
     gc.collect()
-    before = _storages()
+    before = _storages()  # held, so that none of its keys is given to what comes
     engine, ranks = make_engine(case)
     seen: list[int] = []
 
     def look() -> None:
         gc.collect()
-        seen.append(sum(size for key, size in _storages().items() if key not in before))
+        seen.append(sum(storage.nbytes() for key, storage in _storages().items() if key not in before))
 
     train_steps(case, engine, ranks, 0, 2, look)
     engine.close()
     return seen[-1]
 
 
-def _storages() -> dict[int, int]:
-    found: dict[int, int] = {}
+def _storages() -> dict[int, torch.UntypedStorage]:
+    """By a key that fake tensors, which torch.compile leaves in a rank, have as well."""
+    found: dict[int, torch.UntypedStorage] = {}
 
     def add(tensor: Any) -> None:
         if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
             storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            found[storage._cdata] = storage
             if tensor.is_leaf and tensor.grad is not None:
                 add(tensor.grad)
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 
 from llmtrain.parity.command import report
 from tests.helpers.faults import FAULTS
-from tests.helpers.parity import Form, check
+from tests.helpers.parity import Form, Outcome, check
 from tests.helpers.ranks import RankFailed
 
 STEPS = 6
 
 
+@pytest.fixture(scope="module")
+def without_fault(pools: Any) -> Callable[[Form], Outcome]:
+    """The outcome of a form, trained once for all faults that are seeded into it."""
+    return cache(partial(check, pools))
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_caught(pools: Any, name: str) -> None:
+def test_a_fault_is_caught(pools: Any, without_fault: Callable[[Form], Outcome], name: str) -> None:
     fault = FAULTS[name]
     form = Form(**fault.form, steps=STEPS)
-    clean = check(pools, form)
+    clean = without_fault(form)
     assert clean.verdict.passed, report(name, clean.verdict, clean.hint)
     if fault.refused:
         with pytest.raises(RankFailed, match=re.escape(fault.words)):

@@ -52,8 +52,8 @@ def test_a_time_limit_ends_a_run_well(small_data, tmp_path):
     began = time.monotonic()
     output = forked.train(
         recipe,
-        *("--train.max_steps", "null", "--train.max_minutes", "0.2", "--schedule.name", "constant"),
-        *("--checkpoint.every_minutes", "0.05", "--checkpoint.every_steps", "null", "--train.export", "true"),
+        *("--train.max_steps", "null", "--train.max_minutes", "0.1", "--schedule.name", "constant"),
+        *("--checkpoint.every_minutes", "0.02", "--checkpoint.every_steps", "null", "--train.export", "true"),
     )
     assert time.monotonic() - began < 80 and "validation loss" in output
     stop = next(event for event in rows(run, "events.jsonl") if event["kind"] == "stop")

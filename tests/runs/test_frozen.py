@@ -17,12 +17,15 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.hf.exporting import MARK
 from llmtrain.cli import main
 from llmtrain.config.run import DataConfig
 from llmtrain.data.loader import TrainData, TrainLoader
 from tests.helpers import forked
+from tests.helpers.checkpoints import at
 from tests.helpers.families import FROZEN
+from tests.helpers.hf_folders import new_model
 from tests.helpers.launching import losses
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -111,9 +114,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MARK}
 
 
-REFUSED = [("deepseek_v3", "tp2"), ("laguna", "tp2")]
-"""Attention that ranks cannot share: tests/ranks/test_parity_matrix.py has the reasons."""
-ALL = [(family, form) for form in FORMS for family in FROZEN if (family, form) not in REFUSED]
+ALL = [(family, form) for form in FORMS for family in FROZEN]
 FIRST = [("ernie4_5_moe", "zero3 bf16"), ("deepseek_v3", "pp2")]
 
 
@@ -163,6 +164,34 @@ def test_a_run_from_random_weights_saves_resumes_and_exports_what_does_not_train
     names, written = raw(folder).keys(), load_file(export / "model.safetensors")
     assert names and written.keys() == load_file(folder / "model.safetensors").keys()
     assert all(written[name].dtype == torch.float32 and not written[name].any() for name in names)
+
+
+def folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def test_a_run_that_freezes_leaves_those_in_their_folder_and_exports_them_byte_by_byte(small_data, tmp_path):
+    """With the JSON's Lion; the second launch has another form, and finds the folder at another place."""
+    folder, moved = tmp_path / "hf", tmp_path / "moved"
+    model = new_model("llama", vocab_size=512, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="40KB")
+    freeze = ["model.embed_tokens.*", "model.layers.0.*"]
+    path = recipe(tmp_path / "a", small_data, "zero1", {"pretrained": str(folder), "freeze": freeze})
+    (tmp_path / "a" / "ds.json").write_text(json.dumps({**FORMS["zero1"], "optimizer": {"type": "Lion"}}))
+    assert f"they are read from {folder} again" in forked.train(path, "--train.max_steps", "2")
+    manifest = Manifest.read(at(tmp_path / "a" / "run", 2))
+    frozen = {name for name, _ in model.named_parameters() if name.startswith(("model.embed", "model.layers.0."))}
+    held = {(piece.kind, piece.name) for entry in manifest.files.values() for piece in entry.pieces}
+    trained = manifest.tensors.keys() - frozen
+    assert len(frozen) == 10 and held == {(kind, name) for kind in ("param", "exp_avg") for name in trained}
+
+    folder.rename(moved)
+    (tmp_path / "a" / "ds.json").write_text(json.dumps({**FORMS["zero3"], "optimizer": {"type": "Lion"}}))
+    assert "resumed from" in forked.train(path, "--model.pretrained", str(moved))
+    before, after = folder_tensors(moved), folder_tensors(tmp_path / "a" / "run" / "export")
+    same = {name for name, value in before.items() if after[name].dtype == value.dtype and after[name].equal(value)}
+    assert after.keys() == before.keys() and same == frozen
+    assert main(["checkpoint", "verify", str(at(tmp_path / "a" / "run", STEPS))]) == 0
 
 
 def test_a_folder_without_its_biases_is_refused_before_training(small_data, tmp_path, capsys):

@@ -9,12 +9,50 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from tests.helpers import forked
 from tests.helpers.launching import losses, rows, write_recipe
+from tests.runs.test_golden import machine
 
 CONSTANT = ("--schedule.name", "constant")
+FORMAT_1 = Path(__file__).parents[1] / "data" / "checkpoints-1"
+FORMS = {
+    "zero1": {"zero_optimization": {"stage": 1}},
+    "zero2": {"zero_optimization": {"stage": 2}},
+    "zero3": {"zero_optimization": {"stage": 3}},
+    "pp2": {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "form"),
+    [
+        ("zero1", "pp2"),
+        ("zero3", "zero3"),
+        ("zero3", "zero1"),
+        ("pp2", "zero3"),
+        ("zero1-muon", "zero1"),
+        ("zero1-muon", "zero2"),
+        pytest.param("zero1", "zero1", marks=pytest.mark.slow),
+        pytest.param("pp2", "pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_that_earlier_code_made_go_on_as_it_would_have(tmp_path, saved, form):
+    """Two more steps; the README of the folder says which code."""
+    shutil.copytree(FORMAT_1 / saved / "checkpoints", tmp_path / "run" / "checkpoints")
+    recipe, file = tmp_path / "recipe.yaml", tmp_path / "ds.json"
+    file.write_text(json.dumps(FORMS[form]))
+    tree = yaml.safe_load((FORMAT_1 / saved / "recipe.yaml").read_text())
+    tree["data"]["path"], tree["train"]["run_dir"] = str(FORMAT_1 / "data"), str(tmp_path / "run")
+    recipe.write_text(yaml.safe_dump({**tree, "deepspeed": str(file)}))
+    assert "step-00000003 at step 3" in forked.train(recipe, "--train.max_steps", "5")
+    want = json.loads((FORMAT_1 / "losses.json").read_text())
+    got = losses(tmp_path / "run")
+    if saved.startswith(form) and machine() == want["machine"]:
+        assert [got[4], got[5]] == want[saved]
+    assert [got[4], got[5]] == pytest.approx(want[saved], rel=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,21 @@ from safetensors.torch import load_file, save_file
 from llmtrain import cli
 from llmtrain.checkpoint import build
 from llmtrain.checkpoint.durable import DurableFile
-from llmtrain.checkpoint.format import Manifest, read_trainer
+from llmtrain.checkpoint.format import MANIFEST, Manifest, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.errors import CheckpointError
 from llmtrain.tensors.tensorfile import TensorFile
-from tests.helpers.checkpoints import LLAMA, SHAPES, WHOLE_LLAMA, at, flip, tensors, write_checkpoint
+from tests.helpers.checkpoints import (
+    LLAMA,
+    SHAPES,
+    WHOLE_LLAMA,
+    at,
+    flip,
+    frozen_folder,
+    sign,
+    tensors,
+    write_checkpoint,
+)
 
 pytestmark = pytest.mark.long
 
@@ -238,3 +249,88 @@ def test_what_a_disk_changes_while_it_is_written_is_found(
         assert code != 0 and "not written as it should be" in err, (words, err)
     assert not at(tmp_path / "mean", 8).exists() and not at(tmp_path / "back", 7).exists()
     assert not (tmp_path / "again").exists()
+
+
+# frozen parameters in a folder of their own
+
+FROZEN = [UP, "model.embed_tokens.weight"]
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A run with two checkpoints of the model of LLAMA, whose parameters FROZEN are in the folder tmp_path/hf."""
+    source = frozen_folder(tmp_path / "hf", FROZEN, WHOLE_LLAMA, torch.bfloat16)
+    for step in (1, 2):
+        write_checkpoint(tmp_path / "run", step, seed=step, shapes=WHOLE_LLAMA, frozen=source)
+    return tmp_path / "run"
+
+
+def test_what_a_checkpoint_leaves_out_is_read_from_its_folder(outside: Path, tmp_path: Path, say: Say) -> None:
+    given = {name: load_file(tmp_path / "hf" / f"model-{i}.safetensors")[name] for i, name in enumerate(FROZEN)}
+    assert say("verify", outside)[0] == 0
+    assert [row["state"] for row in json.loads(say("ls", outside, "--json")[1])] == ["complete"] * 2
+    assert say("diff", at(outside, 1), at(outside, 1))[0] == 0
+    code, out, _ = say("diff", at(outside, 1), at(outside, 2))
+    assert code == 1 and "param of model.norm.weight: by up to" in out and not any(name in out for name in FROZEN)
+    assert say("to-hf", at(outside, 2), tmp_path / "export")[0] == 0
+    written = load_file(tmp_path / "export" / "model.safetensors")
+    assert written["model.norm.weight"].dtype == torch.float32
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "float32"
+    assert all(written[n].dtype == v.dtype and torch.equal(written[n], v) for n, v in given.items())
+    assert say("average", at(outside, 1), at(outside, 2), tmp_path / "mean")[0] == 0
+    mean = CheckpointReader(at(tmp_path / "mean", 2))
+    assert not mean.manifest.frozen.parts
+    assert all(torch.equal(mean.read(name, 0, v.numel()), v.float().reshape(-1)) for name, v in given.items())
+
+
+COMMANDS = ["verify A", "diff A B", "average A B OUT", "to-hf A OUT", "prune RUN --keep 1"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("how", ["changed", "moved", "other"])
+def test_a_folder_that_is_not_as_it_was_is_refused(
+    outside: Path, tmp_path: Path, say: Say, how: str, command: str
+) -> None:
+    file = tmp_path / "hf" / "model-0.safetensors"
+    if how == "changed":
+        flip(file, file.stat().st_size - 3)
+    elif how == "moved":
+        (tmp_path / "hf").rename(tmp_path / "elsewhere")
+    else:
+        save_file({UP: torch.zeros(16, 9)}, file)
+    places = {"A": at(outside, 1), "B": at(outside, 2), "OUT": tmp_path / "out", "RUN": outside}
+    code, out, err = say(*(places.get(word, word) for word in command.split()))
+    assert code == (1 if command.startswith("verify") else 2), (out, err)
+    assert str(tmp_path / "hf") in out + err and "as they were when the run began. Put that folder" in out + err
+    assert (UP if how == "changed" else "hf/model-") in out + err or how == "other"
+    assert not [*(tmp_path / "out").glob("checkpoints/*"), *(tmp_path / "out").glob("model*")]
+    assert len(list((outside / "checkpoints").iterdir())) == 2
+    if how == "moved":
+        assert "which is not there" in say("ls", outside)[1]
+        (tmp_path / "hf").symlink_to(tmp_path / "elsewhere")
+        assert say(*(places.get(word, word) for word in command.split()))[0] == (command[0] == "d")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("frozen", "folder"), "hf", "'hf' is no place of frozen parameters"),
+        (("frozen", "tensors", UP, 1, 0, 0), "../model-0.safetensors", "is no place of frozen parameters"),
+        (("frozen", "tensors", UP, 1, 0, 3), 8, f"param of {UP} ends at element 8 of 128"),
+        (("tensors",), SHAPES, "which has no shape"),
+        (("format",), 1, "no file holds the parameter model.embed_tokens.weight (2 in all)"),
+        (("format",), 3, "format 3 is none of the formats (1, 2)"),
+    ],
+)
+def test_a_manifest_that_names_no_folder(outside: Path, path: tuple, value: object, says: str) -> None:
+    file = at(outside, 1) / MANIFEST
+    raw = json.loads(file.read_text())["manifest"]
+    assert raw["format"] == 2
+    place = raw
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    file.write_text(sign(raw))
+    with pytest.raises(CheckpointError) as caught:
+        Manifest.read(at(outside, 1))
+    assert says in str(caught.value)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from llmtrain.dist import connect
 from llmtrain.dist.control import AgreedError
-from llmtrain.dist.rendezvous import Meeting, RendezvousError, Seat
+from llmtrain.dist.ranks import Seat
+from llmtrain.dist.rendezvous import Meeting, RendezvousError
 from tests.helpers import gpu_texts as texts
 
 GLOO_SAYS = (

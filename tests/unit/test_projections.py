@@ -6,21 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-)
 
 from llmtrain.errors import ModelError
 from llmtrain.models.structure.anatomy import anatomy_of
 from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
 from llmtrain.models.structure.projections import Projections, projections
 from llmtrain.models.structure.rehearsal import Map, rehearse
-from tests.helpers.families import FAMILIES, VARIANTS
+from tests.helpers.families import FAMILIES, FROZEN, HYBRID, VARIANTS
 from tests.helpers.renamed import renamed
-from tests.unit.test_anatomy import SMALL, meta
+from tests.unit.test_anatomy import meta
 
 MAPS: dict[str, dict[str, Any]] = {
     "gpt2": {"attn.c_attn": ("column", (32, 32, 32)), "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"},
@@ -53,6 +47,7 @@ NORMS = {
     "olmo2": "across_heads",
     "stablelm_full": "one_head",
 }
+GPT2_LIKE = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 NUMBERS = {
     "gpt2": ("split_size",),
     "opt": ("num_heads",),
@@ -112,8 +107,36 @@ def test_shared_experts_are_shared_and_their_gates_are_not() -> None:
     assert found == {**ATTENTION, "self_attn.gate_proj": "column", **shared}
 
 
-LOW_RANK = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-FEW_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+def test_low_rank_attention() -> None:
+    """All heads share a rotary key, which kv_a_proj_with_mqa makes: it and the norm behind it stay whole."""
+    hf = meta(FROZEN["deepseek_v3"])
+    anatomy = anatomy_of(hf)
+    found = projections(hf, anatomy)
+    attention = {"self_attn.q_b_proj": "column", "self_attn.kv_b_proj": "column", "self_attn.o_proj": "row"}
+    assert of_layer(found, "model.layers.0") == {**attention, **MLP}
+    shared = {path.replace("mlp.", "mlp.shared_experts."): kind for path, kind in MLP.items()}
+    assert of_layer(found, "model.layers.3") == {**attention, **shared}
+    assert found.entries == tuple(f"{layer.path}.self_attn.kv_a_proj_with_mqa" for layer in anatomy.layers)
+    assert {(norm.path.rsplit(".", 1)[1], norm.kind) for norm in found.norms} == {("kv_a_layernorm", "each_head")}
+    assert {entry.path.rsplit(".", 1)[1] for entry in found.maps if entry.inside} == {"kv_b_proj"}
+    assert not found.whole
+
+
+def test_attention_of_another_kind_stays_whole() -> None:
+    """Three of four layers have linear attention: of those the MLP is sharded."""
+    hf = meta(HYBRID)
+    found = projections(hf, anatomy_of(hf))
+    assert of_layer(found, "model.layers.0") == MLP
+    norms = {norm.path for norm in found.norms}
+    assert of_layer(found, "model.layers.3") == {**ATTENTION, **MLP}
+    assert norms == {f"model.layers.3.self_attn.{k}_norm" for k in "qk"}
+    assert found.attentions == ("model.layers.3.self_attn",)
+    assert found.whole.startswith("the attention of 3 of 4 layers is whole on every rank")
+
+    hf = meta({"model_type": "falcon", **GPT2_LIKE})
+    found = projections(hf, anatomy_of(hf))
+    assert of_layer(found, "transformer.h.1") == {"mlp.dense_h_to_4h": "column", "mlp.dense_4h_to_h": "row"}
+    assert (found.heads, found.kv_heads, found.attentions) == (0, 0, ())
 
 
 def test_maps_of_a_model_with_other_names() -> None:
@@ -131,23 +154,14 @@ def test_maps_of_a_model_with_other_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "reason"),
+    ("fields", "reason"),
     [
-        (
-            GptOssForCausalLM,
-            GptOssConfig(**SMALL, head_dim=8, num_local_experts=4),
-            "sinks, which is part of no linear",
-        ),
-        (
-            DeepseekV3ForCausalLM,
-            DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4}, **LOW_RANK, **FEW_EXPERTS, first_k_dense_replace=1),
-            "low-rank attention",
-        ),
+        ({"model_type": "bloom", **GPT2_LIKE}, "does not call transformers' attention function once"),
+        ({**FAMILIES["llama"], "model_type": "bitnet"}, "ffn_sub_norm acts on a shard"),
     ],
 )
-def test_maps_that_ranks_cannot_share(kind: Any, config: Any, reason: str) -> None:
-    with torch.device("meta"):
-        hf = kind(config)
+def test_maps_that_ranks_cannot_share(fields: dict[str, Any], reason: str) -> None:
+    hf = meta(fields)
     anatomy = anatomy_of(hf)
     with pytest.raises(ModelError, match=reason):
         projections(hf, anatomy)

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks can share: degrees, words, experts. No process group."""
+"""What tensor-parallel ranks can shard: degrees, words, experts. No process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models.build import load_config, skeleton
-from llmtrain.models.parallel.tensor import _drops, _expert_shares, _expert_width, _map_shares, check_degree
+from llmtrain.models.parallel.tensor import _drops, _expert_shards, _expert_width, _map_shards, check_degree
 from llmtrain.models.parallel.vocabulary import _counts
 from llmtrain.models.structure.anatomy import anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
@@ -18,7 +18,15 @@ from tests.helpers.families import FAMILIES
 
 def shared(heads: int, kv_heads: int, *widths: int) -> Projections:
     return Projections(
-        maps=(), norms=(), attentions=(), local_numbers=(), heads=heads, kv_heads=kv_heads, widths=widths
+        maps=(),
+        norms=(),
+        entries=(),
+        attentions=(),
+        local_numbers=(),
+        heads=heads,
+        kv_heads=kv_heads,
+        widths=widths,
+        whole="",
     )
 
 
@@ -59,9 +67,9 @@ def test_the_ranks_have_all_of_each_map_and_nothing_twice():
     names = {parameter: name for name, parameter in hf.named_parameters()}
     times = {name: torch.zeros(parameter.numel()) for parameter, name in names.items()}
     for rank in range(2):
-        for parameter, (share, local) in _map_shares(modules, found, rank, 2).items():
-            assert share.region.numel == torch.Size(local).numel() == parameter.numel() // 2
-            for position, _, count in share.region.spans():
+        for parameter, (shard, local) in _map_shards(modules, found, rank, 2).items():
+            assert shard.region.numel == torch.Size(local).numel() == parameter.numel() // 2
+            for position, _, count in shard.region.spans():
                 times[names[parameter]][position : position + count] += 1
     cut = {name for name, seen in times.items() if bool((seen == 1).all())}
     assert cut | {name for name, seen in times.items() if bool((seen == 0).all())} == times.keys()
@@ -74,8 +82,8 @@ def test_experts_are_cut_by_their_width():
     hf = skeleton(load_config(ModelConfig(config=dict(FAMILIES["mixtral"]))))
     experts = hf.get_submodule("model.layers.0.mlp.experts")
     assert _expert_width("experts", experts) == 48
-    (into, _), (down, _) = _expert_shares(experts, 1, 2).values()
-    assert [share.shape for share in (into, down)] == [(4, 96, 32), (4, 32, 48)]
+    (into, _), (down, _) = _expert_shards(experts, 1, 2).values()
+    assert [shard.shape for shard in (into, down)] == [(4, 96, 32), (4, 32, 48)]
     assert next(iter(into.region.spans()))[0] == 24 * 32  # the second half of the first expert's gate
     assert next(iter(down.region.spans()))[0] == 24
 

@@ -19,6 +19,13 @@ CASES = [
     (Mix(optimizer="muon", zero_stage=2, offload_optimizer=True), "optim.name", {"offload_optimizer": False}),
     (Mix(optimizer="muon", zero_stage=3, reduce_scatter=True), "optim.name", {"reduce_scatter": False}),
     (Mix(optimizer="muon", zero_stage=1, bf16=True, fp32_accumulation=True), "optim.name", {"zero_stage": 2}),
+    (Mix(optimizer="muon", bf16_moments=True), "bf16.bf16_optimizer_states", {"optimizer": "lion"}),
+    (
+        Mix(bf16_moments=True, zero_stage=1, offload_optimizer=True),
+        "bf16.bf16_optimizer_states",
+        {"offload_optimizer": False},
+    ),
+    (Mix(bf16_moments=True, beta=0.999), "bf16.bf16_optimizer_states", {"beta": 0.95}),
     (Mix(zero_stage=2, degrees=Degrees(pipeline=2)), "pipeline.stages", {"degrees": Degrees()}),
     (Mix(optimizer="muon", degrees=Degrees(tensor=2)), "tensor_parallel.autotp_size", {"optimizer": "adamw"}),
     (Mix(degrees=Degrees(sequence=2, pipeline=2)), "sequence_parallel_size", {"degrees": Degrees(sequence=2)}),

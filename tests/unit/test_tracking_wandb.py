@@ -19,7 +19,8 @@ import pytest
 from llmtrain import log
 from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking import wandb_sink
-from llmtrain.tracking.wandb_sink import WandbSink, choose_mode, new_run_id
+from llmtrain.tracking.environment import new_run_id
+from llmtrain.tracking.wandb_sink import WandbSink, choose_mode
 from tests.helpers.wandb_files import read_back
 
 pytestmark = pytest.mark.long

@@ -10,6 +10,7 @@ import pytest
 
 from llmtrain.checkpoint import writer
 from llmtrain.checkpoint.format import MANIFEST, Manifest, problems
+from llmtrain.checkpoint.frozen import NOWHERE
 from llmtrain.tensors.checksum import checksum_array
 
 
@@ -34,7 +35,12 @@ def test_an_io_error_is_an_answer_and_leaves_no_file(tmp_path, monkeypatch, imag
 
 def test_a_commit_that_fails_leaves_nothing_and_one_that_works_a_checkpoint(tmp_path, monkeypatch, image):
     numel = (6 << 20) - 1024
-    table = {**TABLE, "tensors": {"w": [numel]}, "pieces": {"rank-00000.safetensors": [["param", "w", 0, numel, 0]]}}
+    table = {
+        **TABLE,
+        "frozen": NOWHERE.to_json(),
+        "tensors": {"w": [numel]},
+        "pieces": {"rank-00000.safetensors": [["param", "w", 0, numel, 0]]},
+    }
     partial, final = tmp_path / "step-00000003.aaaa.tmp", tmp_path / "step-00000003"
 
     def commit() -> dict:

@@ -30,6 +30,7 @@ from llmtrain.checkpoint.hf.special_tokens import configure, generation_settings
 from llmtrain.checkpoint.hf.weight_files import DTYPES, MAX_SHARD_BYTES, Shard, WeightFiles, as_described, cut
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.build import load_config, skeleton
@@ -79,8 +80,7 @@ def export_hf(
     layout = layout_of(_model(checkpoint, trainer), trust_remote_code=trust_remote_code)
     report = Report(out)
     _check_names(reader, layout, report)
-    trained = reader.manifest.layout.get("precision") or "fp32"
-    files = _weight_files(trainer, layout, trained, dtype, max_shard_bytes)
+    files = _weight_files(reader, trainer, layout, dtype, max_shard_bytes)
     plan = {
         "to-hf": str(checkpoint.resolve()),
         "manifest": hash_file(checkpoint / MANIFEST),
@@ -91,7 +91,7 @@ def export_hf(
         folder.need(files.bytes + _SPACE)
         rounded = _write_weights(folder, reader, layout, files, rounded=check != "none")
         report.add("source", f"{len(layout.shapes)} checksums are those of the manifest")
-        _write_others(folder.partial, checkpoint, trainer, layout, files, report)
+        _write_others(folder.partial, reader, trainer, layout, files, report)
         if check != "none":
             _prove(folder.partial, reader, layout, files, rounded, check, report, trust_remote_code=trust_remote_code)
         folder.commit()
@@ -183,9 +183,15 @@ def _check_names(reader: CheckpointReader, layout: FolderLayout, report: Report)
 
 
 def _weight_files(
-    trainer: Mapping[str, Any], layout: FolderLayout, trained: str, dtype: str | None, max_shard_bytes: int | None
+    reader: CheckpointReader,
+    trainer: Mapping[str, Any],
+    layout: FolderLayout,
+    dtype: str | None,
+    max_shard_bytes: int | None,
 ) -> WeightFiles:
-    dtypes = dict.fromkeys(layout.shapes, DTYPES[dtype or trained])
+    dtypes = dict.fromkeys(layout.shapes, DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"])
+    if dtype is None:
+        dtypes |= reader.frozen_types()  # byte by byte as they came
     dtypes |= dict.fromkeys(layout.frozen, "F32")  # as they are: transformers keeps router biases in fp32, too
     if "source" in trainer:
         given = as_described(layout, trainer["source"]["files"])
@@ -258,7 +264,7 @@ def _write_weights(
         before[name] += sum(checksum(reader.read(name, a, b), a) for a, b in zip(beyond, stops, strict=True))
         if before[name] % 2**64 != expected[PARAM, name]:
             where = [f for f, e in reader.manifest.files.items() if any(p.name == name for p in e.pieces)]
-            raise CheckpointError(
+            raise wrong_frozen(reader.manifest.frozen, [name]) or CheckpointError(
                 f"{reader.folder}: the values of {name} are not those that were saved (in {', '.join(where[:3])}). "
                 "Nothing was written. Look at it with `llmtrain checkpoint verify`, and take another checkpoint."
             )
@@ -267,13 +273,14 @@ def _write_weights(
 
 def _write_others(
     folder: Path,
-    checkpoint: Path,
+    reader: CheckpointReader,
     trainer: Mapping[str, Any],
     layout: FolderLayout,
     files: WeightFiles,
     report: Report,
 ) -> None:
     """Configuration, generation configuration, tokenizer, index, and where all of it comes from."""
+    checkpoint = reader.folder
     imported, tokenizer = "source" in trainer, trainer.get("tokenizer_dir")
     beside = checkpoint.parent.parent / SOURCE if imported else Path(tokenizer) if tokenizer else None
     if beside is not None and beside.is_dir():
@@ -281,8 +288,9 @@ def _write_others(
             shutil.copy2(file, folder / file.name)
     elif beside is not None:
         report.add("tokenizer", f"none: {beside}, where the run found it, is gone")
+    as_they_came = layout.frozen | reader.frozen_types().keys()
     kinds = files.dtype_of().items()
-    dtype = _HF_DTYPES[next(kind for tensor, kind in kinds if files.parts[tensor].parameter not in layout.frozen)]
+    dtype = _HF_DTYPES[next(kind for tensor, kind in kinds if files.parts[tensor].parameter not in as_they_came)]
     if imported:
         _keep_config(folder / "config.json", trainer["source"], files, dtype)
     else:
@@ -368,4 +376,5 @@ def _prove(
     def values(name: str, start: int, stop: int) -> Tensor:
         return reader.read(name, start, stop).to(dtypes[name]).float()
 
-    prove_logits(layout, values, folder, check, report, trust_remote_code=trust_remote_code)
+    kinds = set(dtypes.values())
+    prove_logits(layout, values, folder, check, report, dtypes=kinds, trust_remote_code=trust_remote_code)

@@ -233,5 +233,6 @@ def _prove(
         kinds = source.dtypes(name)
         return reader.read(name, start, stop).to(DTYPE_OF[kinds.pop()] if len(kinds) == 1 else torch.float32).float()
 
-    prove_logits(layout, values, source.folder, check, report, trust_remote_code=trust_remote_code)
+    dtypes = {DTYPE_OF[kind] for name in layout.shapes for kind in source.dtypes(name)}
+    prove_logits(layout, values, source.folder, check, report, dtypes=dtypes, trust_remote_code=trust_remote_code)
     reader.close()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 
 from llmtrain import log, units
 from llmtrain.checkpoint.memory import memory_available
+from llmtrain.engine.malloc import return_freed_memory
 from llmtrain.errors import CheckpointError, UserError
-from llmtrain.models.frozen import named_tensors
+from llmtrain.models.build import decoder_layers, skeleton
+from llmtrain.models.frozen import freeze, frozen_tensors, named_tensors
 from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.source import RandomSource
 from llmtrain.tensors.checksum import checksum
@@ -138,29 +141,37 @@ def prove_logits(
     check: Check,
     report: Report,
     *,
+    dtypes: Collection[torch.dtype],
     trust_remote_code: bool,
 ) -> None:
     """Compare the logits of `folder`, loaded by transformers, with those of a model filled from `values`.
 
-    Both compute in fp32 on 64 random tokens, one after the other: one model is in memory at a time.
+    Both compute in fp32 on 64 random tokens, one after the other, and one decoder layer at a time is in memory in fp32.
 
     Args:
         values: (parameter, start, stop) -> elements of the flat parameter, rounded as in the folder.
+        dtypes: of the folder's tensors.
 
     Raises:
         ProofError: they differ, or transformers does not take every parameter from the folder.
     """
-    parameters = sum(map(numel, layout.shapes.values()))
+    # transformers reads tensors of one type as they are; of several it would round some to the model's.
+    loads_as = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+    hf = layout.skeleton
+    rest, layers = _parts(hf)
     largest = max(map(numel, layout.shapes.values()))
-    need, free = 4 * parameters + 12 * largest + (256 << 20), memory_available()
+    at_once = 4 * (_elements(rest) + max((_elements(layer.modules()) for layer in layers), default=0))
+    need = loads_as.itemsize * sum(map(numel, layout.shapes.values())) + at_once + 12 * largest + (256 << 20)
+    free = memory_available()
     if check == "auto" and need > 0.9 * free:
         report.add("logits", f"not compared: {units.size(need)} of memory needed, {units.size(free)} free")
         return
-    config = layout.skeleton.config.get_text_config()
+    config = hf.config.get_text_config()
     length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
     tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    want = _filled_logits(layout, values, tokens)
-    got = _folder_logits(folder, tokens, trust_remote_code=trust_remote_code)
+    return_freed_memory()  # else glibc keeps what a layer leaves: 1.0 GB in place of 0.7 for 0.1 B parameters
+    want = _logits(hf, values, tokens)
+    got = _folder_logits(folder, tokens, loads_as, trust_remote_code=trust_remote_code)
     worst, scale = float((got - want).abs().max()), float(want.abs().max())
     if not worst <= _ROUNDING * scale:
         raise ProofError(
@@ -171,29 +182,63 @@ def prove_logits(
     report.add("logits", f"{length} x {want.shape[-1]} logits agree with the source's, largest difference {worst:.3g}")
 
 
+def _parts(hf: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """(all modules outside of the decoder layers, the layers)."""
+    layers = list(dict.fromkeys(decoder_layers(hf)))
+    inside = {module for layer in layers for module in layer.modules()}
+    return [module for module in hf.modules() if module not in inside], layers
+
+
+def _elements(modules: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for p in {p for module in modules for p in module.parameters(recurse=False)})
+
+
 @torch.no_grad()
-def _filled_logits(layout: FolderLayout, values: Callable[[str, int, int], Tensor], tokens: Tensor) -> Tensor:
-    hf = layout.skeleton
-    empty: dict[int, nn.Parameter] = {}
-    meta = []
-    for module in hf.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            meta.append((module, name, parameter))
-            made = nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
-            setattr(module, name, empty.setdefault(id(parameter), made))
-    try:
-        for name, tensor in named_tensors(hf):
-            flat = tensor.view(-1)
-            for start in range(0, flat.numel(), CHUNK):
-                flat[start : start + CHUNK] = values(name, start, min(flat.numel(), start + CHUNK))
+def _logits(hf: nn.Module, values: Callable[[str, int, int], Tensor], tokens: Tensor) -> Tensor:
+    """The logits of a skeleton with these values; a layer has them while it computes. Afterwards it is one again."""
+    names = {id(tensor): name for name, tensor in named_tensors(hf)}
+    rest, layers = _parts(hf)
+
+    def fill(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """Returns what was there."""
+        made: dict[int, nn.Parameter] = {}
+        before = []
+        for module in modules:
+            for name, meta in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                before.append((module, name, meta))
+                if id(meta) not in made:
+                    made[id(meta)] = nn.Parameter(torch.empty(meta.shape), requires_grad=False)
+                    _copy(made[id(meta)], names[id(meta)], values)
+                setattr(module, name, made[id(meta)])
+        return before
+
+    def empty(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        for module, name, meta in before:
+            setattr(module, name, meta)
+
+    for name, tensor in frozen_tensors(hf).items():
+        _copy(tensor, name, values)
+    held: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            hooks = (
+                layer.register_forward_pre_hook(lambda layer, _: held.update({layer: fill(layer.modules())})),
+                layer.register_forward_hook(lambda layer, *_: empty(held.pop(layer))),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
+        stack.callback(empty, fill(rest))
         return hf.eval()(input_ids=tokens, use_cache=False).logits.float()
-    finally:
-        for module, name, parameter in meta:
-            setattr(module, name, parameter)
+
+
+def _copy(tensor: Tensor, name: str, values: Callable[[str, int, int], Tensor]) -> None:
+    flat = tensor.view(-1)
+    for start in range(0, flat.numel(), CHUNK):
+        flat[start : start + CHUNK] = values(name, start, min(flat.numel(), start + CHUNK))
 
 
 @torch.no_grad()
-def _folder_logits(folder: Path, tokens: Tensor, *, trust_remote_code: bool) -> Tensor:
+def _folder_logits(folder: Path, tokens: Tensor, dtype: torch.dtype, *, trust_remote_code: bool) -> Tensor:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -201,7 +246,7 @@ def _folder_logits(folder: Path, tokens: Tensor, *, trust_remote_code: bool) -> 
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation="eager",
             trust_remote_code=trust_remote_code,
             local_files_only=True,
@@ -211,10 +256,11 @@ def _folder_logits(folder: Path, tokens: Tensor, *, trust_remote_code: bool) -> 
         lacking = sorted({*info["missing_keys"], *map(str, info["mismatched_keys"])})
         if lacking:
             raise ProofError(f"transformers does not find {', '.join(lacking[:3])} in {folder}. Nothing was kept.")
-        for parameter in hf.parameters():
-            # From where the file is mapped, values lie at odd addresses, and the kernels may take another path there.
-            parameter.data = parameter.data.clone()
-        return hf.eval()(input_ids=tokens, use_cache=False).logits.float()
+        freeze(hf)
+        flat = {name: tensor.detach().reshape(-1) for name, tensor in named_tensors(hf)}
+        # Its buffers may have been rounded to `dtype`: a skeleton of its configuration has them in fp32.
+        exact = skeleton(hf.config, trust_remote_code=trust_remote_code)
+        return _logits(exact, lambda name, start, stop: flat[name][start:stop].float(), tokens)
     except UserError:
         raise
     except Exception as error:

@@ -19,13 +19,11 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.deepspeed import patches
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.optimizers import build_optimizer
-from llmtrain.engine.deepspeed.pipeline import PipelineZeroEngine
 from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.engine.deepspeed.zero_step import shorten_step, zero_1_with_fp32_sums
 from llmtrain.engine.malloc import return_freed_memory
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 from llmtrain.topology import Mix
 
 
@@ -67,7 +65,11 @@ def build_engine(
         # correction would shrink every early update (by 15 % over the first three steps, measured).
         if torch.is_tensor(state.get("step")):
             state["step"].zero_()
-    return (PipelineZeroEngine if isinstance(model, PipelineLanguageModel) else ZeroEngine)(engine, ranks, mesh)
+    if mix.degrees.pipeline > 1:  # imported by the runs that have stages: see models/run/forms.py
+        from llmtrain.engine.deepspeed.pipeline import PipelineZeroEngine
+
+        return PipelineZeroEngine(engine, ranks, mesh)
+    return ZeroEngine(engine, ranks, mesh)
 
 
 def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float, mesh: Mesh) -> None:

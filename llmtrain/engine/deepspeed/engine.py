@@ -20,8 +20,6 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
 from llmtrain.engine.api import ForwardCopy, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State
-from llmtrain.engine.deepspeed.zero3 import Zero3State
-from llmtrain.engine.deepspeed.zero12 import Zero12State
 from llmtrain.errors import ModelError, TrainingStopped
 from llmtrain.models import patches, varlen
 from llmtrain.models.attention import gets_mask, without_cudnn
@@ -39,11 +37,15 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def state_of(engine: DeepSpeedEngine) -> State:
-    """How this engine keeps its optimizer's state."""
+    """How this engine keeps its optimizer's state. A run imports its own way."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
+        from llmtrain.engine.deepspeed.zero3 import Zero3State
+
         return Zero3State(engine)
     if stage > 0:
+        from llmtrain.engine.deepspeed.zero12 import Zero12State
+
         return Zero12State(engine)
     return HalfState(engine) if engine.bfloat16_enabled() or engine.fp16_enabled() else PlainState(engine)
 

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from llmtrain.cluster.watch import watched
 from llmtrain.dist.connect import connect_all
 from llmtrain.dist.device import own_device
 from llmtrain.dist.ranks import Ranks
 from llmtrain.dist.rendezvous import meet
 from llmtrain.engine import progress
+from llmtrain.engine.deepspeed.patches import apply_group_timeout
 from llmtrain.engine.malloc import keep_freed_memory
 from llmtrain.models import compiler
 
@@ -47,7 +49,7 @@ def join_process_group(
         # DeepSpeed's shared-memory all-reduce leaves 69 MB a rank in /dev/shm for ever; gloo carries it instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         keep_freed_memory()
-    progress.begin(device)
+    progress.begin(device, watched.tend)
     backend = accelerator.communication_backend_name()
     meeting = meet(device=device, backend=backend, settings=settings or {}, limit_s=start_timeout_s)
     # NCCL makes a group's connections at its first use, and asks the store for them: a slow rank counts as elsewhere.
@@ -63,13 +65,3 @@ def join_process_group(
         seats=meeting.seats,
         store=meeting.store,
     )
-
-
-def apply_group_timeout(timeout_s: float) -> None:
-    """Give the run's timeout to every process group.
-
-    DeepSpeed makes its subgroups without one (comm/torch.py new_group), so a hung rank would go
-    unnoticed for torch's default of 10 (NCCL) or 30 (gloo) minutes whatever the user asked for.
-    """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -19,7 +19,6 @@ from deepspeed.runtime import compiler as ds_compiler
 from llmtrain.config.run import ResolvedOptim
 from llmtrain.engine.deepspeed import lion
 from llmtrain.engine.deepspeed.moments import MOMENTS, MOMENTUM, Bf16Moments
-from llmtrain.engine.deepspeed.op_builds import op_build_lock
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
 from llmtrain.log import warn
 from llmtrain.models import compiler
@@ -85,6 +84,8 @@ def build_optimizer(model: LanguageModel, optim: ResolvedOptim, mix: Mix) -> tor
     groups = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf, dtype)
     build, on_host = _BUILDERS[optim.name]
     if mix.offload_optimizer and on_host is not None:
+        from llmtrain.engine.deepspeed.op_builds import op_build_lock  # the only runs that build ops
+
         with op_build_lock():
             try:
                 return on_host(groups)

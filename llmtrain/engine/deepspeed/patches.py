@@ -11,8 +11,11 @@ import importlib.util
 import re
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
+
+import torch.distributed as dist
 
 from llmtrain.errors import ConfigError
 
@@ -151,3 +154,13 @@ def _source(module: str) -> str:
         if file.is_file():
             return file.read_text()
     return ""
+
+
+def apply_group_timeout(timeout_s: float) -> None:
+    """Give the run's timeout to every process group.
+
+    DeepSpeed makes its subgroups without one (comm/torch.py new_group), so a hung rank would go
+    unnoticed for torch's default of 10 (NCCL) or 30 (gloo) minutes whatever the user asked for.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

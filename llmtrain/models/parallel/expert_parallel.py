@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import ConfigError, ModelError
-from llmtrain.models.build import DTYPES
+from llmtrain.models.build import DTYPES, materialise
 from llmtrain.models.experts import (
     ExpertBlock,
     Routing,
     avoid_grouped_product,
-    expert_blocks,
     set_leaf_modules,
 )
 from llmtrain.models.frozen import frozen_tensors
@@ -28,7 +27,7 @@ from llmtrain.models.parallel.deepspeed_private import (
     replace_block,
 )
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parameters import Share, set_share
+from llmtrain.models.parameters import Shard, set_shard
 from llmtrain.tensors.region import Region, whole
 from llmtrain.topology import Mix
 
@@ -37,13 +36,17 @@ if TYPE_CHECKING:
 
 
 def prepare_experts(
-    hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device, mesh: Mesh
-) -> Routing | None:
-    """Make a mixture of experts ready for training; a dense model stays as it is (None).
+    hf: PreTrainedModel,
+    blocks: list[ExpertBlock],
+    mix: Mix,
+    section: dict[str, Any],
+    device: torch.device,
+    mesh: Mesh,
+) -> Routing:
+    """Make a mixture of experts, whose blocks these are, ready for training.
 
     `section`: the JSON's `expert_parallel`. Raises: ModelError, when the run asks of the experts what they cannot do.
     """
-    blocks = expert_blocks(hf)
     if mix.zero_stage in (1, 2) and mix.degrees.data > 1:
         for block in blocks:
             if block.are_modules:
@@ -54,18 +57,18 @@ def prepare_experts(
                 )
     avoid_grouped_product((part for block in blocks for part in block.experts), hf.config, DTYPES[mix.precision])
     if mix.degrees.expert > 1:
-        share_experts(hf, mix, section, device)
-        blocks = shared_blocks(hf)
+        shard_experts(hf, mix, section, device)
+        blocks = sharded_blocks(hf)
     elif mix.zero_stage == 3:
         set_leaf_modules(hf, blocks)
-    return Routing(blocks, hf.config, mesh.data_and_sequence) if blocks else None
+    return Routing(blocks, hf.config, mesh.data_and_sequence)
 
 
 def describe_experts(mix: Mix, routing: Routing) -> str:
     """A line for the log."""
     text = f"{routing.layers} blocks of {routing.experts} experts"
     if mix.degrees.expert > 1:
-        text += f", shared by {mix.degrees.expert} ranks (DeepSpeed's AutoEP)"
+        text += f", sharded over {mix.degrees.expert} ranks (DeepSpeed's AutoEP)"
     elif mix.zero_stage == 3:
         text += ", each a leaf module of ZeRO 3: gathered as a whole, whichever experts a rank's tokens choose"
     if routing.coefficient:
@@ -73,8 +76,8 @@ def describe_experts(mix: Mix, routing: Routing) -> str:
     return f"{text}; no load-balancing loss (the model's output_router_logits is false, or its coefficient 0)"
 
 
-def shared_blocks(hf: nn.Module) -> list[ExpertBlock]:
-    """The blocks that `share_experts` has put into a model."""
+def sharded_blocks(hf: nn.Module) -> list[ExpertBlock]:
+    """The blocks that `shard_experts` has put into a model."""
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
     return [
@@ -86,7 +89,7 @@ def shared_blocks(hf: nn.Module) -> list[ExpertBlock]:
     ]
 
 
-def share_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device) -> None:
+def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device: torch.device) -> None:
     """Replace the blocks of experts of a transformers model by ones that hold this rank's experts only.
 
     Args:
@@ -130,7 +133,7 @@ def share_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
             "the section: all ranks then hold all experts (ZeRO 3 partitions them)."
         )
     if not zero3:
-        _materialise(hf, device, DTYPES[mix.precision])
+        materialise(hf, device, DTYPES[mix.precision])
     for spec in specs:
         block = hf.get_submodule(spec.moe_module_name)
         block.tokens_per_expert = torch.zeros(spec.num_experts, device=device)
@@ -193,9 +196,9 @@ def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], 
     half = spec.ffn_hidden_size * spec.hidden_size  # elements of the gate, and of the up projection, of one expert
     for parameter, offset in ((block.experts.w1, 0), (block.experts.w3, half)):
         region = Region(rank * here * 2 * half, here * half, ((offset, half),), 2 * half)
-        set_share(parameter, Share(name=fused, shape=before[fused], region=region))
+        set_shard(parameter, Shard(name=fused, shape=before[fused], region=region))
     region = Region(rank * here * half, here * half)
-    set_share(block.experts.w2, Share(name=down, shape=before[down], region=region))
+    set_shard(block.experts.w2, Shard(name=down, shape=before[down], region=region))
     renamed = (
         (block.router.gate, spec.router_name),
         (block.shared_experts, spec.shared_experts_name),
@@ -204,7 +207,7 @@ def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], 
     for module, theirs in renamed:
         for name, parameter in [] if module is None else module.named_parameters():
             full = f"{prefix}.{theirs}.{name}"
-            set_share(parameter, Share(name=full, shape=before[full], region=whole(before[full])))
+            set_shard(parameter, Shard(name=full, shape=before[full], region=whole(before[full])))
 
 
 def _name_frozen(block: Any, spec: Any, frozen: dict[str, Tensor]) -> None:
@@ -219,7 +222,7 @@ def _name_frozen(block: Any, spec: Any, frozen: dict[str, Tensor]) -> None:
         )
     for name, new in theirs.items():
         shape = tuple(frozen[name].shape)
-        set_share(here[new], Share(name=f"{prefix}.{name}", shape=shape, region=whole(shape)))
+        set_shard(here[new], Shard(name=f"{prefix}.{name}", shape=shape, region=whole(shape)))
 
 
 def _partition(block: Any, hf: nn.Module) -> None:
@@ -230,18 +233,3 @@ def _partition(block: Any, hf: nn.Module) -> None:
         group = ranks_with_the_same_experts(parameter.group_name)
         parameter.ds_zero_partition_process_group = group
     convert(param_list=parameters)
-
-
-def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give each parameter memory; ties and what DeepSpeed has noted at a parameter stay."""
-    made: dict[int, nn.Parameter] = {}
-    for module in hf.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in made:
-                values = torch.empty(parameter.shape, dtype=dtype, device=device)
-                made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-                made[id(parameter)].__dict__.update(parameter.__dict__)
-            setattr(module, name, made[id(parameter)])
-        for buffer in module.buffers(recurse=False):
-            if not buffer.is_meta:
-                buffer.data = buffer.to(device)

@@ -20,8 +20,9 @@ from llmtrain.models.frozen import named_tensors
 from llmtrain.models.head import Head, Loss
 from llmtrain.models.parallel.balance import Weights, balanced, explain, given, uniform
 from llmtrain.models.parallel.deepspeed_private import overrides, set_bounds
+from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parallel.stage import Part, Stage, build_stage, set_up_layers
+from llmtrain.models.parallel.stage import Part, Stage, build_stage
 from llmtrain.models.parallel.stage_times import Measure, fastest_pass, seconds_of
 from llmtrain.models.parallel.tensor import shard_model
 from llmtrain.models.parameters import LocalParameter, local_parameter
@@ -143,17 +144,17 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
 
     counts = layer_counts(resolved.pipeline_partition, mesh, hf, anatomy, measure)
     ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
-    shared = projections(hf, anatomy) if degrees.tensor > 1 else None
+    plan = projections(hf, anatomy) if degrees.tensor > 1 else None
     index = mesh.place.pipeline
     first = sum(counts[:index])
     part = Part(range(first, first + counts[index]), first=index == 0, last=index == degrees.pipeline - 1)
 
     def shard(rest: nn.Module) -> None:
-        assert shared is not None
-        shard_model(rest, anatomy, shared, mesh.tensor, device, DTYPES[resolved.precision])
+        assert plan is not None
+        shard_model(rest, anatomy, plan, mesh.tensor, device, DTYPES[resolved.precision])
 
     pipeline = PipelineLanguageModel(
-        build(hf, part, None if shared is None else shard),
+        build(hf, part, None if plan is None else shard),
         mesh,
         _local_parameters(hf, anatomy, min(index, 1)),
         spec.shapes,
@@ -162,6 +163,8 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         counts,
     )
     pipeline.notes.append(explain(counts, resolved.batch.accumulation))
+    if plan is not None and plan.whole:
+        pipeline.notes.append(plan.whole)
     return pipeline
 
 

@@ -1,7 +1,7 @@
 """Sequence parallelism (Ulysses, arXiv 2309.14509): ranks share each row, and within attention they share its heads.
 
 A rank has the columns [s T / S, (s + 1) T / S) of every row in all of the model, except where tokens look at each
-other: there an all-to-all gives it all T tokens of its share of the heads, the model's own attention function runs on
+other: there an all-to-all gives it all T tokens of its shard of the heads, the model's own attention function runs on
 them with the mask of whole rows, and another all-to-all brings the result back.
 
 DeepSpeed's own wrapper for transformers (UlyssesSPAttentionHF, 0.19.8) drops the mask: sliding windows and documents
@@ -43,7 +43,7 @@ class SequenceLanguageModel(LanguageModel):
         super().__init__(hf, chunk)
         self._exchange = Exchange(group)
         self.head.columns = (self._exchange.rank, self._exchange.degree)
-        share_attention(hf, self._exchange)
+        exchange_heads(hf, self._exchange)
 
     def hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
         """The decoder's output for this rank's columns of whole rows [B, T]."""
@@ -128,7 +128,7 @@ def _groups_of(attention: Any, groups: int) -> Iterator[None]:
         attention.num_key_value_groups = before
 
 
-def share_attention(hf: PreTrainedModel, exchange: Exchange) -> None:
+def exchange_heads(hf: PreTrainedModel, exchange: Exchange) -> None:
     """Send every attention of the model through the exchange. Raises ModelError where that is not enough."""
     check_attention(hf)
     stand_before_attention(_attend)

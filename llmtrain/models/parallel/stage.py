@@ -5,19 +5,17 @@ So masks, rotary embeddings and whatever else transformers hands to a layer are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from llmtrain.config.run import ModelConfig
-from llmtrain.models.language import checkpoint_activations, documents_in_rows
+from llmtrain.models.build import materialise
+from llmtrain.models.language import documents_in_rows
 from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
 from llmtrain.models.structure.anatomy import Anatomy
-from llmtrain.models.structure.mlps import dense_mlps
-from llmtrain.models.tiled import tile_mlps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,30 +94,14 @@ def build_stage(
 ) -> Stage:
     """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device.
 
-    `shard` gives memory to a tensor-parallel rank's share instead.
+    `shard` gives memory to a tensor-parallel rank's shard instead.
     """
     entrance = _cut(hf, anatomy, part, dtype)
     if shard is not None:
         shard(hf)
-    _materialise(hf, device, dtype)
+    materialise(hf, device, dtype)
     hf.config.use_cache, hf.config.dtype = False, dtype
     return Stage(hf, entrance)
-
-
-def set_up_layers(
-    hf: PreTrainedModel, layers: Iterable[nn.Module], model: ModelConfig, recompute: dict[str, Any] | None
-) -> None:
-    """Let the decoder `layers` of `hf` that are here compute as the model section of the run says.
-
-    `recompute`: the JSON's section activation_checkpointing, if it has one.
-    """
-    if model.mlp_tile_tokens is not None:
-        tile_mlps(dense_mlps(hf), model.mlp_tile_tokens)
-    if recompute is not None:
-        checkpoint_activations(hf, recompute, keep_attention=model.keep_attention)
-    if model.compile_layers:
-        for layer in layers:
-            layer.compile(dynamic=False)  # a run has one shape, and static kernels are faster
 
 
 def _cut(hf: PreTrainedModel, anatomy: Anatomy, part: Part, dtype: torch.dtype) -> Entrance | None:
@@ -137,17 +119,3 @@ def _cut(hf: PreTrainedModel, anatomy: Anatomy, part: Part, dtype: torch.dtype) 
     for path, module in absent.items():
         hf.set_submodule(path, module)
     return entrance
-
-
-def _materialise(hf: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give the parameters that are left memory on the device, and move the buffers there."""
-    made: dict[int, nn.Parameter] = {}
-    for module in hf.modules():
-        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter.is_meta:
-                if id(parameter) not in made:
-                    values = torch.empty(parameter.shape, dtype=dtype, device=device)
-                    made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                setattr(module, key, made[id(parameter)])
-        for buffer in module.buffers(recurse=False):
-            buffer.data = buffer.to(device)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the decoder layers' linear maps, the experts and the vocabulary, shared by a group of ranks."""
+"""Tensor parallelism: the layers' linear maps, the experts and the vocabulary, sharded over a group of ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from llmtrain.models.experts import avoid_grouped_product
 from llmtrain.models.frozen import frozen_tensors, tensor_shapes
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.tensor_layers import Column, Row, Span, copied, gathered, summed
-from llmtrain.models.parallel.vocabulary import Words, share_embedding
-from llmtrain.models.parameters import Share, set_share
+from llmtrain.models.parallel.vocabulary import VocabularyShard, shard_embedding
+from llmtrain.models.parameters import Shard, set_shard
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
@@ -31,18 +31,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def shared_model(spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh) -> PreTrainedModel:
-    """The transformers model with this rank's shards, uninitialised; under ZeRO 3 with its partitions of them.
+def sharded_model(
+    spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
+) -> tuple[PreTrainedModel, str]:
+    """The transformers model with this rank's shards, uninitialised; under ZeRO 3 with its partitions of them. And a
+    note if some attention is whole on every rank, else "".
 
     `exact`: DeepSpeed's dict. Raises: ModelError, when the model cannot be taken apart, or not for so many ranks.
     """
     hf = spec.own_skeleton()
     anatomy = anatomy_of(hf)
     settle = _partition(exact, mesh) if mix.zero_stage == 3 else _leave
-    shard_model(hf, anatomy, projections(hf, anatomy), mesh.tensor, device, DTYPES[mix.precision], settle=settle)
+    plan = projections(hf, anatomy)
+    shard_model(hf, anatomy, plan, mesh.tensor, device, DTYPES[mix.precision], settle=settle)
     for buffer in hf.buffers():
         buffer.data = buffer.to(device)
-    return hf
+    return hf, plan.whole
 
 
 def _leave(parameter: nn.Parameter) -> None:
@@ -76,7 +80,7 @@ def _partition(exact: dict[str, Any], mesh: Mesh) -> Callable[[nn.Parameter], No
 def shard_model(
     hf: nn.Module,
     anatomy: Anatomy,
-    shared: Projections,
+    plan: Projections,
     group: Any,
     device: torch.device,
     dtype: torch.dtype,
@@ -88,52 +92,58 @@ def shard_model(
     Args:
         hf: the model, or a part of it with the same paths. Its parameters are on the meta device; they become
             uninitialised ones of `dtype` on `device`.
-        anatomy, shared: of the whole model.
+        anatomy, plan: of the whole model.
         settle: called with each new parameter (ZeRO 3 takes the rank's partition of it right there).
 
     Raises:
-        ModelError: the model cannot be shared over so many ranks.
+        ModelError: the model cannot be sharded over so many ranks.
     """
     set_autotp_mode(training=True)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     modules: dict[str, Any] = dict(hf.named_modules())
     experts = {layer.experts: modules[layer.experts] for layer in anatomy.layers if layer.experts in modules}
-    check_degree(shared, degree, {path: _expert_width(path, module) for path, module in experts.items()})
+    check_degree(plan, degree, {path: _expert_width(path, module) for path, module in experts.items()})
     hf.whole_shapes = tensor_shapes(hf)  # type: ignore[assignment]
     weights = {path: next(modules[path].parameters(), None) for path in (anatomy.embedding, anatomy.head)}
     # Each by its own rows: Moshi's embedding has one more than there are words. Another stage's table has none.
-    words = {path: Words.of(weight.shape[0], group) for path, weight in weights.items() if weight is not None}
-    shares = _map_shares(modules, shared, rank, degree) | _word_shares(modules, words)
+    vocabularies = {path: VocabularyShard.of(len(w), group) for path, w in weights.items() if w is not None}
+    shards = _map_shards(modules, plan, rank, degree) | _vocabulary_shards(modules, vocabularies)
     for module in experts.values():
-        shares |= _expert_shares(module, rank, degree)
-    shares |= _norm_shares(modules, shared, rank, degree)
-    _replace_parameters(hf, shares, (rank, degree), device, dtype, settle)
+        shards |= _expert_shards(module, rank, degree)
+    shards |= _norm_shards(modules, plan, rank, degree)
+    _replace_parameters(hf, shards, (rank, degree), device, dtype, settle)
     for frozen in frozen_tensors(hf).values():
         shape = tuple(frozen.shape)
-        set_share(frozen, Share(shape=shape, region=whole(shape), copy=(rank, degree)))
+        set_shard(frozen, Shard(shape=shape, region=whole(shape), copy=(rank, degree)))
 
     span = Span(group, dropout=_drops(hf.modules()))
-    for entry in shared.maps:
+    for entry in plan.maps:
         if entry.path in modules:
-            kind = Column if entry.column else Row
-            mine = kind(modules[entry.path], span, transposed=entry.transposed, name=entry.path)
+            module, turned = modules[entry.path], entry.transposed
+            if entry.column:
+                mine: nn.Module = Column(module, span, transposed=turned, inside=entry.inside, name=entry.path)
+            else:
+                mine = Row(module, span, transposed=turned, name=entry.path)
             hf.set_submodule(entry.path, mine)
-    for path in shared.attentions:
+    for path in plan.entries:
         if path in modules:
-            divide_heads(modules[path], shared.local_numbers, degree)
-    _share_norms(modules, shared, group)
+            modules[path].register_forward_hook(lambda _, args, output: _read(output, group))
+    for path in plan.attentions:
+        if path in modules:
+            divide_heads(modules[path], plan.local_numbers, degree)
+    _sum_norm_gradients(modules, plan, group)
     avoid_grouped_product(experts.values(), modules[""].config, dtype)
     for module in experts.values():
         _sum_around(module, group)
     if isinstance(embedding := modules.get(anatomy.embedding), nn.Embedding):
-        share_embedding(embedding, words[anatomy.embedding])
+        shard_embedding(embedding, vocabularies[anatomy.embedding])
     if isinstance(head := modules.get(anatomy.head), nn.Linear):
-        head.words = words[anatomy.head]  # type: ignore[assignment]  # see head_forward of models/language.py
+        head.vocabulary = vocabularies[anatomy.head]  # type: ignore[assignment]  # for models/head.py
 
 
-def _share_norms(modules: dict[str, Any], shared: Projections, group: Any) -> None:
+def _sum_norm_gradients(modules: dict[str, Any], plan: Projections, group: Any) -> None:
     """Norms over heads that ranks share: the sum of their gradients, and the mean square of all heads."""
-    for norm in shared.norms:
+    for norm in plan.norms:
         if norm.path in modules and norm.kind in ("each_head", "across_heads"):
             for parameter in modules[norm.path].parameters():
                 parameter.register_hook(lambda grad: _sum_of(grad, group))
@@ -141,10 +151,10 @@ def _share_norms(modules: dict[str, Any], shared: Projections, group: Any) -> No
                 _gather_around(modules[norm.path], group)
 
 
-def check_degree(shared: Projections, degree: int, expert_widths: dict[str, int] | None = None) -> None:
+def check_degree(plan: Projections, degree: int, expert_widths: dict[str, int] | None = None) -> None:
     """Whether `degree` ranks can each have equally much of the model. Raises ModelError naming the degrees that can."""
-    numbers = {"query heads (num_attention_heads)": shared.heads, "key/value heads": shared.kv_heads}
-    numbers |= {"features within an MLP": math.gcd(*shared.widths)} if shared.widths else {}
+    numbers = {"query heads (num_attention_heads)": plan.heads, "key/value heads": plan.kv_heads}  # 0: whole
+    numbers |= {"features within an MLP": math.gcd(*plan.widths)} if plan.widths else {}
     numbers |= {f"features within {path}": width for path, width in (expert_widths or {}).items()}
     common = math.gcd(*numbers.values())
     for what, number in numbers.items():
@@ -157,19 +167,19 @@ def check_degree(shared: Projections, degree: int, expert_widths: dict[str, int]
             )
 
 
-_Shares = dict[nn.Parameter, tuple[Share, tuple[int, ...]]]
+_Shards = dict[nn.Parameter, tuple[Shard, tuple[int, ...]]]
 """Parameter of the whole model -> (what this rank has of it, its shape). Parameters that are not in it are whole."""
 
 
-def _cut(parameter: Any, dim: int, rank: int, degree: int, sections: Any = None) -> tuple[Share, tuple[int, ...]]:
+def _cut(parameter: Any, dim: int, rank: int, degree: int, sections: Any = None) -> tuple[Shard, tuple[int, ...]]:
     shape = tuple(parameter.shape)
     region, local = shard(shape, dim, rank, degree, sections)
-    return Share(shape=shape, region=region), local
+    return Shard(shape=shape, region=region), local
 
 
-def _map_shares(modules: dict[str, Any], shared: Projections, rank: int, degree: int) -> _Shares:
-    found: _Shares = {}
-    for entry in shared.maps:
+def _map_shards(modules: dict[str, Any], plan: Projections, rank: int, degree: int) -> _Shards:
+    found: _Shards = {}
+    for entry in plan.maps:
         if entry.path not in modules:
             continue
         module = modules[entry.path]
@@ -181,15 +191,15 @@ def _map_shares(modules: dict[str, Any], shared: Projections, rank: int, degree:
     return found
 
 
-def _word_shares(modules: dict[str, Any], words: dict[str, Words]) -> _Shares:
+def _vocabulary_shards(modules: dict[str, Any], vocabularies: dict[str, VocabularyShard]) -> _Shards:
     """Rows of the embedding and of the head; the two may be one parameter."""
-    found: _Shares = {}
-    for path, mine in words.items():
+    found: _Shards = {}
+    for path, mine in vocabularies.items():
         for parameter in modules[path].parameters():
             shape = tuple(parameter.shape)
             inner = math.prod(shape[1:])
-            share = Share(shape=shape, region=Region(mine.first * inner, mine.count * inner))
-            found[parameter] = share, (mine.count, *shape[1:])
+            own = Shard(shape=shape, region=Region(mine.first * inner, mine.count * inner))
+            found[parameter] = own, (mine.count, *shape[1:])
     return found
 
 
@@ -200,12 +210,12 @@ def _expert_width(path: str, experts: Any) -> int:
     if names not in known or not hasattr(experts, "is_transposed") or getattr(experts, "has_post_expert_norm", False):
         raise ModelError(
             f"tensor_parallel.autotp_size: {path} ({type(experts).__name__}) keeps its experts in a form that ranks "
-            "cannot share here. Remove the key and use ZeRO 3, or expert parallelism."
+            "cannot shard here. Remove the key and use ZeRO 3, or expert parallelism."
         )
     return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
 
 
-def _expert_shares(experts: Any, rank: int, degree: int) -> _Shares:
+def _expert_shards(experts: Any, rank: int, degree: int) -> _Shards:
     """Every rank has a share of each expert's width."""
     into = experts.gate_up_proj if experts.has_gate else experts.up_proj
     outputs, inputs = (2, 1) if experts.is_transposed else (1, 2)
@@ -217,11 +227,11 @@ def _expert_shares(experts: Any, rank: int, degree: int) -> _Shares:
     }
 
 
-def _norm_shares(modules: dict[str, Any], shared: Projections, rank: int, degree: int) -> _Shares:
+def _norm_shards(modules: dict[str, Any], plan: Projections, rank: int, degree: int) -> _Shards:
     """Norms with weights for each head. Where each head has a module of its own, the others' modules go."""
-    found: _Shares = {}
+    found: _Shards = {}
     lists: dict[str, list[str]] = {}
-    for norm in shared.norms:
+    for norm in plan.norms:
         if norm.path in modules and norm.kind == "own_heads":
             found |= {p: _cut(p, 0, rank, degree) for p in modules[norm.path].parameters()}
         elif norm.path in modules and norm.kind == "one_head":
@@ -231,14 +241,14 @@ def _norm_shares(modules: dict[str, Any], shared: Projections, rank: int, degree
         for path in paths[rank * each : (rank + 1) * each]:
             for name, parameter in modules[path].named_parameters():
                 shape = tuple(parameter.shape)
-                found[parameter] = Share(shape=shape, region=whole(shape), name=f"{path}.{name}"), shape
+                found[parameter] = Shard(shape=shape, region=whole(shape), name=f"{path}.{name}"), shape
         modules[""].set_submodule(parent, modules[parent][rank * each : (rank + 1) * each])
     return found
 
 
 def _replace_parameters(
     hf: nn.Module,
-    shares: _Shares,
+    shards: _Shards,
     place: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype,
@@ -251,11 +261,11 @@ def _replace_parameters(
             if parameter not in made:
                 assert parameter.is_meta, name
                 shape = tuple(parameter.shape)
-                share, local = shares.get(parameter, (Share(shape=shape, region=whole(shape), copy=place), shape))
+                own, local = shards.get(parameter, (Shard(shape=shape, region=whole(shape), copy=place), shape))
                 new = nn.Parameter(torch.empty(local, dtype=dtype, device=device), parameter.requires_grad)
-                set_share(new, share)
+                set_shard(new, own)
                 # DeepSpeed's gradient norm counts what has this mark on every rank, the rest on the first.
-                new.tensor_model_parallel = parameter in shares  # type: ignore[attr-defined]
+                new.tensor_model_parallel = parameter in shards  # type: ignore[attr-defined]
                 settle(new)
                 made[parameter] = new
             setattr(module, name, made[parameter])
@@ -283,8 +293,8 @@ def _gather_around(module: nn.Module, group: Any) -> None:
     own = module.forward
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
-    def forward(module: nn.Module, share: Tensor) -> Tensor:
-        return own(gathered(share, group, -1)).chunk(degree, -1)[rank]
+    def forward(module: nn.Module, part: Tensor) -> Tensor:
+        return own(gathered(part, group, -1)).chunk(degree, -1)[rank]
 
     module.forward = types.MethodType(forward, module)
 

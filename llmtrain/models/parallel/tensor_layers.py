@@ -1,6 +1,6 @@
-"""The maps that the ranks of a tensor-parallel group share: DeepSpeed's AutoTP layers, with forwards of our own.
+"""The sharded maps of a tensor-parallel group: DeepSpeed's AutoTP layers, with forwards of our own.
 
-DeepSpeed 0.19.8's own forwards (module_inject/layers.py) reduce the gradient of a shared input once for each map that
+DeepSpeed 0.19.8's own forwards (module_inject/layers.py) reduce the gradient of a common input once for each map that
 reads it (three times for query, key and value), lose that sum when the gradient is not contiguous, and under ZeRO 3
 keep every gathered weight alive until the backward pass (a transposed view of it is saved for it).
 """
@@ -20,7 +20,7 @@ from llmtrain.models.parallel.deepspeed_private import overrides
 
 
 class Span:
-    """The stretch of a layer in which each rank of the group has its own share of the activations.
+    """The stretch of a layer in which each rank of the group has its own shard of the activations.
 
     It begins where a column map reads the replicated activation and ends where the next row map sums what the ranks
     have. Maps that read the same activation share one sum of its gradient. Dropout within the stretch draws from a
@@ -36,7 +36,7 @@ class Span:
         self._outside: Any = None
 
     def enter(self, replicated: Tensor, *, training: bool) -> Tensor:
-        """The activation for a map whose output is this rank's share."""
+        """The activation for a map whose output is this rank's shard."""
         if self._dropout and training and self._outside is None:
             self._outside = _own_stream(replicated.device, self.rank)
         if not (torch.is_grad_enabled() and replicated.requires_grad):
@@ -63,22 +63,24 @@ def summed(parts: Tensor, group: Any) -> Tensor:
     return _Summed.apply(parts, group)
 
 
-def gathered(share: Tensor, group: Any, dim: int) -> Tensor:
-    """All shares side by side along `dim`, for a computation of which each rank then uses its own part."""
-    return _Gathered.apply(share, group, dim)
+def gathered(shard: Tensor, group: Any, dim: int) -> Tensor:
+    """All shards side by side along `dim`, for a computation of which each rank then uses its own part."""
+    return _Gathered.apply(shard, group, dim)
 
 
 class Column(LinearLayer):
     """A linear map of which this rank computes some outputs. The weight is [outputs, inputs], or [inputs, outputs]."""
 
-    def __init__(self, linear: nn.Module, span: Span, *, transposed: bool, name: str) -> None:
+    def __init__(self, linear: nn.Module, span: Span, *, transposed: bool, inside: bool, name: str) -> None:
         super().__init__(linear, span.group, skip_partition=True, name=name)
         self._span = span
         self._transposed = transposed
+        self._inside = inside  # the gradient of its input is summed elsewhere
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] replicated -> [..., outputs / degree]."""
-        input = self._span.enter(input, training=self.training)
+        if not self._inside:
+            input = self._span.enter(input, training=self.training)
         return _linear(input, self.weight, self.bias, self._transposed)
 
     @overrides(LinearLayer)
@@ -145,10 +147,10 @@ class _Summed(torch.autograd.Function):
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, group: Any, dim: int) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, group: Any, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        parts = [torch.empty_like(share) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, share.contiguous(), group=group)
+        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, shard.contiguous(), group=group)
         return torch.cat(parts, dim)
 
     @staticmethod

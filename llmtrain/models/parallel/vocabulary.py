@@ -1,4 +1,4 @@
-"""A vocabulary that the ranks of a tensor-parallel group share: rows of the embedding and of the head, and the loss.
+"""A vocabulary sharded over a tensor-parallel group: rows of the embedding and of the head, and the loss.
 
 The method is Megatron-LM's (arXiv 1909.08053, section 3), in the chunks of models/loss.py: a rank has the logits of its
 own words, and the group sums what the softmax needs, two numbers a token.
@@ -19,7 +19,7 @@ from llmtrain.models.parallel.tensor_layers import copied, summed
 
 
 @dataclass(frozen=True)
-class Words:
+class VocabularyShard:
     """This rank's rows: words [first, first + count) of `total`. The first ranks may have one more than the others."""
 
     group: Any
@@ -28,8 +28,8 @@ class Words:
     total: int
 
     @classmethod
-    def of(cls, total: int, group: Any) -> Words:
-        """The share of this rank."""
+    def of(cls, total: int, group: Any) -> VocabularyShard:
+        """That of this rank."""
         rank, degree = dist.get_rank(group), dist.get_world_size(group)
         counts = _counts(total, degree)
         return cls(group, sum(counts[:rank]), counts[rank], total)
@@ -60,7 +60,7 @@ def _counts(total: int, degree: int) -> list[int]:
     return [each + (rank < more) for rank in range(degree)]
 
 
-def share_embedding(embedding: nn.Embedding, words: Words) -> None:
+def shard_embedding(embedding: nn.Embedding, vocabulary: VocabularyShard) -> None:
     """Let an embedding whose weight is a shard look up all words: every rank adds its own, the others add zeros.
 
     The module's own forward stays in between: some scale what they look up (Gemma 3).
@@ -68,12 +68,12 @@ def share_embedding(embedding: nn.Embedding, words: Words) -> None:
     own = embedding.forward
     padding = embedding.padding_idx
     if padding is not None:
-        here = words.first <= padding < words.first + words.count
-        embedding.padding_idx = padding - words.first if here else None
+        here = vocabulary.first <= padding < vocabulary.first + vocabulary.count
+        embedding.padding_idx = padding - vocabulary.first if here else None
 
     def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
-        row = input - words.first
-        elsewhere = (row < 0) | (row >= words.count)
-        return summed(own(row.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0), words.group)
+        row = input - vocabulary.first
+        elsewhere = (row < 0) | (row >= vocabulary.count)
+        return summed(own(row.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0), vocabulary.group)
 
     embedding.forward = types.MethodType(forward, embedding)  # type: ignore[method-assign]

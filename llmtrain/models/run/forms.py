@@ -13,25 +13,25 @@ from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.build import DTYPES, construct, decoder_layers, restore_buffers
-from llmtrain.models.experts import check_stages
+from llmtrain.models.experts import check_stages, expert_blocks
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.parallel.expert_parallel import check_zero, describe_experts, prepare_experts
+from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parallel.pipeline import PipelineLanguageModel, build_pipeline
-from llmtrain.models.parallel.sequence import SequenceLanguageModel
-from llmtrain.models.parallel.stage import set_up_layers
-from llmtrain.models.parallel.tensor import shared_model
 from llmtrain.models.spec import ModelSpec
 from llmtrain.topology import Mix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from llmtrain.models.parallel.pipeline import PipelineLanguageModel
+
 
 def build_model(
     resolved: ResolvedRun, spec: ModelSpec, device: torch.device, mesh: Mesh
 ) -> LanguageModel | PipelineLanguageModel:
     """The module with uninitialised parameters; the engine writes the values afterwards, slice by slice.
+
+    Each form is imported where it is chosen: a run has one, and all of them are 2,500 lines.
 
     Raises:
         ModelError: transformers cannot build the model, or it cannot take this form.
@@ -40,21 +40,32 @@ def build_model(
     model, mix = resolved.run.model, resolved.mix
     language: LanguageModel | PipelineLanguageModel
     if mix.degrees.pipeline > 1:
+        from llmtrain.models.parallel.pipeline import build_pipeline
+
         check_stages(spec.config)
         with _divided(spec, "pipeline.stages", mix.degrees.pipeline):
             language = build_pipeline(resolved, spec, device, mesh)
     else:
         if mix.degrees.expert > 1:
+            from llmtrain.models.parallel.expert_parallel import check_zero
+
             check_zero(resolved.deepspeed.get("zero_optimization") or {}, mix.zero_stage, resolved.run.deepspeed)
-        hf = _own_part(spec, mix, resolved.deepspeed, device, mesh)
-        routing = prepare_experts(hf, mix, resolved.expert_parallel, device, mesh)
+        hf, note = _own_part(spec, mix, resolved.deepspeed, device, mesh)
+        routing = None
+        if (blocks := expert_blocks(hf)) or mix.degrees.expert > 1:
+            from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
+
+            routing = prepare_experts(hf, blocks, mix, resolved.expert_parallel, device, mesh)
         hf.config.use_cache = False
         set_up_layers(hf, decoder_layers(hf), model, resolved.deepspeed.get("activation_checkpointing"))
         if mix.degrees.sequence > 1:
+            from llmtrain.models.parallel.sequence import SequenceLanguageModel
+
             language = SequenceLanguageModel(hf, model.loss_chunk_tokens, mesh.sequence)
         else:
             language = LanguageModel(hf, model.loss_chunk_tokens)
         language.routing = routing
+        language.notes += [note] if note else []
         if routing is not None:
             language.notes.append(describe_experts(mix, routing))
     for held in language.local_parameters():
@@ -98,14 +109,18 @@ def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
         ) from error
 
 
-def _own_part(spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh) -> PreTrainedModel:
+def _own_part(
+    spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
+) -> tuple[PreTrainedModel, str]:
     """What this rank has without a pipeline: its shards of every parameter, or all of them whole, or under ZeRO 3 born
-    partitioned. Experts that ranks share may still be on the meta device."""
+    partitioned. Experts that ranks share may still be on the meta device. And a note for the user, or ""."""
     if mix.degrees.tensor > 1:
+        from llmtrain.models.parallel.tensor import sharded_model
+
         with _divided(spec, "tensor_parallel.autotp_size", mix.degrees.tensor):
-            return shared_model(spec, mix, exact, device, mesh)
+            return sharded_model(spec, mix, exact, device, mesh)
     if mix.degrees.expert > 1 and mix.zero_stage < 3:
-        return spec.own_skeleton()
+        return spec.own_skeleton(), ""
     with contextlib.ExitStack() as stack:
         if mix.zero_stage == 3:
             import deepspeed
@@ -119,4 +134,4 @@ def _own_part(spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.de
             stack.enter_context(device)
         hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[mix.precision])
     restore_buffers(hf, spec.skeleton, device)
-    return hf
+    return hf, ""

@@ -20,7 +20,7 @@ from llmtrain.errors import ModelError
 from llmtrain.models.frozen import named_tensors
 from llmtrain.models.loss import HeadForm
 from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
-from llmtrain.models.structure.probe import Attended, Call, Watch, attention_seen, probe_copy, run_copy
+from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
 from llmtrain.models.structure.shrink import check_same_structure
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _TOKENS = (2, 12)
 
 @dataclass(frozen=True, kw_only=True)
 class Before:
-    """A module that has a share in the first layer's hidden state."""
+    """A module that has a part in the first layer's hidden state."""
 
     path: str
     width: int
@@ -74,22 +74,12 @@ def anatomy_of(hf: PreTrainedModel) -> Anatomy:
     Raises:
         ModelError: it cannot be taken apart, with the reason.
     """
-    name = type(hf).__name__
     _refuse_other_kinds(hf)
     small = probe_copy(hf)
     check_same_structure(hf, small)
     layer_list = _layer_list(small)
-    parts = _parts(small, layer_list)
-    heads = [path for path in parts if isinstance(small.get_submodule(path), nn.Linear) and "." not in path]
-    watched = Watch(small, [*parts, *(f"{layer_list}.{i}" for i in range(_count(small, layer_list)))])
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, min(small.config.vocab_size, 512), _TOKENS, generator=generator)
-    with watched:
-        logits = run_copy(small, ids)
-    with contextlib.suppress(ModelError), attention_seen(small) as attended:  # old models compute it by themselves
-        run_copy(small, ids)
-    found = _Found(name, small, layer_list, parts, watched.calls, ids, logits, attended)
-    head = found.head(heads)
+    found = _Found(small, layer_list)
+    head = found.head()
     before, after = found.sort_parts(head)
     found.prove(before, after, head)
     _check_parameters(hf, layer_list, [*before, *after, head])
@@ -141,8 +131,15 @@ def _layer_list(hf: nn.Module) -> str:
     return outer[0]
 
 
-def _count(hf: nn.Module, layer_list: str) -> int:
-    return sum(1 for _ in hf.get_submodule(layer_list).children())
+def layer_paths(hf: nn.Module, layer_list: str) -> list[str]:
+    """Paths of the items of a module list."""
+    return [f"{layer_list}.{name}" for name, _ in hf.get_submodule(layer_list).named_children()]
+
+
+def probe_tokens(small: PreTrainedModel) -> Tensor:
+    """Tokens for a run of a small copy."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, min(small.config.vocab_size, 512), _TOKENS, generator=generator)
 
 
 def _parts(hf: nn.Module, layer_list: str) -> list[str]:
@@ -162,8 +159,7 @@ def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None
     """Each parameter belongs to one part; head and embedding may be one parameter."""
     name = type(hf).__name__
     owners: dict[int, str] = {}
-    parts = [f"{layer_list}.{index}" for index in range(_count(hf, layer_list))]
-    for path in [*parts, *others]:
+    for path in [*layer_paths(hf, layer_list), *others]:
         for inner, parameter in named_tensors(hf.get_submodule(path)):
             owner = owners.setdefault(id(parameter), path)
             if owner != path and not (owner in others and path in others):
@@ -177,34 +173,26 @@ def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None
 
 
 class _Found:
-    """What the probe's run showed."""
+    """What a run of the small copy shows."""
 
-    def __init__(
-        self,
-        name: str,
-        small: PreTrainedModel,
-        layer_list: str,
-        parts: list[str],
-        calls: list[Call],
-        ids: Tensor,
-        logits: Tensor,
-        attended: list[Attended],
-    ) -> None:
-        self._name, self._small, self._list, self._parts = name, small, layer_list, parts
-        self._ids, self._logits, self._attended = ids, logits, attended
-        self._calls = {path: [call for call in calls if call.path == path] for path in parts}
-        count = _count(small, layer_list)
-        self._layers: list[Call] = []
-        for index in range(count):
-            of_layer = [call for call in calls if call.path == f"{layer_list}.{index}"]
-            if len(of_layer) != 1:
-                raise self._no(f"layer {index} runs {len(of_layer)} times in a forward pass, not once")
-            self._layers += of_layer
+    def __init__(self, small: PreTrainedModel, layer_list: str) -> None:
+        self._small, self._parts, self._ids = small, _parts(small, layer_list), probe_tokens(small)
+        paths = layer_paths(small, layer_list)
+        with Watch(small, [*self._parts, *paths]) as watch:
+            self._logits = run_copy(small, self._ids)
+        with contextlib.suppress(ModelError), attention_seen(small) as self._attended:  # old models do without it
+            run_copy(small, self._ids)
+        calls = {path: [call for call in watch.calls if call.path == path] for path in [*self._parts, *paths]}
+        self._calls = calls
+        for index, path in enumerate(paths):
+            if len(calls[path]) != 1:
+                raise self._no(f"layer {index} runs {len(calls[path])} times in a forward pass, not once")
+        self._layers = [calls[path][0] for path in paths]
         self._check_chain()
         self.returns_tuples = isinstance(self._layers[0].output, tuple)
 
     def _no(self, reason: str) -> ModelError:
-        return ModelError(f"model: {self._name} cannot be taken apart: {reason}.")
+        return ModelError(f"model: {type(self._small).__name__} cannot be taken apart: {reason}.")
 
     def _check_chain(self) -> None:
         """Each layer gets what the one before it gave, and nothing else that a parameter has a part in."""
@@ -218,10 +206,11 @@ class _Found:
                     f"layer {index} takes more than the hidden state: {call.grown} is computed from parameters"
                 )
 
-    def head(self, candidates: list[str]) -> str:
-        """The linear map that runs last."""
-        called = [path for path in candidates if self._calls[path]]
-        if not called or not isinstance(self._small.get_submodule(called[-1]), nn.Linear):
+    def head(self) -> str:
+        """The linear map that runs last, outside of the decoder."""
+        linear = [path for path in self._parts if isinstance(self._small.get_submodule(path), nn.Linear)]
+        called = [path for path in linear if "." not in path and self._calls[path]]
+        if not called:
             raise self._no("it has no linear layer as a head, outside of its decoder")
         return max(called, key=lambda path: self._calls[path][-1].begin)
 
@@ -329,8 +318,7 @@ def _put(hf: nn.Module, modules: dict[str, nn.Module]) -> None:
 def _layers(hf: PreTrainedModel, layer_list: str, sliding: list[bool]) -> Iterator[Layer]:
     """The layers of the full model; those of the copy say which kinds there are."""
     types = getattr(hf.config, "layer_types", None)
-    for index, name in enumerate(dict(hf.get_submodule(layer_list).named_children())):
-        path = f"{layer_list}.{name}"
+    for index, path in enumerate(layer_paths(hf, layer_list)):
         of_type = "sliding" in types[index] or "chunked" in types[index] if types else all(sliding)
         yield Layer(path=path, sliding=of_type, experts=_experts(hf, path))
 

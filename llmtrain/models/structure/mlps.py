@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from llmtrain.errors import ModelError
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.experts import expert_blocks
-from llmtrain.models.structure.probe import attention_seen, probe_copy
+from llmtrain.models.structure.probe import Call, Watch, probe_copy, run_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,70 +22,53 @@ def dense_mlps(hf: PreTrainedModel) -> list[nn.Module]:
     Raises:
         ModelError: there are none.
     """
-    kinds = _mlp_kinds(hf)
-    found = []
-    for _, layer in _layers(hf):
-        for path, kind in kinds:
-            mlp: Any = layer
-            for part in path.split("."):
-                mlp = getattr(mlp, part, None)
-            if isinstance(mlp, nn.Module) and type(mlp) is kind:
-                found.append(mlp)
-    return found
-
-
-def _layers(hf: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    layers = {id(layer) for layer in decoder_layers(hf)}
-    return ((name, module) for name, module in hf.named_modules() if id(module) in layers)
-
-
-def _mlp_kinds(hf: PreTrainedModel) -> list[tuple[str, type]]:
-    """(path in a decoder layer, class) of the MLPs, found by what modules of a small copy do.
-
-    An MLP maps [B, T, H] to [B, T, H] token by token, through at least two matrices, without attention.
-    """
     small = probe_copy(hf)
-    experts = {id(block.module) for block in expert_blocks(small)}
-    calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
-    handles = [
-        module.register_forward_hook(
-            lambda m, args, kwargs, out: calls.update({m: (args, kwargs, out)}), with_kwargs=True
-        )
-        for _, layer in _layers(small)
-        for module in layer.modules()
-    ]
-    with torch.no_grad(), attention_seen(small) as attended:
-        small(input_ids=torch.arange(12).unsqueeze(0) + 3, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    looking = {call.path for call in attended}
-    kinds: dict[tuple[str, type], None] = {}
-    for name, layer in _layers(small):
-        taken: list[str] = []
-        for path, module in layer.named_modules():
-            inside = any(path.startswith(f"{other}.") for other in taken)
-            attends = any(other == f"{name}.{path}" or other.startswith(f"{name}.{path}.") for other in looking)
-            mixed = any(id(part) in experts for part in module.modules())
-            if path and not inside and not attends and not mixed and _is_mlp(module, calls.get(module)):
-                taken.append(path)
-                kinds[path, type(module)] = None
+    paths = _layer_paths(small)
+    with torch.no_grad(), Watch(small, paths) as watch:
+        run_copy(small, torch.arange(12).unsqueeze(0) + 3)
+    kinds = {
+        (path, type(small.get_submodule(f"{call.path}.{path}"))): None
+        for call in watch.calls
+        for path in mlps_of(small.get_submodule(call.path), call)
+    }
     if not kinds:
         raise ModelError(
             f"model.mlp_tile_tokens: {type(hf).__name__} has no MLP module that could work on slices of the sequence "
             "(experts need all tokens at once; some models compute their MLP among other things). Set it to null."
         )
-    return list(kinds)
+    every = dict(hf.named_modules())
+    places = ((every.get(f"{layer}.{path}"), kind) for layer in _layer_paths(hf) for path, kind in kinds)
+    return [module for module, kind in places if module is not None and type(module) is kind]
 
 
-def _is_mlp(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any], Any] | None) -> bool:
-    if call is None or sum(1 for p in module.parameters() if p.dim() == 2) < 2:
+def _layer_paths(hf: nn.Module) -> list[str]:
+    layers = set(decoder_layers(hf))
+    return [path for path, module in hf.named_modules() if module in layers]
+
+
+def mlps_of(layer: nn.Module, call: Call) -> list[str]:
+    """Paths within a layer of a small copy, which `call` ran.
+
+    An MLP maps [B, T, H] to [B, T, H] token by token, through at least two matrices, and holds no experts.
+    """
+    experts = {block.module for block in expert_blocks(layer)}
+    with torch.no_grad(), Watch(layer, [path for path, _ in layer.named_modules() if path]) as watch:
+        layer(*call.args, **call.kwargs)
+    calls = {inner.path: inner for inner in watch.calls}
+    found: list[str] = []
+    for path, module in layer.named_modules():
+        inside = any(path.startswith(f"{mlp}.") for mlp in found)
+        if path in calls and not inside and experts.isdisjoint(module.modules()) and _is_mlp(module, calls[path]):
+            found.append(path)
+    return found
+
+
+def _is_mlp(module: nn.Module, call: Call) -> bool:
+    given, result = call.hidden, call.result
+    if given is None or result is None or len(call.args) != 1 or call.kwargs or call.output is not result:
         return False
-    args, kwargs, output = call
-    given = args[0] if len(args) == 1 and not kwargs else None
-    if not (isinstance(given, Tensor) and isinstance(output, Tensor) and given.shape == output.shape):
+    if given.shape != result.shape or sum(p.dim() == 2 for p in module.parameters()) < 2:
         return False
-    if given.dim() != 3:
-        return False
-    with torch.no_grad():
+    with torch.no_grad():  # not compared with the result, to which some layers add in place
         parts = torch.cat([module(part) for part in given.split(5, dim=1)], dim=1)
-    return torch.allclose(parts, output, rtol=1e-4, atol=1e-5)
+        return torch.allclose(parts, module(given), rtol=1e-4, atol=1e-5)

@@ -107,7 +107,7 @@ class Watch:
     def _begin(self, path: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._replace is not None:
-                args, kwargs = _with_hidden(args, kwargs, self._replace)
+                args, kwargs = with_hidden(args, kwargs, self._replace)
             call = Call(path=path, begin=self._tick(), args=args, kwargs=kwargs)
             named = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
             grown = [name for name, value in named for t in _tensors(value) if t.requires_grad and t is not call.hidden]
@@ -125,9 +125,10 @@ class Watch:
         return hook
 
 
-def _with_hidden(
+def with_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with this hidden state in the place of its own."""
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 

@@ -1,24 +1,25 @@
-"""How the linear maps of a decoder layer can be shared by ranks, found by what depends on what, not by their names.
+"""How the linear maps of a decoder layer can be sharded, found by what depends on what, not by their names.
 
 One layer of a small copy runs with its graph cut behind every module that has parameters. What a map reads then tells
-what it is: the hidden state, which all ranks hold (its outputs can be shared: "column"), or what such maps or the
-attention made (its inputs are shared: "row"). Which output of a fused map belongs to which head, or to which input of
+what it is: the hidden state, which all ranks hold (its outputs can be sharded: "column"), or what such maps or the
+attention made (its inputs are sharded: "row"). Which output of a fused map belongs to which head, or to which input of
 the next map, is read from gradients. rehearsal.py then plays the ranks, and the whole layer has to come out the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from llmtrain.errors import ModelError
-from llmtrain.models.structure.anatomy import Anatomy
+from llmtrain.models.structure.anatomy import Anatomy, layer_paths, probe_tokens
 from llmtrain.models.structure.layer_graph import LayerGraph
-from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
+from llmtrain.models.structure.mlps import mlps_of
+from llmtrain.models.structure.probe import Attended, Call, Watch, attention_seen, probe_copy, run_copy
 from llmtrain.models.structure.rehearsal import InnerNorm, Map, rehearse
 
 if TYPE_CHECKING:
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Projections:
-    """What a tensor-parallel group shares, for all layers of a model, by module paths. Experts are in the anatomy."""
+    """What a tensor-parallel group shards, for all layers of a model, by module paths. Experts are in the anatomy."""
 
     maps: tuple[Map, ...]
     norms: tuple[InnerNorm, ...]
+    entries: tuple[str, ...]
+    """Whole maps of low-rank attention, of whose outputs each rank's heads read a part: gradients are summed there."""
     attentions: tuple[str, ...]
     """Modules that call the attention function."""
     local_numbers: tuple[str, ...]
@@ -40,48 +43,71 @@ class Projections:
     """Query heads."""
     kv_heads: int
     widths: tuple[int, ...]
-    """Shared features of the maps outside of attention, of which each rank needs a whole number."""
+    """Sharded features of the maps outside of attention, of which each rank needs a whole number."""
+    whole: str
+    """A note where the attention of some layers cannot be sharded, with the reason."""
+
+
+@dataclass(frozen=True)
+class _OfLayer:
+    """The same of one layer of the small copy, by paths within it."""
+
+    maps: list[Map]
+    norms: list[InnerNorm]
+    entries: list[str]
+    attention: str
+    """Empty: it is whole on each rank."""
+    numbers: tuple[str, ...]
+    whole: str
+    """Why."""
 
 
 def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
     """Of a model (it may be on the meta device), found and rehearsed on a small copy.
 
     Raises:
-        ModelError: a layer's maps cannot be shared, with the reason.
+        ModelError: no layer has anything that can be sharded, with the reason.
     """
     small = probe_copy(hf)
     config = small.config
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    ids = torch.randint(0, min(config.vocab_size, 512), (2, 12), generator=torch.Generator().manual_seed(0))
-    paths = [f"{anatomy.layer_list}.{name}" for name, _ in small.get_submodule(anatomy.layer_list).named_children()]
-    with attention_seen(small, cut=True) as attended:
-        with Watch(small, paths) as watch:
-            try:
-                run_copy(small, ids)
-            except ModelError as error:  # some code of its own needs a mask of another kind
-                raise _own_attention(hf, str(error)) from error
-        kinds: dict[frozenset[tuple[str, int]], tuple[list[Map], list[InnerNorm], str]] = {}
-        numbers: set[str] = set()
-        for call in watch.calls:
+    kinds: dict[frozenset[tuple[str, int]], _OfLayer] = {}
+    with contextlib.ExitStack() as stack:
+        attended = stack.enter_context(attention_seen(small, cut=True))
+        try:
+            calls = _calls(small, anatomy.layer_list)
+        except ModelError:  # some code of its own needs a mask of another kind
+            stack.close()
+            attended, calls = [], _calls(small, anatomy.layer_list)
+        for call in calls:
             layer = small.get_submodule(call.path)
             if (kind := _kind(layer)) in kinds:
                 continue
-            if sum(seen.path.startswith(f"{call.path}.") for seen in attended) != 1:
-                raise _own_attention(hf)
-            graph = LayerGraph(layer, call, kv_heads, attended)
-            found = _maps(graph), _norms(graph), graph.attention
-            kinds[kind] = found
-            numbers |= set(rehearse(layer, call, *found, heads=heads, kv_heads=kv_heads))
-    return _of_whole_model(hf, anatomy, kinds, tuple(sorted(numbers)))
+            try:
+                kinds[kind] = _of_layer(layer, call, heads, kv_heads, attended)
+            except ModelError as error:
+                kinds[kind] = _of_layer(layer, call, heads, kv_heads, attended, str(error))
+    whole = next((found.whole for found in kinds.values() if found.whole), "")
+    if whole and not any(found.maps for found in kinds.values()) and not any(part.experts for part in anatomy.layers):
+        raise ModelError(whole)
+    return _of_whole_model(hf, anatomy, kinds, whole)
 
 
-def _own_attention(hf: PreTrainedModel, error: str = "") -> ModelError:
-    return ModelError(
-        f"model: {type(hf).__name__} has layers that do not call transformers' attention function once (state-space or "
-        "recurrent layers, or attention with code of its own), so its heads cannot be shared; remove the key, or use a "
-        f"pipeline.{f' ({error})' if error else ''}"
-    )
+def _calls(small: PreTrainedModel, layer_list: str) -> list[Call]:
+    with Watch(small, layer_paths(small, layer_list)) as watch:
+        run_copy(small, probe_tokens(small))
+    return watch.calls
+
+
+def _of_layer(
+    layer: nn.Module, call: Call, heads: int, kv_heads: int, attended: list[Attended], whole: str = ""
+) -> _OfLayer:
+    graph = LayerGraph(layer, call, kv_heads, attended, mlps_of(layer, call) if whole else None)
+    maps, norms = _maps(graph), _norms(graph)
+    divided = rehearse(layer, call, maps, norms, graph.attention, heads=heads, kv_heads=kv_heads)
+    entries = [node.path for node in graph.nodes if node.role == "entry"]
+    return _OfLayer(maps, norms, entries, graph.attention, divided, whole)
 
 
 def _kind(layer: nn.Module) -> frozenset[tuple[str, int]]:
@@ -93,14 +119,16 @@ def _maps(graph: LayerGraph) -> list[Map]:
     """Paths within the layer."""
     found = []
     for node in graph.nodes:
-        if node.role in ("column", "row"):
+        if node.role in ("column", "inside", "row"):
+            column = node.role != "row"
             found.append(
                 Map(
                     path=node.path,
-                    column=node.role == "column",
+                    column=column,
                     transposed=node.transposed,
-                    sections=graph.sections(node) if node.role == "column" else None,
+                    sections=graph.sections(node) if column else None,
                     bias=getattr(node.module, "bias", None) is not None,
+                    inside=node.role == "inside",
                 )
             )
     for node in graph.nodes:
@@ -112,6 +140,8 @@ def _maps(graph: LayerGraph) -> list[Map]:
 def _norms(graph: LayerGraph) -> list[InnerNorm]:
     found = []
     for node in graph.nodes:
+        if node.role == "behind":
+            found.append(InnerNorm(path=node.path, kind="each_head"))
         if node.role != "inner":
             continue
         shapes = {tuple(p.shape) for p in node.module.parameters()}
@@ -126,7 +156,7 @@ def _norms(graph: LayerGraph) -> list[InnerNorm]:
         elif last == heads * size and shapes == {(last,)}:
             kind = "across_heads"
         else:
-            raise graph.no(f"{node.path} acts on a share of the features in a way that is not understood")
+            raise graph.no(f"{node.path} acts on a shard of the features in a way that is not understood")
         found.append(InnerNorm(path=node.path, kind=kind))
     return found
 
@@ -134,44 +164,46 @@ def _norms(graph: LayerGraph) -> list[InnerNorm]:
 def _of_whole_model(
     hf: PreTrainedModel,
     anatomy: Anatomy,
-    kinds: dict[frozenset[tuple[str, int]], tuple[list[Map], list[InnerNorm], str]],
-    numbers: tuple[str, ...],
+    kinds: dict[frozenset[tuple[str, int]], _OfLayer],
+    whole: str,
 ) -> Projections:
     maps: list[Map] = []
     norms: list[InnerNorm] = []
-    attentions, widths = [], set()
+    entries, attentions, widths = [], [], set()
     for part in anatomy.layers:
         layer = hf.get_submodule(part.path)
         of_kind = kinds.get(_kind(layer))
         if of_kind is None:
             raise ModelError(f"model: {part.path} has parameters that no layer of its small copy has.")
-        attentions.append(f"{part.path}.{of_kind[2]}")
-        for entry in of_kind[0]:
+        if of_kind.attention:
+            attentions.append(f"{part.path}.{of_kind.attention}")
+        entries += [f"{part.path}.{path}" for path in of_kind.entries]
+        for entry in of_kind.maps:
             for path in _alike(entry.path, layer):
                 module: Any = layer.get_submodule(path)
-                full = _full_sections(entry, module)
-                maps.append(
-                    Map(
-                        path=f"{part.path}.{path}",
-                        column=entry.column,
-                        transposed=entry.transposed,
-                        sections=full,
-                        bias=entry.bias,
-                    )
-                )
-                if not entry.column and not path.startswith(f"{of_kind[2]}."):
+                maps.append(replace(entry, path=f"{part.path}.{path}", sections=_full_sections(entry, module)))
+                if not entry.column and not (of_kind.attention and path.startswith(f"{of_kind.attention}.")):
                     widths.add(module.weight.shape[0 if entry.transposed else 1])
-        for norm in of_kind[1]:
+        for norm in of_kind.norms:
             norms += [InnerNorm(path=f"{part.path}.{path}", kind=norm.kind) for path in _alike(norm.path, layer)]
-    heads = hf.config.num_attention_heads
+    heads = hf.config.num_attention_heads if attentions else 0
+    kv_heads = getattr(hf.config, "num_key_value_heads", None) or heads
+    if whole:
+        count, reason = len(anatomy.layers), whole.removeprefix("model: ").removesuffix(".")
+        whole = (
+            f"the attention of {count - len(attentions)} of {count} layers is whole on every rank; their MLPs and "
+            f"experts are sharded ({reason})"
+        )
     return Projections(
         maps=_unique(maps),
         norms=_unique(norms),
+        entries=tuple(entries),
         attentions=tuple(attentions),
-        local_numbers=numbers,
+        local_numbers=tuple(sorted({number for found in kinds.values() for number in found.numbers})),
         heads=heads,
-        kv_heads=getattr(hf.config, "num_key_value_heads", None) or heads,
+        kv_heads=kv_heads if attentions else 0,
         widths=tuple(sorted(widths)),
+        whole=whole,
     )
 
 

@@ -26,17 +26,19 @@ class Map:
 
     path: str
     column: bool
-    """Its outputs are shared; else its inputs are."""
+    """Its outputs are sharded; else its inputs are."""
     transposed: bool
     """The weight is [inputs, outputs] (transformers' Conv1D)."""
     sections: tuple[int, ...] | None
-    """Outputs of the parts of a fused map, each of which is shared; None: they are one part."""
+    """Outputs of the parts of a fused map, each of which is sharded; None: they are one part."""
     bias: bool
+    inside: bool = False
+    """What it reads is whole, and its gradient is summed over the ranks elsewhere (Projections.entries)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InnerNorm:
-    """A module with parameters that acts on shared activations."""
+    """A module with parameters that acts on sharded activations."""
 
     path: str
     kind: str
@@ -63,18 +65,18 @@ class _Meeting:
         return brought
 
 
-class _Shared(nn.Module):
-    """A rank's share of a linear map."""
+class _ShardedMap(nn.Module):
+    """A rank's shard of a linear map."""
 
     def __init__(self, module: Any, entry: Map, rank: int, meeting: _Meeting) -> None:
         super().__init__()
         dim = int(entry.column == entry.transposed)
-        weight = _share(module.weight, dim, entry.sections, rank, meeting.degree)
+        weight = _shard(module.weight, dim, entry.sections, rank, meeting.degree)
         self.weight = weight.T if entry.transposed else weight
         self._rank, self._column, self.meeting = rank, entry.column, meeting
         bias = getattr(module, "bias", None)
         if bias is not None and entry.column:
-            bias = _share(bias, 0, entry.sections, rank, meeting.degree)
+            bias = _shard(bias, 0, entry.sections, rank, meeting.degree)
         self.bias = bias
 
     def forward(self, given: Tensor) -> Tensor:
@@ -84,7 +86,7 @@ class _Shared(nn.Module):
         return total if self.bias is None else total + self.bias
 
 
-def _share(tensor: Tensor, dim: int, sections: tuple[int, ...] | None, rank: int, degree: int) -> Tensor:
+def _shard(tensor: Tensor, dim: int, sections: tuple[int, ...] | None, rank: int, degree: int) -> Tensor:
     parts = tensor.detach().split(list(sections) if sections else tensor.shape[dim], dim)
     return torch.cat([part.chunk(degree, dim)[rank] for part in parts], dim)
 
@@ -101,10 +103,12 @@ def rehearse(
 ) -> tuple[str, ...]:
     """Names of the attention module's attributes that have to be divided by the number of ranks, the fewest that do.
 
+    `attention`: its path; empty where it stays whole.
+
     Raises:
         ModelError: whatever is divided, the ranks together do not give what the layer gives.
     """
-    degree = next((d for d in range(2, kv_heads + 1) if kv_heads % d == 0), 1)
+    degree = next((d for d in range(2, kv_heads + 1) if kv_heads % d == 0), 1) if attention else 2
     module = layer.get_submodule(attention)
     size = getattr(module, "head_dim", None) or 0
     counts = {heads, kv_heads, heads * size, kv_heads * size}
@@ -114,9 +118,9 @@ def rehearse(
     names = [
         name
         for name, value in vars(module).items()
-        if type(value) is int and value in counts and value % degree == 0 and name != "layer_idx"
+        if attention and type(value) is int and value in counts and value % degree == 0 and name != "layer_idx"
     ]
-    reason = "its shares do not add up"
+    reason = "its shards do not add up"
     with torch.no_grad():
         whole = _result(layer(*call.args, **call.kwargs))
         for count in range(len(names) + 1):
@@ -127,7 +131,7 @@ def rehearse(
                     return chosen
                 reason = str(error) if error is not None and count == 0 else reason
     raise ModelError(
-        f"model: {call.path} cannot be shared by ranks: {degree} of them do not give what one gives ({reason})."
+        f"model: {call.path} cannot be sharded: {degree} ranks together do not give what one gives ({reason})."
     )
 
 
@@ -143,7 +147,7 @@ def _ranks(
     for rank in range(meeting.degree):
         own = copy.deepcopy(layer)
         for entry in maps:
-            own.set_submodule(entry.path, _Shared(layer.get_submodule(entry.path), entry, rank, meeting))
+            own.set_submodule(entry.path, _ShardedMap(layer.get_submodule(entry.path), entry, rank, meeting))
         for path in {norm.path.rpartition(".")[0] for norm in norms if norm.kind == "one_head"}:
             items = own.get_submodule(path)
             assert isinstance(items, nn.ModuleList)
@@ -156,8 +160,8 @@ def _ranks(
             elif norm.kind == "across_heads":
                 of_all = own.get_submodule(norm.path)
                 of_all.forward = _gathering(of_all.forward, rank, meeting)
-        module: Any = own.get_submodule(attention)
-        divide_heads(module, numbers, meeting.degree)
+        if attention:
+            divide_heads(own.get_submodule(attention), numbers, meeting.degree)
         made.append(own)
     return made
 
@@ -180,13 +184,13 @@ def divide_heads(module: Any, numbers: tuple[str, ...], degree: int) -> None:
 def _play(ranks: list[nn.Module], call: Call) -> tuple[list[Tensor], Exception | None]:
     outputs: list[Any] = [None] * len(ranks)
     errors: list[Exception] = []
-    barriers = {m.meeting.barrier for rank in ranks for m in rank.modules() if isinstance(m, _Shared)}
+    barriers = {m.meeting.barrier for rank in ranks for m in rank.modules() if isinstance(m, _ShardedMap)}
 
     def play(index: int) -> None:
         try:
             with torch.no_grad():
                 outputs[index] = _result(ranks[index](*call.args, **call.kwargs))
-        except Exception as error:  # whatever the layer's code makes of shares: the next choice is tried
+        except Exception as error:  # whatever the layer's code makes of shards: the next choice is tried
             if not isinstance(error, threading.BrokenBarrierError):
                 errors.append(error)
             for barrier in barriers:

@@ -1,0 +1,91 @@
+"""Frozen parameters that a checkpoint leaves out, because the Hugging Face folder that they came from has them.
+
+No step changes them, and they may be nearly all of a model. The manifest names the folder and their checksums; whoever
+reads the checkpoint reads them there again. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.errors import CheckpointError
+from llmtrain.foreign import natural, word
+from llmtrain.tensors.region import Region
+
+if TYPE_CHECKING:
+    from llmtrain.models.source import SafetensorsSource
+
+TYPES = ("F32", "BF16", "F16")
+"""safetensors' names of the types that values of a checkpoint have, here as there."""
+
+
+class FrozenSourceError(CheckpointError):
+    """The folder is not as it was. The checkpoint itself may be intact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenSource:
+    """Where the frozen parameters of a run are that its checkpoints leave out; see NOWHERE."""
+
+    folder: Path
+    """Absolute."""
+    checksums: dict[str, int]
+    """By Hugging Face name: the layout-free checksum of the whole tensor, as the folder has it."""
+    parts: dict[str, list[tuple[str, str, Region]]]
+    """By Hugging Face name: (file, tensor in it, which elements of the flat parameter that is)."""
+
+    def only(self, names: Collection[str]) -> FrozenSource:
+        """What it has of these parameters."""
+        kept = [name for name in self.parts if name in names]
+        checksums = {name: self.checksums[name] for name in kept}
+        return replace(self, checksums=checksums, parts={name: self.parts[name] for name in kept})
+
+    def files(self) -> list[Path]:
+        """The weight files that hold some of them."""
+        return [self.folder / file for file in dict.fromkeys(f for parts in self.parts.values() for f, _, _ in parts)]
+
+    def error(self, wrong: str) -> FrozenSourceError:
+        """What is `wrong` with the folder (a clause that names file and tensor), the rule, and what to do."""
+        return FrozenSourceError(
+            f"{wrong.rstrip('.')}. The checkpoint holds what trains, its frozen parameters are those of {self.folder} "
+            "as they were when the run began. Put that folder, or a link to it, in its place again; where it is gone, "
+            "a resume looks in model.pretrained."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """{"folder", "tensors": name -> [checksum, [[file, tensor, first element, elements], ...]]}."""
+        tensors = {
+            name: [self.checksums[name], [[file, tensor, part.start, part.numel] for file, tensor, part in parts]]
+            for name, parts in self.parts.items()
+        }
+        return {"folder": str(self.folder), "tensors": tensors}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> FrozenSource:
+        """Raises ValueError, TypeError, KeyError or AttributeError: nothing is believed."""
+        folder = Path(word(raw["folder"]))
+        checksums, parts = {}, {}
+        for name, (checksum, held) in raw["tensors"].items():
+            checksums[word(name)] = natural(checksum, 2**64)
+            parts[name] = [(word(f), word(tensor), Region(natural(at), natural(n))) for f, tensor, at, n in held]
+        odd = [file for held in parts.values() for file, _, _ in held if Path(file).name != file]
+        if odd or not folder.is_absolute() or not all(parts.values()):
+            raise ValueError(f"{[*odd, str(folder)][0]!r} is no place of frozen parameters")
+        return cls(folder=folder, checksums=checksums, parts=parts)
+
+
+NOWHERE = FrozenSource(folder=Path("/"), checksums={}, parts={})
+"""Nothing is left out."""
+
+
+def frozen_source(source: SafetensorsSource, names: Collection[str], checksums: dict[str, int]) -> FrozenSource:
+    """What checkpoints of a run that begins with this folder leave out of its frozen parameters."""
+    left_out = [name for name in source.order() if name in names and source.dtypes(name) <= {*TYPES}]
+    return FrozenSource(
+        folder=source.folder.absolute(),  # links are not followed: hosts may have them to places of their own
+        checksums={name: checksums[name] for name in left_out},
+        parts={name: source.places(name) for name in left_out},
+    )
