@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from llmtrain.data.loader import MicroBatch
 from llmtrain.models.head import Head
+from tests.helpers.families import summed_loss
 from tests.helpers.processors import fp16, on_device
 from tests.helpers.training import (
     LLAMA,
@@ -400,7 +401,7 @@ def train_and_export(case: Case, folder: str) -> tuple[torch.Tensor, torch.Tenso
     tokens = torch.arange(20).unsqueeze(0)
     engine.module.eval()
     with torch.no_grad():
-        engine.deepspeed(tokens, tokens)
+        summed_loss(engine.deepspeed, tokens, tokens)
         logits = engine.module.hf(input_ids=tokens).logits.clone()
     trainer = {
         "step": 3,

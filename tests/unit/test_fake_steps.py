@@ -28,6 +28,7 @@ from llmtrain.models.build import decoder_layers
 from llmtrain.models.run import forms
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure import mlps
+from tests.helpers.families import summed_loss
 from tests.helpers.launching import REPO
 from tests.runs.test_bench import load
 
@@ -124,7 +125,7 @@ def step_counted(
         monkeypatch.setattr(loss, "_compiled", lambda function: mode.uncounted(function, result=True))
         monkeypatch.setattr(language, "to_host", mode.uncounted(language.to_host, result=False))
         with mode:
-            total = module.train()(inputs, inputs)
+            total = summed_loss(module.train(), inputs, inputs)
             total.backward()
     assert total.shape == () and total.dtype == torch.float32
     assert all(p.dtype == torch.bfloat16 for p in parameters)
