@@ -156,7 +156,7 @@ def _open(
     lost: FrozenSourceError | None = None
     try:
         manifest = Manifest.read(folder)
-        if pretrained and not manifest.frozen.folder.is_dir():
+        if pretrained and not all(path.is_file() for path in manifest.frozen.files()):  # a mount leaves an empty folder
             manifest = replace(manifest, frozen=replace(manifest.frozen, folder=Path(pretrained).absolute()))
         reader = CheckpointReader(folder, manifest)
         if ranks.rank == 0:

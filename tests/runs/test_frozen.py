@@ -186,6 +186,7 @@ def test_a_run_that_freezes_leaves_those_in_their_folder_and_exports_them_byte_b
     assert len(frozen) == 10 and held == {(kind, name) for kind in ("param", "exp_avg") for name in trained}
 
     folder.rename(moved)
+    folder.mkdir()  # as a mount leaves its point
     (tmp_path / "a" / "ds.json").write_text(json.dumps({**FORMS["zero3"], "optimizer": {"type": "Lion"}}))
     assert "resumed from" in forked.train(path, "--model.pretrained", str(moved))
     before, after = folder_tensors(moved), folder_tensors(tmp_path / "a" / "run" / "export")
