@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 OptimizerName = Literal["adamw", "muon", "lion"]
 """`optim.name`."""
+PARAM = "param"
+"""Kind of the fp32 master values in an optimizer's state; the other kinds are its names of its moments (`state`)."""
 Form = Literal["clipping", "offload", "scattered gradients", "fp32 sums at ZeRO 1", "bf16 moments", "tensor", "expert"]
 """A way of training that not every optimizer goes with; topology.py tells which runs ask for it."""
 

@@ -25,6 +25,7 @@ from llmtrain.checkpoint.coverage import uncovered, wrong_region
 from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
 from llmtrain.errors import CheckpointError
 from llmtrain.foreign import natural, word
+from llmtrain.optimizers import PARAM
 from llmtrain.tensors.region import Region
 from llmtrain.tensors.tensorfile import TensorFile
 
@@ -34,8 +35,6 @@ MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 HOSTS = "hosts"
 """In a layout, when hosts had folders of their own: which host wrote a file. No folder holds the files of all."""
-PARAM = "param"
-"""Kind of the fp32 master values; the other kinds are the optimizer's names of its moments."""
 _STEP_DIR = re.compile(r"step-([0-9]{8,18})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _JSON_LIMIT = 1 << 30  # bytes; 1,000 ranks with 6,000 pieces each stay below it

@@ -13,7 +13,6 @@ from typing import Any
 from llmtrain import units
 from llmtrain.checkpoint.format import (
     MANIFEST,
-    PARAM,
     TRAINER,
     Manifest,
     complete_checkpoints,
@@ -24,6 +23,7 @@ from llmtrain.checkpoint.format import (
     step_of,
 )
 from llmtrain.errors import CheckpointError
+from llmtrain.optimizers import PARAM
 
 _DEGREES = ("pipeline", "sequence", "tensor", "expert")
 _SHORT_STEP = re.compile(r"step-([0-9]{1,18})")

@@ -16,7 +16,6 @@ from torch import Tensor
 from llmtrain.checkpoint.choice import agreed_candidates, origin
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import (
-    PARAM,
     TRAINER,
     DamagedCheckpoint,
     Manifest,
@@ -38,6 +37,7 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill
 from llmtrain.errors import CheckpointError
+from llmtrain.optimizers import PARAM
 from llmtrain.tensors.checksum import checksum_part
 from llmtrain.tensors.region import Region
 

@@ -19,3 +19,8 @@ def memory_available() -> int:
         return min(free, limit - used + int(stat["file"]) - int(stat["shmem"]))  # the page cache gives way
     except (OSError, ValueError, KeyError):
         return free
+
+
+def boot_id() -> str:
+    """The same for all processes that share this host's memory, and on no other host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

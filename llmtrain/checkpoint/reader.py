@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint.format import PARAM, Manifest, keys, misfit, open_file
+from llmtrain.checkpoint.format import Manifest, keys, misfit, open_file
 from llmtrain.errors import CheckpointError
+from llmtrain.optimizers import PARAM
 from llmtrain.tensors.pieces import DTYPE_OF, read_shared
 from llmtrain.tensors.region import Region, Shared, shared
 from llmtrain.tensors.tensorfile import TensorFile, TensorFileError

@@ -29,14 +29,15 @@ from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import HOSTS, MANIFEST, step_folder
 from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
 from llmtrain.checkpoint.host_copy import HostCopy
-from llmtrain.checkpoint.memory import memory_available
+from llmtrain.checkpoint.memory import boot_id, memory_available
 from llmtrain.checkpoint.snapshot import RankFile, Snapshot, WriterDied, write_piece
 from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.dist.control import from_all, from_rank_0
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.api import PARAM, Engine, StateTensor
+from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.errors import CheckpointError
+from llmtrain.optimizers import PARAM
 from llmtrain.topology import Mix
 
 _POLL_S = 0.01
@@ -129,7 +130,7 @@ class Saver:
             return
         self._plan = RankFile(self._pieces())
         pieces = [piece.to_json() for piece in self._plan.pieces]
-        mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, _boot())
+        mine = (self._file(self._ranks.rank), pieces, self._plan.bytes, boot_id())
         shares = from_all(self._ranks, mine)
         frozen = from_rank_0(self._ranks, self._frozen.to_json)  # hosts may call it otherwise, a manifest is one
         self._need_bytes = sum(shares[rank][2] for rank in self._folder.members)
@@ -139,7 +140,7 @@ class Saver:
             self._table["pieces"] = {share[0]: share[1] for share in shares}
             self._table["tensors"] = {name: list(shape) for name, shape in self._engine.shapes().items()}
         if self.asynchronous:
-            self._ask_for_memory(sum(share[2] for share in shares if share[3] == _boot()))
+            self._ask_for_memory(sum(share[2] for share in shares if share[3] == boot_id()))
 
     def shortage(self, keep: int) -> str | None:
         """Why a folder of this run will have no room for `keep` checkpoints and the next one. After `prepare`.
@@ -393,8 +394,3 @@ class Saver:
         except (OSError, WriterDied) as error:
             return self._lost(error)
         return None
-
-
-def _boot() -> str:
-    """The same on all ranks of a host, and on no other host."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from llmtrain.checkpoint.format import (
     MANIFEST,
-    PARAM,
     TRAINER,
     FileEntry,
     Manifest,
@@ -28,6 +27,7 @@ from llmtrain.checkpoint.frozen import TYPES, FrozenSource, FrozenSourceError
 from llmtrain.checkpoint.writer import as_fp32
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress
+from llmtrain.optimizers import PARAM
 from llmtrain.tensors.checksum import checksum_part_array
 from llmtrain.tensors.region import Region
 from llmtrain.tensors.tensorfile import ITEM_BYTES, TensorFile, TensorFileError

@@ -22,9 +22,6 @@ from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Objective
 from llmtrain.tensors.region import Region
 
-PARAM = "param"
-"""Kind of the fp32 master values; the other kinds are the optimizer's names of its moments."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StateTensor:

@@ -14,9 +14,10 @@ from torch import Tensor
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.api import PARAM, Engine, StateTensor
+from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.errors import ModelError
 from llmtrain.models.source import ParameterSource, RandomSource, refuse_other_shapes
+from llmtrain.optimizers import PARAM
 from llmtrain.tensors.checksum import as_int64, checksum, checksum_part
 from llmtrain.tensors.region import Region
 from llmtrain.tensors.tensorfile import numel

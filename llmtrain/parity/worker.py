@@ -23,11 +23,12 @@ import torch.distributed as dist
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import TrainLoader
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.api import PARAM, Engine
+from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.errors import UserError
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
+from llmtrain.optimizers import PARAM
 from llmtrain.parity.start import LoudSource
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace

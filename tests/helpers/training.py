@@ -31,13 +31,14 @@ from llmtrain.config.run import (
 from llmtrain.data.loader import StepBatch, TrainData, TrainLoader
 from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.api import PARAM, StateTensor, Update
+from llmtrain.engine.api import StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Objective
+from llmtrain.optimizers import PARAM
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Session
 from llmtrain.start import prove_loss, start_engine, write_weights

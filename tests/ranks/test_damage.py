@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from llmtrain.checkpoint.build import build_checkpoint
-from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, Manifest, step_folder
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.errors import CheckpointError, UserError
+from llmtrain.optimizers import PARAM
 from llmtrain.tensors.region import Region
 from llmtrain.tensors.tensorfile import TensorFile
 from tests.helpers.training import (

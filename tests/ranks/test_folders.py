@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llmtrain.checkpoint.folder import find_folder
-from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, Manifest
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest
 from llmtrain.checkpoint.gather import fetch_all
 from llmtrain.checkpoint.listing import rows
 from llmtrain.checkpoint.prune import prune
@@ -25,6 +25,7 @@ from llmtrain.checkpoint.verify import verify
 from llmtrain.config.run import CheckpointConfig, RunConfig
 from llmtrain.dist.ranks import Ranks
 from llmtrain.errors import UserError
+from llmtrain.optimizers import PARAM
 from tests.helpers.training import Case, assembled, joined, make_engine, resolved_run, resume_from, train_steps
 
 NOW = {"optimizer": "adamw", "vocab_size": 512, "data_fingerprint": "d", "run": {}, "deepspeed": {}, "versions": {}}

@@ -257,10 +257,10 @@ def test_a_bf16_run_orthogonalises_in_fp16_where_the_device_has_it(pools, small_
 def load_pretrained(case: Case, folder: str, break_name: str | None) -> str:
     """Write a folder's weights into a live engine and prove them; "" or the error."""
     from llmtrain.config.run import ModelConfig
-    from llmtrain.engine.api import PARAM
     from llmtrain.engine.weights import fill_parameters, prove_weights
     from llmtrain.errors import ModelError
     from llmtrain.models.spec import ModelSpec
+    from llmtrain.optimizers import PARAM
 
     engine, ranks = make_engine(case)
     try:

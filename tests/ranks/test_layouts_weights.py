@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.engine.api import PARAM
 from llmtrain.engine.weights import fill_parameters, prove_weights
 from llmtrain.errors import ModelError
 from llmtrain.models.spec import ModelSpec
+from llmtrain.optimizers import PARAM
 from tests.helpers.families import FAMILIES, tied
 from tests.helpers.training import Case, assembled, make_engine, view_of
 

@@ -25,8 +25,9 @@ from llmtrain.config.run import CheckpointConfig
 from llmtrain.data.loader import MicroBatch, StepBatch
 from llmtrain.dist.control import AgreedError, together
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.api import PARAM, StateTensor, Update
+from llmtrain.engine.api import StateTensor, Update
 from llmtrain.errors import UserError
+from llmtrain.optimizers import PARAM
 from llmtrain.session import Session
 from llmtrain.tensors.region import Region
 from tests.helpers.training import Case, assembled, joined, make_engine, resolved_run, train_steps

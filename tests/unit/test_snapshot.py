@@ -15,7 +15,8 @@ import torch
 from llmtrain.checkpoint import host_copy, snapshot
 from llmtrain.checkpoint.host_copy import HostCopy
 from llmtrain.checkpoint.snapshot import RankFile, Snapshot, lock_pages
-from llmtrain.engine.api import PARAM, StateTensor
+from llmtrain.engine.api import StateTensor
+from llmtrain.optimizers import PARAM
 from llmtrain.tensors.region import whole
 
 

@@ -108,6 +108,9 @@ def test_kill_leaves_the_rows_and_neither_process_nor_temporary_file(tmp_path):
         while not [path for path in Path(sys.argv[1]).rglob("*.wandb") if read_back(path.parent)["rows"]]:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        while list(Path(os.environ["TMPDIR"]).glob("wandb-symon-portfile-*")):  # W&B's monitor is just starting
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         print(*[c.pid for c in psutil.Process().children(recursive=True)], flush=True)
         os.kill(os.getpid(), 9)
     """

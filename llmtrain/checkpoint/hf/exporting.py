@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmtrain import foreign, log, units
 from llmtrain.checkpoint.durable import remove_tree, sync
-from llmtrain.checkpoint.format import MANIFEST, PARAM, TRAINER, hash_file, problems, read_trainer
+from llmtrain.checkpoint.format import MANIFEST, TRAINER, hash_file, problems, read_trainer
 from llmtrain.checkpoint.hf.proofs import (
     CHUNK,
     Check,
@@ -36,6 +36,7 @@ from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import INDEX, SafetensorsSource, refuse_escape
+from llmtrain.optimizers import PARAM
 from llmtrain.tensors.checksum import checksum
 from llmtrain.tensors.pieces import DTYPE_OF
 from llmtrain.tensors.tensorfile import numel

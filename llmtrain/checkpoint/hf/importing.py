@@ -15,7 +15,7 @@ from torch import Tensor
 from llmtrain import foreign, log, units
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.durable import remove_tree, sync
-from llmtrain.checkpoint.format import MANIFEST, PARAM, read_trainer, step_folder
+from llmtrain.checkpoint.format import MANIFEST, read_trainer, step_folder
 from llmtrain.checkpoint.hf.exporting import SOURCE, beside_weights, layout_of
 from llmtrain.checkpoint.hf.proofs import CHUNK, Check, Report, check_extents, prove_logits, read_back
 from llmtrain.checkpoint.hf.weight_files import DTYPES, describe
@@ -25,6 +25,7 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import SafetensorsSource, refuse_escape
+from llmtrain.optimizers import PARAM
 from llmtrain.tensors.pieces import DTYPE_OF
 from llmtrain.tensors.tensorfile import numel
 

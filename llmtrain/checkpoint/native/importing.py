@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmtrain import units
 from llmtrain.checkpoint.build import build_checkpoint
-from llmtrain.checkpoint.format import PARAM, step_folder
+from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.native.files import Files, find_tag, open_files
 from llmtrain.checkpoint.native.names import Target, hf_names, read_names
 from llmtrain.checkpoint.native.scan import Record, shown
@@ -32,6 +32,7 @@ from llmtrain.checkpoint.native.universal import add_universal
 from llmtrain.checkpoint.native.unnamed import add_unnamed
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.log import Progress
+from llmtrain.optimizers import PARAM
 from llmtrain.tensors.tensorfile import numel
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint.format import PARAM
 from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.pickles import PickleFile
 from llmtrain.checkpoint.native.scan import shown
 from llmtrain.errors import CheckpointError
-from llmtrain.optimizers import OPTIMIZERS
+from llmtrain.optimizers import OPTIMIZERS, PARAM
 from llmtrain.tensors.tensorfile import numel
 
 MOMENTS = OPTIMIZERS["adamw"].state

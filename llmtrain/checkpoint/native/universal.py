@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmtrain import units
 from llmtrain.checkpoint.durable import DurableFile, write_durably
-from llmtrain.checkpoint.format import PARAM, read_trainer, step_of
+from llmtrain.checkpoint.format import read_trainer, step_of
 from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.pickles import PickleFile, write_pickle
 from llmtrain.checkpoint.native.state import MOMENTS, Span, State
@@ -19,6 +19,7 @@ from llmtrain.checkpoint.output import OutputFolder
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.errors import CheckpointError
 from llmtrain.log import Progress
+from llmtrain.optimizers import PARAM
 from llmtrain.tensors.checksum import checksum
 from llmtrain.tensors.tensorfile import numel
 

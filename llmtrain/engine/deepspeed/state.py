@@ -19,9 +19,10 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from llmtrain.engine.api import PARAM, ForwardCopy, StateTensor
+from llmtrain.engine.api import ForwardCopy, StateTensor
 from llmtrain.engine.deepspeed.moments import moments_of
 from llmtrain.models.parameters import LocalParameter
+from llmtrain.optimizers import PARAM
 
 
 @dataclass(frozen=True)
