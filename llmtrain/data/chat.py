@@ -236,7 +236,6 @@ class ChatEncoder:
             return [Row(ids, counted)]
         if how == "reject":
             raise RefusedError(f"it has {len(ids)} tokens, --max-tokens is {limit}; --too-long cut or split takes it")
-        self.too_long += 1
         starts = range(0, len(ids), limit) if how == "split" else [0]
         parts = [Row(ids[at : at + limit], counted[at : at + limit]) for at in starts]
         for part in parts:
@@ -244,6 +243,7 @@ class ChatEncoder:
         parts = [part for part in parts if part.counted.any()]
         if not parts:
             raise RefusedError(f"it has {len(ids)} tokens, and no answer within --max-tokens {limit}")
+        self.too_long += 1
         return parts
 
 

@@ -191,7 +191,9 @@ def _call(call: Any, place: int) -> dict[str, Any]:
     arguments = _parsed(function.get("arguments") or {}, f"message {place}: arguments of {function['name']}")
     if not isinstance(arguments, dict):
         raise RefusedError(f"message {place}: arguments of {function['name']} are {_kind(arguments)}, not an object")
-    own = {"id": call["id"]} if "id" in call else {}
+    own = {"id": call["id"]} if call.get("id") is not None else {}
+    if own and not isinstance(own["id"], str):
+        raise RefusedError(f"message {place}: the id of a call is {_kind(own['id'])}, not a string")
     return {**own, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -206,6 +208,8 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
             if open_calls is None:
                 raise RefusedError(f"message {place} is a tool's result without a call before it")
             answers = message.get("tool_call_id")
+            if answers is not None and not isinstance(answers, str):
+                raise RefusedError(f"message {place}: its tool_call_id is {_kind(answers)}, not a string")
             if answers is not None and open_calls and answers not in open_calls:
                 raise RefusedError(f"message {place}: its tool_call_id {answers!r} is of no call before it")
         elif "tool_calls" in message:

@@ -58,8 +58,10 @@ def prepare(settings: PrepareSettings) -> Manifest:
         work = _plan(settings, files, validation)
         _make_tokenizer(settings, [unit for unit in work if not unit.validation], out)
         records = _run(settings, work, out)
-        manifest = _manifest(settings, [files, validation], plan, records, out)
-        _write_rejected(out, records)
+        try:
+            manifest = _manifest(settings, [files, validation], plan, records, out)
+        finally:  # where a split is empty it tells why
+            _write_rejected(out, records)
         manifests.write_manifest(out, manifest)
         shutil.rmtree(out / UNFINISHED)
     if left_out := sum(record.get("left_out", 0) for record in records):
@@ -242,7 +244,7 @@ def _manifest(
     documents: dict[str, int] = {split: sum(shard.documents for shard in shards[split]) for split in SPLITS}
     try:
         lowest = min((record.get("lowest_draw", 1.0) for record in records), default=1.0)
-        _check_splits(settings, tokens, sum(documents.values()), lowest)
+        _check_splits(settings, tokens, documents, lowest, sum(len(record["rejected"]) for record in records))
     except DataError:
         clear(out)
         raise
@@ -282,10 +284,13 @@ def _chat(options: ChatOptions, records: list[dict[str, Any]]) -> dict[str, Any]
     }
 
 
-def _check_splits(settings: PrepareSettings, tokens: dict[str, int], documents: int, lowest_draw: float) -> None:
+def _check_splits(
+    settings: PrepareSettings, tokens: dict[str, int], documents: dict[str, int], lowest_draw: float, rejected: int
+) -> None:
     """Raises DataError when a split that was asked for is empty."""
     if not tokens["train"]:
-        raise DataError(f"--source {' '.join(settings.sources)}: it gives no training document; add text")
+        why = f" ({units.counted(rejected, 'record')} rejected, each with its reason in {REJECTED})" if rejected else ""
+        raise DataError(f"--source {' '.join(settings.sources)}: it gives no training document{why}; add text")
     if tokens["validation"] or not (settings.fraction or settings.validation_sources):
         return
     without = "train without validation: --validation-fraction 0, and `eval: off` under `train:` in the run's YAML"
@@ -293,12 +298,13 @@ def _check_splits(settings: PrepareSettings, tokens: dict[str, int], documents: 
         raise DataError(
             f"--validation-source {' '.join(settings.validation_sources)}: it gives no document; add text, or {without}"
         )
+    found = sum(documents.values())
     least = math.ceil(lowest_draw * 1000 + 1e-9) / 1000
     larger = f"hold out more: --validation-fraction {least:.3f} is the least that takes one; or " if least < 1 else ""
     raise DataError(
-        f"--validation-fraction {settings.fraction}: of {_documents(documents)} chance puts none into the "
+        f"--validation-fraction {settings.fraction}: of {_documents(found)} chance puts none into the "
         f"validation split, and there would be no validation loss. Name text for it: --validation-source FILE; or "
-        f"{larger if documents > 1 else 'add text; or '}{without}"
+        f"{larger if found > 1 else 'add text; or '}{without}"
     )
 
 

@@ -7,6 +7,7 @@ it and one rejection.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import json
@@ -54,15 +55,9 @@ def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
     Raises: DataError, when the file cannot be opened at all (gone, no permission).
     """
     reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "arrow": _read_arrow}[piece.kind]
-    lines_before: int | None = None
     try:
         for item in reader(piece, field, max_bytes):
-            if isinstance(item, Rejection) and piece.kind == "jsonl" and piece.start:
-                # Counted at the first bad line only: a cut file would otherwise be read once per piece.
-                if lines_before is None:
-                    lines_before = _lines_before(piece)
-                item = replace(item, number=item.number + lines_before)
-            yield item
+            yield replace(item, number=_in_file(piece, item.number)) if isinstance(item, Rejection) else item
     except OSError as error:
         raise DataError(f"{piece.path}: cannot be read ({error}); check the file and its permissions") from error
 
@@ -70,8 +65,12 @@ def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
 def reject(piece: Piece, document: Document, reason: str) -> Rejection:
     """Reject a document after all."""
     unit = "row" if piece.kind in ("parquet", "arrow") else "line"
-    before = _lines_before(piece) if piece.kind == "jsonl" and piece.start else 0
-    return Rejection(piece.label, unit, before + document.number, reason)
+    return Rejection(piece.label, unit, _in_file(piece, document.number), reason)
+
+
+def _in_file(piece: Piece, number: int) -> int:
+    """The number of a record of a piece among those of its file."""
+    return number + (_lines_before(piece) if piece.kind == "jsonl" and piece.start else 0)
 
 
 def _check(
@@ -212,6 +211,7 @@ def _read_jsonl(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
 def _parse(line: bytes, piece: Piece, number: int, field: str | None, max_bytes: int) -> Document | Rejection:
     try:
         record = json.loads(line.decode())
+        whole = json.dumps(record, ensure_ascii=False) if field is None else ""
     except UnicodeDecodeError as error:
         return Rejection(piece.label, "line", number, f"invalid UTF-8: byte 0x{line[error.start]:02x}")
     except (ValueError, RecursionError) as error:
@@ -219,13 +219,14 @@ def _parse(line: bytes, piece: Piece, number: int, field: str | None, max_bytes:
     if not isinstance(record, dict):
         return Rejection(piece.label, "line", number, f"a JSON {type(record).__name__}, not an object")
     if field is None:
-        return _check(json.dumps(record, ensure_ascii=False), piece, "line", number, max_bytes, field)
+        return _check(whole, piece, "line", number, max_bytes, field)
     if field not in record:
         names = ", ".join(sorted(record)[:8]) or "none"
         return Rejection(piece.label, "line", number, f"no field {field!r} (its fields: {names}); see --field")
     return _check(record[field], piece, "line", number, max_bytes, field)
 
 
+@functools.lru_cache(maxsize=1)  # asked at bad lines only, and not once for each: it reads all that is before
 def _lines_before(piece: Piece) -> int:
     """Lines of the file that start before the piece's first line."""
     count = 0

@@ -181,6 +181,8 @@ def process_unit(
             writers[split] = _ShardWriter(path, chat=settings.chat is not None)
         too_long = encoder.too_long if isinstance(encoder, ChatEncoder) else 0
         written = _write_documents(unit, settings, encoder, writers, progress)
+        order = {piece.label: place for place, piece in enumerate(unit.pieces)}
+        written.rejected.sort(key=lambda rejection: (order[rejection.file], rejection.number))
         record = {
             "unit": unit.index,
             "shards": {split: writers[split].commit() for split in SPLITS},
@@ -235,10 +237,10 @@ def _write_documents(
 
     for piece in unit.pieces:
         for item in read_piece(piece, None if settings.chat else settings.field, settings.max_document_bytes):
+            if len(written.rejected) > settings.reject_limit:
+                return written
             if isinstance(item, Rejection):
                 written.rejected.append(item)
-                if len(written.rejected) > settings.reject_limit:
-                    return written
                 continue
             sides = _sides(unit, item, settings, held_out, written)
             batch += [(piece, item, split, text) for split, text in sides]

@@ -111,6 +111,15 @@ def test_a_bad_record_stops_the_run_and_is_named(place: Path, capsys: pytest.Cap
     assert "talks.jsonl, line 7: message 0 has no role" in told and "talks.jsonl, line 11: broken JSON" in told
 
 
+def test_where_nothing_is_left_the_reasons_are(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep = '{"messages": ' + "[" * 990 + "]" * 990 + "}"
+    (place / "none.jsonl").write_text(f"{BAD[7]}\n{deep}\n")
+    assert prepare(place, "none.jsonl", "none", "--max-rejected", "2") == 2
+    told = capsys.readouterr().err
+    assert "no training document (2 records rejected, each with its reason in rejected.jsonl)" in told
+    assert [json.loads(line)["line"] for line in (place / "none/rejected.jsonl").read_text().splitlines()] == [1, 2]
+
+
 def test_other_files_give_the_same_rows(place: Path, prepared: Path) -> None:
     text = (place / "good.jsonl").read_bytes()
     (place / "more").mkdir()
