@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from collections.abc import Callable, Iterable
@@ -95,8 +96,7 @@ def shard_model(
         anatomy, plan: of the whole model.
         settle: called with each new parameter (ZeRO 3 takes the rank's partition of it right there).
 
-    Raises:
-        ModelError: the model cannot be sharded over so many ranks.
+    Raises: ModelError, when the model cannot be sharded over so many ranks.
     """
     set_autotp_mode(training=True)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
@@ -119,12 +119,9 @@ def shard_model(
     span = Span(group, dropout=_drops(hf.modules()))
     for entry in plan.maps:
         if entry.path in modules:
-            module, turned = modules[entry.path], entry.transposed
-            if entry.column:
-                mine: nn.Module = Column(module, span, transposed=turned, inside=entry.inside, name=entry.path)
-            else:
-                mine = Row(module, span, transposed=turned, name=entry.path)
-            hf.set_submodule(entry.path, mine)
+            own: dict[str, Any] = {"transposed": entry.transposed, "name": entry.path}
+            kind = functools.partial(Column, inside=entry.inside) if entry.column else Row
+            hf.set_submodule(entry.path, kind(modules[entry.path], span, **own))
     for path in plan.entries:
         if path in modules:
             modules[path].register_forward_hook(lambda _, args, output: _read(output, group))
