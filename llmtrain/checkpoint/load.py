@@ -156,7 +156,8 @@ def _open(
     lost: FrozenSourceError | None = None
     try:
         manifest = Manifest.read(folder)
-        if pretrained and not all(path.is_file() for path in manifest.frozen.files()):  # a mount leaves an empty folder
+        files = manifest.frozen.files()
+        if pretrained and files and not any(file.is_file() for file in files):  # a mount leaves an empty folder
             manifest = replace(manifest, frozen=replace(manifest.frozen, folder=Path(pretrained).absolute()))
         reader = CheckpointReader(folder, manifest)
         if ranks.rank == 0:
