@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmtrain import completion, units
+from llmtrain.base import with_base
 from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.dump import dump
 from llmtrain.config.load import load
+from llmtrain.config.objective import WITHOUT_REFERENCE
 from llmtrain.config.problems import closest, stop
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
@@ -25,7 +27,8 @@ usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size 
        llmtrain config show  RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N]
 
 check   does all that `llmtrain train` does before it needs a device: YAML, DeepSpeed JSON, paths, DeepSpeed's own
-        checks, the model without its weights, the data's shards; no GPU, no network, some seconds
+        checks, the model without its weights, the data's shards; no GPU, some seconds, and no network unless
+        model.pretrained is a name on the Hub, which is fetched
 show    prints the resolved YAML and the exact dict that DeepSpeed will get, in a fraction of a second
 
 --world-size N   ranks to check for (default: WORLD_SIZE, or 1)
@@ -50,7 +53,10 @@ def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
     name_cpu()
     deep_check(resolved.deepspeed, run.deepspeed)
     spec, notes = check_model(resolved)
-    for manifest in TrainData(run.data).manifests:
+    data = TrainData(run.data)
+    if run.objective.name not in WITHOUT_REFERENCE:
+        data.take_reference(resolved.precision)
+    for manifest in data.manifests:
         check_vocabulary(manifest, spec.facts.vocab_size)
     if starts_from_model(run):
         check_weights(spec)
@@ -88,7 +94,7 @@ def main(argv: list[str]) -> int:
         print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")
         print(summary(resolved))
     else:
-        resolved, _ = examine(resolved)
+        resolved, _ = examine(with_base(resolved))
         print(summary(resolved))
         print(f"ok: {yaml_path} with {resolved.run.deepspeed}")
     return 0

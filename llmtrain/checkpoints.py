@@ -31,13 +31,14 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.verify import verify
+    from llmtrain.checkpoint.verify import verify, verify_frozen
 
     bad = False
     for folder in step_folders(args.path) or find_checkpoints(args.path):
-        wrong = verify(folder)
-        bad = bad or bool(wrong)
-        print("\n  ".join([f"{folder}  {'DAMAGED' if wrong else 'intact'}", *wrong]), flush=True)
+        wrong, changed = verify(folder), verify_frozen(folder)
+        bad = bad or bool(wrong or changed)
+        found = "DAMAGED" if wrong else "intact, without its frozen parameters" if changed else "intact"
+        print("\n  ".join([f"{folder}  {found}", *wrong, *changed]), flush=True)
     return 1 if bad else 0
 
 
@@ -65,24 +66,37 @@ def _average(args: argparse.Namespace) -> int:
 
 
 def _to_hf(args: argparse.Namespace) -> int:
-    from llmtrain.checkpoint.hf.exporting import export_hf
+    from llmtrain.checkpoint.hf.exporting import MARK, export_hf
+    from llmtrain.hub.push import check_push, push
 
+    if args.push is not None:
+        check_push(args.push)
+    elif args.public:
+        raise CheckpointError("--public: says how --push ORG/NAME makes a repository; add that.")
+    found = find_checkpoints(args.path)[0]
     report = export_hf(
-        find_checkpoints(args.path)[0],
+        found,
         args.out,
         args.dtype,
         max_shard_bytes=None if args.max_shard_size is None else size_bytes(args.max_shard_size),
         check=args.check,
+        merge=args.merge,
         trust_remote_code=args.trust_remote_code,
     )
-    print("\n".join(report.lines))
+    print("\n".join(report.lines), flush=True)
+    if args.push is not None:
+        message = f"Upload {found.parent.parent.name}, {found.name}"
+        where = push(args.out, args.push, public=args.public, leave_out=(MARK,), message=message)
+        print(f"pushed      {where}")
     return 0
 
 
 def _from_hf(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.hf.importing import import_hf
+    from llmtrain.hub.model import model_folder
 
-    report = import_hf(args.folder, args.out, check=args.check, trust_remote_code=args.trust_remote_code)
+    folder = model_folder(str(args.folder), asked_by="from-hf")
+    report = import_hf(folder, args.out, check=args.check, trust_remote_code=args.trust_remote_code)
     print("\n".join(report.lines))
     return 0
 
@@ -138,8 +152,13 @@ def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
     to_hf.add_argument("out", type=Path, help="folder to write")
     to_hf.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as it was trained or imported")
     to_hf.add_argument("--max-shard-size", metavar="SIZE", help="of a weight file, such as 2GB; default 5GB")
+    to_hf.add_argument(
+        "--merge", action="store_true", help="of a run with an adapter: the whole model, not a PEFT folder"
+    )
+    to_hf.add_argument("--push", metavar="ORG/NAME", help="publish the folder on the Hub (token: HF_TOKEN), privately")
+    to_hf.add_argument("--public", action="store_true", help="a repository that --push makes is public")
     from_hf = add("from-hf", _from_hf, "make a checkpoint of parameters alone from a Hugging Face folder")
-    from_hf.add_argument("folder", type=Path, help="Hugging Face model folder")
+    from_hf.add_argument("folder", type=Path, help="Hugging Face model folder, or ORG/NAME on the Hub")
     from_hf.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-00000000")
     for command in (to_hf, from_hf):
         command.add_argument(

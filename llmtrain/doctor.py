@@ -13,13 +13,27 @@ from rich.console import Console
 from llmtrain import completion
 from llmtrain.cluster.doctor import all_reduce, build_ops, fabric
 from llmtrain.cluster.doctor.checks import Finding, Survey
-from llmtrain.cluster.doctor.quick import MASTER_PORT, in_order, quick
+from llmtrain.cluster.doctor.quick import MASTER_PORT, Needs, in_order, quick
 from llmtrain.cluster.doctor.report import Report, print_report
 from llmtrain.cluster.hosts.envfile import deepspeed_env_problems
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
+from llmtrain.config.load import load
+from llmtrain.config.run import RunConfig
+from llmtrain.optimizers import OPTIMIZERS
+from llmtrain.topology import Mix
 
 _ALL_REDUCE = "llmtrain.dist.fabric"
 """The program with torch that is started on each host to try the collectives."""
+
+
+def needs(config: str, run: RunConfig, mix: Mix, run_dir: str) -> Needs:
+    """What a run needs of its hosts. `config`: its YAML."""
+    return Needs(
+        files=(config, run.deepspeed),
+        folder=run.checkpoint.dir or run_dir,
+        own_folders=run.checkpoint.dir is not None,
+        ops=OPTIMIZERS[mix.optimizer].host_ops if mix.offload_optimizer else (),
+    )
 
 
 def with_fabric(report: Report, ssh_port: int | None = None) -> Report:
@@ -35,14 +49,12 @@ def with_fabric(report: Report, ssh_port: int | None = None) -> Report:
     )
 
 
-def _with_ops(report: Report, args: argparse.Namespace) -> Report:
+def _with_ops(report: Report, run: Needs | None, args: argparse.Namespace) -> Report:
     """Build what is missing, then look again."""
     lines, failed = build_ops.build(report.survey, args.ssh_port)
     if not lines and not failed:
         return replace(report, notes=(*report.notes, "ops: all that this run needs are built"))
-    again = quick(
-        report.survey.hosts, args.config, overrides=args.overrides, port=args.master_port, ssh_port=args.ssh_port
-    )
+    again = quick(report.survey.hosts, run, port=args.master_port, ssh_port=args.ssh_port)
     findings = in_order([*again.findings, *failed], report.survey.hosts)
     return replace(again, findings=findings, notes=tuple(lines))
 
@@ -61,9 +73,14 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     hosts = select(read_hostfile(args.hostfile), args.include, args.exclude)
     started = time.monotonic()
-    report = quick(hosts, args.config, overrides=args.overrides, port=args.master_port, ssh_port=args.ssh_port)
+    run = None
+    if args.config is not None:
+        words = ["--config", args.config, *args.overrides]
+        resolved = load(words, sum(host.slots for host in hosts), "the hostfile")
+        run = needs(args.config, resolved.run, resolved.mix, resolved.run_dir)
+    report = quick(hosts, run, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:
-        report = _with_ops(report, args)
+        report = _with_ops(report, run, args)
     report = replace(report, findings=in_order([*report.findings, *_deepspeeds_own_file(report.survey)], hosts))
     if not args.quick and all_reduce.is_worth_it(report.survey):
         report = with_fabric(report, args.ssh_port)

@@ -13,11 +13,14 @@ from typing import Any
 
 from llmtrain import completion, foreign, log
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
-from llmtrain.checkpoint.hf.exporting import MARK, export_hf
+from llmtrain.checkpoint.hf.beside import MARK
+from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.listing import find_checkpoints
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenize import refuse_code
 from llmtrain.errors import CheckpointError, ModelError
+from llmtrain.hub.model import model_folder
+from llmtrain.models.adapter import CONFIG, need_peft
 from llmtrain.models.build import load_config
 
 
@@ -58,9 +61,12 @@ def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "au
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    load_config(ModelConfig(pretrained=str(folder)))  # refuses a folder that would have code loaded
+    base = _base(folder)
+    load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
     tokenizer = _tokenizer(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, device_map=device)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, device_map=device)
+    if base != folder:  # transformers by itself would take the base's newest commit, not the adapter's
+        model.load_adapter(str(folder))
     begin = prompt or tokenizer.bos_token or tokenizer.eos_token
     if not begin:
         raise ModelError(f"{folder}: its tokenizer names no token that begins a text. Give a --prompt.")
@@ -74,6 +80,22 @@ def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "au
         **sampling.arguments(),
     )
     return str(tokenizer.decode(out[0], skip_special_tokens=True))
+
+
+def _base(folder: Path) -> Path:
+    """The folder of the model itself, which an adapter's names. Raises ModelError, or ConfigError: no peft."""
+    if not (folder / CONFIG).is_file():
+        return folder
+    need_peft(str(folder))
+    try:
+        config = foreign.loads((folder / CONFIG).read_bytes())
+        return model_folder(config["base_model_name_or_path"], config.get("revision"), asked_by=str(folder / CONFIG))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder / CONFIG} names no model that the adapter belongs to ({error!r}).") from error
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", CONFIG))
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -102,7 +124,7 @@ def _room(model: Any, prompt_tokens: int, wanted: int) -> int:
 
 def _hf_folder(path: Path, scratch: Path) -> Path:
     """The Hugging Face folder to use: `path` itself, or the newest state of a run, exported if need be."""
-    if (path / "config.json").is_file():
+    if _is_model(path):
         return path
     export = path / "export"
     found = complete_checkpoints(path / "checkpoints")
@@ -123,7 +145,7 @@ def _hf_folder(path: Path, scratch: Path) -> Path:
 
 def _mark(export: Path) -> dict[str, Any] | None:
     """What an export says of its checkpoint; None when there is no export."""
-    if not (export / "config.json").is_file():
+    if not _is_model(export):
         return None
     try:
         mark = foreign.loads((export / MARK).read_bytes())
@@ -154,7 +176,10 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "folder", type=Path, metavar="RUN_OR_FOLDER", help="run folder, checkpoint or Hugging Face folder"
+        "folder",
+        type=Path,
+        metavar="RUN_OR_FOLDER",
+        help="run folder, checkpoint, Hugging Face folder, or ORG/NAME on the Hub",
     )
     option = parser.add_argument
     option("--prompt", default=argparse.SUPPRESS, help="text to continue (default: none, the model begins)")
@@ -187,5 +212,6 @@ def main(argv: list[str]) -> int:
     args = vars(parser.parse_args(argv))
     path, prompt = args.pop("folder"), args.pop("prompt", "")
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
+        path = model_folder(str(path), asked_by="generate")
         generate(_hf_folder(path, Path(scratch)), prompt, Sampling(**args), stream=True)
     return 0

@@ -20,18 +20,25 @@ from llmtrain.checkpoint.frozen import NOWHERE, frozen_source
 from llmtrain.checkpoint.load import resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.objective import WITHOUT_REFERENCE
 from llmtrain.config.run import ResolvedRun
 from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
-from llmtrain.dist.control import StopRequests, from_all, from_rank_0, together
+from llmtrain.data.reference import REMEDY, weights_hash
+from llmtrain.dist.control import AgreedError, StopRequests, from_all, from_rank_0, together
 from llmtrain.dist.device import device_name, max_memory_gib
 from llmtrain.dist.ranks import Ranks
-from llmtrain.errors import TrainingStopped
+from llmtrain.engine.moved import unmoved
+from llmtrain.errors import DataError, TrainingStopped
+from llmtrain.models.adapter import AdaptedSource, B
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.source import SafetensorsSource
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.next_token import NEXT_TOKEN
+from llmtrain.objectives.objective import LooksAhead
+from llmtrain.objectives.preference import objective_of
 from llmtrain.schedule import learning_rate_factor
-from llmtrain.session import Requests, Session, Step
+from llmtrain.session import Outer, Requests, Session, Step
 from llmtrain.start import prove_loss, start_engine, write_weights
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
@@ -71,6 +78,11 @@ class Training:
         self.mesh = mesh_of(resolved.degrees)
         with together(ranks):
             self.data = TrainData(self.run.data)
+            self.objective = objective_of(self.run.objective)
+            self.references: list[str] | None = None
+            """Of which weights the log-probabilities are that the objective compares with, by set of the data."""
+            if self.run.objective.name not in WITHOUT_REFERENCE:
+                self.references = self.data.take_reference(resolved.precision)
             self.model_facts = spec.facts
             for manifest in self.data.manifests:
                 check_vocabulary(manifest, self.model_facts.vocab_size)
@@ -101,6 +113,8 @@ class Training:
         if resumed is None:
             source = self.spec.initial_weights(self.run.train.seed, self.ranks.device)
             checksums = write_weights(self.engine, source, self.ranks)
+            self._check_reference(weights_hash(checksums))
+            source = source.base if isinstance(source, AdaptedSource) else source
             if isinstance(source, SafetensorsSource):
                 self.frozen_source = frozen_source(source, self.spec.frozen, checksums)
             return self._frozen_lines()
@@ -116,6 +130,15 @@ class Training:
             if resumed.folder.parent == self.checkpoints.path:
                 self.saved_step = self.position.step
         return [*resumed.lines, *self._frozen_lines()]
+
+    def _check_reference(self, weights: str) -> None:
+        """Raises AgreedError when the objective compares with another model than the one that training starts from."""
+        if self.references is not None and set(self.references) != {weights}:
+            raise AgreedError(
+                f"objective.name {self.run.objective.name}: the log-probabilities of the reference in the data are of "
+                f"other weights than model.pretrained = {self.run.model.pretrained!r} has; {REMEDY}",
+                DataError.exit_code,
+            )
 
     def _frozen_lines(self) -> list[str]:
         source = self.frozen_source
@@ -143,6 +166,7 @@ class Training:
             "optimizer": self.run.optim.name,
             "vocab_size": self.model_facts.vocab_size,
             "data_fingerprint": self.data.fingerprint,
+            "reference": self.references,
             "separator_id": self.data.separator_id,
             "tokenizer_dir": str(self.data.tokenizer_dir.resolve()),  # to-hf may run anywhere
             "model_config": self.engine.module.config.to_dict(),
@@ -152,12 +176,20 @@ class Training:
             "layout": {**asdict(mix.degrees), "zero_stage": mix.zero_stage, **mix.moments},
         }
 
-    def loop(self, tracker: Tracker, saving: Saving) -> bool:
+    def loop(self, tracker: Tracker, saving: Saving, outer: Outer | None = None) -> bool:
         """Train until the run is over (True) or someone asks to stop (False)."""
         run, ranks = self.run, self.ranks
+        if outer is not None:
+            self._begin(outer)
         rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
         self.session = Session(
-            self.engine, ranks, self.resolved.degrees, rate, seed=run.train.seed, step=self.position.step
+            self.engine,
+            ranks,
+            self.resolved.degrees,
+            rate,
+            seed=run.train.seed,
+            objective=self.objective,
+            step=self.position.step,
         )
         consistency = Consistency(
             run, self.resolved.deepspeed, self.resolved.degrees, self.engine, ranks, tracker, self.data.fingerprint
@@ -182,11 +214,22 @@ class Training:
                 waited_s = loader.data_wait_s - waited_s
                 done = self.session.step(batch, self._requests(saving), saving.before_update)
                 self._advance(done, tracker)
+                if self._has_begun(done):
+                    self._check_adapter()
                 saving.advance(done.agreed)
                 heart.end_step(self.position.step)
                 speed.step(tokens=self._tokens_per_step(), data_wait_s=waited_s)
+                if outer is not None:
+                    index = outer.after_update(self.position.step, complete=self._complete())
+                    self.position = replace(self.position, sample_index=index)
+                    loader.seek(index)
                 goes_on = self._after_update(done, tracker, saving, consistency, speed)
         return self._complete() or not done.agreed.stop
+
+    def _begin(self, outer: Outer) -> None:
+        step, index = outer.begin(self.position.step, self.position.sample_index, self.run.fault.start_timeout_s)
+        self.uncounted_steps -= step - self.position.step
+        self.position = replace(self.position, step=step, sample_index=index)
 
     def _requests(self, saving: Saving) -> Requests:
         """What the ranks are to hear of this one with the next step."""
@@ -230,11 +273,15 @@ class Training:
         )
 
     def evaluate(self, tracker: Tracker) -> float:
-        """Validation loss in nats per token, over all ranks."""
+        """Validation loss over all ranks: nats per token, or the objective's."""
         with heart.during("evaluate"):
-            figures, _ = self.engine.evaluate(self.evaluation_batches(), self.session.objective)
+            if isinstance(self.objective, LooksAhead):
+                self.objective.look(list(self.evaluation_batches()), self.engine.evaluate)
+            figures, _ = self.engine.evaluate(self.evaluation_batches(), self.objective)
         told = {f"eval/{name}": value for name, value in figures.items()}
-        tracker.log({"step": self.position.step, **told, "eval/perplexity": perplexity(figures["loss"])})
+        if self.objective is NEXT_TOKEN:
+            told["eval/perplexity"] = perplexity(figures["loss"])
+        tracker.log({"step": self.position.step, **told})
         return figures["loss"]
 
     def _advance(self, done: Step, tracker: Tracker) -> None:
@@ -275,6 +322,28 @@ class Training:
                 f"{self.run.fault.max_skipped}. Last samples: {units.some(named)}. Look at them, lower optim.lr, or "
                 f"resume from an earlier checkpoint in {self.folder.checkpoints}."
             )
+
+    def _has_begun(self, done: Step) -> bool:
+        """Whether this was the first step that the optimizer took of an adapter's run."""
+        taken = self.uncounted_steps + self.position.step - self.position.skipped_steps
+        return self.run.adapter.r is not None and taken == 1 and not done.update.skipped and done.agreed.weight > 0
+
+    def _check_adapter(self) -> None:
+        """Every B gets a gradient in the first step, though A gets none yet: B is zero. Raises TrainingStopped."""
+        still, count = unmoved(self.engine, self.ranks, B)
+        if len(still) == count:
+            raise TrainingStopped(
+                f"no gradient has reached any of the {count} lora_B in the first step: the adapter does not train. "
+                "Compare the run with its definition: llmtrain parity, and report what it says."
+            )
+        if still:
+            log.warn(
+                f"no gradient has reached {len(still)} of {count} lora_B in the first step, first {still[0]}. The loss "
+                "does not depend on those maps (experts that no token met do so later); else leave them out of "
+                "adapter.targets."
+            )
+            return
+        log.info(f"adapter: a gradient has reached every lora_B ({count}) in the first step")
 
     def _log(self, tracker: Tracker, speed: Throughput, done: Step, more: bool) -> None:
         gc.collect()

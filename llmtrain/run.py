@@ -7,19 +7,21 @@ import warnings
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from llmtrain import log
 from llmtrain.begin import announce, write_run_files
 from llmtrain.checkpoint.folder import open_checkpoints
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import watched
+from llmtrain.cluster.watch.collectives import count_collectives
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
-from llmtrain.dist.collectives import count_collectives, describe, introduce
 from llmtrain.dist.connect import leave_all
 from llmtrain.dist.control import AgreedError, StopRequests, together
 from llmtrain.dist.device import use_deterministic_kernels
-from llmtrain.dist.ranks import Ranks
+from llmtrain.dist.watch import describe, introduce
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.garbage import collected_by_hand
 from llmtrain.errors import TrainingStopped
@@ -28,6 +30,7 @@ from llmtrain.loop import Training
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optimizers import norm_of
 from llmtrain.saving import Saving
+from llmtrain.sites.site import Share, Site
 from llmtrain.tracking.tracker import Status, Tracker
 
 
@@ -36,7 +39,7 @@ def train(resolved: ResolvedRun, spec: ModelSpec) -> int:
     run = resolved.run
     # torch 2.13 renames collectives that DeepSpeed 0.19.8 calls; nobody here can act on it.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    count_collectives()
+    count_collectives(torch)
     if run.train.deterministic:
         use_deterministic_kernels()
     heart.phase("rendezvous")
@@ -51,23 +54,21 @@ def train(resolved: ResolvedRun, spec: ModelSpec) -> int:
     with contextlib.ExitStack() as stack:
         stack.push(_leave)
         try:
-            _train(resolved, spec, ranks, folder, stack)
+            requests = stack.enter_context(StopRequests(run.fault.preempt_file))
+            with together(ranks):
+                if ranks.rank == 0:
+                    stack.enter_context(folder)
+            checkpoints = stack.enter_context(open_checkpoints(folder, run, ranks))
+            _train(Training(resolved, spec, ranks, folder, checkpoints, requests), stack)
         except Exception as error:
             watched.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
     return 0
 
 
-def _train(
-    resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, folder: RunDirectory, stack: contextlib.ExitStack
-) -> None:
+def _train(training: Training, stack: contextlib.ExitStack) -> None:
     """All that the ranks do together. `stack`: what is to be closed at the end."""
-    requests = stack.enter_context(StopRequests(resolved.run.fault.preempt_file))
-    with together(ranks):
-        if ranks.rank == 0:
-            stack.enter_context(folder)
-    checkpoints = stack.enter_context(open_checkpoints(folder, resolved.run, ranks))
-    training = Training(resolved, spec, ranks, folder, checkpoints, requests)
+    resolved, ranks, folder = training.resolved, training.ranks, training.folder
     heart.phase("resume")
     lines = training.resume_or_start()
     training.check_loss()
@@ -78,7 +79,7 @@ def _train(
     saving = stack.enter_context(
         Saving(
             training.engine,
-            checkpoints,
+            training.checkpoints,
             resolved.run.checkpoint,
             resolved.mix,
             ranks,
@@ -90,11 +91,12 @@ def _train(
     status: Status = "failed"
     try:
         tracker.event("resume" if training.position.step else "start", step=training.position.step, lines=lines)
+        site = stack.enter_context(_site(training, tracker)) if resolved.run.sites.name else None
         lines = [*resolved.notes, *training.notes, *lines]
         announce(resolved.batch, resolved.mix, folder, training.model_facts, ranks.device, lines)
         try:
             with collected_by_hand():
-                complete = training.loop(tracker, saving)
+                complete = training.loop(tracker, saving, site)
         except TrainingStopped:
             saving.settle()
             raise
@@ -108,6 +110,32 @@ def _train(
     finally:
         tracker.close(status)
     log.info(told)  # the last words: closing W&B may have printed
+
+
+def _site(training: Training, tracker: Tracker) -> Site:
+    """This launch among the sites that train the run's model. Raises AgreedError."""
+    run, batch = training.run, training.resolved.batch
+    common = {
+        "data": training.data.fingerprint,
+        "data.seed": run.data.seed,
+        "data.sequence_length": run.data.sequence_length,
+        "train.seed": run.train.seed,
+        "adapter": asdict(run.adapter),
+        "sites.method": run.sites.method,
+        "sites.sync_every": run.sites.sync_every,
+        "sites.max_alone_steps": run.sites.max_alone_steps,
+        "sites.outer_lr": run.sites.outer_lr,
+        "sites.outer_momentum": run.sites.outer_momentum,
+    }
+    return Site(
+        training.engine,
+        training.ranks,
+        run.sites,
+        common,
+        Share(batch=batch.global_batch, tokens=batch.tokens),
+        tracker.event,
+        frozen=training.spec.frozen,
+    )
 
 
 def _tracker(training: Training, environment: dict[str, Any]) -> Tracker:

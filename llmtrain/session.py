@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from llmtrain.dist.control import Agree, Agreement
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, Update
 from llmtrain.objectives.next_token import NEXT_TOKEN
-from llmtrain.objectives.objective import Objective
+from llmtrain.objectives.objective import LooksAhead, Objective
 from llmtrain.schedule import seed_step
 from llmtrain.topology import Degrees
 
@@ -46,6 +47,18 @@ class Step:
     lr_factor: float
     """On the peak learning rates."""
     update: Update
+
+
+class Outer(Protocol):
+    """What changes the parameters between steps, and says where the data goes on. All ranks call it together."""
+
+    def begin(self, step: int, sample_index: int, limit_s: float) -> tuple[int, int]:
+        """Before the first step: (optimizer steps done, index of the next sequence) to go on with."""
+        ...
+
+    def after_update(self, step: int, *, complete: bool) -> int:
+        """After each step: the index of the next sequence. `complete`: no step follows."""
+        ...
 
 
 class Session:
@@ -86,6 +99,8 @@ class Session:
         Raises:
             TrainingStopped: fp16 has no smaller loss scale left; on all ranks alike.
         """
+        if isinstance(self.objective, LooksAhead):
+            self.objective.look(batch.micro_batches, self.engine.evaluate)
         agreement = self._agree.start(
             weight=sum(map(self.objective.weight, batch.micro_batches)) if self._leads else 0,
             stop=requests.stop,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 
 from llmtrain import completion
+from llmtrain.base import with_base
 from llmtrain.check import examine
+from llmtrain.cluster import messages
 from llmtrain.cluster.hosts.environment import load_secrets
 from llmtrain.cluster.watch import watched
 from llmtrain.config.deepspeed import let_segments_grow
@@ -24,6 +26,8 @@ def main(argv: list[str]) -> int:
         load_secrets()
         resolved = load(argv, world_size, source)
         refuse_if_in_use(resolved.run_dir)  # rank 0 takes the folder when all ranks have met: later
+        with messages.waiting():  # before the watch begins: a large model takes longer than any stall
+            resolved = with_base(resolved)
         watched.begin(
             stall_timeout_s=stall_timeout_s(resolved.run.fault),
             start_timeout_s=resolved.run.fault.start_timeout_s,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import CheckpointError
 from llmtrain.foreign import natural, word
+from llmtrain.hub.names import commit_of, here
 from llmtrain.tensors.region import Region
 
 if TYPE_CHECKING:
@@ -49,10 +50,15 @@ class FrozenSource:
 
     def error(self, wrong: str) -> FrozenSourceError:
         """What is `wrong` with the folder (a clause that names file and tensor), the rule, and what to do."""
+        remedy = (
+            "Put that folder, or a link to it, in its place again; or move what is there away: a resume then takes "
+            "model.pretrained"
+        )
+        if found := commit_of(self.folder):
+            remedy = f"Fetch it again: hf download {found[0].name} --revision {found[1]}"
         return FrozenSourceError(
             f"{wrong.rstrip('.')}. The checkpoint holds what trains, its frozen parameters are those of {self.folder} "
-            "as they were when the run began. Put that folder, or a link to it, in its place again; where it is gone, "
-            "a resume looks in model.pretrained."
+            f"as they were when the run began. {remedy}."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +80,7 @@ class FrozenSource:
         odd = [file for held in parts.values() for file, _, _ in held if Path(file).name != file]
         if odd or not folder.is_absolute() or not all(parts.values()):
             raise ValueError(f"{[*odd, str(folder)][0]!r} is no place of frozen parameters")
-        return cls(folder=folder, checksums=checksums, parts=parts)
+        return cls(folder=here(folder), checksums=checksums, parts=parts)
 
 
 NOWHERE = FrozenSource(folder=Path("/"), checksums={}, parts={})

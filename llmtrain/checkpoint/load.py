@@ -80,7 +80,8 @@ def resume(
         try:
             fetch(candidate, (), where, ranks)
             fetch(candidate, _needed(engine, candidate, weights_only) if where.split else (), where, ranks)
-            reader, trainer = _open(candidate, run.model.pretrained, where, ranks)
+            reader, trainer = _open(candidate, run.model.folder, where, ranks)
+            _refuse_other_adapter(trainer, now, candidate)
             notes = [] if weights_only else refuse_other_run(trainer, now, candidate)
             with contextlib.closing(reader):
                 load_checkpoint(engine, reader, trainer, ranks, weights_only=weights_only)
@@ -139,7 +140,7 @@ def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
 
 
 def _open(
-    folder: Path, pretrained: str | None, where: CheckpointFolder, ranks: Ranks
+    folder: Path, pretrained: Path | None, where: CheckpointFolder, ranks: Ranks
 ) -> tuple[CheckpointReader, dict[str, Any]]:
     """The reader and trainer.json, after a look at everything but the values: all ranks together, each file once.
 
@@ -158,7 +159,7 @@ def _open(
         manifest = Manifest.read(folder)
         files = manifest.frozen.files()
         if pretrained and files and not any(file.is_file() for file in files):  # a mount leaves an empty folder
-            manifest = replace(manifest, frozen=replace(manifest.frozen, folder=Path(pretrained).absolute()))
+            manifest = replace(manifest, frozen=replace(manifest.frozen, folder=pretrained.absolute()))
         reader = CheckpointReader(folder, manifest)
         if ranks.rank == 0:
             wrong += problems(folder, manifest, [TRAINER])
@@ -287,7 +288,7 @@ def _refuse_other_state(live: list[StateTensor], reader: CheckpointReader, ranks
     dist.all_reduce(held, group=ranks.control)
     unwanted = [key for key, count in zip(there, held.tolist(), strict=True) if count == 0]
     surplus = sorted(here - reader.tensors())
-    shares = from_all(ranks, ({kind for kind, _ in here}, surplus[:3]))
+    shares = from_all(ranks, ({kind for kind, _ in here}, surplus))
     kinds = set().union(*(kinds for kinds, _ in shares))
     missing = sorted({key for _, keys in shares for key in keys})
     if kinds != reader.kinds():
@@ -333,6 +334,17 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
     )
 
 
+def _refuse_other_adapter(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """With another scale the same matrices are another model, and no shape tells. Raises CheckpointError."""
+    there, here = ((state.get("run") or {}).get("adapter") or {} for state in (saved, now))
+    for key in ("r", "alpha", "rslora"):
+        if there.get("r") and here.get("r") and there.get(key) != here[key]:
+            raise CheckpointError(
+                f"{folder}: adapter.{key} is {there.get(key)!r} there and {here[key]!r} in this run. The scale of the "
+                "adapter would change with it, and so the model. Use the same value."
+            )
+
+
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> list[str]:
     """What cannot travel into this run, by name. Both are trainer states. Returns what the checkpoint does not tell.
 
@@ -344,9 +356,11 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -
         "vocab_size": "The embedding has other rows. Use the same model and tokenizer",
         "data_fingerprint": "The data order would not continue. Use the same prepared data, sequence length, "
         f"mixture and data.seed, or {_PARAMETERS_ALONE}",
+        "reference": "The answers would be compared with another model than so far. Write the log-probabilities of the "
+        "one that the run began from again: llmtrain reference RUN.yaml",
     }
     for key, remedy in remedies.items():
-        if saved.get(key) not in (None, now[key]):
+        if saved.get(key) not in (None, now.get(key)):
             raise CheckpointError(f"{folder}: {key} is {saved[key]!r} there and {now[key]!r} in this run. {remedy}.")
     if saved.get("data_fingerprint") is None:
         return [

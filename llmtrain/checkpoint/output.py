@@ -42,7 +42,8 @@ class OutputFolder:
     """A folder that appears under its name by `commit`. Until then it is NAME.tmp, with a journal of finished files.
 
     The same conversion, started again after a kill, finds its finished files there. A different one (another `plan`)
-    starts over. Use as a context manager: a user's mistake inside removes NAME.tmp, anything else leaves it.
+    starts over. Use as a context manager: a user's mistake inside removes NAME.tmp and the folders above it that were
+    made for it, anything else leaves them.
 
     Raises:
         CheckpointError: the folder exists already, or another process is writing it, or it cannot be written.
@@ -57,6 +58,7 @@ class OutputFolder:
     def __enter__(self) -> OutputFolder:
         if self.out.exists():
             raise CheckpointError(f"{self.out} exists already; nothing was written. Give another name or move it away.")
+        self._made = [folder for folder in self.partial.parents if not folder.exists()]
         self._lock = claim(self.partial)
         self._resume()
         return self
@@ -66,6 +68,9 @@ class OutputFolder:
     ) -> None:
         if isinstance(error, UserError):
             remove_tree(self.partial)
+            with contextlib.suppress(OSError):  # something else is in it by now
+                for folder in self._made:
+                    folder.rmdir()
         os.close(self._lock)
         if isinstance(error, OSError):
             raise CheckpointError(

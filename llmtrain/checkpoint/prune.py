@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain import units
-from llmtrain.checkpoint.format import complete_checkpoints
+from llmtrain.checkpoint.format import Manifest, complete_checkpoints
+from llmtrain.checkpoint.frozen import FrozenSource
 from llmtrain.checkpoint.listing import checkpoints_of, folder_bytes
 from llmtrain.checkpoint.retain import leftovers, lock, outdated, remove
-from llmtrain.checkpoint.verify import verify
+from llmtrain.checkpoint.verify import verify, verify_frozen
 from llmtrain.errors import CheckpointError
 
 
@@ -27,8 +28,9 @@ class Pruned:
 def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
     """Delete all but the `keep` newest good checkpoints of a run, and what killed processes left there.
 
-    The newest checkpoint of which every byte verifies stays, whatever `keep` says. Leftovers stay while a launch or a
-    conversion holds the lock of their folder.
+    The newest checkpoint of which every byte verifies stays, whatever `keep` says; while its frozen parameters are gone
+    or changed, so do those that name another folder for theirs. Leftovers stay while a launch or a conversion holds the
+    lock of their folder.
 
     Raises:
         CheckpointError: no checkpoint verifies, so nothing may go; or `keep` is below 1.
@@ -46,6 +48,9 @@ def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
         told = "; ".join(lines) or "it holds no complete checkpoint"
         raise CheckpointError(f"{run}: no checkpoint verifies, so nothing was deleted. {told}.")
     doomed = [folder for folder in outdated(checkpoints, keep) if folder != newest]
+    if changed := verify_frozen(newest):
+        lines.append(f"intact, without its frozen parameters  {newest}  {changed[0]}")
+        doomed = [folder for folder in doomed if _frozen_of(folder) in (None, _frozen_of(newest))]
     problems: list[str] = []
     with _leftovers(checkpoints) as leftovers:
         total = 0
@@ -62,6 +67,14 @@ def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
         f"{newest.name} verified"
     )
     return Pruned(lines, bool(problems))
+
+
+def _frozen_of(folder: Path) -> FrozenSource | None:
+    """Where its frozen parameters are; None where the checkpoint does not tell."""
+    try:
+        return Manifest.read(folder).frozen
+    except CheckpointError:
+        return None
 
 
 @contextlib.contextmanager

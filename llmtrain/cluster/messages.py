@@ -3,6 +3,7 @@
 Nothing is printed unless LLMTRAIN_SUPERVISED is 1, so a user who starts a job by hand sees no such line.
 
     kind        fields
+    wait        the ranks cannot meet yet, for something is fetched; again and again while it is
     place       ranks: list of {rank, host, local_rank, device, pid}; once, when the ranks have met
     progress    text ("": no more), share (0 to 1, or None): in place of lines on standard output, where TERMINAL is 1
     checkpoint  step: of a checkpoint that is complete
@@ -13,10 +14,12 @@ Nothing is printed unless LLMTRAIN_SUPERVISED is 1, so a user who starts a job b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 MARK = "llmtrain:: "
@@ -27,7 +30,7 @@ TERMINAL = "LLMTRAIN_TERMINAL"
 """1 where the supervisor has a terminal, on which it shows the progress itself."""
 VERBOSE = "LLMTRAIN_VERBOSE"
 """1: ranks that fail because another one is gone show their tracebacks, too."""
-KINDS = ("place", "progress", "checkpoint", "fault", "end")
+KINDS = ("wait", "place", "progress", "checkpoint", "fault", "end")
 
 
 def emit(kind: str, **fields: Any) -> None:
@@ -41,6 +44,24 @@ def emit(kind: str, **fields: Any) -> None:
         os.write(sys.stdout.fileno(), line.encode())
     except (OSError, ValueError):  # the supervisor is gone, or standard output is no file: nobody to tell
         return
+
+
+@contextlib.contextmanager
+def waiting(every_s: float = 30.0) -> Iterator[None]:
+    """Tell the supervisor at these intervals that the ranks cannot meet yet, for as long as the block runs."""
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(every_s):
+            emit("wait")
+
+    thread = threading.Thread(target=tell, name="waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def supervised() -> bool:

@@ -75,7 +75,10 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
     if dropped := _drop_auto(tree, ""):
         notes.append(f'{path}: "auto" means DeepSpeed\'s default for {", ".join(dropped)}')
     fp16, bf16 = bool(lookup(tree, "fp16.enabled")), bool(lookup(tree, "bf16.enabled"))
-    bf16_moments = bool((tree.get("bf16") or {}).pop("bf16_optimizer_states", False)) and bf16
+    bf16_moments = bool((tree.get("bf16") or {}).pop("bf16_optimizer_states", False))
+    if bf16_moments and not bf16:
+        notes.append(f"{path}: bf16.bf16_optimizer_states has no effect: bf16 is not enabled")
+        bf16_moments = False
     zero = tree.get("zero_optimization") or {}
     offload = {
         name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none" or bool(zero.get(old))

@@ -1,7 +1,7 @@
 """The keys that DeepSpeed 0.19 reads, and what kind of value each holds.
 
 DeepSpeed ignores an unknown top-level key without a word, and importing it to ask costs seconds; so the
-table stands here. `tests/unit/test_config_ds_keys.py` compares it with the installed DeepSpeed.
+table stands here. `tests/unit/config/test_config_ds_keys.py` compares it with the installed DeepSpeed.
 """
 
 from __future__ import annotations

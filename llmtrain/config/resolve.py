@@ -6,11 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from llmtrain.config import ds_json, rules
+from llmtrain.config.adapter import check_adapter_form
 from llmtrain.config.batch import Batch, solve
 from llmtrain.config.deepspeed import DEGREE_KEYS, exact_dict, read_facts
 from llmtrain.config.join import SHARED, check_scheduler, join_values
+from llmtrain.config.objective import check_form, filled
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.sites import check_sites
 from llmtrain.topology import Degrees
 
 
@@ -40,7 +43,10 @@ def resolve(
     _check_declared_ranks(tree, path, degrees.data, world, problems)
     rules.check_shared_heads(run, degrees, path, places, problems)
     rules.check_shared_rows(run, degrees, path, places, problems)
+    check_form(run, degrees, path, problems)
     rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, places, problems)
+    check_sites(run, replace(facts.mix, degrees=degrees), path, places, problems)
+    check_adapter_form(run, degrees, path, places, problems)
     problems.raise_if_any()
 
     batch = _batch(run, degrees, world, places, problems)
@@ -100,7 +106,7 @@ def _fill_in(run: RunConfig, batch: Batch, max_steps: int | None) -> RunConfig:
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
     )
-    return replace(run, schedule=schedule, train=train)
+    return replace(run, schedule=schedule, train=train, objective=filled(run.objective))
 
 
 def _spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import foreign
+from llmtrain.config.adapter import check_adapter
 from llmtrain.config.batch import Batch
+from llmtrain.config.objective import check_data, check_objective, check_start
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
+from llmtrain.hub.names import REVISION, is_name
 from llmtrain.topology import Degrees
 from llmtrain.units import GIB, size
 
@@ -34,6 +37,12 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "model.mlp_tile_tokens": (_AT_LEAST_1, "leave it out to compute all tokens at once"),
     "data.sequence_length": ((lambda x: x >= 2, "must be at least 2"), "1024 is the default"),
     "data.seed": (_NOT_NEGATIVE, "write 0"),
+    "objective.beta": (_POSITIVE, "leave it out for the objective's default"),
+    "objective.smoothing": ((lambda x: 0 <= x < 0.5, "must be from 0 to just under 0.5"), "0.1 is usual"),
+    "objective.gamma": (_NOT_NEGATIVE, "0.5 is the default"),
+    "objective.alpha": (_NOT_NEGATIVE, "1 is the default"),
+    "objective.desirable_weight": (_POSITIVE, "1 is the default"),
+    "objective.undesirable_weight": (_POSITIVE, "1 is the default"),
     "optim.lr": (_POSITIVE, "3e-4 is the default"),
     "optim.muon_lr": (_POSITIVE, "0.02 is the default"),
     "optim.muon_momentum": (_DECAY, "0.95 is the default"),
@@ -41,6 +50,9 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "optim.eps": (_POSITIVE, "1e-8 is the default"),
     "optim.weight_decay": (_NOT_NEGATIVE, "0.1 is the default, 0 turns it off"),
     "optim.clip_norm": (_NOT_NEGATIVE, "1.0 is the default, 0 turns it off"),
+    "adapter.r": (_AT_LEAST_1, "16 is common; null means no adapter"),
+    "adapter.alpha": (_POSITIVE, "16 is the default"),
+    "adapter.dropout": ((lambda share: 0 <= share < 1, "must be from 0 to just under 1"), "0 is the default"),
     "schedule.warmup_steps": (_NOT_NEGATIVE, "0 means no warm-up"),
     "schedule.decay_steps": (_AT_LEAST_1, "leave it out for a tenth of the run"),
     "schedule.min_ratio": (_SHARE, "0.1 is the default"),
@@ -62,6 +74,12 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "fault.start_timeout_s": (_POSITIVE, "300 is the default"),
     "fault.check_every": (_NOT_NEGATIVE, "250 is the default, 0 = never"),
     "fault.stall_timeout_s": (_POSITIVE, "300 is the default"),
+    "sites.sync_every": (_AT_LEAST_1, "100 is the default"),
+    "sites.outer_lr": (_POSITIVE, "0.7 is the default"),
+    "sites.outer_momentum": (_DECAY, "0.9 is the default"),
+    "sites.start_sites": (_AT_LEAST_1, "1 waits for nobody"),
+    "sites.timeout_s": (_POSITIVE, "60 is the default"),
+    "sites.max_alone_steps": (_NOT_NEGATIVE, "1000 is the default"),
 }
 
 
@@ -88,6 +106,7 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
             (test, rule), remedy = _RANGES[key]
             if not test(value):
                 problems.add(key, value, rule, remedy, places.get(key))
+    check_objective(run, places, problems)
     _check_one_of(flat, ("model.pretrained", "model.config"), "the model", places, problems)
     _check_one_of(flat, ("data.path", "data.mixture"), "the data", places, problems)
     for path, weight in (run.data.mixture or {}).items():
@@ -116,9 +135,16 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("model.keep_attention", True, f"model.attention {run.model.attention} is no operator of torch's, "
                      "so its output cannot be told from the rest", "set model.attention to sdpa, or remove it",
                      places.get("model.keep_attention"))  # fmt: skip
+    check_adapter(run, places, problems)
     if run.model.freeze and run.model.train_only:
         problems.add("model.train_only", run.model.train_only, "says the opposite of model.freeze, which is given, too",
                      "keep one of them", places.get("model.train_only"))  # fmt: skip
+    if (revision := run.model.revision) is not None and not REVISION.fullmatch(revision):
+        problems.add("model.revision", revision, "is no name of a branch or tag, and no commit",
+                     "write it as the Hub shows it, or remove it for main", places.get("model.revision"))  # fmt: skip
+    elif revision is not None and run.model.pretrained is None:
+        problems.add("model.revision", revision, "goes with model.pretrained: ORG/NAME", "remove it",
+                     places.get("model.revision"))  # fmt: skip
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
                      "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip
@@ -156,8 +182,8 @@ def check_frozen(run: RunConfig, zero: dict[str, Any], path: str, places: Places
     """ZeRO 3 keeps second copies of parameters that do not train, and never renews them (ZeRO++)."""
     model = run.model
     asked = next((key for key in _SECOND_COPIES if int(zero.get(key) or 0) > _SECOND_COPIES[key]), None)
-    if asked and (patterns := model.train_only or model.freeze):
-        key = "model.train_only" if model.train_only else "model.freeze"
+    if asked and (patterns := run.adapter.r or model.train_only or model.freeze):
+        key = "adapter.r" if run.adapter.r else "model.train_only" if model.train_only else "model.freeze"
         rule = f"zero_optimization.{asked} = {zero[asked]} ({path}) keeps copies of frozen parameters with other values"
         problems.add(key, patterns, rule, f"remove {asked}", places.get(key))
 
@@ -230,7 +256,14 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
         if isinstance(vocab := (manifest or {}).get("vocab_size"), int):
             data_vocab[path] = vocab
         _check_length(key, path, manifest or {}, run, places.get(key), problems)
+        if manifest is not None:
+            check_data(run, key, path, manifest, places.get(key), problems)
+    check_start(run, places, problems)
     model = _read_model_config(run, places, problems)
+    if run.adapter.r is not None and run.model.pretrained is None:
+        problems.add("adapter.r", run.adapter.r, "an adapter stands beside weights that stay as they are, and those of "
+                     "model.config are random", "name a folder with weights: model.pretrained",
+                     places.get("adapter.r"))  # fmt: skip
     if run.resume not in ("auto", "none") and not _has_checkpoints(run):
         _exists("resume", run.resume, "write auto, none or the path of a checkpoint", places, problems)
     _check_run_dir(run, places, problems)
@@ -315,9 +348,14 @@ def _read_model_config(run: RunConfig, places: Places, problems: Problems) -> di
     key, path = ("model.config", run.model.config) if run.model.config else ("model.pretrained", run.model.pretrained)
     if not path:
         return None
-    remedy = "give a local Hugging Face folder; nothing is downloaded"
-    if not _exists(key, path, remedy, places, problems):
+    if key == "model.pretrained" and is_name(path):
+        return None  # what the Hub has is looked at when it has been fetched: `with_base`
+    remedy = "give a local Hugging Face folder"
+    if not _exists(key, path, remedy if run.model.config else f"{remedy}, or ORG/NAME on the Hub", places, problems):
         return None
+    if run.model.revision is not None:
+        problems.add("model.revision", run.model.revision, f"goes with a name on the Hub, and {path} is a folder here",
+                     "remove it, or write ORG/NAME of a repository", places.get("model.revision"))  # fmt: skip
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         problems.add(key, path, "the folder has no config.json", remedy, places.get(key))

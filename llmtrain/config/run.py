@@ -8,9 +8,11 @@ Nothing here imports torch, and no field can name code (no callables, no class p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from llmtrain.config.batch import Batch
+from llmtrain.hub.names import local_folder
 from llmtrain.optimizers import OptimizerName
 from llmtrain.topology import Degrees, Mix
 
@@ -20,7 +22,10 @@ class ModelConfig:
     """Which model, and how it computes. Exactly one of `pretrained` and `config` is given."""
 
     pretrained: str | None = None
-    """Local Hugging Face folder (config.json and safetensors) whose weights training starts from."""
+    """Whose weights training starts from: a local Hugging Face folder (config.json and safetensors), or ORG/NAME of a
+    repository on the Hub, which is fetched. A folder that is here wins."""
+    revision: str | None = None
+    """With ORG/NAME in `pretrained`: branch, tag or commit; null = main. A run stays with the commit that it found."""
     config: dict[str, Any] | str | None = None
     """Random weights: the fields of a Hugging Face config.json, with model_type; or a folder or file that holds one."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "sdpa"
@@ -42,6 +47,33 @@ class ModelConfig:
     train_only: list[str] = field(default_factory=list)
     """The opposite of `freeze`: all parameters but those with such a name are frozen."""
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the files of `pretrained` are on this host."""
+        return None if self.pretrained is None else local_folder(self.pretrained, self.revision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank matrices beside linear maps of the decoder layers: they train, the model's own weights stay as they are.
+    Given `r`, a map's output is Wx + scale B A x. By the peft library: pip install llmtrain[adapters]."""
+
+    r: int | None = None
+    """Rank of the matrices A [r, inputs] and B [outputs, r]; null = no adapter, the model itself trains."""
+    alpha: float = 16.0
+    """The scale of B A x is alpha / r."""
+    rslora: bool = False
+    """The scale is alpha / sqrt(r)."""
+    dora: bool = False
+    """Also train the length of each row of W + scale B A, which begins as that of W."""
+    dropout: float = 0.0
+    """Share of A's inputs that are left out in training."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Patterns (`*`, `?`, `[...]`) of modules, such as `*.q_proj`; all-linear: every linear map of the decoder
+    layers."""
+    start: str | None = None
+    """PEFT folder with the adapter to begin with; its rank, scale and targets must be those of this section."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -59,6 +91,29 @@ class DataConfig:
     """Do not count the prediction of a document's first token: nothing before it tells it."""
     isolate_documents: bool = False
     """Attention stays within a document, and positions start at 0 in each; false: a sequence is one text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """What training minimises."""
+
+    name: Literal["next_token", "dpo", "robust", "ipo", "dpo_norm", "rpo", "simpo", "orpo", "kto"] = "next_token"
+    """next_token, or a loss over pairs of a chosen and a rejected answer, by the pair; kto: over single answers,
+    desired or not. All but simpo and orpo compare with a reference; `llmtrain reference` prepares its
+    log-probabilities."""
+    beta: float | None = None
+    """Factor on the difference of the two answers (orpo: on its term). Default 0.1; dpo_norm 5, simpo 2."""
+    smoothing: float | None = None
+    """dpo, robust: share of pairs taken to be labelled the wrong way round. Default 0 (robust: 0.1); above 0, dpo is
+    the conservative one."""
+    gamma: float | None = None
+    """simpo: margin that the difference is to have. Default 0.5."""
+    alpha: float | None = None
+    """rpo: factor on the chosen answer's negative log-likelihood per token. Default 1."""
+    desirable_weight: float | None = None
+    """kto: factor on the loss of a desired answer. Default 1."""
+    undesirable_weight: float | None = None
+    """kto: factor on the loss of any other. Default 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +248,33 @@ class FaultConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SitesConfig:
+    """Several sites that train one model over a slow network, each with its own launch."""
+
+    name: str | None = None
+    """This site's name; with it the run trains together with the other sites of its coordinator."""
+    coordinator: str | None = None
+    """HOST:PORT of `llmtrain sites coordinator`."""
+    method: Literal["local_sgd", "diloco"] = "diloco"
+    """What a synchronisation does: local_sgd averages the sites' parameters; diloco takes their difference from the
+    last common ones as a gradient for Nesterov's momentum."""
+    sync_every: int = 100
+    """Optimizer steps between two synchronisations."""
+    outer_lr: float = 0.7
+    """Learning rate of diloco's outer step."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of diloco's outer step."""
+    start_sites: int = 1
+    """Sites that the start waits for, this one included (as long as fault.start_timeout_s)."""
+    timeout_s: float = 60.0
+    """Seconds that a synchronisation may take; after them this site goes on without it."""
+    max_alone_steps: int = 1000
+    """Optimizer steps beyond sync_every that this site trains while no synchronisation succeeds."""
+    listen: str | None = None
+    """This host's address for the ranks of other sites. Default: that from which the coordinator is reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run."""
 
@@ -204,13 +286,16 @@ class RunConfig:
     resume_weights_only: bool = False
     """With a path in `resume`: take its parameters alone; moments, schedule, data and step count begin anew."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
+    sites: SitesConfig = field(default_factory=SitesConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,24 +7,22 @@ begins with the row, the row goes on; a template that changes earlier turns (Qwe
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from llmtrain.data.messages import Conversation, RefusedError, conversation, leaves, name_of
+from llmtrain.data.messages import Conversation, RefusedError, conversation, preference, unpaired
 from llmtrain.data.tokenize import as_ids, refuse_code
+from llmtrain.data.written import SPLIT, check_written, plain
 from llmtrain.errors import DataError
 
 Count = Literal["assistant", "last", "all"]
 TooLong = Literal["reject", "cut", "split"]
 
-_MARK = "\U000f0002"
-"""A private-use character within a control token's text in a message: the two halves are encoded apart, as text."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -41,6 +39,11 @@ class ChatOptions:
     max_tokens: int | None = None
     """Of a row; what happens to a longer one says `too_long`."""
     too_long: TooLong = "reject"
+    pairs: bool = False
+    """Records are preferences: each gives two rows, of the chosen answer and of the rejected one. `max_tokens` is of
+    both together."""
+    labelled: bool = False
+    """Records are unpaired: one answer, and whether it is desired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class Row:
 
     ids: np.ndarray
     counted: np.ndarray
+    desirable: bool | None = None
+    """Of unpaired answers: what the label says."""
 
 
 @dataclass
@@ -59,6 +64,8 @@ class _Growing:
     ids: list[int]
     counted: list[bool]
     end: str
+    joins: bool = False
+    """Encoded at once, `text` has other ids: an answer's beginning joins its prompt. The next prompt's are those."""
 
 
 class ChatEncoder:
@@ -81,21 +88,47 @@ class ChatEncoder:
         if missing := [token for token, number in self._stops.items() if number is None]:
             raise DataError(f"--stop-token {missing[0]!r}: is no token of {folder}")
         added = self._tokenizer.added_tokens_decoder.values()
+        self._apart = {token.content for token in added}
+        self._added = re.compile(f"({_any_of(self._apart).pattern})")
         special = {token.content for token in added if token.special} | set(self._stops)
         named = str(self._tokenizer.chat_template)
         written = {token.content for token in added if token.content in named and not token.content.isspace()}
         # An answer may hold what its template writes (<think>, <tool_call>), but no special token.
         self._control = {True: _any_of(special), False: _any_of(special | written)}
         self._bos = self._tokenizer.bos_token_id
+        one = self._ids("x")
+        # Of tokenizers that put a space before a text: what goes on in one is encoded after what it does not join.
+        before = () if self._backend.decode(one + one) == "xx" else ("\n", "\0", "\t")
+        self._breaks = [(text, self._ids(text)) for text in before]
         self.too_long = 0
         """Rows so far that were cut or split."""
         self.vocab_size = max(max(self._backend.get_vocab(with_added_tokens=True).values()) + 1, len(self._tokenizer))
 
     def rows(self, text: str) -> list[Row]:
         """The rows of a record. Raises: RefusedError, with the reason why nothing of it is taken."""
-        given = conversation(text, self._options.field)
-        if _MARK in text:
-            raise RefusedError(f"it holds the private-use character U+{ord(_MARK):X}")
+        if SPLIT in text:
+            raise RefusedError(f"it holds the private-use character U+{ord(SPLIT):X}")
+        if self._options.pairs:
+            return self._pair(*map(self._rows, preference(text, self._options.field)))
+        if self._options.labelled:
+            given, label = unpaired(text, self._options.field)
+            return [replace(_only(self._rows(given), "it"), desirable=label)]
+        return self._rows(conversation(text, self._options.field))
+
+    def _pair(self, chosen: list[Row], rejected: list[Row]) -> list[Row]:
+        """The two rows, which begin with the same tokens and count what comes after them."""
+        pair = [_only(chosen, "chosen"), _only(rejected, "rejected")]
+        begins = [int(row.counted.argmax()) for row in pair]
+        if begins[0] != begins[1] or not np.array_equal(pair[0].ids[: begins[0]], pair[1].ids[: begins[0]]):
+            raise RefusedError("the template writes another prompt for the rejected answer than for the chosen one")
+        if np.array_equal(chosen[0].ids, rejected[0].ids):
+            raise RefusedError("the template writes the same for chosen and rejected")
+        limit, both = self._options.max_tokens, sum(len(row.ids) for row in pair)
+        if limit is not None and both > limit:
+            raise RefusedError(f"its two rows have {both} tokens, --max-tokens is {limit}")
+        return pair
+
+    def _rows(self, given: Conversation) -> list[Row]:
         messages = [self._defused(message) for message in given.messages]
         tools = None if given.tools is None else [self._as_text(tool, answer=False) for tool in given.tools]
         defused = Conversation(messages=messages, tools=tools, turns=given.turns)
@@ -118,11 +151,13 @@ class ChatEncoder:
             return [self._as_text(part, answer=answer) for part in value]
         if not isinstance(value, str):
             return value
-        while found := self._control[answer].search(value):  # again: what overlapped one may still be another
+        parts, at = [], 0
+        while found := self._control[answer].search(value, at):  # what overlaps one may be another
             if len(found[0]) == 1:
                 raise RefusedError(f"it holds the control token {found[0]!r}, which cannot be written as text")
-            value = value[: found.start() + 1] + _MARK + value[found.start() + 1 :]
-        return value
+            parts.append(value[at : found.start() + 1])
+            at = found.start() + 1
+        return SPLIT.join([*parts, value[at:]])
 
     def _render(self, given: Conversation, until: int, *, prompt: bool) -> tuple[str, list[tuple[int, int]] | None]:
         """(text of the first `until` messages, and of a generation prompt; what `{% generation %}` encloses)
@@ -150,16 +185,27 @@ class ChatEncoder:
         except Exception as error:  # the template is foreign code
             raise RefusedError(f"the chat template fails: {_first_line(error)}") from error
 
-    def _encode(self, text: str) -> list[int]:
-        return [
-            number
-            for part in text.split(_MARK)
-            for number in (self._backend.encode(part, add_special_tokens=False).ids if part else ())
-        ]
+    def _ids(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def _on(self, text: str) -> list[int]:
+        """Ids of a text that goes on in a line."""
+        for before, known in self._breaks:
+            ids = self._ids(before + text)
+            if ids[: len(known)] == known:
+                return ids[len(known) :]
+        return self._ids(text)
+
+    def _encode(self, text: str, *, goes_on: bool = False) -> list[int]:
+        ids: list[int] = []
+        for part in filter(None, text.split(SPLIT)):
+            ids += self._on(part) if goes_on else self._ids(part)
+            goes_on = True
+        return ids
 
     def _encode_after(self, row: _Growing | None, text: str) -> list[int]:
         """Ids of `text`, which begins with the row's. A control token ends that: what follows is encoded by itself."""
-        if row is not None:
+        if row is not None and row.end in self._apart:
             stop, *more = self._encode(row.end + text[len(row.text) :])
             if stop == row.ids[-1]:
                 return row.ids + more
@@ -178,16 +224,31 @@ class ChatEncoder:
                 f"message {turn}: the template does not write the answer where its generation prompt ends: "
                 f"{_differs(whole, prompt)}"
             )
-        answer, end = self._answer(whole[len(prompt) :], turn)
+        rest = whole[len(prompt) :]
+        if not any(token in rest for token in self._stops):
+            rest += self._stop_after(given, turn, whole)
+        answer, end = self._answer(rest, turn)
         text = prompt + answer
         if spans is not None:
-            _check_generation(whole, spans, len(prompt), len(text), turn)
-        _check_content(given, turn, prompt, answer)
-        row = rows[-1] if rows and prompt.startswith(rows[-1].text) else None
+            header, _ = self._render(given, turn, prompt=False)
+            begins = len(header) if prompt.startswith(header) else len(prompt)
+            _check_generation(whole, spans, (begins, len(prompt), len(text)), turn)
+
+        def render(messages: list[dict[str, Any]]) -> str:
+            try:
+                return self._render(replace(given, messages=messages), turn + 1, prompt=False)[0]
+            except RefusedError:
+                return ""
+
+        check_written(given, turn, prompt, whole, render)
+        row = rows[-1] if rows and not rows[-1].joins and prompt.startswith(rows[-1].text) else None
         before = self._encode_after(row, prompt)
+        if row is not None and before[: len(row.ids)] != row.ids:
+            row = None
         ids = self._encode_after(row, text)
-        if ids[: len(before)] != before:  # they would join: generation begins after the prompt's own ids
-            ids = before + self._encode(answer)
+        joins = ids[: len(before)] != before
+        if joins:  # generation begins after the prompt's own ids
+            ids = before + self._encode(answer, goes_on=True)
         known = row or _Growing(text="", ids=[], counted=[], end=end)
         self._check_ids(ids[len(known.ids) :], text[len(known.text) :], ids[len(before) :], answer, turn)
         if row is None:
@@ -196,32 +257,51 @@ class ChatEncoder:
             rows.append(row)
         every = self._options.count == "all"
         row.counted += [every] * (len(before) - len(row.counted)) + [True] * (len(ids) - len(before))
-        row.text, row.ids, row.end = text, ids, end
+        row.text, row.ids, row.end, row.joins = text, ids, end, joins
 
     def _answer(self, rest: str, turn: int) -> tuple[str, str]:
         """(the answer up to and with the token where generation stops, that token) of what follows the prompt."""
         found = sorted((place, -len(token), token) for token in self._stops if (place := rest.find(token)) >= 0)
         if not found:
             raise RefusedError(
-                f"message {turn}: generation would not stop at its end: {rest[-40:]!r} holds none of "
+                f"message {turn}: generation would not stop at its end: {plain(rest)[-40:]!r} holds none of "
                 f"{', '.join(self._stops)}; --stop-token names another"
             )
         place, _, token = found[0]
         end = place + len(token)
         after = self._control[True].sub("", rest[end:])
         if after.strip():
-            raise RefusedError(f"message {turn}: text goes on after {token}, where generation stops: {after[:40]!r}")
+            raise RefusedError(
+                f"message {turn}: text goes on after {token}, where generation stops: {plain(after)[:40]!r}"
+            )
         return rest[:end], token
+
+    def _stop_after(self, given: Conversation, turn: int, whole: str) -> str:
+        """The token by which the template begins the message after an answer, if generation stops there (GLM-4)."""
+        role = "tool" if "tool_calls" in given.messages[turn] else "user"
+        after = [*given.messages[turn + 1 : turn + 2], {"role": role, "content": "x"}][:1]
+        try:
+            more, _ = self._render(replace(given, messages=given.messages[: turn + 1] + after), turn + 2, prompt=False)
+        except RefusedError:  # it takes no such message
+            return ""
+        next_text = more[len(whole) :] if more.startswith(whole) else ""
+        return max((token for token in self._stops if next_text.startswith(token)), key=len, default="")
 
     def _check_ids(self, new: list[int], text: str, counted: list[int], answer: str, turn: int) -> None:
         """The new ids decode to the new text, the counted ones to the answer, whose last one stops generation."""
         if not counted or counted[-1] not in self._stops.values():
-            raise RefusedError(f"message {turn}: {answer[-20:]!r} does not end with a token where generation stops")
+            raise RefusedError(
+                f"message {turn}: {plain(answer)[-20:]!r} does not end with a token where generation stops"
+            )
         # White space beside them some control tokens take for theirs (Phi-3), and no id tells of it.
-        for some, wanted, form in ((new, text, _dense), (counted, answer, str.strip)):
+        for some, wanted, form in ((new, text, self._loose), (counted, answer, str.strip)):
             found = self._backend.decode(some, skip_special_tokens=False)
-            if form(_composed(found)) != form(_composed(wanted.replace(_MARK, ""))):
+            if _composed(form(found)) != _composed(form(plain(wanted))):
                 raise RefusedError(f"message {turn}: the tokenizer changes the text: {_differs(found, wanted)}")
+
+    def _loose(self, text: str) -> str:
+        """Without white space beside control tokens, and one space for any other."""
+        return "\n".join(" ".join(part.split()) for part in self._added.split(text))
 
     def _finished(self, row: _Growing) -> list[Row]:
         """The row, or what `too_long` makes of it."""
@@ -229,13 +309,15 @@ class ChatEncoder:
         counted[0] = False  # nothing before it tells it
         if self._bos is not None and self._bos not in self._stops.values():
             places = np.flatnonzero(ids == self._bos)
-            if len(places) > 1 or places.any():
+            # Llama 2 begins anew after each answer.
+            if any(at and ids[at - 1] not in self._stops.values() for at in places.tolist()):
                 raise RefusedError(f"the text begins more than once: {self._tokenizer.bos_token} at {places.tolist()}")
         limit, how = self._options.max_tokens, self._options.too_long
-        if limit is None or len(ids) <= limit:
+        if limit is None or len(ids) <= limit or self._options.pairs:
             return [Row(ids, counted)]
         if how == "reject":
-            raise RefusedError(f"it has {len(ids)} tokens, --max-tokens is {limit}; --too-long cut or split takes it")
+            more = "" if self._options.labelled else "; --too-long cut or split takes it"
+            raise RefusedError(f"it has {len(ids)} tokens, --max-tokens is {limit}{more}")
         starts = range(0, len(ids), limit) if how == "split" else [0]
         parts = [Row(ids[at : at + limit], counted[at : at + limit]) for at in starts]
         for part in parts:
@@ -250,53 +332,37 @@ class ChatEncoder:
 # --- proofs ---------------------------------------------------------------------------------------
 
 
-def _check_generation(whole: str, spans: list[tuple[int, int]], begin: int, end: int, turn: int) -> None:
-    """What `{% generation %}` encloses of the last answer is characters [begin, end), but for white space."""
+def _only(rows: list[Row], name: str) -> Row:
+    """The one row that an answer gives. Raises: RefusedError."""
+    if len(rows) > 1:
+        raise RefusedError(
+            f"{name} would be {len(rows)} rows: the template changes earlier answers, so only the last message may be "
+            "the assistant's to learn"
+        )
+    return rows[0]
+
+
+def _check_generation(whole: str, spans: list[tuple[int, int]], bounds: tuple[int, int, int], turn: int) -> None:
+    """What `{% generation %}` encloses of the last answer, but for white space, is what generation gives.
+
+    `bounds`: where in `whole` the turn's header begins, which SmolLM3 encloses, too; the answer; and its end.
+    """
+    header, begin, end = bounds
     at = begin
     for first, last in (span for span in spans if span[1] > begin):
-        if first < begin or whole[at:first].strip():
+        if first < header or whole[at:first].strip():
             break
         at = max(at, last)
     if whole[at:end].strip():
         raise RefusedError(
             f"message {turn}: the template's generation tag and its generation prompt do not agree: an answer is "
-            f"{whole[begin:end]!r:.80}, and the tag leaves out {whole[at:end]!r:.40} or takes more"
+            f"{plain(whole[begin:end])!r:.80}, and the tag leaves out {plain(whole[at:end])!r:.40} or takes more"
         )
-
-
-def _check_content(given: Conversation, turn: int, prompt: str, answer: str) -> None:
-    """The template has written what the messages say."""
-    before, written = _dense(prompt), _dense(answer)
-    message = given.messages[turn]
-    wanted = [("content", message["content"]), ("reasoning_content", message.get("reasoning_content", ""))]
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        wanted += [("tool_calls", function["name"])]
-        wanted += [("tool_calls", leaf) for leaf in leaves(function["arguments"])]
-    for key, text in wanted:
-        if _dense(text) not in written and _dense(_escaped(text)) not in written:
-            raise RefusedError(f"message {turn}: the template leaves out its {key}: {text!r:.60}")
-    for place, earlier in enumerate(given.messages[:turn]):
-        if earlier["role"] != "assistant" and _dense(earlier["content"]) not in before:
-            raise RefusedError(f"message {place} ({earlier['role']}): the template leaves it out")
-    for tool in given.tools or ():
-        if _dense(name_of(tool)) not in before:
-            raise RefusedError(f"the template leaves out the tools: {name_of(tool)!r}")
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:
     longest_first = sorted(filter(None, tokens), key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-
-def _escaped(text: str) -> str:
-    """As JSON writes it within quotes."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _dense(text: str) -> str:
-    """Without white space, which templates trim and add."""
-    return "".join(text.split())
 
 
 def _composed(text: str) -> str:
@@ -315,6 +381,7 @@ def _shared(first: list[int], second: list[int]) -> int:
 
 def _differs(found: str, wanted: str) -> str:
     """Where two texts part, in a few words."""
+    found, wanted = plain(found), plain(wanted)
     at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
     return f"{found[max(0, at - 10) : at + 20]!r} where {wanted[max(0, at - 10) : at + 20]!r} was expected"
 

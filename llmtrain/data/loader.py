@@ -21,10 +21,13 @@ from llmtrain.data.packing import IGNORED, TrainData, Window
 from llmtrain.errors import DataError
 
 __all__ = [
+    "AnswerBatch",
     "MicroBatch",
     "StepBatch",
     "TrainData",
     "TrainLoader",
+    "UnpairedBatch",
+    "batches_of",
     "check_vocabulary",
     "validation_batches",
 ]
@@ -48,9 +51,39 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same with every tensor there; the host does not wait."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        return replace(self, **moved)
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> MicroBatch:
+        """The same in page-locked memory."""
+        return self._with(torch.Tensor.pin_memory)
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerBatch(MicroBatch):
+    """Of A answers. Of preferences: 2p is the chosen one of pair p, 2p + 1 the rejected."""
+
+    answers: torch.Tensor
+    """int64 [b, T]: which answer a token belongs to; A: none."""
+    rows: torch.Tensor
+    """int64 [A]: the row of the split that each answer is."""
+    reference: torch.Tensor | None
+    """fp32 [A]: log-probability of each answer under the reference, nats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpairedBatch(AnswerBatch):
+    """Of answers judged alone."""
+
+    desirable: torch.Tensor
+    """bool [A]."""
+    mismatched: AnswerBatch
+    """The same prompts, each with the answer to another one. It stays on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +99,49 @@ def _micro_batch(read: Callable[[int], Window], indices: list[int], rows: int, p
     """Sequences `indices` as a micro-batch of `rows` rows; missing rows, or all, repeat another and do not count."""
     windows = [read(index) for index in indices or [0]]
     windows += windows[-1:] * (rows - len(windows))
+    micro = _stacked(windows, indices)
+    if isinstance(micro, AnswerBatch) and windows[0].desirable is not None:
+        mismatched = _stacked([window.mismatched for window in windows if window.mismatched is not None], indices)
+        mismatched = mismatched.pinned() if pin_memory else mismatched
+        assert isinstance(mismatched, AnswerBatch)
+        given = [window.desirable for window in windows[: len(indices)] if window.desirable is not None]
+        desirable = torch.from_numpy(np.concatenate([np.empty(0, bool), *given]))
+        micro = UnpairedBatch(**vars(micro), desirable=desirable, mismatched=mismatched)
+    return micro.pinned() if pin_memory else micro
+
+
+def _stacked(windows: list[Window], indices: list[int]) -> MicroBatch:
+    """Of windows, of which the first len(indices) count."""
     inputs = torch.from_numpy(np.stack([window.inputs for window in windows]))
     labels = torch.from_numpy(np.stack([window.labels for window in windows]))
     labels[len(indices) :] = IGNORED
     positions = None
     if windows[0].positions is not None:
         positions = torch.from_numpy(np.stack([window.positions for window in windows if window.positions is not None]))
-    if pin_memory:
-        inputs, labels = inputs.pin_memory(), labels.pin_memory()
-        positions = None if positions is None else positions.pin_memory()
-    return MicroBatch(inputs=inputs, labels=labels, sample_indices=indices, positions=positions)
+    micro = MicroBatch(inputs=inputs, labels=labels, sample_indices=indices, positions=positions)
+    return micro if windows[0].rows is None else _answers(micro, windows)
+
+
+def _answers(micro: MicroBatch, windows: list[Window]) -> AnswerBatch:
+    """With the answers of those windows that count."""
+    assert micro.positions is not None
+    rows = [window.rows for window in windows[: len(micro.sample_indices)] if window.rows is not None]
+    total = sum(map(len, rows))
+    answers = torch.full_like(micro.labels, total)
+    first = 0
+    for row, held in enumerate(rows):
+        document = (micro.positions[row] == 0).cumsum(0) - 1
+        answers[row] = torch.where(document < len(held), document + first, total)
+        first += len(held)
+    given = [window.reference for window in windows if window.reference is not None][: len(rows)]
+    return AnswerBatch(
+        **vars(micro),
+        answers=answers,
+        rows=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *rows])),
+        reference=None
+        if windows[0].reference is None
+        else torch.from_numpy(np.concatenate([np.empty(0, np.float32), *given])),
+    )
 
 
 class TrainLoader:
@@ -115,9 +181,12 @@ class TrainLoader:
         self.next_index = start_index
         self.data_wait_s = 0.0
         """Seconds that `next` has waited for data since the start."""
+        self._begin(start_index)
+
+    def _begin(self, index: int) -> None:
         self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=_STEPS_AHEAD)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._read_ahead, args=(start_index,), name="data", daemon=True)
+        self._thread = threading.Thread(target=self._read_ahead, args=(index,), name="data", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> TrainLoader:
@@ -145,6 +214,13 @@ class TrainLoader:
         """End the thread. Further calls do nothing; `next` then stops the iteration."""
         self._closed.set()
         self._thread.join()
+
+    def seek(self, index: int) -> None:
+        """Go on with the step that begins at sample `index`. What was read ahead is lost, if it is another."""
+        if index != self.next_index:
+            self.close()
+            self.next_index = index
+            self._begin(index)
 
     def build(self, first_index: int) -> StepBatch:
         """This rank's part of the step that begins at sample `first_index`. A pure function."""
@@ -191,13 +267,14 @@ def validation_batches(
             "or set train.eval to off"
         )
     total = min(sequences, data.validation_sequences)
-    return _validation_batches(data, total, micro_batch, rank, data_parallel, pin_memory)
+    return batches_of(data.validation_window_at, total, micro_batch, rank, data_parallel, pin_memory)
 
 
-def _validation_batches(
-    data: TrainData, total: int, micro_batch: int, rank: int, data_parallel: int, pin_memory: bool
+def batches_of(
+    read: Callable[[int], Window], total: int, micro_batch: int, rank: int, data_parallel: int, pin_memory: bool
 ) -> Iterator[MicroBatch]:
+    """Sequences 0 to `total` - 1 once, dealt out to the ranks as `validation_batches` does."""
     for start in range(0, total, micro_batch * data_parallel):
         first = start + rank * micro_batch
         indices = list(range(first, min(first + micro_batch, total)))
-        yield _micro_batch(data.validation_window_at, indices, micro_batch, pin_memory)
+        yield _micro_batch(read, indices, micro_batch, pin_memory)

@@ -69,7 +69,8 @@ class Manifest:
     """Shards per split, in order."""
     chat: dict[str, Any] | None = None
     """Of conversations, each of which is a row (a document): `counted` tokens per split, tokens of the `longest` row,
-    the `stop_tokens` that end an answer. Nothing stands between rows."""
+    the `stop_tokens` that end an answer. Nothing stands between rows. `pairs`: rows 2i and 2i + 1 are a chosen and a
+    rejected answer, and `longest` is of both. `unpaired`: each row is an answer that was judged alone."""
 
 
 def data_fingerprint(

@@ -2,13 +2,15 @@
 
 messages [{role, content, tool_calls, reasoning_content}] with tools; sharegpt conversations [{from, value}]; alpaca
 instruction, input, output, system, history; prompt + completion. What can be no conversation is refused with a reason.
+Of a preference record two conversations: a prompt with the chosen answer, and with the rejected one. Of an unpaired one
+a conversation, and whether its answer is desired.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmtrain import foreign
@@ -21,11 +23,30 @@ _SHAREGPT = {
     "function_call": "assistant",
     "observation": "tool",
 }
+_LISTS = ("messages", "conversations", "conversation")
+"""Fields that hold messages."""
+_MEDIA = ("images", "image", "videos", "audios")
 _FORMS = "messages, conversations, instruction + output, or prompt + completion"
 
 
 class RefusedError(ValueError):
     """Why a record cannot be used."""
+
+
+class RepeatedError(ValueError):
+    """A key that stands twice in an object of JSON."""
+
+
+def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json's object_pairs_hook: Python would keep the last value of a key and lose the others.
+
+    Raises: RepeatedError.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in an object")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +65,63 @@ def conversation(text: str, field: str) -> Conversation:
 
     Raises: RefusedError.
     """
+    record = _record(text)
+    return _conversation(record, *_raw_messages(record, field))
+
+
+def preference(text: str, field: str) -> tuple[Conversation, Conversation]:
+    """(with the chosen answer, with the rejected one) of a record, which is a JSON object with `chosen` and `rejected`:
+    texts, or messages. Their prompt is a field of its own, or what both begin with.
+
+    Raises: RefusedError.
+    """
+    record = _record(text)
+    chosen, rejected, prompt = _answer(record, "chosen"), _answer(record, "rejected"), _prompt(record, field)
+    if chosen == rejected:
+        raise RefusedError("chosen and rejected are the same: there is nothing to prefer")
+    if chosen[0].get("role") == "assistant" == rejected[0].get("role"):
+        if not prompt:
+            raise RefusedError("chosen and rejected have no prompt: a field prompt, or messages that both begin with")
+        both = [_conversation(record, [*prompt, *answer], len(prompt)) for answer in (chosen, rejected)]
+        return both[0], both[1]
+    pairs = list(zip(chosen, rejected, strict=False))
+    shared = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    if not shared or (prompt and prompt[-1] not in chosen[:shared]):
+        whose = "the prompt" if shared else "each other"
+        raise RefusedError(f"chosen and rejected do not begin with the messages of {whose}")
+    return _conversation(record, chosen, shared), _conversation(record, rejected, shared)
+
+
+def unpaired(text: str, field: str) -> tuple[Conversation, bool]:
+    """(the conversation, whether its answer is desired) of a record: one of the forms of `conversation`, and `label`.
+
+    Only what follows the prompt is judged; of messages without a prompt, the last answer. Raises: RefusedError.
+    """
+    record = _record(text)
+    if not isinstance(label := record.get("label"), bool):
+        raise RefusedError(f"label is {_kind(label)}, not true (desired) or false")
+    raw, prompt = _raw_messages(record, field)
+    given = _conversation(record, raw, prompt)
+    return (given if prompt else replace(given, turns=given.turns[-1:])), label
+
+
+def _record(text: str) -> dict[str, Any]:
     try:
-        record = foreign.loads(text)
+        record: dict[str, Any] = foreign.loads(text)
     except ValueError as error:
         raise RefusedError(f"broken JSON ({error})") from None
-    raw, prompt = _raw_messages(record, field)
+    return record
+
+
+def _conversation(record: dict[str, Any], raw: list[Any], prompt: int) -> Conversation:
+    """Of messages with roles as transformers names them; the first `prompt` ones are not there to be learnt."""
     raw = [_object(message, place) for place, message in enumerate(raw)]
-    if isinstance(system := record.get("system"), str) and system.strip() and raw[0].get("role") != "system":
+    if other := [name for name in _MEDIA if record.get(name)]:
+        raise RefusedError(f"it has {other[0]}; only text is learnt")
+    system = record.get("system")
+    if system is not None and not isinstance(system, str):
+        raise RefusedError(f"system is {_kind(system)}, not a string")
+    if system and system.strip() and (raw[0].get("role"), raw[0].get("content")) != ("system", system):
         raw.insert(0, {"role": "system", "content": system})
         prompt += 1
     weights = [message.pop("weight", 1) for message in raw]
@@ -84,9 +155,33 @@ def strings(value: Any) -> Iterator[str]:
 # --- the forms ------------------------------------------------------------------------------------
 
 
+def _answer(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The messages of `chosen` or of `rejected`."""
+    given = record.get(name)
+    if isinstance(given, str):
+        return [{"role": "assistant", "content": given}]
+    messages = [given] if isinstance(given, dict) else given
+    if not isinstance(messages, list) or not messages:
+        names = ", ".join(sorted(map(str, record))[:8]) or "none"
+        raise RefusedError(f"{name} is {_kind(given)}, neither a text nor messages (its fields: {names})")
+    return [_object(_from_sharegpt(message), place) for place, message in enumerate(messages)]
+
+
+def _prompt(record: dict[str, Any], field: str) -> list[dict[str, Any]]:
+    """What precedes both answers, if it has a field of its own."""
+    given: Any = next((record[name] for name in (field, "prompt", *_LISTS) if record.get(name) is not None), [])
+    if not given and record.get("instruction") is not None:
+        return _from_alpaca({**record, "output": None})[:-1]
+    if isinstance(given, str):
+        return _pair(given, None)[:1]
+    if not isinstance(given, list):
+        raise RefusedError(f"the prompt is {_kind(given)}, neither a text nor messages")
+    return [_object(_from_sharegpt(message), place) for place, message in enumerate(given)]
+
+
 def _raw_messages(record: dict[str, Any], field: str) -> tuple[list[Any], int]:
     """(messages with roles as transformers names them, how many of them are a prompt)"""
-    for name in (field, "messages", "conversations", "conversation"):
+    for name in (field, *_LISTS):
         if record.get(name) is not None:
             messages = record[name]
             if not isinstance(messages, list) or not messages:
@@ -110,7 +205,9 @@ def _from_alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise RefusedError("history is not a list of [question, answer]")
     question, more = record["instruction"], record.get("input")
-    if isinstance(question, str) and isinstance(more, str) and more.strip():
+    if more is not None and not isinstance(more, str):
+        raise RefusedError(f"input is {_kind(more)}, not a string")
+    if isinstance(question, str) and more and more.strip():
         question = f"{question}\n{more}"
     return [message for pair in (*history, (question, record["output"])) for message in _pair(*pair)]
 
@@ -135,9 +232,12 @@ def _parsed(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return foreign.loads(value)
-    except ValueError:
-        raise RefusedError(f"{what} is a string and no JSON: {value[:60]!r}") from None
+        found = foreign.loads(value, pairs=no_repeats)
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair may be spelt in it
+    except ValueError as error:
+        why = f" ({error})" if isinstance(error, RepeatedError) else ""
+        raise RefusedError(f"{what} is a string and no JSON{why}: {value[:60]!r}") from None
+    return found
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -155,6 +255,8 @@ def _message(raw: dict[str, Any], place: int) -> dict[str, Any]:
         raise RefusedError(f"message {place} has no role")
     if role not in _ROLES:
         raise RefusedError(f"message {place} has the role {role!r}; known are {', '.join(_ROLES)}")
+    if "function_call" in raw:
+        raise RefusedError(f"message {place} has a function_call, which is now written as tool_calls")
     message = {**raw, "content": _content(raw.get("content"), role, place)}
     if (calls := message.pop("tool_calls", None)) not in (None, []):
         if role != "assistant":
@@ -178,7 +280,10 @@ def _content(content: Any, role: str, place: int) -> str:
         if other is not None:
             kind = other.get("type") if isinstance(other, dict) else _kind(other)
             raise RefusedError(f"message {place} holds {kind!r} content; only text is learnt")
-        content = "".join(str(part.get("text", "")) for part in content)
+        texts = [part.get("text") for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise RefusedError(f"message {place} has a part of the type text without one")
+        content = "".join(texts)
     if not isinstance(content, str):
         raise RefusedError(f"message {place} ({role}): content is {_kind(content)}, not a string")
     return content
@@ -186,9 +291,14 @@ def _content(content: Any, role: str, place: int) -> str:
 
 def _call(call: Any, place: int) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
         raise RefusedError(f"message {place}: a tool call without a function's name")
-    arguments = _parsed(function.get("arguments") or {}, f"message {place}: arguments of {function['name']}")
+    arguments = function.get("arguments")
+    if arguments is None and (other := sorted(function.keys() & {"parameters", "args", "input"})):
+        raise RefusedError(f"message {place}: the call of {function['name']} has {other[0]}; name them arguments")
+    arguments = (
+        {} if arguments in (None, "") else _parsed(arguments, f"message {place}: arguments of {function['name']}")
+    )
     if not isinstance(arguments, dict):
         raise RefusedError(f"message {place}: arguments of {function['name']} are {_kind(arguments)}, not an object")
     own = {"id": call["id"]} if call.get("id") is not None else {}
@@ -235,19 +345,6 @@ def name_of(tool: dict[str, Any]) -> Any:
     """The name of a tool, which may stand within `function`."""
     function = tool.get("function")
     return (function if isinstance(function, dict) else tool).get("name")
-
-
-def leaves(arguments: Any) -> Iterator[str]:
-    """What of a call's arguments must be found in the text: keys, texts as they are, numbers as JSON writes them."""
-    if isinstance(arguments, dict):
-        for key, value in arguments.items():
-            yield key
-            yield from leaves(value)
-    elif isinstance(arguments, list):
-        for value in arguments:
-            yield from leaves(value)
-    else:
-        yield arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _kind(value: object) -> str:

@@ -20,10 +20,10 @@ def options() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         metavar="SOURCE",
         help="files, folders or globs (text, code, jsonl, parquet; .gz and .zst too), a saved `datasets` folder, "
-        "or stdlib: the running Python's own standard library",
+        "hf:ORG/NAME[@REVISION][/FILES] of a dataset on the Hub, or stdlib: the running Python's own standard library",
     )
     add("--out", required=True, default=argparse.SUPPRESS, metavar="FOLDER", help="the prepared folder")
-    given = "Hugging Face folder with a tokenizer.json"
+    given = "Hugging Face folder with a tokenizer.json, or ORG/NAME[@REVISION] on the Hub"
     add("--tokenizer", default=argparse.SUPPRESS, metavar="FOLDER", help=given)
     trained = "train a byte-level BPE of N tokens on the source instead"
     add("--vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help=trained)
@@ -31,8 +31,9 @@ def options() -> argparse.ArgumentParser:
     add(
         "--format",
         default="auto",
-        choices=["auto", "text", "jsonl", "parquet", "chat"],
-        help="auto: by the file name; chat: conversations, see below",
+        choices=["auto", "text", "jsonl", "parquet", "chat", "preference", "unpaired"],
+        help="auto: by the file name; chat: conversations, preference: a chosen and a rejected answer, unpaired: one "
+        "and whether it is desired, see below",
     )
     add(
         "--validation-fraction",
@@ -60,7 +61,9 @@ def options() -> argparse.ArgumentParser:
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
-        "conversations (--format chat)", "jsonl or parquet with messages, sharegpt, alpaca, or prompt + completion"
+        "conversations (--format chat, preference, unpaired)",
+        "jsonl or parquet with messages, sharegpt, alpaca, or prompt + completion; preferences with chosen and "
+        "rejected, as text or messages; unpaired with label, true or false",
     ).add_argument
     own = "a Jinja template instead of the tokenizer's own"
     add("--chat-template", default=argparse.SUPPRESS, metavar="FILE", help=own)
@@ -70,7 +73,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         choices=["assistant", "last", "all"],
         help="what the loss counts: all answers, the last one, or every token",
     )
-    limit = "tokens of the longest row (default: any; training needs data.sequence_length of at least the longest)"
+    limit = "tokens of a row, or of a pair (default: any; training needs data.sequence_length of at least the longest)"
     add("--max-tokens", type=int, default=argparse.SUPPRESS, metavar="N", help=limit)
     add(
         "--too-long",

@@ -8,9 +8,10 @@ A window of conversations holds whole rows, by best fit, each isolated from the 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -20,7 +21,9 @@ from llmtrain.data.bestfit import best_fit
 from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.mixture import Mixture
 from llmtrain.data.order import permute
+from llmtrain.data.reference import read_reference
 from llmtrain.data.shards import PreparedSet, TokenStream
+from llmtrain.data.unpaired import partners
 from llmtrain.errors import DataError
 
 IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's default
@@ -60,6 +63,14 @@ class Window(NamedTuple):
     """Already shifted; -100 is not counted."""
     positions: np.ndarray | None
     """Of each token in its document; None: the sequence is one text."""
+    rows: np.ndarray | None = None
+    """Of preferences, int64 [2 pairs]: which rows of the split are its first documents, chosen and rejected in turn."""
+    reference: np.ndarray | None = None
+    """Their log-probabilities under the reference, fp32 [2 pairs], where the run has one."""
+    desirable: np.ndarray | None = None
+    """Of unpaired answers, bool [rows]: whether each is desired; `rows` and `reference` are [rows], too."""
+    mismatched: Window | None = None
+    """Of unpaired answers: the same prompts, each with the answer to another one. Its rows come after the split's."""
 
 
 class _Texts:
@@ -81,27 +92,108 @@ class _Texts:
 class _Conversations:
     """Windows of whole rows; the separator fills what no row does."""
 
+    together = 1
+    """Rows that share a window."""
+
     def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int) -> None:
         self.stream, self._length, self._separator_id = stream, config.sequence_length, separator_id
         self._lengths = stream.row_lengths()
         self._starts = np.cumsum(self._lengths) - self._lengths
-        self._order, self._first = best_fit(self._lengths, self._length)
-        self.count = len(self._first) - 1
+        order, first = best_fit(self._sizes(), self._length)
+        self._order = (order[:, None] * self.together + np.arange(self.together)).reshape(-1)
+        self._first = first * self.together
+        self.count = len(first) - 1
+
+    def _sizes(self) -> np.ndarray:
+        """Tokens that rows which go together ask for."""
+        return self._lengths.reshape(-1, self.together).sum(1)
+
+    def _rows(self, index: int) -> np.ndarray:
+        return self._order[self._first[index] : self._first[index + 1]]
 
     def read(self, index: int) -> Window:
+        return self._window(map(self._row, self._rows(index)))
+
+    def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, whether each is counted)"""
+        start, length = int(self._starts[row]), int(self._lengths[row])
+        counted = self.stream.counted(start, length)
+        assert counted is not None
+        return self.stream.read(start, length), counted
+
+    def _window(self, rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> Window:
         inputs = np.full(self._length, self._separator_id, dtype=np.int64)
         labels = np.full(self._length, IGNORED, dtype=np.int64)
         positions = np.arange(self._length)
         at = 0
-        for row in self._order[self._first[index] : self._first[index + 1]]:
-            start, end = int(self._starts[row]), at + int(self._lengths[row])
-            inputs[at:end] = self.stream.read(start, end - at)
-            counted = self.stream.counted(start + 1, end - at - 1)
-            assert counted is not None
-            labels[at : end - 1] = np.where(counted, inputs[at + 1 : end], IGNORED)
+        for ids, counted in rows:
+            end = at + len(ids)
+            inputs[at:end] = ids
+            labels[at : end - 1] = np.where(counted[1:], inputs[at + 1 : end], IGNORED)
             positions[end:] -= end - at
             at = end
         return Window(inputs, labels, positions)
+
+
+class _Preferences(_Conversations):
+    """Windows of whole pairs: what compares two answers has both in one micro-batch, whatever the ranks share."""
+
+    together = 2
+    reference: np.ndarray | None = None
+    """fp32 [rows]."""
+
+    def read(self, index: int) -> Window:
+        rows = self._rows(index)
+        return (
+            super().read(index)._replace(rows=rows, reference=None if self.reference is None else self.reference[rows])
+        )
+
+
+class _Unpaired(_Conversations):
+    """Windows of answers judged alone; beside each, a window of the same prompts with answers to others."""
+
+    reference: np.ndarray | None = None
+    """fp32 [2 rows]."""
+
+    def _sizes(self) -> np.ndarray:
+        judged = self.stream.judged()
+        self._begins, self._desirable = judged["begin"].astype(np.int64), judged["desirable"].astype(bool)
+        found = partners(judged["prompt"])
+        if found is None:
+            raise DataError(
+                f"{self.stream.folder}: more than half of its {len(judged)} records have the same prompt, and each "
+                "has to meet the answer to another one; prepare more prompts"
+            )
+        self._partners = found
+        sizes = self._begins + (self._lengths - self._begins)[found]
+        if (longest := int(sizes.max(initial=0))) > self._length:
+            raise DataError(
+                f"{self.stream.folder}: a prompt with the answer to another one has {longest} tokens; raise "
+                f"data.sequence_length to that, or prepare the data with less than --max-tokens {self._length}"
+            )
+        return np.maximum(sizes, self._lengths)
+
+    def _mismatched(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """The row's prompt with its partner's answer."""
+        partner, begin = int(self._partners[row]), int(self._begins[row])
+        (prompt, _), (answer, counted), at = self._row(row), self._row(partner), int(self._begins[partner])
+        return np.concatenate([prompt[:begin], answer[at:]]), np.concatenate([np.zeros(begin, bool), counted[at:]])
+
+    def read(self, index: int) -> Window:
+        rows = self._rows(index)
+        after = rows + len(self._lengths)
+        known = self.reference
+        mismatched = self._window(map(self._mismatched, rows))
+        return (
+            super()
+            .read(index)
+            ._replace(
+                rows=rows,
+                reference=None if known is None else known[rows],
+                desirable=self._desirable[rows],
+                mismatched=mismatched._replace(rows=after, reference=None if known is None else known[after]),
+            )
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +247,18 @@ class TrainData:
         """Validation sequences there are; a mixture's end when one of its sets does."""
         self.fingerprint: str = self._fingerprint()
         """Hash of the data, the sequence length, the seed and the mixture: what decides every training sequence."""
+
+    def take_reference(self, precision: str) -> list[str]:
+        """From now on windows of preferences have the reference's log-probabilities. Returns the hash of the weights
+        that each set's are of. Raises DataError when a set has none, or they are not of its data."""
+        hashes = []
+        for member in self._members:
+            made, columns = read_reference(member.prepared, precision)
+            for windows, split in zip((member.train, member.validation), SPLITS, strict=True):
+                assert isinstance(windows, _Preferences | _Unpaired)
+                windows.reference = columns[split]
+            hashes.append(made.weights)
+        return hashes
 
     def _check_members(self) -> None:
         first = self._members[0].prepared
@@ -230,18 +334,24 @@ class TrainData:
         return window
 
 
+def _kind(chat: dict[str, Any]) -> type[_Conversations]:
+    return _Preferences if chat.get("pairs") else _Unpaired if chat.get("unpaired") else _Conversations
+
+
 def _open_member(folder: Path, config: DataConfig) -> _Member:
     prepared = PreparedSet(folder)
-    kind, chat = _Texts if prepared.manifest.chat is None else _Conversations, prepared.manifest.chat
+    chat = prepared.manifest.chat
+    kind = _Texts if chat is None else _kind(chat)
     if chat is not None and not config.isolate_documents:
         raise DataError(
             f"data.isolate_documents is false, and {folder} holds conversations: those that share a sequence would "
             "read each other; set data.isolate_documents to true"
         )
     if chat is not None and chat["longest"] > config.sequence_length:
+        what = "pair" if chat.get("pairs") else "row"
         raise DataError(
-            f"data.sequence_length {config.sequence_length}: the longest row of {folder} has {chat['longest']} tokens, "
-            f"and none is cut here; raise it, or prepare the data with --max-tokens {config.sequence_length}"
+            f"data.sequence_length {config.sequence_length}: the longest {what} of {folder} has {chat['longest']} "
+            f"tokens, and none is cut here; raise it, or prepare the data with --max-tokens {config.sequence_length}"
         )
     separator_id = prepared.manifest.separator_id
     train, validation = (kind(prepared.split(split), config, separator_id) for split in SPLITS)

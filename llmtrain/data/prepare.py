@@ -22,8 +22,8 @@ from typing import Any
 import xxhash
 
 from llmtrain import completion, log, units
+from llmtrain.data import hub, tokenize
 from llmtrain.data import manifest as manifests
-from llmtrain.data import tokenize
 from llmtrain.data.chat import ChatOptions
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
 from llmtrain.data.options import options
@@ -46,6 +46,7 @@ _LISTED = 1000  # rejections beyond the allowed number that are still listed bef
 def prepare(settings: PrepareSettings) -> Manifest:
     """Make (or finish, or find complete) the prepared folder `settings.out`; returns its manifest. Raises DataError."""
     settings.check()
+    settings = hub.fetched(settings)
     started = time.monotonic()
     out = Path(settings.out)
     files, validation = _find_files(settings, out)
@@ -281,6 +282,8 @@ def _chat(options: ChatOptions, records: list[dict[str, Any]]) -> dict[str, Any]
         "longest": max(record["chat"][split]["longest"] for record in records for split in SPLITS),
         "too_long": sum(record["too_long"] for record in records),
         "stop_tokens": list(options.stop_tokens),
+        "pairs": options.pairs,
+        "unpaired": options.labelled,
     }
 
 
@@ -322,8 +325,10 @@ def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
     whose = "its end" if manifest.cut == 1 else "their ends"
     cut = f"; {units.count(manifest.cut)} cut to have {whose} in validation" if manifest.cut else ""
     if manifest.chat is not None:
+        what = "pair" if manifest.chat["pairs"] else "row"
         counted, done = sum(manifest.chat["counted"].values()), manifest.settings["too_long"]
-        cut = f"; {units.count(counted)} tokens counted ({counted / total:.1%}), longest row {manifest.chat['longest']}"
+        cut = f"; {units.count(counted)} tokens counted ({counted / total:.1%})"
+        cut += f", longest {what} {manifest.chat['longest']}"
         cut += f", {manifest.chat['too_long']} too long: {done}" if manifest.chat["too_long"] else ""
     return (
         f"{out}: {splits}{cut}; vocabulary {manifest.vocab_size} ({manifest.dtype}), {manifest.rejected} rejected, "

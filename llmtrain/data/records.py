@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
+from llmtrain.data.messages import no_repeats
 from llmtrain.data.sources import Piece
 from llmtrain.errors import DataError
 from llmtrain.units import size
@@ -210,7 +211,8 @@ def _read_jsonl(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
 
 def _parse(line: bytes, piece: Piece, number: int, field: str | None, max_bytes: int) -> Document | Rejection:
     try:
-        record = json.loads(line.decode())
+        # Of a text only one field is taken; a conversation would lose what a key says twice.
+        record = json.loads(line.decode(), object_pairs_hook=no_repeats if field is None else None)
         whole = json.dumps(record, ensure_ascii=False) if field is None else ""
     except UnicodeDecodeError as error:
         return Rejection(piece.label, "line", number, f"invalid UTF-8: byte 0x{line[error.start]:02x}")
@@ -331,7 +333,7 @@ def _values(batch: Any, field: str | None) -> Iterator[object]:
     for scalar in batch.to_struct_array() if field is None else batch.column(field):
         try:
             value = scalar.as_py()
-            yield value if field is not None else json.dumps(_without_nulls(value), ensure_ascii=False, default=repr)
+            yield value if field is not None else json.dumps(_without_nulls(value), ensure_ascii=False, default=_named)
         except UnicodeDecodeError:
             yield "\udcff"  # a lone surrogate: `_check` rejects the row as invalid Unicode
 
@@ -341,6 +343,11 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _named(value: object) -> dict[str, str]:
+    """What JSON has no form for (bytes, a date), so that nobody takes it for a text."""
+    return {type(value).__name__: repr(value)}
 
 
 def _first_line(error: Exception) -> str:

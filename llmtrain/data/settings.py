@@ -12,6 +12,9 @@ from llmtrain.data import tokenize
 from llmtrain.data.chat import ChatOptions
 from llmtrain.errors import DataError
 
+CHAT_FORMATS = ("chat", "preference", "unpaired")
+"""Values of --format whose records a chat template renders."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareSettings:
@@ -41,7 +44,7 @@ class PrepareSettings:
     @property
     def chat(self) -> ChatOptions | None:
         """How conversations become rows; None for text. Raises DataError when the tokenizer's files cannot be read."""
-        if self.format != "chat":
+        if self.format not in CHAT_FORMATS:
             return None
         return ChatOptions(
             field="messages" if self.field == "text" else self.field,
@@ -49,6 +52,8 @@ class PrepareSettings:
             count=self.count,  # type: ignore[arg-type]  # argparse has checked it
             max_tokens=self.max_tokens,
             too_long=self.too_long,  # type: ignore[arg-type]
+            pairs=self.format == "preference",
+            labelled=self.format == "unpaired",
         )
 
     @property
@@ -74,6 +79,7 @@ class PrepareSettings:
             if (chat := self.chat) is not None:
                 template = tokenize.chat_template(Path(self.tokenizer), self.chat_template)
                 values |= {**asdict(chat), "stop_tokens": list(chat.stop_tokens)}
+                del values["pairs"], values["labelled"]  # `format` says it
                 values["chat_template"] = xxhash.xxh3_128_hexdigest(template.encode())
             return values
         return {**values, "vocab_size": self.vocab_size}
@@ -84,13 +90,19 @@ class PrepareSettings:
             raise DataError(
                 "give exactly one of --tokenizer FOLDER (a Hugging Face tokenizer) and --vocab-size N (train one here)"
             )
-        if self.format == "chat" and self.tokenizer is None:
-            raise DataError("--format chat needs --tokenizer FOLDER: a chat model's, or any with --chat-template FILE")
+        if self.format in CHAT_FORMATS and self.tokenizer is None:
+            raise DataError(
+                f"--format {self.format} needs --tokenizer FOLDER: a chat model's, or any with --chat-template FILE"
+            )
         given = [name for name in ("chat_template", "max_tokens", "stop_tokens") if getattr(self, name)]
         given += [name for name in ("count", "too_long") if getattr(self, name) != getattr(type(self), name)]
-        if given and self.format != "chat":
+        if given and self.format not in CHAT_FORMATS:
             option = {"stop_tokens": "stop-token"}.get(given[0], given[0].replace("_", "-"))
             raise DataError(f"--{option}: is for conversations; add --format chat")
+        if self.format in ("preference", "unpaired") and (self.count != "assistant" or self.too_long != "reject"):
+            option = f"--count {self.count}" if self.count != "assistant" else f"--too-long {self.too_long}"
+            answers = "its two answers" if self.format == "preference" else "its answer"
+            raise DataError(f"{option}: a preference counts {answers}, whole; leave it out")
         if self.too_long != "reject" and self.max_tokens is None:
             raise DataError(f"--too-long {self.too_long}: say with --max-tokens N which row is too long")
         if self.vocab_size is not None and self.vocab_size < tokenize.LEAST_VOCABULARY:

@@ -1,7 +1,7 @@
 """A prepared folder as token streams: shards are mapped into memory, and reads cross their borders.
 
 Beside each shard of conversations lies a file of rows: the rows' lengths in tokens, uint32 each, and then a bit for
-each token, eight a byte, the first one highest: whether it is counted.
+each token, eight a byte, the first one highest: whether it is counted. Of unpaired answers more follows for each row.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from llmtrain.data.manifest import SPLITS, Shard, Split, read_manifest
+from llmtrain.data.unpaired import JUDGED
 from llmtrain.errors import DataError
 
 
@@ -26,6 +27,7 @@ class TokenStream:
     """The tokens of one split, shard after shard. Reading maps pages in; nothing is held in memory."""
 
     def __init__(self, folder: Path, shards: tuple[Shard, ...], dtype: np.dtype) -> None:
+        self.folder = folder
         self._paths = [folder / shard.file for shard in shards]
         self._rows = [shard.documents for shard in shards if shard.rows]
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
@@ -79,6 +81,15 @@ class TokenStream:
                 )
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
+    def judged(self) -> np.ndarray:
+        """JUDGED [rows], of unpaired answers only."""
+        sizes = np.diff(self._starts)
+        parts = [
+            np.fromfile(rows_path(path), dtype=JUDGED, count=rows, offset=4 * rows + (int(tokens) + 7) // 8)
+            for path, rows, tokens in zip(self._paths, self._rows, sizes, strict=True)
+        ]
+        return np.concatenate([np.empty(0, JUDGED), *parts])
+
     def _map(self, index: int) -> np.ndarray:
         mapped = self._maps[index]
         if mapped is None:
@@ -127,7 +138,8 @@ class PreparedSet:
         path = self.folder / shard.file
         wanted = {path: shard.tokens * self.dtype.itemsize}
         if shard.rows:
-            wanted[rows_path(path)] = 4 * shard.documents + (shard.tokens + 7) // 8
+            each = 4 + (JUDGED.itemsize if (self.manifest.chat or {}).get("unpaired") else 0)
+            wanted[rows_path(path)] = each * shard.documents + (shard.tokens + 7) // 8
         for path, expected in wanted.items():
             found = path.stat().st_size if path.is_file() else None
             if found != expected:

@@ -70,7 +70,11 @@ def shown_row(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> 
     start, length = int(lengths[:index].sum()), int(lengths[index])
     ids, counted = stream.read(start, length), stream.counted(start, length)
     assert counted is not None
-    heading = f"row {index} of {split}: {length} tokens, {int(counted.sum())} counted"
+    chat = data.manifest.chat or {}
+    side = (" (chosen)", " (rejected)")[index % 2] if chat.get("pairs") else ""
+    if chat.get("unpaired"):
+        side = " (desired)" if stream.judged()["desirable"][index] else " (not desired)"
+    heading = f"row {index} of {split}{side}: {length} tokens, {int(counted.sum())} counted"
     return Shown(heading, _runs(ids.tolist(), counted, encoder))
 
 

@@ -1,4 +1,4 @@
-"""From what a user names (files, folders, globs, `stdlib`) to work units: a fixed list that only the input decides.
+"""From what a user names (files, folders, globs, `stdlib`, `hf:ORG/NAME`) to work units, which only the input decides.
 
 A unit is what one worker turns into one pair of shards (train and validation). How the input is cut into
 units never depends on the number of processes; that is why any number of them writes the same bytes.
@@ -11,14 +11,16 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
 from llmtrain import foreign
+from llmtrain.data import hub
 from llmtrain.errors import DataError
+from llmtrain.hub.fetch import known_files
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 
@@ -98,6 +100,8 @@ def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--s
 def _expand(source: str, form: str, option: str) -> list[SourceFile]:
     if source == STDLIB and not os.path.exists(source):
         return _stdlib_files()
+    if (found := hub.parts_of(source)) is not None:
+        return _hub_files(found, form)
     if os.path.isdir(source):
         if _is_saved_dataset(source, option):
             return _dataset_files(source)
@@ -115,6 +119,15 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
             )
     labels = sorted((os.path.relpath(path, root or "."), path) for path in paths if os.path.isfile(path))
     return [_file(path, label, _kind(path, form)) for label, path in labels]
+
+
+def _hub_files(found: hub.OnHub, form: str) -> list[SourceFile]:
+    """Those of a commit that `hub.fetched` has chosen. Their time is the commit's, on every host: 0."""
+    assert found.revision is not None
+    root = found.repository.snapshot(found.revision)
+    names = hub.chosen(known_files(found.repository, found.revision), found)
+    label = f"{hub.PREFIX}{found.repository.name}@{found.revision}"
+    return [replace(_file(str(root / name), f"{label}/{name}", _kind(name, form)), mtime_ns=0) for name in names]
 
 
 def _glob_root(pattern: str) -> str:
@@ -137,7 +150,7 @@ def _file(path: str, label: str, kind: Kind) -> SourceFile:
 
 def _kind(path: str, form: str) -> Kind:
     name = os.path.basename(path).lower()
-    if form == "chat":
+    if form in ("chat", "preference", "unpaired"):
         return "parquet" if name.endswith(".parquet") else "jsonl"
     if form != "auto":
         return form  # type: ignore[return-value]  # argparse has checked it

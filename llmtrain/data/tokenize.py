@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import xxhash
 
 from llmtrain import foreign
+from llmtrain.data.words import Words, cut_of
 from llmtrain.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
@@ -229,9 +231,13 @@ class Encoder:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {number for number, token in added.items() if token.special}
         """Ids of the tokens that stand for no text."""
+        cut = cut_of(self._tokenizer)
+        self._words = cut and Words(self._tokenizer, cut, partial(as_ids, vocab_size=self.vocab_size))
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of each text, without any special token; dtype [tokens] is `self.dtype`."""
+        if self._words:
+            return self._words.encode(texts)
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [as_ids(encoding.ids, self.vocab_size) for encoding in encodings]
 

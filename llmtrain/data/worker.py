@@ -28,6 +28,7 @@ from llmtrain.data.shards import rows_path
 from llmtrain.data.sources import Piece, Unit
 from llmtrain.data.split import draw, parts
 from llmtrain.data.tokenize import Encoder
+from llmtrain.data.unpaired import judged
 from llmtrain.errors import DataError
 from llmtrain.files import replace_file
 
@@ -92,13 +93,14 @@ class _HeldOut:
 
 
 class _ShardWriter:
-    """One shard under its temporary name until `commit`, with its file of rows if `chat` says so."""
+    """One shard under its temporary name until `commit`, with its file of rows if it is of conversations."""
 
-    def __init__(self, path: Path, *, chat: bool) -> None:
+    def __init__(self, path: Path, chat: ChatOptions | None) -> None:
         self.path = path
         self._chat = chat
         self._lengths: list[int] = []
         self._counted: list[np.ndarray] = []
+        self._judged: list[np.ndarray] = []
         self._partial = path.with_name(path.name + ".tmp")
         self._stream = open(self._partial, "wb")  # noqa: SIM115  # closed by commit or discard
         self._digest = xxhash.xxh3_64()
@@ -110,9 +112,11 @@ class _ShardWriter:
             return
         end = np.array([] if separator_id is None else [separator_id], dtype=rows[0].ids.dtype)
         block = np.concatenate([part for row in rows for part in (row.ids, end)])
-        if self._chat:
+        if self._chat is not None:
             self._lengths += [len(row.ids) for row in rows]
             self._counted += [row.counted for row in rows]
+            if self._chat.labelled:
+                self._judged.append(judged(rows))
         data = block.tobytes()
         self._stream.write(data)
         self._digest.update(data)
@@ -120,8 +124,10 @@ class _ShardWriter:
         self.documents += len(rows)
 
     def of_chat(self) -> dict[str, int]:
-        """What the manifest tells of conversations: counted tokens, and tokens of the longest row."""
-        return {"counted": sum(int(row.sum()) for row in self._counted), "longest": max(self._lengths, default=0)}
+        """What the manifest tells of conversations: counted tokens, and tokens of the longest row or pair."""
+        together = 2 if self._chat is not None and self._chat.pairs else 1
+        lengths = np.array(self._lengths, dtype=np.int64).reshape(-1, together).sum(1)
+        return {"counted": sum(int(row.sum()) for row in self._counted), "longest": int(lengths.max(initial=0))}
 
     def commit(self) -> dict[str, Any] | None:
         """The shard's manifest entry; None (and no file) when it got no document."""
@@ -137,8 +143,9 @@ class _ShardWriter:
             "documents": self.documents,
             "xxh3": self._digest.hexdigest(),
         }
-        if self._chat:
+        if self._chat is not None:
             data = np.array(self._lengths, dtype="<u4").tobytes() + np.packbits(np.concatenate(self._counted)).tobytes()
+            data += b"".join(part.tobytes() for part in self._judged)
             replace_file(rows_path(self.path), data)
             entry["rows"] = xxhash.xxh3_64_hexdigest(data)
         self._partial.replace(self.path)
@@ -178,7 +185,7 @@ def process_unit(
     try:
         for split in SPLITS:
             path = out / f"{split}-{unit.index:05d}.bin"
-            writers[split] = _ShardWriter(path, chat=settings.chat is not None)
+            writers[split] = _ShardWriter(path, settings.chat)
         too_long = encoder.too_long if isinstance(encoder, ChatEncoder) else 0
         written = _write_documents(unit, settings, encoder, writers, progress)
         order = {piece.label: place for place, piece in enumerate(unit.pieces)}

@@ -38,7 +38,7 @@ def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTr
             fields = dict(given)
             _refuse_endless(fields)
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
-        path = Path(str(given))
+        path = model.folder or Path(str(given))
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():  # a pipe would keep us waiting
             raise FileNotFoundError(f"{file} is no file")

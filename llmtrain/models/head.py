@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
-from llmtrain.models.loss import HeadForm, chunked_nll_sum
+from llmtrain.models.loss import HeadForm, chunked_nll_sum, token_nll
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,12 +50,26 @@ class Head:
 
         Returns: under sequence parallelism the sum over this rank's columns.
         """
+        return self._likelihoods(chunked_nll_sum, hidden, labels)
+
+    def token_nll(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The negative log-likelihood of each label (nats, fp32 [b, t]), 0 where it is not counted.
+
+        For an objective that is no sum over tokens; its backward pass computes the logits a second time.
+
+        Args: as of `nll_sum`.
+
+        Returns: under sequence parallelism this rank's columns.
+        """
+        return self._likelihoods(token_nll, hidden, labels)
+
+    def _likelihoods(self, compute: Callable[..., Tensor], hidden: Tensor, labels: Tensor) -> Tensor:
         index, of = self.columns
         own, layer = labels.chunk(of, dim=1)[index], self._layer
         if self._vocabulary is not None:
             hidden = self._vocabulary.shared(hidden)
         about: dict[str, Any] = {"chunk": self._chunk, "form": self.form, "vocabulary": self._vocabulary}
-        return chunked_nll_sum(hidden, layer.weight, layer.bias, own, **about)
+        return compute(hidden, layer.weight, layer.bias, own, **about)
 
     def _forward(self, hidden: Tensor, loss: Loss | None = None) -> Tensor:
         """The layer as it was (logits), or a loss."""

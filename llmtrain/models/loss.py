@@ -73,7 +73,7 @@ class _Labels(NamedTuple):
     """What the labels [N] say of each token, as [N, 1]."""
 
     counts: Tensor
-    """Whether the token counts."""
+    """Whether the token counts; or the factor on its gradient, 0 where it does not."""
     word: Tensor
     """Its label's column among this rank's logits, 0 where there is none."""
     mine: Tensor
@@ -98,7 +98,7 @@ _Elementwise = Callable[[Tensor, _Labels, HeadForm, Vocabulary | None, bool], tu
 def _in_place(
     logits_CV: Tensor, labels: _Labels, form: HeadForm, vocabulary: Vocabulary | None, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Summed loss of a chunk, and the gradient of its logits in fp32; changes the logits."""
+    """Loss of each token of a chunk [C, 1], and the gradient of its logits in fp32; changes the logits."""
     logits_CV = form.apply(logits_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (logits_CV / form.softcap).square()
     # One exponential serves the loss and its gradient, and every pass is in place: log_softmax or logsumexp
@@ -112,14 +112,14 @@ def _in_place(
     sum_C1 = exp_CV.sum(1, keepdim=True)
     if vocabulary is not None:
         sum_C1, chosen_C1 = _added_up(vocabulary, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
-    loss = torch.where(labels.counts, sum_C1.log() - chosen_C1, 0.0).sum()
+    loss_C1 = torch.where(labels.counts != 0, sum_C1.log() - chosen_C1, 0.0)
     if not wants_gradient:
-        return loss, None
+        return loss_C1, None
     factor_C1 = labels.counts.float() * form.scale
     grad_CV = exp_CV.mul_(factor_C1 / sum_C1)
     # Not scatter_add_: with train.deterministic torch refuses it on CUDA, though no two of these meet in one element.
     grad_CV.scatter_(1, labels.word, grad_CV.gather(1, labels.word) - factor_C1 * labels.mine)
-    return loss, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
+    return loss_C1, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 
 def _fused(
@@ -134,13 +134,13 @@ def _fused(
     chosen_C1 = chosen_C1 - most_C1
     if vocabulary is not None:
         sum_C1, chosen_C1 = _added_up(vocabulary, sum_C1, chosen_C1.masked_fill(~labels.mine, 0.0))
-    loss = torch.where(labels.counts, sum_C1.log() - chosen_C1, 0.0).sum()
+    loss_C1 = torch.where(labels.counts != 0, sum_C1.log() - chosen_C1, 0.0)
     if not wants_gradient:
-        return loss, None
+        return loss_C1, None
     factor_C1 = labels.counts.float() * form.scale
     own_factor_C1 = factor_C1 * labels.mine
     grad_CV = _compiled(_logits_gradient)(logits_CV, labels.word, most_C1, factor_C1 / sum_C1, own_factor_C1, form)
-    return loss, grad_CV
+    return loss_C1, grad_CV
 
 
 def _added_up(vocabulary: Vocabulary, sum_C1: Tensor, chosen_C1: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,6 +257,39 @@ def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tens
     return hidden, weight, bias
 
 
+_Wanted = tuple[bool, bool, bool]
+"""Whether hidden state, weight and bias of the head want a gradient."""
+
+
+def _in_chunks(
+    leaves: tuple[Tensor, Tensor, Tensor | None],
+    labels: _Labels,
+    about: tuple[int, HeadForm, Vocabulary | None],
+    wanted: _Wanted,
+) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """(losses of each chunk's tokens [C, 1], gradients of the leaves: hidden [N, H], weight [V, H], bias [V])."""
+    (hidden, weight, bias), (chunk, form, vocabulary) = leaves, about
+    elementwise = _elementwise(hidden.device)
+    losses: list[Tensor] = []
+    grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+    # Gradients of the head are summed over chunks in fp32: bf16 would lose the small chunks' share.
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None
+    for low in range(0, hidden.shape[0], chunk):
+        rows = slice(low, low + chunk)
+        hidden_CH = hidden[rows]
+        # The logits are an argument and nothing else: widened, they give their memory back at once.
+        loss_C1, grad_CV = elementwise(
+            F.linear(hidden_CH, weight, bias), labels.rows(rows), form, vocabulary, any(wanted)
+        )
+        losses.append(loss_C1)
+        if grad_CV is not None:
+            own_hidden = None if grad_hidden is None else grad_hidden[rows]
+            add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
+        del grad_CV  # before there are the next chunk's logits
+    return losses, (grad_hidden, grad_weight, grad_bias)
+
+
 class _ChunkedNLL(torch.autograd.Function):
     """Sum over counted tokens of -log p(label); inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N].
 
@@ -265,32 +298,40 @@ class _ChunkedNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, chunk, form, vocabulary):
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        elementwise = _elementwise(hidden.device)
+        every, wanted = _Labels.of(labels, vocabulary), ctx.needs_input_grad[:3]
+        losses, grads = _in_chunks((hidden, weight, bias), every, (chunk, form, vocabulary), wanted)
+        ctx.grads = (*grads, weight.dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        # Gradients of the head are summed over chunks in fp32: bf16 would lose the small chunks' share.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
-        every = _Labels.of(labels, vocabulary)
-        for low in range(0, hidden.shape[0], chunk):
-            rows = slice(low, low + chunk)
-            hidden_CH = hidden[rows]
-            # The logits are an argument and nothing else: widened, they give their memory back at once.
-            loss, grad_CV = elementwise(
-                F.linear(hidden_CH, weight, bias), every.rows(rows), form, vocabulary, any(ctx.needs_input_grad[:3])
-            )
-            total += loss
-            if grad_CV is not None:
-                own_hidden = None if grad_hidden is None else grad_hidden[rows]
-                add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
-            del grad_CV  # before there are the next chunk's logits
-        ctx.grads = (grad_hidden, grad_weight, grad_bias, weight.dtype)
+        for loss_C1 in losses:
+            total += loss_C1.sum()
         return total
 
     @staticmethod
     def backward(ctx, grad_output):
         return (*scaled_gradients(ctx, grad_output), None, None, None, None)
+
+
+class _TokenNLL(torch.autograd.Function):
+    """-log p(label) of each token, fp32 [N]; inputs as for the sum.
+
+    A token's factor is known in the backward pass only, which therefore computes the logits again.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, chunk, form, vocabulary):
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.about = about = (chunk, form, vocabulary)
+        losses, _ = _in_chunks((hidden, weight, bias), _Labels.of(labels, vocabulary), about, (False, False, False))
+        return torch.cat([hidden.new_empty(0, 1, dtype=torch.float32), *losses]).squeeze(1)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        *leaves, labels = ctx.saved_tensors
+        every = _Labels.of(labels, ctx.about[2])
+        factors = grad_output.unsqueeze(1).masked_fill(~every.counts, 0.0)
+        every = _Labels(counts=factors, word=every.word, mine=every.mine)
+        _, grads = _in_chunks(tuple(leaves), every, ctx.about, ctx.needs_input_grad[:3])
+        return (*(None if grad is None else grad.to(leaves[1].dtype) for grad in grads), None, None, None, None)
 
 
 def chunked_nll_sum(
@@ -314,3 +355,22 @@ def chunked_nll_sum(
     """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     return _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), chunk, form, vocabulary)
+
+
+def token_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    chunk: int,
+    form: HeadForm,
+    vocabulary: Vocabulary | None = None,
+) -> Tensor:
+    """The negative log-likelihood of each label (nats, fp32, the shape of `labels`), 0 where it does not count.
+
+    Arguments as for the sum. The backward pass computes the logits a second time.
+    """
+    flat_NH = hidden.reshape(-1, hidden.shape[-1])
+    found: Tensor = _TokenNLL.apply(flat_NH, weight, bias, labels.reshape(-1), chunk, form, vocabulary)
+    return found.view(labels.shape)

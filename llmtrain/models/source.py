@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from llmtrain import foreign
 from llmtrain.errors import ModelError
+from llmtrain.hub.model import INDEX, SINGLE
 from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout, Part, Placement
 from llmtrain.models.patches import initialise
@@ -27,9 +28,6 @@ from llmtrain.tensors.tensorfile import TensorFile, TensorFileError, numel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 class ParameterSource(Protocol):
@@ -355,13 +353,16 @@ def refuse_escape(folder: Path, path: Path) -> Path:
     """`path`, a file of a model folder, unless it is a link to somewhere else.
 
     Allowed are links within the folder, and those by which the Hugging Face cache keeps its files
-    (snapshots/REVISION/NAME -> blobs/DIGEST).
+    (snapshots/REVISION/NAME -> blobs/DIGEST, which may be one to the store of all repositories).
 
     Raises:
         ModelError: naming the link and its target.
     """
     real, home = path.resolve(), folder.resolve()
     blobs = home.parent.parent / "blobs"
-    if real.is_relative_to(home) or (home.parent.name == "snapshots" and real.parent == blobs):
+    shared = home.parents[2] / "blobs" if len(home.parents) > 2 else blobs  # blobs/2 DIGITS/DIGEST
+    if real.is_relative_to(home) or (
+        home.parent.name == "snapshots" and (real.parent == blobs or real.parent.parent == shared)
+    ):
         return path
     raise ModelError(f"{path} is a link to {real}, outside of the folder. Put a copy of the file in its place.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from llmtrain.config.run import ModelConfig
+from llmtrain.config.run import AdapterConfig, ModelConfig
+from llmtrain.models.adapter import AdaptedSource, adapted, read_peft
 from llmtrain.models.build import decoder_layers, layer_configs, load_config, skeleton
 from llmtrain.models.experts import idle_parameters
-from llmtrain.models.frozen import frozen_names, tensor_shapes
+from llmtrain.models.frozen import frozen_names, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout
+from llmtrain.models.parameters import local_parameter
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
 
 if TYPE_CHECKING:
@@ -53,13 +55,16 @@ class ModelSpec:
     config: PreTrainedConfig
     """As given. To build with it is to change it: take a copy."""
     skeleton: PreTrainedModel
-    """The parameters are on the meta device, ties are ties, buffers are real ones in fp32."""
+    """The parameters are on the meta device, ties are ties, buffers are real ones in fp32. No adapter is in it."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    """The run's section."""
 
     @classmethod
-    def of(cls, model: ModelConfig) -> ModelSpec:
+    def of(cls, model: ModelConfig, adapter: AdapterConfig | None = None) -> ModelSpec:
         """Raises ModelError: transformers cannot build the model, or not with `model.attention`."""
         config = load_config(model)
-        return cls(model=model, config=config, skeleton=skeleton(config, attention=_unless_flash(model.attention)))
+        hf = skeleton(config, attention=_unless_flash(model.attention))
+        return cls(model=model, config=config, skeleton=hf, adapter=adapter or AdapterConfig())
 
     def own_skeleton(self) -> PreTrainedModel:
         """A skeleton with the run's attention that the caller may turn into something else."""
@@ -69,13 +74,23 @@ class ModelSpec:
         return copy.deepcopy(self.skeleton)
 
     @cached_property
+    def adapted(self) -> PreTrainedModel:
+        """The skeleton with the run's adapter, if it has one. Raises ConfigError: see `models/adapter.py`."""
+        return self.skeleton if self.adapter.r is None else adapted(self.skeleton, self.adapter)
+
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor by its Hugging Face name, those that do not train included; a tied one is there once."""
-        return tensor_shapes(self.skeleton)
+        return {held.name: held.shape for held in (local_parameter(*item) for item in named_tensors(self.adapted))}
 
     @cached_property
     def frozen(self) -> frozenset[str]:
-        """The parameters that the run does not train. Raises ConfigError: see `frozen_names`."""
+        """The parameters that the run does not train: beside an adapter all of the model's.
+
+        Raises ConfigError: see `frozen_names`.
+        """
+        if self.adapter.r is not None:
+            return frozenset(name for name, _ in self.skeleton.named_parameters())
         return frozen_names(self.skeleton, self.model)
 
     @cached_property
@@ -86,11 +101,11 @@ class ModelSpec:
     @cached_property
     def facts(self) -> ModelFacts:
         """Sizes."""
-        hf, text = self.skeleton, self.config.get_text_config()
+        hf, text = self.adapted, self.config.get_text_config()
         embedding: Any = hf.get_input_embeddings().weight
         every = set(hf.parameters())
         looked_up = set() if hf.get_output_embeddings().weight is embedding else {embedding}
-        frozen = {parameter for name, parameter in hf.named_parameters() if name in self.frozen}
+        frozen = {p for name, p in hf.named_parameters() if local_parameter(name, p).name in self.frozen}
         below = _layers_below(hf, frozen)
         forward = {parameter for layer in below for parameter in layer.parameters()}
 
@@ -112,10 +127,27 @@ class ModelSpec:
         )
 
     def initial_weights(self, seed: int, device: torch.device) -> ParameterSource:
-        """Where the weights of a new run come from. Raises ModelError: the folder's files are not whole."""
-        if self.model.pretrained is not None:
-            return SafetensorsSource(self.model.pretrained, self.layout)
-        return RandomSource(self.skeleton, seed, device)
+        """Where the weights of a new run come from.
+
+        Raises:
+            ModelError: the folder's files are not whole.
+            ConfigError: the adapter to begin with is another.
+        """
+        source: ParameterSource
+        if self.model.folder is not None:
+            source = SafetensorsSource(self.model.folder, self.layout)
+        else:
+            source = RandomSource(self.skeleton, seed, device)
+        if self.adapter.r is None:
+            return source
+        given = read_peft(self.adapter, self.adapter_shapes) if self.adapter.start else None
+        return AdaptedSource(source, self.adapter_shapes, seed, given)
+
+    @property
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the adapter's tensors by name."""
+        own = self.shapes.keys() - tensor_shapes(self.skeleton).keys()
+        return {name: shape for name, shape in self.shapes.items() if name in own}
 
 
 def _layers_below(hf: PreTrainedModel, frozen: set[Any]) -> list[nn.Module]:

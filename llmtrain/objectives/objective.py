@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -35,4 +36,17 @@ class Objective(Protocol):
             hidden: [B, T, H], the decoder's output; this rank's columns of it under sequence parallelism.
             micro: whole rows on the device. A field of a subclass of MicroBatch arrives here as well.
         """
+        ...
+
+
+Evaluate = Callable[[Iterable[MicroBatch], Objective], tuple[dict[str, float], int]]
+"""An engine's `evaluate`: an objective's figures over all ranks, and their weight. All ranks call it together."""
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """An objective whose loss of one row depends on the other rows of the global batch."""
+
+    def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
+        """Learn what it needs of a global batch, without a gradient, before `sums` is asked. `micros`: this rank's."""
         ...

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from llmtrain import completion
+from llmtrain.base import fetched
 from llmtrain.config.load import parse
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
@@ -43,7 +45,7 @@ def main(argv: list[str], worker: str = WORKER) -> int:
     """Returns SAME, PARTS or NO_ANSWER. `worker`: the module that each rank runs. Raises UserError."""
     args, overrides = _arguments(argv)
     parsed = parse(["--config", args.run, *overrides], check_paths=False)
-    user = wanted(parsed.run, parsed.places)
+    user = wanted(fetched(parsed.run)[0], parsed.places)
     worlds = args.ranks or usual_ranks(user.degrees)
     cpu = _on_cpu(args.device, max(worlds))
     if cpu:
@@ -66,12 +68,13 @@ def main(argv: list[str], worker: str = WORKER) -> int:
 def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool, worker: str) -> Iterator[int]:
     """The outcome of each world size."""
     from llmtrain.models.run.check import check_model
-    from llmtrain.parity.small import attention_here, patterns_here, small_model
+    from llmtrain.parity.small import attention_here, patterns_here, small_model, targets_here
 
     fields, shrunk_by = small_model(user.run.model, user.degrees)
     attention = attention_here(fields, user.run.model.attention, cpu=cpu)
     model = replace(user.run.model, attention=attention, **patterns_here(fields, user.run.model))
-    user = replace(user, run=replace(user.run, model=model))
+    adapter = targets_here(fields, user.run.adapter)
+    user = replace(user, run=replace(user.run, model=model, adapter=adapter))
     print(f"{args.run} with {user.run.deepspeed}: {_words(fields)}, {args.steps} steps", flush=True)
     with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as made:
         every = {}  # before any rank starts: a world size that is refused would hide that another one has failed
@@ -90,7 +93,8 @@ def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool
 
 def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int, cpu: bool, worker: str) -> int:
     """One world size: SAME, PARTS or NO_ANSWER. Start the ranks, make the references meanwhile, compare."""
-    from llmtrain.parity.reference import orders, train_plainly
+    from llmtrain.parity.reference import nudged, orders, train_plainly
+    from llmtrain.parity.ties import COUNT
     from llmtrain.parity.worker import PLAN
 
     one = next(iter(plans.values()))
@@ -111,8 +115,17 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
     except RankError as error:
         print(f"  NO ANSWER  {error}", flush=True)
         return NO_ANSWER
-    codes = [_tell(user, name, resolved, Trace.load(str(folder / f"{name}.trace")), references[name], device)
-             for name, resolved in plans.items()]  # fmt: skip
+
+    def more(name: str, until: int) -> list[Trace]:
+        every = nudged(orders(plans[name].run.model, plans[name].batch), COUNT)
+        return [train_plainly(plans[name], until, order, device) for order in every]
+
+    codes = []
+    for name, resolved in plans.items():
+        split = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
+        got = Trace.load(str(folder / f"{name}.trace"))
+        again = functools.partial(more, name)
+        codes.append(_tell(user, name, got, references[name], again, split=split, clip_norm=resolved.optim.clip_norm))
     return worst_of(codes)
 
 
@@ -121,17 +134,20 @@ def worst_of(codes: list[int]) -> int:
     return next(code for code in (PARTS, NO_ANSWER, SAME) if code in codes)
 
 
-def _tell(user: Wanted, name: str, resolved: ResolvedRun, got: Trace, want: list[Trace], device: torch.device) -> int:
-    """One comparison, printed: SAME, PARTS or NO_ANSWER."""
+def _tell(
+    user: Wanted,
+    name: str,
+    got: Trace,
+    want: list[Trace],
+    more: Callable[[int], list[Trace]],
+    *,
+    split: bool,
+    clip_norm: float,
+) -> int:
+    """One comparison, printed: SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
     from llmtrain.parity.hints import hint
-    from llmtrain.parity.reference import nudged, orders, train_plainly
-    from llmtrain.parity.ties import COUNT, tie
+    from llmtrain.parity.ties import tie
 
-    def more(until: int) -> list[Trace]:
-        every = nudged(orders(resolved.run.model, resolved.batch), COUNT)
-        return [train_plainly(resolved, until, order, device) for order in every]
-
-    split = resolved.degrees.tensor > 1 or resolved.degrees.sequence > 1
     verdict = compare(got, want, fp32=name == "fp32", split=split)
     instead = (
         f" in place of {user.precision}, which DeepSpeed has on GPUs only"
@@ -143,7 +159,7 @@ def _tell(user: Wanted, name: str, resolved: ResolvedRun, got: Trace, want: list
     if found is not None and found.proves:
         print("\n".join([*report(title, found.verdict), f"        {found.line()}"]), flush=True)
         return SAME
-    likely = "" if verdict.passed else hint(got, want[0], verdict, resolved.optim.clip_norm)
+    likely = "" if verdict.passed else hint(got, want[0], verdict, clip_norm)
     if found is not None:
         likely = f"{found.line()}. Nothing is proved so: choose other weights with --train.seed 1"
     print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict)]), flush=True)

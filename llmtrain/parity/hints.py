@@ -61,11 +61,14 @@ def _wrong_forward(got: Trace, want: Trace) -> str:
             return f"the loss is {times} of the true one: it is summed or averaged over the wrong ranks"
     return (
         "the forward pass of step 1 is another, with the same weights: a layer that is skipped, other rows, labels, "
-        "positions or a mask (documents), experts that are left out or weighted otherwise"
+        "positions or a mask (documents), experts that are left out or weighted otherwise, an adapter that is left out "
+        "or scaled otherwise"
     )
 
 
 def _wrong_gradients(got: Trace, want: Trace, wrong: list[str]) -> str:
+    if dead := [name for name in wrong if want.gradients[name].any() and not got.gradients[name].any()]:
+        return f"no gradient reaches {_common(dead)}: it is cut off from the loss, or its gradient is not reduced"
     shares = {name: _share(got.gradients[name], want.gradients[name]) for name in want.gradients}
     factor = sorted(shares.values())[len(shares) // 2]  # clipping by a wrong norm gives all of them one factor
     odd = [name for name in wrong if _rest(got.gradients[name], want.gradients[name], factor) > _ONE_FACTOR]

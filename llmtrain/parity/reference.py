@@ -19,11 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.config.batch import Batch
-from llmtrain.config.run import ModelConfig, ResolvedOptim, ResolvedRun, ScheduleConfig
+from llmtrain.config.objective import NEXT_TOKEN, UNPAIRED
+from llmtrain.config.run import ModelConfig, ObjectiveConfig, ResolvedOptim, ResolvedRun, ScheduleConfig
 from llmtrain.models.build import DTYPES, load_config
+from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optimizers import OPTIMIZERS
-from llmtrain.parity.start import LoudSource
+from llmtrain.parity.adapter import adapt_plainly, loud_source
+from llmtrain.parity.answers import Answers, divergence, plain_loss
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
 
@@ -79,11 +82,13 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     model = AutoModelForCausalLM.from_config(config, attn_implementation=order.attention, dtype=torch.float32).to(
         device
     )
-    spec = ModelSpec.of(run.model)
-    source = LoudSource(spec, run.train.seed, torch.device("cpu"))
-    chosen = {name for name, p in model.named_parameters() if p.requires_grad and not _trains(name, run.model)}
+    spec = ModelSpec.of(run.model, run.adapter)
+    source = loud_source(spec, run.train.seed)
+    stays = run.adapter.r is not None
+    chosen = {n for n, p in model.named_parameters() if p.requires_grad and (stays or not _trains(n, run.model))}
     for name in chosen:
         model.get_parameter(name).requires_grad_(False)
+    adapt_plainly(model, run.adapter, summed=order.halves)
     masters = {name: _value(source, name).to(device) for name, p in model.named_parameters() if p.requires_grad}
     model.to(DTYPES[resolved.precision])
     _keep_buffers(model, config, device)
@@ -95,12 +100,17 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     optimizer = PlainOptimizer(
         model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision), bf16=resolved.mix.bf16_moments
     )
-    tokens = Tokens(run.data, config.get_text_config().vocab_size)
+    vocabulary = config.get_text_config().vocab_size
+    tokens = Tokens(run.data, vocabulary) if run.objective.name == NEXT_TOKEN else Answers(run, vocabulary)
     trace = Trace(by_sign=OPTIMIZERS[optim.name].by_sign)
     trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
     for step in range(steps):
         _copy(masters, model, order.nudge and order.nudge * 1_000_003 + step)
-        loss = _forward_backward(model, tokens, resolved.batch, step, order, device)
+        if isinstance(tokens, Answers):
+            rows = list(range(step * resolved.batch.global_batch, (step + 1) * resolved.batch.global_batch))
+            loss = _of_answers(model, run.objective, tokens, rows, order)
+        else:
+            loss = _forward_backward(model, tokens, resolved.batch, step, order, device)
         norm = optimizer.step(rate_of_step(run.schedule, step + 1, resolved.max_steps or steps))
         trace.losses.append(loss)
         if not OPTIMIZERS[optim.name].norm_of_update:
@@ -120,7 +130,7 @@ def newton_schulz_dtype(optimizer: str, precision: str) -> torch.dtype:
     return ns_compute_dtype()
 
 
-def _value(source: LoudSource, name: str) -> Tensor:
+def _value(source: ParameterSource, name: str) -> Tensor:
     shape = source.shape(name)
     return source.read(name, 0, math.prod(shape)).detach().reshape(shape).clone()
 
@@ -193,6 +203,21 @@ def _forward_backward(model: Any, tokens: Tokens, batch: Batch, step: int, order
         part.backward()
         total += loss.item()
     return total / counted
+
+
+def _of_answers(model: Any, config: ObjectiveConfig, answers: Answers, rows: list[int], order: Order) -> float:
+    """Gradients of the mean over all pairs, or answers, of the rows of a global batch; returns that mean."""
+    if order.reverse:
+        rows.reverse()
+    unpaired = config.name in UNPAIRED
+    z = divergence(model, answers, rows) if unpaired else 0.0
+    all_answers = sum(len(answers.rows(row)) for row in rows)
+    counted, total, each = all_answers if unpaired else all_answers // 2, 0.0, len(rows) // order.pieces
+    for first in range(0, len(rows), each):
+        loss = plain_loss(model, config, answers, rows[first : first + each], z) / counted
+        loss.backward()
+        total += loss.item()
+    return total
 
 
 def _rows(tokens: Tokens, rows: list[int]) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmtrain.config.run import ModelConfig
+from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.errors import ModelError
+from llmtrain.models.adapter import ALL
 from llmtrain.models.build import construct, load_config
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.shrink import shrunk_config, without_dropout
@@ -67,6 +69,18 @@ def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
                 f"{spec.facts.layers} layers. Give the check patterns of its own: --model.{key} '[\"{names[0]}\"]'."
             )
     return found
+
+
+def targets_here(fields: dict[str, Any], adapter: AdapterConfig) -> AdapterConfig:
+    """`adapter` without the targets that the small model lacks, and without values. Raises ModelError: none is left."""
+    names = [name for name, _ in ModelSpec.of(ModelConfig(config=fields, attention="eager")).skeleton.named_modules()]
+    found = [pattern for pattern in adapter.targets if pattern == ALL or any(fnmatchcase(n, pattern) for n in names)]
+    if adapter.r is not None and not found:
+        raise ModelError(
+            f"adapter.targets = {adapter.targets}: none of them matches a module of the small copy. Give the check "
+            f"targets of its own: --adapter.targets '[\"{ALL}\"]'."
+        )
+    return replace(adapter, targets=found, start=None)
 
 
 def attention_here(fields: dict[str, Any], attention: str, *, cpu: bool) -> Any:

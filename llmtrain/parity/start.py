@@ -13,6 +13,12 @@ from llmtrain.models.spec import ModelSpec
 _LOUDER = 6.0
 
 
+def noise(seed: int, name: str, count: int) -> Tensor:
+    """Normal random numbers of the run's seed and a parameter's name, on the host."""
+    number = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
+    return torch.randn(count, generator=torch.Generator().manual_seed(number))
+
+
 class LoudSource(RandomSource):
     """The model's own initialisation, with matrices 6 times as large and vectors that are not all the same.
 
@@ -24,9 +30,7 @@ class LoudSource(RandomSource):
     """
 
     def __init__(self, spec: ModelSpec, seed: int, device: torch.device) -> None:
-        base = spec.initial_weights(seed, device)
-        assert isinstance(base, RandomSource)
-        self.__dict__.update(vars(base))
+        super().__init__(spec.skeleton, seed, device)
         self._noisy: dict[str, Tensor] = {}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -39,8 +43,6 @@ class LoudSource(RandomSource):
             elif name not in self.frozen and len(shape) >= 2:
                 values = values * _LOUDER
             else:
-                seed = int.from_bytes(hashlib.sha256(f"{self._seed}:{name}".encode()).digest()[:8], "little") >> 1
-                noise = torch.randn(count, generator=torch.Generator().manual_seed(seed))
-                values = values + 0.1 * noise.to(values.device)
+                values = values + 0.1 * noise(self._seed, name, count).to(values.device)
             self._noisy[name] = values
         return self._noisy[name][start:stop]

@@ -7,7 +7,7 @@ import numpy as np
 from llmtrain.config.run import DataConfig
 from llmtrain.data.packing import IGNORED, TrainData, Window, labels_of, positions_of
 
-_SEED = 20_261_121
+SEED = 20_261_121
 _COPY_FROM = 5  # so many tokens back: what attention can learn
 
 
@@ -42,7 +42,7 @@ class Tokens(TrainData):
 
     def window(self, index: int) -> tuple[np.ndarray, int]:
         """(tokens, int64 [T + 1]; so many labels count at most)"""
-        draw = np.random.default_rng((_SEED, index))
+        draw = np.random.default_rng((SEED, index))
         ordinary, length = self.vocab_size - 1, self.sequence_length
         tokens = draw.integers(0, ordinary, length + 1)
         choice = draw.random(length + 1)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.config.objective import NEXT_TOKEN
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import TrainLoader
 from llmtrain.dist.ranks import Ranks
@@ -28,8 +29,10 @@ from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.errors import UserError
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.preference import objective_of
 from llmtrain.optimizers import PARAM
-from llmtrain.parity.start import LoudSource
+from llmtrain.parity.adapter import loud_source
+from llmtrain.parity.answers import Answers
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
 from llmtrain.schedule import learning_rate_factor
@@ -45,15 +48,17 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     Raises: UserError, on all ranks alike.
     """
     run, mesh = resolved.run, mesh_of(resolved.degrees)
-    spec = ModelSpec.of(run.model)
-    tokens = Tokens(run.data, spec.facts.vocab_size)
+    spec = ModelSpec.of(run.model, run.adapter)
+    vocabulary, over_tokens = spec.facts.vocab_size, run.objective.name == NEXT_TOKEN
+    tokens = Tokens(run.data, vocabulary) if over_tokens else Answers(run, vocabulary)
     engine = start_engine(resolved, spec, ranks, mesh)
-    write_weights(engine, LoudSource(spec, run.train.seed, torch.device("cpu")), ranks)
+    write_weights(engine, loud_source(spec, run.train.seed), ranks)
     row = torch.from_numpy(tokens.sequence(0)[0])
     prove_loss(engine, row, ranks, isolate_documents=run.data.isolate_documents)
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
     rate = functools.partial(learning_rate_factor, run.schedule, max_steps=resolved.max_steps)
-    session = Session(engine, ranks, resolved.degrees, rate, seed=run.train.seed)
+    objective = objective_of(run.objective)
+    session = Session(engine, ranks, resolved.degrees, rate, seed=run.train.seed, objective=objective)
     with TrainLoader(
         tokens,
         global_batch=resolved.batch.global_batch,

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from llmtrain import log, units
 from llmtrain.log import LiveLine
+from llmtrain.tracking.metrics import loss_unit
 
 _RATE_WINDOW = 20  # log points over which the time per step is averaged for the ETA
 
@@ -17,6 +18,11 @@ _RATE_WINDOW = 20  # log points over which the time per step is averaged for the
 def _number(row: dict[str, Any], key: str) -> float | None:
     value = row.get(key)
     return float(value) if isinstance(value, (int, float)) else None
+
+
+def _right(row: dict[str, Any], prefix: str = "") -> float | None:
+    found = _number(row, f"{prefix}pairs/accuracy")
+    return _number(row, f"{prefix}unpaired/accuracy") if found is None else found
 
 
 class Console:
@@ -78,13 +84,17 @@ class Console:
         return f"step {step:{len(str(self._total_steps))}.0f}/{self._total_steps}"
 
     def _evaluation(self, step: float, row: dict[str, Any]) -> str:
-        text = f"{self._step(step)}  validation loss {row['eval/loss']:.4f} nats/token"
+        text = f"{self._step(step)}  validation loss {row['eval/loss']:.4f} {loss_unit(row)}"
+        if (right := _right(row, "eval/")) is not None:
+            text += f"  preferred {right:.1%}"
         perplexity = _number(row, "eval/perplexity")
         return text if perplexity is None else f"{text}  perplexity {perplexity:.2f}"
 
     def _progress(self, step: float, row: dict[str, Any]) -> str:
         # What matters most comes first: a narrow terminal cuts the end off.
-        parts = [self._step(step), f"loss {row['loss']:.4f} nats/token"]
+        parts = [self._step(step), f"loss {row['loss']:.4f} {loss_unit(row)}"]
+        if (right := _right(row)) is not None:
+            parts.append(f"preferred {right:.1%}")
         if (speed := _number(row, "tokens_per_s")) is not None:
             parts.append(f"{units.count(speed)} tokens/s")
         if (eta_s := self._eta_s(step)) is not None:

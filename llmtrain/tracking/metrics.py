@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,7 +29,10 @@ METRICS: dict[str, Metric] = {
     "tokens": _metric("tokens", "Training tokens read so far by all ranks."),
     "time_unix_s": _metric("s", "Wall-clock time of the row (Unix)."),
     "elapsed_s": _metric("s", "Time since this launch began tracking."),
-    "loss": _metric("nats/token", "Training loss of the step: mean over all counted tokens of the global batch."),
+    "loss": _metric(
+        "nats/token",
+        "Training loss of the step: mean over the counted tokens, or pairs, of the global batch.",
+    ),
     "lr": _metric("1", "Learning rate that the step used."),
     "grad_norm": _metric("1", "Global L2 norm of the gradient before clipping; of the update with Muon under ZeRO."),
     "loss_scale": _metric("1", "Dynamic loss scale (fp16 only)."),
@@ -48,6 +51,21 @@ METRICS: dict[str, Metric] = {
     "max_memory_gib": _metric("GiB", "Peak of rank 0: allocated device memory, or resident memory on CPU."),
     "data_wait_share": _metric("0 to 1", "Share of training time spent waiting for the next batch."),
     "checkpoint_stall_s": _metric("s", "Time since the last log point in which saving held up training."),
+    "pairs/margin": _metric(
+        "1", "Objectives over pairs: what the loss wants to be large, such as beta times the difference of log-ratios."
+    ),
+    "pairs/accuracy": _metric("0 to 1", "Share of the global batch's pairs whose margin is above 0."),
+    "pairs/chosen_log_prob": _metric("nats/answer", "Log-probability of the chosen answers, summed over their tokens."),
+    "pairs/rejected_log_prob": _metric("nats/answer", "The same of the rejected answers."),
+    "pairs/chosen_tokens": _metric("tokens/answer", "Counted tokens of a chosen answer, in the mean."),
+    "pairs/rejected_tokens": _metric("tokens/answer", "The same of the rejected answers."),
+    "unpaired/kl": _metric(
+        "nats/answer",
+        "kto's z: mean log-ratio to the reference of the global batch's prompts, each with the answer to another one.",
+    ),
+    "unpaired/accuracy": _metric("0 to 1", "Share of answers that are on the side of z where their label wants them."),
+    "unpaired/log_prob": _metric("nats/answer", "Log-probability of an answer, summed over its tokens."),
+    "unpaired/tokens": _metric("tokens/answer", "Counted tokens of an answer, in the mean."),
     "moe/aux_loss": _metric(
         "1",
         "Mixture of experts: load-balancing loss since the last log point, before its coefficient and not in `loss`; "
@@ -57,10 +75,26 @@ METRICS: dict[str, Metric] = {
     "moe/imbalance_per_layer": _metric("1", "The same for each layer that has experts: a list."),
     "moe/idle_experts": _metric("experts", "Experts of all layers that got no token since the last log point."),
     "moe/tokens_per_expert": _metric("tokens", "Tokens that each expert got since then, summed over layers: a list."),
-    "eval/loss": _metric("nats/token", "Validation loss: mean over all counted validation tokens."),
-    "eval/perplexity": _metric("1", "exp(eval/loss)."),
+    "eval/loss": _metric("nats/token", "Validation loss: mean over all counted validation tokens, or pairs."),
+    "eval/perplexity": _metric("1", "exp(eval/loss); not of pairs."),
+    "eval/pairs/margin": _metric("1", "As `pairs/margin`, of the validation pairs; the next three likewise."),
+    "eval/pairs/accuracy": _metric("0 to 1", "Share of the validation pairs whose margin is above 0."),
+    "eval/pairs/chosen_log_prob": _metric("nats/answer", "Of the chosen answers."),
+    "eval/pairs/rejected_log_prob": _metric("nats/answer", "Of the rejected answers."),
+    "eval/pairs/chosen_tokens": _metric("tokens/answer", "Counted tokens of a chosen answer."),
+    "eval/pairs/rejected_tokens": _metric("tokens/answer", "Of a rejected one."),
+    "eval/unpaired/kl": _metric("nats/answer", "As `unpaired/kl`, of the validation answers; the next three likewise."),
+    "eval/unpaired/accuracy": _metric("0 to 1", "Share of the validation answers."),
+    "eval/unpaired/log_prob": _metric("nats/answer", "Of a validation answer."),
+    "eval/unpaired/tokens": _metric("tokens/answer", "Of a validation answer."),
 }
 """Every key of metrics.jsonl and W&B. docs/tracking.md shows the same table; a test compares them."""
+
+
+def loss_unit(row: Mapping[str, object]) -> str:
+    """Of `loss` and `eval/loss` in a row of metrics."""
+    kinds = {key.removeprefix("eval/").partition("/")[0] for key in row}
+    return "nats/pair" if "pairs" in kinds else "per answer" if "unpaired" in kinds else "nats/token"
 
 
 def perplexity(loss: float) -> float:

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.tracking.metrics import loss_unit
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -50,6 +52,11 @@ class Curves:
     by_name: dict[str, Curve]
     resumes: Sequence[float] = ()
     baselines: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> str:
+        """Of the loss."""
+        return loss_unit(self.by_name)
 
     def __getitem__(self, name: str) -> Curve:
         return self.by_name.get(name, Curve())
@@ -149,7 +156,7 @@ def _loss(curves: Curves) -> Figure:
     figure, (axes,) = _figure(1)
     figure.set_size_inches(8.0, 4.8)
     axes.set_title("Loss")
-    axes.set_ylabel("loss [nats/token]")
+    axes.set_ylabel(f"loss [{curves.unit}]")
     if train := curves["loss"]:
         _line(axes, train, color=_BLUE, label="training")
     if evaluation := curves["eval/loss"]:

@@ -143,11 +143,14 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
     if tokens := curves["tokens"]:
         facts.append(("Training tokens", f"{tokens.values[-1]:,.0f}"))
     if train := curves["loss"]:
-        facts.append(("Training loss, first to last", f"{train.values[0]:.4f} → {train.values[-1]:.4f} nats/token"))
+        facts.append(("Training loss, first to last", f"{train.values[0]:.4f} → {train.values[-1]:.4f} {curves.unit}"))
     if evaluation := curves["eval/loss"]:
         last, best = evaluation.values[-1], min(evaluation.values)
-        facts.append(("Validation loss, last", f"{last:.4f} nats/token (perplexity {perplexity(last):.2f})"))
-        facts.append(("Validation loss, best", f"{best:.4f} nats/token (perplexity {perplexity(best):.2f})"))
+        for label, value in (("Validation loss, last", last), ("Validation loss, best", best)):
+            more = f" (perplexity {perplexity(value):.2f})" if curves["eval/perplexity"] else ""
+            facts.append((label, f"{value:.4f} {curves.unit}{more}"))
+    if right := curves["eval/pairs/accuracy"] or curves["eval/unpaired/accuracy"]:
+        facts.append(("Validation answers preferred rightly, last", f"{right.values[-1]:.1%}"))
     facts += [
         (f"Loss of a {name} model", f"{value:.4f} nats/token{_measured_on(run)}")
         for name, value in curves.baselines.items()
@@ -206,6 +209,21 @@ _CHARTS = (
     ("Peak memory of rank 0", "GiB", True, (("max_memory_gib", "memory"),)),
     ("Learning rate", "1", True, (("lr", "learning rate"),)),
     ("Gradient norm", "1", False, (("grad_norm", "norm"),)),
+    ("Pairs preferred rightly", "share", True, (("pairs/accuracy", "training"), ("eval/pairs/accuracy", "validation"))),
+    ("Margin", "1", False, (("pairs/margin", "training"), ("eval/pairs/margin", "validation"))),
+    (
+        "Log-probability of answers",
+        "nats/answer",
+        False,
+        (("pairs/chosen_log_prob", "chosen"), ("pairs/rejected_log_prob", "rejected")),
+    ),
+    (
+        "Judged answers on the right side",
+        "share",
+        True,
+        (("unpaired/accuracy", "training"), ("eval/unpaired/accuracy", "validation")),
+    ),
+    ("Divergence from the reference", "nats/answer", True, (("unpaired/kl", "z"),)),
 )
 _SMOOTHED = ("loss", "tokens_per_s", "grad_norm")
 _POINTS_SHOWN = 1500
@@ -225,6 +243,8 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
                 series += _series(metric, curves[metric], name, color, dash=order > 0 and len(runs) > 1)
         if not series:
             continue
+        if metrics[0][0] == "loss":
+            unit = " or ".join(dict.fromkeys(curves.unit for curves in all_curves))
         if metrics[0][0] == "grad_norm" and all(run.settings.get("norm") == "update" for run in runs):
             names = dict.fromkeys(OPTIMIZERS[run.settings["optim.name"]].title for run in runs)
             title = f"Norm of the update ({', '.join(names)})"

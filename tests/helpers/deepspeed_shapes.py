@@ -135,6 +135,8 @@ SHAPES = [
           noted="bf16 with data_types.grad_accum_dtype fp32 at ZeRO 0 runs as ZeRO 1"),
     Shape("bf16 moments", {**BF16_MOMENTS, **AUTO, "zero_optimization": {"stage": 2}},
           noted="masters are fp32, where DeepSpeed by itself asks for bf16"),
+    Shape("bf16 moments without bf16", {**FP16_AUTO, "bf16": {"enabled": False, "bf16_optimizer_states": True}, **AUTO},
+          noted="bf16.bf16_optimizer_states has no effect: bf16 is not enabled"),
     Shape("bf16 moments as DeepSpeed asks for them", {"bf16": {**BF16_MOMENTS["bf16"], "bf16_master_weights_and_grads":
           True}, **AUTO, "zero_optimization": {"stage": 2}}, ("bf16.bf16_master_weights_and_grads = true",
           "bf16_optimizer_states works without it here")),

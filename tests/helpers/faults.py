@@ -276,7 +276,112 @@ def dropped_expert() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def changed_adapter(change: Callable[[list[Any]], None]) -> Iterator[None]:
+    """peft's layers are changed before the engine sees them."""
+    from llmtrain.models.run import forms
+
+    put_around = forms.put_around
+
+    def changed(*args: Any) -> Any:
+        change(made := put_around(*args))
+        return made
+
+    with patch.object(forms, "put_around", changed):
+        yield
+
+
+def alpha_without_r() -> Context:
+    """The scale of an adapter is alpha in place of alpha / r."""
+
+    def change(layers: list[Any]) -> None:
+        for layer in layers:
+            layer.scaling["default"] *= layer.r["default"]
+
+    return changed_adapter(change)
+
+
+def map_without_adapter() -> Context:
+    """One map computes without its adapter, as where a server finds no module of its name."""
+
+    def change(layers: list[Any]) -> None:
+        layers[3]._disable_adapters = True
+
+    return changed_adapter(change)
+
+
+def adapter_without_gradient() -> Context:
+    """No gradient reaches an adapter's B."""
+
+    def change(layers: list[Any]) -> None:
+        for layer in layers:
+            layer.lora_B["default"].weight.register_hook(torch.zeros_like)
+
+    return changed_adapter(change)
+
+
+def adapter_of_a_rank() -> Context:
+    """Each tensor-parallel rank keeps the gradient that its own outputs give the adapter's A."""
+    from llmtrain.models.parallel import tensor
+
+    return patch.object(tensor, "_read", lambda value, group: value)
+
+
+_LORA = '{"r": 4, "alpha": 8.0}'
+
+
+@contextlib.contextmanager
+def reference_that_trains() -> Iterator[None]:
+    """Log-probabilities are compared with those of the model itself."""
+    from llmtrain.objectives.preference import Answers
+
+    with patch.object(Answers, "ratio", property(lambda self: self.log_prob - self.log_prob.detach())):
+        yield
+
+
+def prompts_counted() -> Context:
+    """Tokens that do not count are counted in an answer's length."""
+    return patch("llmtrain.objectives.preference.IGNORE", -1)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def late_answers() -> Iterator[None]:
+    """What says which answer a token belongs to is late by one."""
+    from dataclasses import replace
+
+    from llmtrain.data import loader
+
+    right = loader._answers
+    with patch.object(loader, "_answers", lambda *a: replace(made := right(*a), answers=made.answers.roll(1, dims=1))):
+        yield
+
+
+@contextlib.contextmanager
+def divergence_of_a_micro_batch() -> Iterator[None]:
+    """kto's z is that of the rank's first micro-batch."""
+    from llmtrain.objectives.preference import Kto
+
+    right = Kto.look
+    with patch.object(Kto, "look", lambda self, micros, evaluate: right(self, micros[:1], evaluate)):
+        yield
+
+
 FAULTS: dict[str, Fault] = {
+    "pairs_per_micro_batch": Fault(
+        mean_per_micro_batch, {"zero": 2, "accumulation": 2, "objective": "dpo"}, "wrong weight in the mean"
+    ),
+    "reference_that_trains": Fault(reference_that_trains, {"zero": 2, "objective": "dpo"}, "forward pass"),
+    "prompts_counted": Fault(prompts_counted, {"zero": 2, "objective": "dpo_norm"}, "forward pass"),
+    "late_answers": Fault(late_answers, {"zero": 2, "objective": "dpo_norm"}, "forward pass"),
+    "divergence_of_a_micro_batch": Fault(
+        divergence_of_a_micro_batch, {"zero": 2, "accumulation": 2, "objective": "kto"}, "forward pass"
+    ),
+    "alpha_without_r": Fault(alpha_without_r, {"zero": 2, "adapter": _LORA}, "an adapter that is left out"),
+    "map_without_adapter": Fault(map_without_adapter, {"zero": 2, "adapter": _LORA}, "an adapter that is left out"),
+    "adapter_without_gradient": Fault(adapter_without_gradient, {"zero": 2, "adapter": _LORA}, "no gradient reaches"),
+    "adapter_of_a_rank": Fault(
+        adapter_of_a_rank, {"tensor": 2, "zero": 1, "adapter": _LORA}, "left out of the backward pass"
+    ),
     "mean_per_micro_batch": Fault(mean_per_micro_batch, {"zero": 2, "accumulation": 2}, "wrong weight in the mean"),
     "lost_micro_batch": Fault(lost_micro_batch, {"zero": 1, "accumulation": 3}, "forward pass"),
     "wrong_rank_count": Fault(wrong_rank_count, {"zero": 1}, "wrong number of ranks"),

@@ -74,18 +74,23 @@ def environment(**extra: str) -> dict[str, str]:
 
 def launch(recipe: Path, *overrides: str, slots: int = 2, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """Start `deepspeed --hostfile ... launch/train.py --config RECIPE ...`; output goes to the pipe."""
-    hosts = recipe.parent / f"hosts{slots}"
+    words = (str(REPO / "launch/train.py"), "--config", str(recipe), *overrides)
+    return deepspeed(recipe.parent, *words, slots=slots, env=env)
+
+
+def deepspeed(folder: Path, *words: str, slots: int = 2, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start `deepspeed --hostfile ... SCRIPT ...` in a folder; output goes to the pipe."""
+    hosts = folder / f"hosts{slots}"
     hosts.write_text(f"localhost slots={slots}\n")
     command = [
         "deepspeed",
         *("--hostfile", str(hosts), "--no_ssh_check", "--master_addr", "127.0.0.1"),
         *("--master_port", str(free_port())),
-        str(REPO / "launch/train.py"),
-        *("--config", str(recipe), *overrides),
+        *words,
     ]
     return subprocess.Popen(
         command,
-        cwd=recipe.parent,
+        cwd=folder,
         env=env or environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
+from llmtrain.config.objective import filled
 from llmtrain.config.run import (
+    AdapterConfig,
     DataConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimConfig,
     ResolvedRun,
     RunConfig,
@@ -56,6 +59,9 @@ class Form:
     """Other fields of the model's config."""
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
+    adapter: str = "{}"
+    """The section of that name."""
+    objective: str = "next_token"
 
     @property
     def name(self) -> str:
@@ -64,7 +70,8 @@ class Form:
         parts += [f"zero{self.zero}", f"x{self.ranks}"]
         tied = {None: [], True: ["tied"], False: ["untied"]}[self.tied]
         optimizer = [self.optimizer] if self.optimizer != "adamw" else []
-        return "-".join([self.family, *tied, *optimizer, *parts, self.precision])
+        objective = [self.objective] if self.objective != "next_token" else []
+        return "-".join([self.family, *tied, *optimizer, *objective, *parts, self.precision])
 
 
 def resolved(form: Form) -> ResolvedRun:
@@ -93,6 +100,8 @@ def resolved(form: Form) -> ResolvedRun:
                 freeze=list(form.freeze),
                 train_only=list(form.train_only),
             ),
+            adapter=AdapterConfig(**json.loads(form.adapter)),
+            objective=filled(ObjectiveConfig(name=form.objective)),  # type: ignore[arg-type]
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
             optim=OptimConfig(name=form.optimizer),  # type: ignore[arg-type]
             schedule=ScheduleConfig(warmup_steps=100),

@@ -20,6 +20,7 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import (
+    AdapterConfig,
     DataConfig,
     ModelConfig,
     OptimConfig,
@@ -93,6 +94,8 @@ class Case:
     lr: float = 3e-4
     decay: str = "matrices"
     freeze: tuple[str, ...] = ()
+    adapter: dict[str, Any] = field(default_factory=dict)
+    """The section of that name."""
 
 
 def save_checkpoint(
@@ -166,6 +169,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
                 mlp_tile_tokens=case.mlp_tile_tokens,
                 freeze=list(case.freeze),
             ),
+            adapter=AdapterConfig(**case.adapter),
             data=case_data(case),
             optim=OptimConfig(
                 name=case.optimizer,  # type: ignore[arg-type]
@@ -226,7 +230,7 @@ def make_engine(case: Case) -> tuple[ZeroEngine, Ranks]:
     """An engine with the run's initial weights, after all proofs that a run makes before its first step."""
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    spec = ModelSpec.of(resolved.run.model)
+    spec = ModelSpec.of(resolved.run.model, resolved.run.adapter)
     engine = start_engine(resolved, spec, ranks, mesh_of(resolved.degrees))
     assert isinstance(engine, ZeroEngine)
     write_weights(engine, spec.initial_weights(0, torch.device("cpu")), ranks)
@@ -312,23 +316,11 @@ def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
 
 
 def plain_pytorch(
-    case: Case, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = mean_cross_entropy
+    case: Case, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = mean_cross_entropy, model: Any = None
 ) -> Trace:
-    """The reference: transformers' model and logits, torch's AdamW, one process, one batch, fp32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = dict(case.model)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(fields.pop("model_type"), **fields), attn_implementation=case.attention
-    )
-    source = ModelSpec.of(ModelConfig(config=dict(case.model), attention=case.attention)).initial_weights(
-        0, torch.device("cpu")
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in case.freeze))
+    """The reference: transformers' model and logits, torch's AdamW, one process, one batch, fp32. `model`: in place of
+    the case's."""
+    model = plain_model(case) if model is None else model
     matrices = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
     vectors = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -355,6 +347,25 @@ def plain_pytorch(
         trace.norms.append(float(norm))
     trace.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return trace
+
+
+def plain_model(case: Case) -> Any:
+    """transformers' model with the case's initial weights, some of them frozen."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(case.model)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields), attn_implementation=case.attention
+    )
+    source = ModelSpec.of(ModelConfig(config=dict(case.model), attention=case.attention)).initial_weights(
+        0, torch.device("cpu")
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in case.freeze))
+    return model
 
 
 def plain_balance(config: Any, output: Any, accumulation: int) -> torch.Tensor | float:

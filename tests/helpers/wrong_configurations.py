@@ -160,8 +160,8 @@ CASES = [
     ),
     Wrong(
         "no such model folder",
-        ('model.pretrained = "Qwen/Q3"', "nothing is downloaded"),
-        {"model": {"config": ..., "pretrained": "Qwen/Q3"}},
+        ('model.pretrained = "Qwen/Q3/8B"', "no such file or folder", "or ORG/NAME on the Hub"),
+        {"model": {"config": ..., "pretrained": "Qwen/Q3/8B"}},
     ),
     Wrong(
         "weights of no checkpoint",
@@ -410,6 +410,44 @@ CASES = [
         ('model.freeze = ["lm_head.*"]', "zero_optimization.zero_hpz_partition_size = 2", "remove zero_hpz"),
         {"model": {"freeze": ["lm_head.*"]}},
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+    ),
+    # sites
+    Wrong(
+        "a site without a coordinator",
+        ("sites.coordinator = null", "HOST:PORT", "llmtrain sites coordinator"),
+        {"sites": {"name": "a"}},
+    ),
+    Wrong(
+        "a coordinator without a site",
+        ('sites.coordinator = "h:1"', "set sites.name", "line "),
+        {"sites": {"coordinator": "h:1"}},
+    ),
+    Wrong(
+        "a site's name that is none",
+        ('sites.name = "a:b"', "letters, digits", "give another"),
+        {"sites": {"name": "a:b", "coordinator": "h:1"}},
+    ),
+    Wrong(
+        "a public address without a tunnel",
+        ('sites.listen = "8.8.8.8"', "neither encrypted nor signed", "a tunnel"),
+        {"sites": {"name": "a", "coordinator": "h:1", "listen": "8.8.8.8"}},
+    ),
+    Wrong(
+        "a site that waits longer than its watch",
+        ("sites.timeout_s = 300", "here 200", "lower it, or raise them"),
+        {"sites": {"name": "a", "coordinator": "h:1", "timeout_s": 300}, "fault": {"stall_timeout_s": 200}},
+    ),
+    Wrong(
+        "whole models in a site",
+        ("zero_optimization.stage = 0", "share it when they talk to other sites", "1, 2 or 3"),
+        {"sites": {"name": "a", "coordinator": "h:1"}},
+        {"zero_optimization": {"stage": 0}},
+    ),
+    Wrong(
+        "a pipeline in a site",
+        ("pipeline.stages = 2", "ZeRO alone so far", "remove sites.name"),
+        {"sites": {"name": "a", "coordinator": "h:1"}},
+        {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}},
     ),
     # the batch equation
     Wrong(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.frozen import frozen_source
@@ -274,7 +275,7 @@ def test_a_changed_folder_ends_the_resume_and_a_moved_one_is_found_by_model_pret
         change(file)
         for told, _ in pools(2).run(gone_on, other, str(tmp_path / "run")):
             assert told.startswith("FrozenSourceError") and str(folder) in told and says in told, told
-            assert "Put that folder, or a link to it, in its place again" in told
+            assert "Put that folder, or a link to it, in its place again; or move what is there away" in told
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
 
 
@@ -295,6 +296,8 @@ def flip_embedding(file: Path) -> None:
     ids=lambda form: form.name,
 )
 def test_parity_freezes_the_same(pools, form):
+    if form.family == "ernie4_5_moe" and transformers.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 leaves Ernie's gates uninitialized, so parity refuses to start from them")
     outcome = check(pools, replace(form, steps=8))
     assert outcome.verdict.passed, outcome.verdict.first
 
@@ -325,6 +328,7 @@ def test_a_checkpoint_with_moments_of_other_parameters_is_refused(pools, small_d
     for freeze in ((), (*FREEZE, "lm_head.*")):
         (told, *_) = pools(2).run(half_refused, replace(case, freeze=freeze), str(tmp_path))
         assert "Train the same parameters" in told and "resume_weights_only" in told
+        assert ("in all" not in told) if freeze else ("(28 in all), which this run trains" in told), told
 
 
 def half_refused(case: Case, folder: str) -> str:

@@ -67,6 +67,9 @@ TELLING = [
     Form(zero=2, optimizer="lion"),
     Form(zero=2, precision="bf16", extra=json.dumps({"bf16": {"enabled": True, "bf16_optimizer_states": True}})),
     replace(FORMS["ep2"], family="mixtral", changes=json.dumps(BALANCED), accumulation=2),
+    Form(zero=3, accumulation=2, objective="orpo", steps=8),
+    replace(FORMS["pp2"], objective="kto", steps=8),
+    replace(FORMS["tp2"], objective="ipo", precision="bf16", steps=8),
 ]
 TELLING_SLOW = [
     replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"),

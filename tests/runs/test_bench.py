@@ -23,6 +23,7 @@ SMALLER = {
     "train_speed.py": ["--rounds", "1", "--steps", "1", "--sequence", "32", "--micro-batch", "1"],
     "long_context.py": ["--tokens", "64", "--limit-gib", "4"],
     "start.py": ["--rounds", "1"],
+    "posttraining.py": ["--mb", "0.5", "--vocabularies", "1024", "--rounds", "1"],
     "pipeline.py": ["--stages", "2", "--micro", "2", "--forward-ms", "5", "--steps", "1"],
     "watch.py": ["--hidden", "32", "--layers", "1", "--blocks", "6"],
     "watch.py --hosts": ["--hosts", "16"],

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from llmtrain.config.run import DataConfig
 from llmtrain.data.packing import TrainData
 from tests.helpers.chat import KINDS, expected, write_tokenizer
 from tests.helpers.launching import environment, losses
+from tests.helpers.preference import Plain, preferences
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "posttraining.md"
@@ -58,17 +62,13 @@ def plain_losses(folder: Path, talks: list[list[dict[str, str]]]) -> list[float]
     from transformers import AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
-    groups = [{"params": [p for p in hf.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-              {"params": [p for p in hf.parameters() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: RATES[min(step, STEPS - 1)])
     by_hand = {tuple(ids): counted for talk in talks for ids, counted in expected(folder / "model", KIND, talk)}
     data = TrainData(DataConfig(path=str(folder / "data/talks"), sequence_length=LENGTH, isolate_documents=True))
-    found = []
-    for step in range(STEPS):
+
+    def loss(step: int) -> torch.Tensor:
         total, count = torch.zeros(()), 0
         for index in range(step * BATCH, (step + 1) * BATCH):
-            inputs, _, positions = data.window_at(index)
+            inputs, positions = data.window_at(index).inputs, data.window_at(index).positions
             assert positions is not None
             for row in np.split(inputs, np.flatnonzero(positions == 0)[1:]):
                 if (counted := by_hand.get(tuple(row.tolist()))) is None:
@@ -77,12 +77,26 @@ def plain_losses(folder: Path, talks: list[list[dict[str, str]]]) -> list[float]
                 logits = hf(input_ids=torch.from_numpy(row)[None]).logits[0, :-1]
                 every = F.cross_entropy(logits, torch.from_numpy(row)[1:], reduction="none")
                 total, count = total + every[torch.tensor(counted[1:])].sum(), count + sum(counted[1:])
+        return total / count
+
+    return plain_steps(hf, loss)
+
+
+def plain_steps(hf: Any, loss_of: Callable[[int], torch.Tensor]) -> list[float]:
+    """The losses of a run's steps, by torch's AdamW."""
+    groups = [{"params": [p for p in hf.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+              {"params": [p for p in hf.parameters() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: RATES[min(step, STEPS - 1)])
+    found = []
+    for step in range(STEPS):
+        loss = loss_of(step)
         optimizer.zero_grad()
-        (total / count).backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        found.append(total.item() / count)
+        found.append(loss.item())
     return found
 
 
@@ -96,7 +110,9 @@ def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
-    (tmp_path / "sft.yaml").write_text(blocks("yaml")[0])
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in preferences(150)))
+    for name, text in zip(("sft", "dpo", "lora"), blocks("yaml"), strict=True):
+        (tmp_path / f"{name}.yaml").write_text(text)
     printed = ""
     for command in blocks("bash"):
         done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)),
@@ -112,3 +128,54 @@ def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path) -> None:
     export = tmp_path / "runs/sft/export"
     assert json.loads((export / "config.json").read_text())["eos_token_id"] is not None
     assert (export / "tokenizer_config.json").is_file()
+    adapted = losses(tmp_path / "runs/lora")
+    assert adapted[1] == pytest.approx(ours[1], rel=1e-6) and adapted[STEPS] < adapted[1]
+    lora, merged = tmp_path / "runs/lora/export", tmp_path / "merged"
+    assert (lora / "adapter_config.json").is_file() and not (lora / "config.json").exists()
+    assert (merged / "model.safetensors").is_file() and (merged / "config.json").is_file()
+    for folder in (lora, merged):
+        assert (folder / "tokenizer_config.json").read_bytes() == (export / "tokenizer_config.json").read_bytes()
+    check_preferences(tmp_path)
+
+
+def check_preferences(folder: Path) -> None:
+    """What dpo.yaml has left, against one process and the definition; and that another model's column is refused."""
+    rows = [json.loads(line) for line in (folder / "runs/dpo/metrics.jsonl").read_text().splitlines()]
+    first = next(row for row in rows if row["step"] == 1)
+    assert first["pairs/margin"] == 0.0 and first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    ours = losses(folder / "runs/dpo")
+    assert [ours[step + 1] for step in range(STEPS)] == pytest.approx(plain_dpo(folder), rel=1e-5)
+    assert 0 <= rows[-1]["eval/pairs/accuracy"] <= 1 and "eval/perplexity" not in rows[-1]
+    other = ["--model.pretrained", "model", "--train.run_dir", "runs/other"]
+    assert "are of other weights than model.pretrained = 'model' has" in refused(folder, "train", "--config", *other)
+    column = folder / "data/pairs/reference.json"
+    told = json.loads(column.read_text())
+    column.write_text(json.dumps({**told, "weights": "0" * 32}))  # as of another model, written since
+    assert f"reference is ['{told['weights']}'] there" in refused(folder, "train", "--config", "--train.max_steps", "4")
+    column.unlink()
+    assert "run `llmtrain reference RUN.yaml`" in refused(folder, "config", "check")
+
+
+def refused(folder: Path, *words: str) -> str:
+    """What a command that refuses dpo.yaml says; its first two words, the file, more words."""
+    done = subprocess.run(["llmtrain", *words[:2], "dpo.yaml", *words[2:]], cwd=folder, capture_output=True, text=True,
+                          env=environment(PYTHONPATH=str(ROOT)))  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
+def plain_dpo(folder: Path) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(folder / "runs/sft/export", dtype=torch.float32)
+    plain = Plain(hf, folder / "data/pairs")
+    with torch.no_grad():
+        reference = dict(enumerate(plain.answers(list(range(len(plain.rows))))[0].tolist()))
+    data = TrainData(DataConfig(path=str(folder / "data/pairs"), sequence_length=LENGTH, isolate_documents=True))
+
+    def loss(step: int) -> torch.Tensor:
+        windows = [data.window_at(index) for index in range(step * BATCH, (step + 1) * BATCH)]
+        rows = [int(row) for window in windows if window.rows is not None for row in window.rows]
+        return plain.loss("dpo", rows, reference)
+
+    return plain_steps(hf, loss)

@@ -12,8 +12,8 @@ from llmtrain.cluster.hosts.envfile import read_env_file
 from llmtrain.cluster.hosts.environment import PREFIXES, travelling
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.cluster.launch import supervise
-from llmtrain.cluster.launch.command import MAX_RESTARTS
 from llmtrain.cluster.launch.plan import Plan, place_lines
+from llmtrain.launch import MAX_RESTARTS
 from tests.helpers.launching import environment
 from tests.runs.test_docs import ROOT, Workplace
 

@@ -7,6 +7,9 @@ in others. In a folder of weights that was trained they are not zero, and withou
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,11 @@ from llmtrain.checkpoint.hf.exporting import MARK
 from llmtrain.cli import main
 from llmtrain.config.run import DataConfig
 from llmtrain.data.loader import TrainData, TrainLoader
-from tests.helpers import forked
+from tests.helpers import forked, launching
 from tests.helpers.checkpoints import at
 from tests.helpers.families import FROZEN
 from tests.helpers.hf_folders import new_model
+from tests.helpers.hub_server import serving
 from tests.helpers.launching import losses
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -193,6 +197,48 @@ def test_a_run_that_freezes_leaves_those_in_their_folder_and_exports_them_byte_b
     same = {name for name, value in before.items() if after[name].dtype == value.dtype and after[name].equal(value)}
     assert after.keys() == before.keys() and same == frozen
     assert main(["checkpoint", "verify", str(at(tmp_path / "a" / "run", STEPS))]) == 0
+
+
+def on_own_hosts(url: str, caches: list[str], rank: int) -> None:
+    """A rank finds its Hub and its cache, as on a host of its own."""
+    from huggingface_hub import constants
+
+    os.environ.pop("HF_TOKEN", None)
+    constants.ENDPOINT, constants.HF_HUB_DISABLE_XET = url, True
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = url + "/{repo_id}/resolve/{revision}/{filename}"
+    constants.HF_HUB_CACHE = caches[rank % len(caches)]
+
+
+def test_a_base_on_the_hub_is_fetched_once_a_host_and_stays_at_its_commit(small_data, tmp_path, monkeypatch):
+    """Through DeepSpeed's launcher; the Hub's main moves; two other hosts, with caches of their own, go on with it."""
+    model = new_model("llama", vocab_size=512, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
+    freeze = {"pretrained": "org/base", "freeze": ["model.embed_tokens.*", "model.layers.0.*"]}
+    path = recipe(tmp_path / "a", small_data, "zero1", freeze)
+    run, home = tmp_path / "a" / "run", tmp_path / "home"
+    with serving() as hub:
+        commit = hub.add("models/org/base", tmp_path / "hf")
+        env = launching.environment(HF_ENDPOINT=hub.url, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
+        code, output = launching.finish(launching.launch(path, "--train.max_steps", "2", env=env))
+        assert code == 0 and f"it is that of {hub.url}: commit {commit} (main)" in output, output
+        assert hub.count("GET /api/models/org/base") == 1
+        assert yaml.safe_load((run / "config.yaml").read_text())["model"]["revision"] == commit
+
+        new_model("llama", vocab_size=512, num_hidden_layers=3).save_pretrained(tmp_path / "newer")
+        hub.add("models/org/base", tmp_path / "newer")
+        shutil.rmtree(home)
+        caches = [str(tmp_path / "one"), str(tmp_path / "two")]
+        code, output = forked.finish(path, before=partial(on_own_hosts, hub.url, caches))
+        assert code == 0 and "resumed from" in output and f"commit {commit} (with which the run began)" in output, (
+            output
+        )
+        assert hub.count("GET /api/models/org/base") == 3
+    before, after = folder_tensors(tmp_path / "hf"), folder_tensors(run / "export")
+    frozen = {name for name, value in before.items() if after[name].dtype == value.dtype and after[name].equal(value)}
+    assert after.keys() == before.keys() and len(frozen) == 10
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", caches[1])
+    shutil.rmtree(caches[0])  # where rank 0, which wrote the manifest, had it
+    assert main(["checkpoint", "verify", str(at(run, STEPS))]) == 0
 
 
 def test_a_folder_without_its_biases_is_refused_before_training(small_data, tmp_path, capsys):

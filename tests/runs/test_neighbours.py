@@ -26,8 +26,8 @@ from tests.helpers import stalls
 from tests.helpers.forked import Launch
 from tests.helpers.launching import REPO, environment, free_port, gone, losses, rows, write_recipe
 from tests.runs.test_watch import agents_of
-from tests.unit.test_launch_attempts import JOB
-from tests.unit.test_launch_killed import LAUNCH, RUNS
+from tests.unit.cluster.test_launch_attempts import JOB
+from tests.unit.cluster.test_launch_killed import LAUNCH, RUNS
 
 STALL_S = 4.0
 ENDINGS = ("complete", "killed", "interrupted")

@@ -24,6 +24,8 @@ from tests.helpers import stalls
 from tests.helpers.forked import Launch
 from tests.helpers.gpu_texts import ILLEGAL, watchdog_ended
 from tests.helpers.launching import (
+    REPO,
+    deepspeed,
     environment,
     finish,
     gone,
@@ -63,6 +65,31 @@ def explained(small_data: str, folder: Path, fault: Any, *overrides: str, wandb:
     assert job.output().count("error: fault after step") == 1 and f"error: {event['text']}" in job.output()
     assert len(event["all_ranks"]) == 2
     return event
+
+
+def test_a_script_without_the_rest_of_llmtrain_is_watched(tmp_path):
+    """That of docs/watch.md; in its third step a rank sleeps."""
+    (text,) = re.findall(r"^```python\n(.*?)^```", (REPO / "docs/watch.md").read_text(), flags=re.M | re.S)
+    text = text.replace("stall_timeout_s=300", "stall_timeout_s=4")
+    text = text.replace("    for step", "    import sys, time\n    print('loaded', *sys.modules)\n    for step")
+    # DeepSpeed would compile its shared-memory collectives, for a minute.
+    text = text.replace(
+        "    import torch\n", "    import torch\n    deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
+    )
+    sleeps = "time.sleep(600 if step == 3 and engine.global_rank == 1 else 0)"
+    text = text.replace("engine.backward(", f"{sleeps}\n            engine.backward(")
+    (tmp_path / "own.py").write_text(text)
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    code, output = finish(deepspeed(tmp_path, "own.py"), 120)
+    (event,) = rows(tmp_path / "runs/mine", "events.jsonl")[-1:]
+    zero, one = event["all_ranks"]
+    assert code != 0 and f"error: {event['text']}" in output and "error: fault after step 2: rank 1 " in output, output
+    assert f"in forward at {tmp_path.name}/own.py:" in event["text"], event["text"]
+    assert (event["kind"], event["ranks"], one["inside"], zero["inside"]) == ("fault", [1], False, True), event
+    assert one["collectives"] == zero["collectives"] - 1 > 2
+    loaded = {name.split(".")[1] for name in re.findall(r"llmtrain\.[\w.]+", output.partition("loaded")[2])}
+    assert loaded - {"py"} <= {"cluster", "errors", "files", "log", "redact", "units"}
+    assert gone(agents_of(tmp_path / "runs/mine"), ENDED_S)
 
 
 def test_a_killed_rank_is_explained_and_nothing_is_left(small_data, tmp_path):

@@ -20,7 +20,7 @@ from tests.helpers import config_workplace
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.hf_folders import model_folder, new_model
 from tests.helpers.prepared import random_shards, write_prepared
-from tests.unit.test_pickles import archive, doubled, doubled_lists, in_dict, nested
+from tests.unit.checkpoint.test_pickles import archive, doubled, doubled_lists, in_dict, nested
 
 DEEP = "[" * 100_000 + "]" * 100_000
 LONG = "1" + "0" * 10_000

@@ -20,18 +20,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "files", "foreign", "optimizers", "units"),
     ("topology",),
     ("log", "redact"),
-    ("config", "tensors"),
-    ("completion", "schedule"),
-    ("cluster", "data", "models", "tracking"),
+    ("hub",),
+    ("cluster", "config", "tensors"),
+    ("base", "completion", "schedule"),
+    ("data", "models", "tracking"),
     ("dist", "objectives"),
     ("engine",),
     ("start",),
     ("checkpoint", "session"),
-    ("begin", "check", "checkpoints", "consistency", "doctor", "generate", "init", "parity", "saving"),
-    ("finish",),
+    ("begin", "check", "checkpoints", "consistency", "doctor", "generate", "init", "parity", "saving", "sites"),
+    ("finish", "reference"),
     ("loop",),
     ("run",),
-    ("train",),
+    ("launch", "train"),
     ("cli",),
     ("__main__",),
 )
@@ -46,10 +47,13 @@ LIGHT = (
     "topology",
     "log",
     "redact",
+    "hub",
+    "base",
     "config",
     "cluster",
     "doctor",
     "init",
+    "launch",
     "cli",
     "__main__",
 )
@@ -214,7 +218,7 @@ def test_deepspeed_initialize_is_called_in_one_file() -> None:
 
 def test_collectives_name_their_group_and_count_ranks_within_it() -> None:
     """A site's ranks are not all there are: outside of `dist`, which makes the first groups, nothing reaches beyond."""
-    from llmtrain.dist.collectives import _FUNCTIONS
+    from llmtrain.cluster.watch.collectives import _FUNCTIONS
 
     makers = {"new_group", "split_group"}
     reaching = {*_FUNCTIONS, "get_rank", "get_world_size", "get_backend"} - makers

@@ -96,7 +96,8 @@ PRESETS = {
     "small-32k": Preset(model={**SMALL, "vocab_size": 32768}, sequence=256, micro_batch=2, accumulation=1, steps=4),
     "0.5b": Preset(model=QWEN_HALF_B, sequence=4096, micro_batch=4, accumulation=2, steps=10),
     "1.2b": Preset(model=LLAMA_1B, sequence=4096, micro_batch=2, accumulation=4, steps=8),
-    # The state alone fills 120 of an H200's 139 GiB (tests/unit/test_fake_steps.py): gradients are summed in bf16.
+    # The state alone fills 120 of an H200's 139 GiB (tests/unit/models/test_fake_steps.py): gradients are summed in
+    # bf16.
     "8b": Preset(model=LONG["8b"], sequence=4096, micro_batch=1, accumulation=4, steps=4, recompute=True),
 }
 

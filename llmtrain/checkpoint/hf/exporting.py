@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,8 @@ from torch import Tensor
 from llmtrain import foreign, log, units
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, hash_file, problems, read_trainer
+from llmtrain.checkpoint.hf.adapter import Merge, adapter_of, prove_merge, write_peft
+from llmtrain.checkpoint.hf.beside import MARK, SOURCE, copy_beside, run_id, write_mark, write_others
 from llmtrain.checkpoint.hf.proofs import (
     CHUNK,
     Check,
@@ -26,28 +27,21 @@ from llmtrain.checkpoint.hf.proofs import (
     prove_logits,
     read_back,
 )
-from llmtrain.checkpoint.hf.special_tokens import configure, generation_settings, special_ids
 from llmtrain.checkpoint.hf.weight_files import DTYPES, MAX_SHARD_BYTES, Shard, WeightFiles, as_described, cut
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
-from llmtrain.config.run import ModelConfig
+from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
+from llmtrain.models.adapter import adapted
 from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.layout import FolderLayout
-from llmtrain.models.source import INDEX, SafetensorsSource, refuse_escape
+from llmtrain.models.source import SafetensorsSource
 from llmtrain.optimizers import PARAM
 from llmtrain.tensors.checksum import checksum
 from llmtrain.tensors.pieces import DTYPE_OF
 from llmtrain.tensors.tensorfile import numel
 
-MARK = "llmtrain_export.json"
-"""Says which checkpoint a folder was made from; such a folder may be replaced by a later export of the same run."""
-SOURCE = "source"
-"""Folder beside `checkpoints`: the files of an imported Hugging Face folder that are no weights."""
-_HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
-_BESIDE_LIMIT = 256 << 20  # bytes; the largest tokenizers have 40 MB
 _SPACE = 64 << 20  # bytes for the files beside the weights
 
 
@@ -58,14 +52,18 @@ def export_hf(
     *,
     max_shard_bytes: int | None = None,
     check: Check = "auto",
+    merge: bool = False,
     trust_remote_code: bool = False,
 ) -> Report:
     """Write `out` so that AutoModelForCausalLM.from_pretrained loads it; a tied weight is written once.
+
+    Of a run with an adapter it is a PEFT folder, which that loads as well where peft is installed.
 
     Args:
         dtype: fp32, bf16 or fp16; default: the precision of the training, or the types of the folder that the
             checkpoint was imported from.
         max_shard_bytes: largest weight file; default 5 GB, or the files of the imported folder.
+        merge: write the whole model with the adapter added to its weights, in fp32, rounded once.
 
     Raises:
         CheckpointError: `checkpoint` is none or damaged, `out` exists and is no earlier export of the same run, a value
@@ -79,27 +77,60 @@ def export_hf(
     trainer = read_trainer(checkpoint)
     target = _target(checkpoint, out, trainer)
     layout = layout_of(_model(checkpoint, trainer), trust_remote_code=trust_remote_code)
-    report = Report(out)
-    _check_names(reader, layout, report)
+    report, adapter = Report(out), adapter_of(reader, trainer)
+    if merge and adapter is None:
+        raise CheckpointError(f"{checkpoint}: it holds no adapter, so there is nothing to merge. Leave out --merge.")
+    merged = Merge(reader, adapter)
+    merged.check()
+    _check_names(reader, layout, merged.names, report)
+    if adapter is not None and not merge:
+        return _export_adapter(reader, trainer, layout, adapter, dtype, (out, target), check, report)
     files = _weight_files(reader, trainer, layout, dtype, max_shard_bytes)
-    plan = {
-        "to-hf": str(checkpoint.resolve()),
-        "manifest": hash_file(checkpoint / MANIFEST),
-        "files": xxhash.xxh3_64_hexdigest(json.dumps({name: asdict(s) for name, s in files.shards.items()}).encode()),
-        "check": check,
-    }
+    shards = json.dumps({name: asdict(shard) for name, shard in files.shards.items()})
+    plan = {"to-hf": str(checkpoint.resolve()), "manifest": hash_file(checkpoint / MANIFEST), "check": check}
+    plan |= {"files": xxhash.xxh3_64_hexdigest(shards.encode())} | ({"merge": "yes"} if merge else {})
     with OutputFolder(target, plan) as folder:
         folder.need(files.bytes + _SPACE)
-        rounded = _write_weights(folder, reader, layout, files, rounded=check != "none")
+        rounded = _write_weights(folder, reader, layout, files, merged, rounded=check != "none")
         report.add("source", f"{len(layout.shapes)} checksums are those of the manifest")
-        _write_others(folder.partial, reader, trainer, layout, files, report)
+        if merge:
+            report.add("merged", f"{len(merged.paths)} maps, each in fp32 and rounded once")
+        write_others(folder.partial, reader, trainer, layout, files, report)
+        if adapter is not None and check != "none":
+            prove_merge(merged, adapted(layout.skeleton, adapter), layout, check, report)
         if check != "none":
-            _prove(folder.partial, reader, layout, files, rounded, check, report, trust_remote_code=trust_remote_code)
+            values = _Rounding(reader, layout, files, merged, rounded=False).value
+            _prove(folder.partial, values, layout, files, rounded, check, report, trust_remote_code=trust_remote_code)
         folder.commit()
     if target != out:
         _replace(out, target)
     reader.close()
     report.add("written", f"{out}: {units.size(files.bytes)} of weights in {len(files.shards)} file(s)")
+    return report
+
+
+def _export_adapter(
+    reader: CheckpointReader,
+    trainer: Mapping[str, Any],
+    layout: FolderLayout,
+    adapter: AdapterConfig,
+    dtype: str | None,
+    places: tuple[Path, Path],
+    check: Check,
+    report: Report,
+) -> Report:
+    """A PEFT folder. `places`: (where it will be, where it is written)."""
+    out, target = places
+    kind = DTYPES[dtype or reader.manifest.layout.get("precision") or "fp32"]
+    with OutputFolder(target, {"to-hf": str(reader.folder.resolve()), "adapter": kind}) as folder:
+        size = write_peft(folder.partial, reader, trainer, layout, adapter, kind, check, report)
+        copy_beside(folder.partial, trainer, reader.folder, report)
+        write_mark(folder.partial, reader.folder, trainer)
+        folder.commit()
+    if target != out:
+        _replace(out, target)
+    reader.close()
+    report.add("written", f"{out}: {units.size(size)} for peft")
     return report
 
 
@@ -122,7 +153,7 @@ def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any]) -> Path:
         return out
     ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, whoever made it
     try:
-        marked = foreign.loads((out / MARK).read_bytes())["run"] == _run_id(checkpoint, trainer)
+        marked = foreign.loads((out / MARK).read_bytes())["run"] == run_id(checkpoint, trainer)
     except (OSError, ValueError, KeyError, TypeError):
         marked = False
     if not marked and not (ours and (out / "config.json").is_file()):
@@ -147,10 +178,6 @@ def _replace(out: Path, new: Path) -> None:
     remove_tree(old)
 
 
-def _run_id(checkpoint: Path, trainer: Mapping[str, Any]) -> str:
-    return str(trainer.get("wandb_id") or checkpoint.resolve().parent.parent)
-
-
 def _model(checkpoint: Path, trainer: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(trainer.get("model_config"), dict):
         raise CheckpointError(f"{checkpoint / TRAINER} does not tell model_config, so no model can be written.")
@@ -160,9 +187,10 @@ def _model(checkpoint: Path, trainer: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(config=config, attention="eager")
 
 
-def _check_names(reader: CheckpointReader, layout: FolderLayout, report: Report) -> None:
-    """Every parameter of the model class is there with its shape, and nothing else."""
-    model, held = type(layout.skeleton).__name__, {name: reader.shape(name) for name in reader.order()}
+def _check_names(reader: CheckpointReader, layout: FolderLayout, adapter: Collection[str], report: Report) -> None:
+    """Every parameter of the model class is there with its shape, and nothing else but an adapter's."""
+    model = type(layout.skeleton).__name__
+    held = {name: reader.shape(name) for name in reader.order() if name not in adapter}
     lacking, surplus = sorted(layout.shapes.keys() - held.keys()), sorted(held.keys() - layout.shapes.keys())
     if lacking or surplus:
         raise CheckpointError(
@@ -206,9 +234,12 @@ def _weight_files(
 class _Rounding:
     """Reads a tensor of a file from the checkpoint in the file's type, and adds up checksums of what passes."""
 
-    def __init__(self, reader: CheckpointReader, layout: FolderLayout, files: WeightFiles, *, rounded: bool) -> None:
-        self._reader, self._layout, self._files = reader, layout, files
+    def __init__(
+        self, reader: CheckpointReader, layout: FolderLayout, files: WeightFiles, merge: Merge, *, rounded: bool
+    ) -> None:
+        self._reader, self._layout, self._files, self._merge = reader, layout, files, merge
         self._dtype_of = files.dtype_of()
+        self._dtype_of_parameter = {files.parts[tensor].parameter: kind for tensor, kind in self._dtype_of.items()}
         self._rounded = rounded
         self.sums: dict[str, dict[int, tuple[int, int]]] = {}
         """Tensor -> {first element: (checksum in the source, checksum once rounded)}, one entry a chunk."""
@@ -217,14 +248,20 @@ class _Rounding:
         """For stream_tensors: elements [start, stop) of a tensor of the file. Raises CheckpointError."""
         part, dtype = self._files.parts[tensor], DTYPE_OF[self._dtype_of[tensor]]
         at = part.start + start
-        values = self._reader.read(part.parameter, at, part.start + stop)
+        given = self._reader.read(part.parameter, at, part.start + stop)
+        values = self._merge(part.parameter, at, given)
         out = values.to(dtype)
         if out.numel() and dtype != torch.float32 and not bool(torch.isfinite(torch.stack(out.aminmax())).all()):
             self._refuse_overflow(part.parameter, values, out)
-        before = checksum(values, at)
-        after = checksum(out, at) if self._rounded and dtype != torch.float32 else before
+        before = checksum(given, at)
+        after = checksum(out, at) if self._rounded and out is not given else before
         self.sums.setdefault(tensor, {})[start] = (before, after)
         return out
+
+    def value(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements of a parameter as the file has them, in fp32."""
+        values = self._merge(name, start, self._reader.read(name, start, stop))
+        return values.to(DTYPE_OF[self._dtype_of_parameter[name]]).float()
 
     def _refuse_overflow(self, name: str, values: Tensor, out: Tensor) -> None:
         lost = values[torch.isinf(out) & torch.isfinite(values)]
@@ -237,10 +274,16 @@ class _Rounding:
 
 
 def _write_weights(
-    folder: OutputFolder, reader: CheckpointReader, layout: FolderLayout, files: WeightFiles, *, rounded: bool
+    folder: OutputFolder,
+    reader: CheckpointReader,
+    layout: FolderLayout,
+    files: WeightFiles,
+    merge: Merge,
+    *,
+    rounded: bool,
 ) -> dict[str, int]:
     """Write the weight files and hold the source against its manifest. Returns the checksums of what was written."""
-    rounding = _Rounding(reader, layout, files, rounded=rounded)
+    rounding = _Rounding(reader, layout, files, merge, rounded=rounded)
 
     def write(path: Path, shard: Shard, progress: log.Progress) -> dict[str, Any]:
         tensors = {tensor: (dtype, files.parts[tensor].shape) for tensor, dtype in shard.tensors.items()}
@@ -272,89 +315,9 @@ def _write_weights(
     return {name: value % 2**64 for name, value in after.items()}
 
 
-def _write_others(
-    folder: Path,
-    reader: CheckpointReader,
-    trainer: Mapping[str, Any],
-    layout: FolderLayout,
-    files: WeightFiles,
-    report: Report,
-) -> None:
-    """Configuration, generation configuration, tokenizer, index, and where all of it comes from."""
-    checkpoint = reader.folder
-    imported, tokenizer = "source" in trainer, trainer.get("tokenizer_dir")
-    beside = checkpoint.parent.parent / SOURCE if imported else Path(tokenizer) if tokenizer else None
-    if beside is not None and beside.is_dir():
-        for file in beside_weights(beside, python=imported):
-            shutil.copy2(file, folder / file.name)
-    elif beside is not None:
-        report.add("tokenizer", f"none: {beside}, where the run found it, is gone")
-    as_they_came = layout.frozen | reader.frozen_types().keys()
-    kinds = files.dtype_of().items()
-    dtype = _HF_DTYPES[next(kind for tensor, kind in kinds if files.parts[tensor].parameter not in as_they_came)]
-    if imported:
-        _keep_config(folder / "config.json", trainer["source"], files, dtype)
-    else:
-        config = layout.skeleton.config
-        config.dtype, config.architectures = dtype, [type(layout.skeleton).__name__]
-        ids = special_ids(beside, trainer.get("separator_id"))
-        if ids:
-            configure(config, ids)
-            if not (folder / "generation_config.json").exists():  # else an imported folder's own, with its sampling
-                settings = generation_settings(config, ids)
-                (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        (folder / "config.json").write_text(config.to_json_string())
-    index = files.index(sum(map(numel, layout.shapes.values())))
-    same_files = imported and files.shards.keys() == trainer["source"]["files"].keys() and (folder / INDEX).is_file()
-    if index is None:
-        (folder / INDEX).unlink(missing_ok=True)
-    elif not same_files or _weight_map((folder / INDEX).read_bytes()) != _weight_map(index):
-        (folder / INDEX).write_text(index)
-    mark = {
-        "run": _run_id(checkpoint, trainer),
-        "checkpoint": str(checkpoint.resolve()),
-        "step": trainer.get("step"),
-        "manifest": hash_file(checkpoint / MANIFEST),
-    }
-    (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n")
-
-
-def _weight_map(index: str | bytes) -> Any:
-    return foreign.loads(index)["weight_map"]
-
-
-def beside_weights(folder: Path, *, python: bool) -> list[Path]:
-    """The files of a model folder that are no weights: configurations, tokenizer, templates, card; code if asked for.
-
-    Raises:
-        ModelError: one is a link that leaves the folder.
-    """
-    found = []
-    for file in sorted(folder.iterdir()):
-        plain = file.suffix in _BESIDE or file.name.startswith(("LICENSE", "NOTICE"))
-        if (plain or (python and file.suffix == ".py")) and file.is_file() and file.stat().st_size <= _BESIDE_LIMIT:
-            found.append(refuse_escape(folder, file))
-    return found
-
-
-def _keep_config(path: Path, source: Mapping[str, Any], files: WeightFiles, dtype: str) -> None:
-    """The imported config.json, byte by byte unless the weights have another type now."""
-    known, config = source["files"], dict(source["config"])
-    before = {tensor: kind for shard in known.values() for tensor, kind in shard["tensors"].items()}
-    same = all(files.dtype_of().get(tensor) == kind for tensor, kind in before.items())
-    try:
-        unchanged = foreign.loads(path.read_bytes(), infinite=True) == config
-    except (OSError, ValueError):
-        unchanged = False
-    if not same:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    if not same or not unchanged:
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
 def _prove(
     folder: Path,
-    reader: CheckpointReader,
+    values: Callable[[str, int, int], Tensor],
     layout: FolderLayout,
     files: WeightFiles,
     rounded: Mapping[str, int],
@@ -372,10 +335,5 @@ def _prove(
     check_extents(read_back(written, layout, rounded, "reading back"), layout, report)
     written.close()
     report.add("round trip", f"{len(rounded)} parameters read back, equal to the source bit by bit once rounded")
-    dtypes = {files.parts[tensor].parameter: DTYPE_OF[kind] for tensor, kind in files.dtype_of().items()}
-
-    def values(name: str, start: int, stop: int) -> Tensor:
-        return reader.read(name, start, stop).to(dtypes[name]).float()
-
-    kinds = set(dtypes.values())
+    kinds = {DTYPE_OF[kind] for kind in files.dtype_of().values()}
     prove_logits(layout, values, folder, check, report, dtypes=kinds, trust_remote_code=trust_remote_code)

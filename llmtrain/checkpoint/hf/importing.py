@@ -16,7 +16,8 @@ from llmtrain import foreign, log, units
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, read_trainer, step_folder
-from llmtrain.checkpoint.hf.exporting import SOURCE, beside_weights, layout_of
+from llmtrain.checkpoint.hf.beside import SOURCE, beside_weights
+from llmtrain.checkpoint.hf.exporting import layout_of
 from llmtrain.checkpoint.hf.proofs import CHUNK, Check, Report, check_extents, prove_logits, read_back
 from llmtrain.checkpoint.hf.weight_files import DTYPES, describe
 from llmtrain.checkpoint.output import claim

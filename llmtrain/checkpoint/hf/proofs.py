@@ -157,29 +157,62 @@ def prove_logits(
     """
     # transformers reads tensors of one type as they are; of several it would round some to the model's.
     loads_as = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
-    hf = layout.skeleton
-    rest, layers = _parts(hf)
+    compare_logits(
+        layout,
+        lambda tokens: logits_of(layout.skeleton, values, tokens),
+        lambda tokens: _folder_logits(folder, tokens, loads_as, trust_remote_code=trust_remote_code),
+        check,
+        report,
+        title="logits",
+        what=f"{folder}, loaded by transformers,",
+        resident=loads_as.itemsize * sum(map(numel, layout.shapes.values())),
+    )
+
+
+def compare_logits(
+    layout: FolderLayout,
+    source: Callable[[Tensor], Tensor],
+    made: Callable[[Tensor], Tensor],
+    check: Check,
+    report: Report,
+    *,
+    title: str,
+    what: str,
+    resident: int,
+    rounding: float = _ROUNDING,
+) -> None:
+    """Compare two ways to compute logits from tokens [1, T], one after the other.
+
+    Args:
+        title: of the report's line.
+        what: whose logits `made` computes.
+        resident: bytes that it needs beside a layer in fp32.
+        rounding: allowed difference as a share of the largest logit.
+
+    Raises:
+        ProofError: they differ.
+    """
+    rest, layers = _parts(layout.skeleton)
     largest = max(map(numel, layout.shapes.values()))
     at_once = 4 * (_elements(rest) + max((_elements(layer.modules()) for layer in layers), default=0))
-    need = loads_as.itemsize * sum(map(numel, layout.shapes.values())) + at_once + 12 * largest + (256 << 20)
+    need = resident + at_once + 12 * largest + (256 << 20)
     free = memory_available()
     if check == "auto" and need > 0.9 * free:
-        report.add("logits", f"not compared: {units.size(need)} of memory needed, {units.size(free)} free")
+        report.add(title, f"not compared: {units.size(need)} of memory needed, {units.size(free)} free")
         return
-    config = hf.config.get_text_config()
+    config = layout.skeleton.config.get_text_config()
     length = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
     tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     return_freed_memory()  # else glibc keeps what a layer leaves: 1.0 GB in place of 0.7 for 0.1 B parameters
-    want = _logits(hf, values, tokens)
-    got = _folder_logits(folder, tokens, loads_as, trust_remote_code=trust_remote_code)
+    want, got = source(tokens), made(tokens)
     worst, scale = float((got - want).abs().max()), float(want.abs().max())
-    if not worst <= _ROUNDING * scale:
+    if not worst <= rounding * scale:
         raise ProofError(
-            f"the logits of {folder}, loaded by transformers, differ from those of the source by {worst:.3g} (largest "
-            f"logit {scale:.3g}): a tensor stands under a wrong name. Nothing was kept; this is a fault of the "
-            "conversion, report it with the model's config.json."
+            f"the logits of {what} differ from those of the source by {worst:.3g} (largest logit {scale:.3g}): a "
+            "tensor stands under a wrong name, or it is computed with otherwise. Nothing was kept; this is a fault of "
+            "the conversion, report it with the model's config.json."
         )
-    report.add("logits", f"{length} x {want.shape[-1]} logits agree with the source's, largest difference {worst:.3g}")
+    report.add(title, f"{length} x {want.shape[-1]} logits agree with the source's, largest difference {worst:.3g}")
 
 
 def _parts(hf: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -194,7 +227,7 @@ def _elements(modules: Iterable[nn.Module]) -> int:
 
 
 @torch.no_grad()
-def _logits(hf: nn.Module, values: Callable[[str, int, int], Tensor], tokens: Tensor) -> Tensor:
+def logits_of(hf: nn.Module, values: Callable[[str, int, int], Tensor], tokens: Tensor) -> Tensor:
     """The logits of a skeleton with these values; a layer has them while it computes. Afterwards it is one again."""
     names = {id(tensor): name for name, tensor in named_tensors(hf)}
     rest, layers = _parts(hf)
@@ -260,7 +293,7 @@ def _folder_logits(folder: Path, tokens: Tensor, dtype: torch.dtype, *, trust_re
         flat = {name: tensor.detach().reshape(-1) for name, tensor in named_tensors(hf)}
         # Its buffers may have been rounded to `dtype`: a skeleton of its configuration has them in fp32.
         exact = skeleton(hf.config, trust_remote_code=trust_remote_code)
-        return _logits(exact, lambda name, start, stop: flat[name][start:stop].float(), tokens)
+        return logits_of(exact, lambda name, start, stop: flat[name][start:stop].float(), tokens)
     except UserError:
         raise
     except Exception as error:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
 from llmtrain.cluster.doctor import checks, compare, gpu_checks, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding
 from llmtrain.cluster.doctor.report import Report
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.config.load import load
-from llmtrain.config.run import ResolvedRun
-from llmtrain.optimizers import OPTIMIZERS
-from llmtrain.topology import Mix
 
 MASTER_PORT = 29500
 """DeepSpeed's default for the rendezvous."""
@@ -23,11 +19,24 @@ _OWN_FOLDERS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a run needs of its hosts."""
+
+    files: tuple[str, ...]
+    """Alike on all of them: its YAML and its DeepSpeed JSON."""
+    folder: str
+    """Of its checkpoints."""
+    own_folders: bool
+    """Each host may have one of its own there."""
+    ops: tuple[str, ...]
+    """DeepSpeed ops that it compiles at its start."""
+
+
 def quick(
     hosts: Sequence[Host],
-    config: str | Path | None = None,
+    run: Needs | None = None,
     *,
-    overrides: Sequence[str] = (),
     port: int = MASTER_PORT,
     ssh_port: int | None = None,
     timeout_s: float = 25.0,
@@ -36,25 +45,22 @@ def quick(
 
     Args:
         hosts: of read_hostfile, or select.
-        config: the run's YAML; it is resolved here for the number of ranks, and compared on all hosts.
-        overrides: further words of the run's command line, such as --train.run_dir X.
+        run: what is to be started there.
         port: of the rendezvous; 0: do not look at it.
         ssh_port: of every sshd, where it is not 22.
         timeout_s: for each host.
 
     Raises:
-        ConfigError: the configuration is wrong for this number of ranks, or there is no ssh program.
+        ConfigError: there is no ssh program.
     """
     started = time.monotonic()
-    run = _resolved(hosts, config, overrides)
-    files = [] if run is None else [str(config), run.run.deepspeed]
     found = survey.look(
         hosts,
-        files=files,
-        run_dir=None if run is None else run.run.checkpoint.dir or run.run.train.run_dir,
-        own_folders=run is not None and run.run.checkpoint.dir is not None,
+        files=() if run is None else run.files,
+        run_dir=None if run is None else run.folder,
+        own_folders=run is not None and run.own_folders,
         port=port,
-        ops=() if run is None else needed_ops(run.mix),
+        ops=() if run is None else run.ops,
         timeout_s=timeout_s,
         ssh_port=ssh_port,
     )
@@ -69,18 +75,6 @@ def quick(
     notes = (_OWN_FOLDERS.format(folder=found.run_dir),) if found.own_folders and not all(found.nonce.values()) else ()
     elapsed_s = time.monotonic() - started
     return Report(survey=found, findings=findings, checked=frozenset(asked), elapsed_s=elapsed_s, notes=notes)
-
-
-def _resolved(hosts: Sequence[Host], config: str | Path | None, overrides: Sequence[str]) -> ResolvedRun | None:
-    if config is None:
-        return None
-    world_size = sum(host.slots for host in hosts)
-    return load(["--config", str(config), *overrides], world_size, "the hostfile")
-
-
-def needed_ops(mix: Mix) -> tuple[str, ...]:
-    """DeepSpeed's ops that the run compiles at its start: those of an optimizer that is moved to the host."""
-    return OPTIMIZERS[mix.optimizer].host_ops if mix.offload_optimizer else ()
 
 
 def in_order(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding, ...]:

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from llmtrain.cluster.hosts.trouble import Trouble, from_ssh, noisy, timed_out
@@ -77,6 +77,9 @@ def on_hosts(
         with ThreadPoolExecutor(max(1, min(fan_out, len(names))), "ssh") as pool:
             try:
                 asked = [pool.submit(_ask, program, name, command, input, timeout_s, port, wake) for name in names]
+                # A Ctrl-C just before an endless wait begins would not end it: Python looks for signals between waits.
+                while wait(asked, timeout=_GRACE_S).not_done:
+                    pass
                 return {name: one.result() for name, one in zip(names, asked, strict=True)}
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)

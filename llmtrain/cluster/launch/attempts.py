@@ -32,6 +32,7 @@ from llmtrain.cluster.launch.keeper import AGENTS_LEAVE_S, Keeper
 from llmtrain.cluster.launch.plan import (
     Options,
     Plan,
+    Run,
     address_of_first,
     check_programs,
     command,
@@ -44,7 +45,6 @@ from llmtrain.cluster.launch.plan import (
     write_files,
 )
 from llmtrain.cluster.launch.supervise import FAULT_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, Attempt, Supervisor
-from llmtrain.config.load import load
 from llmtrain.errors import ConfigError
 from llmtrain.redact import redact
 
@@ -62,14 +62,14 @@ _WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0
 class Launch:
     """All attempts of one `llmtrain launch`."""
 
-    def __init__(self, options: Options, mark: str, run_dir: str, resume: str, start_timeout_s: float) -> None:
+    def __init__(self, options: Options, mark: str, run: Run) -> None:
+        self._run = run
         self._options, self._mark = options, mark
         self._hosts = options.hosts
         self._slurm = options.launcher == "slurm"
         self._step = f"llmtrain-{mark}"
-        self._wait_for_place_s = start_timeout_s + _MEETS_S
-        self._run_dir = Path(run_dir)
-        self._resume = resume
+        self._wait_for_place_s = run.start_timeout_s + _MEETS_S
+        self._run_dir = Path(run.folder)
         self._supervisor = Supervisor(options.max_restarts)
         self._unfit: set[str] = set()
         """Hosts that a fault has shown to be broken: none of them is started on again."""
@@ -188,8 +188,7 @@ class Launch:
         """
         if self._supervisor.restarts:  # it was in order, and what has gone since then `_answering` finds
             return None
-        config, overrides = (plan.words[1], plan.words[2:]) if plan.words[0] == "--config" else (None, ())
-        report = quick(plan.hosts, config, overrides=overrides, port=port)
+        report = quick(plan.hosts, self._run.needs, port=port)
         if report.findings:
             print_report(report, Console(stderr=True, width=None if sys.stderr.isatty() else 160, highlight=False))
         if not report.ok:
@@ -287,7 +286,7 @@ class Launch:
             because = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items() if names)
             return f"{units.counted(len(found), 'host')} left, and --min-hosts is {self._options.min_hosts} ({because})"
         step = max(attempt.newest, self._newest())
-        if step and self._resume != "auto":
+        if step and self._run.resume != "auto":
             self._words = (*self._options.words, "--resume", "auto", "--resume_weights_only", "false")
         chosen, why = self._solvable(found)
         if chosen is None:
@@ -325,7 +324,7 @@ class Launch:
         why = ""
         for count in range(len(found), self._options.min_hosts - 1, -1):
             try:
-                load(list(self._words), sum(host.slots for host in found[:count]), "the hosts that are left")
+                self._run.resolve(self._words, sum(host.slots for host in found[:count]))
             except ConfigError as error:
                 why = why or str(error)
             else:

@@ -10,13 +10,14 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmtrain import units
 from llmtrain.cluster import messages
+from llmtrain.cluster.doctor.quick import Needs
 from llmtrain.cluster.hosts.envfile import read_env_file
 from llmtrain.cluster.hosts.environment import Travel, deepspeed_env, for_pdsh, path_problem, travelling
 from llmtrain.cluster.hosts.here import is_alone
@@ -49,6 +50,19 @@ class Options:
     dry_run: bool
     verbose: bool = False
     """Show DeepSpeed's launcher's own lines, and the tracebacks of ranks that fail because another one is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is known of the run that a launch starts."""
+
+    folder: str
+    resume: str
+    """auto: a start continues from the newest checkpoint by itself."""
+    start_timeout_s: float
+    needs: Needs | None
+    resolve: Callable[[Sequence[str], int], None]
+    """Raises ConfigError where the words of its command line have no answer for so many ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

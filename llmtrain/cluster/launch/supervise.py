@@ -39,6 +39,7 @@ class Attempt:
     """What has been heard of one start of the job."""
 
     began_s: float
+    """Later, where something had to be fetched first."""
     resumes_at: int = 0
     """Step of the newest checkpoint that was there at its start."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
@@ -57,7 +58,9 @@ class Attempt:
     def hear(self, message: dict[str, Any], now: float) -> None:
         """A message of the job."""
         kind = message["kind"]
-        if kind == "place":
+        if kind == "wait":
+            self.began_s = now
+        elif kind == "place":
             self.ranks, self.met_s = list(message.get("ranks") or []), now
         elif kind == "checkpoint":
             self.checkpoint, self.saved_s = int(message["step"]), now

@@ -157,6 +157,10 @@ def outcome_reported() -> Iterator[None]:
     except KeyboardInterrupt:
         left(130)
         raise
+    except SystemExit as error:
+        if not error.code:
+            left(0)
+        raise
     except Exception as error:
         told = failed(error)
         # What torch and its libraries say of a peer that has gone: the watch explains who, and tracebacks of the others

@@ -2,7 +2,7 @@
 
 An update of either may take any of them away. Where Python would not notice (an attribute that nobody reads any more, a
 method that nobody calls), the run would go on and mean something else: so a start refuses a package that lacks one.
-`tests/unit/test_private_names.py` holds this table to the code.
+`tests/unit/engine/test_private_names.py` holds this table to the code.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import io
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from llmtrain.config.run import ResolvedRun
+from llmtrain.models.adapter import put_around
 from llmtrain.models.build import DTYPES
 from llmtrain.models.frozen import named_tensors
 from llmtrain.models.head import Head, Loss
@@ -24,7 +26,7 @@ from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.stage import Part, Stage, build_stage
 from llmtrain.models.parallel.stage_times import Measure, fastest_pass, seconds_of
-from llmtrain.models.parallel.tensor import shard_model
+from llmtrain.models.parallel.tensor import shard_model, share_adapter
 from llmtrain.models.parameters import LocalParameter, local_parameter
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
@@ -136,6 +138,9 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
 
     def build(hf: PreTrainedModel, part: Part, shard: Callable[[nn.Module], None] | None = None) -> Stage:
         stage = build_stage(hf, anatomy, part, DTYPES[resolved.precision], device, shard=shard)
+        if spec.adapter.r is not None:
+            share = None if plan is None or shard is None else partial(share_adapter, plan, mesh.tensor)
+            put_around(hf, spec.adapted, device, DTYPES[resolved.precision], share)
         set_up_layers(hf, [hf.get_submodule(anatomy.layers[index].path) for index in part.layers], model, section)
         return stage
 

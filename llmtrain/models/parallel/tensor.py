@@ -14,6 +14,7 @@ from deepspeed.module_inject.layers import set_autotp_mode
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
+from llmtrain.models.adapter import put_around
 from llmtrain.models.build import DTYPES
 from llmtrain.models.experts import avoid_grouped_product
 from llmtrain.models.frozen import frozen_tensors, tensor_shapes
@@ -47,6 +48,9 @@ def sharded_model(
     shard_model(hf, anatomy, plan, mesh.tensor, device, DTYPES[mix.precision], settle=settle)
     for buffer in hf.buffers():
         buffer.data = buffer.to(device)
+    if spec.adapter.r is not None:
+        put_around(hf, spec.adapted, device, DTYPES[mix.precision], functools.partial(share_adapter, plan, mesh.tensor))
+        hf.whole_shapes = spec.shapes  # type: ignore[assignment]
     return hf, plan.whole
 
 
@@ -136,6 +140,38 @@ def shard_model(
         shard_embedding(embedding, vocabularies[anatomy.embedding])
     if isinstance(head := modules.get(anatomy.head), nn.Linear):
         head.vocabulary = vocabularies[anatomy.head]  # type: ignore[assignment]  # for models/head.py
+
+
+def share_adapter(plan: Projections, group: Any, path: str, layer: Any) -> None:
+    """Leave a rank its part of a map's adapter: whole A and some outputs of B where it has some outputs of the map
+    ("column"), some inputs of A and whole B where it has some inputs of the map ("row").
+
+    Between the two there are r features of each token. In a row their parts are summed there; in a column that is where
+    the gradient is, so that A, and what it reads, get the whole of it. `layer`: peft's, on the meta device.
+
+    Raises: ModelError.
+    """
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    entry = next((entry for entry in plan.maps if entry.path == path), None)
+    if path in plan.entries or (entry is not None and entry.inside):
+        raise ModelError(
+            f"adapter.targets: {path} belongs to a low-rank attention, whose adapters tensor-parallel ranks cannot "
+            "share here. Name other maps in adapter.targets, or remove tensor_parallel: ZeRO 3 shards the model, too."
+        )
+    a, b = layer.lora_A["default"], layer.lora_B["default"]
+    cuts: dict[nn.Module, tuple[Shard, tuple[int, ...]]] = {}
+    if entry is not None and entry.column:
+        cuts[b] = _cut(b.weight, 0, rank, degree, entry.sections)
+        a.register_forward_hook(lambda _, args, output: _read(output, group))
+    elif entry is not None:
+        cuts[a] = _cut(a.weight, 1, rank, degree, entry.sections)
+        a.register_forward_hook(lambda _, args, output: summed(output, group))
+    for linear in (a, b):
+        shape = tuple(linear.weight.shape)
+        own, local = cuts.get(linear, (Shard(shape=shape, region=whole(shape), copy=(rank, degree)), shape))
+        linear.weight = nn.Parameter(torch.empty(local, device="meta"))
+        set_shard(linear.weight, own)
+        linear.weight.tensor_model_parallel = linear in cuts  # see _replace_parameters
 
 
 def _sum_norm_gradients(modules: dict[str, Any], plan: Projections, group: Any) -> None:

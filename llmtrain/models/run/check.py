@@ -15,10 +15,11 @@ from torch import nn
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
+from llmtrain.models.adapter import lora_config, read_peft, target_paths
 from llmtrain.models.build import decoder_layers, layer_configs, load_config
 from llmtrain.models.experts import check_stages
 from llmtrain.models.fields import check_fields
-from llmtrain.models.frozen import frozen_names
+from llmtrain.models.frozen import frozen_names, tensor_shapes
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel import balance
@@ -67,13 +68,15 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
         problems.raise_if_any()
     key = "model.pretrained" if model.pretrained else "model.config"
     _load_config(model, key, places, problems)
-    spec = ModelSpec.of(model)
+    spec = ModelSpec.of(model, run.adapter)
     hf = spec.skeleton
     if model.attention in _FLASH_PACKAGES:
         _check_flash(hf, model.attention, places, problems)
     _check_heads(hf.config.get_text_config(decoder=True), key, places, problems)
     problems.raise_if_any()
     frozen_names(hf, model, places)
+    if run.adapter.r is not None:
+        lora_config(hf, run.adapter, target_paths(hf, run.adapter, places))
     notes = _check_length(hf, run.data.sequence_length, key, places, problems)
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
@@ -101,10 +104,15 @@ def _load_config(model: ModelConfig, key: str, places: Places, problems: Problem
 
 
 def check_weights(spec: ModelSpec) -> None:
-    """The folder that the run starts from holds every tensor of the model, in its shape. Raises ModelError."""
-    if spec.model.pretrained is not None:
-        with contextlib.closing(SafetensorsSource(spec.model.pretrained, spec.layout)) as source:
-            refuse_other_shapes(source, spec.shapes)
+    """The folder that the run starts from holds every tensor of the model, in its shape, and so does its adapter's.
+
+    Raises ModelError or ConfigError.
+    """
+    if spec.model.folder is not None:
+        with contextlib.closing(SafetensorsSource(spec.model.folder, spec.layout)) as source:
+            refuse_other_shapes(source, tensor_shapes(spec.skeleton))
+    if spec.adapter.r is not None and spec.adapter.start:
+        read_peft(spec.adapter, spec.adapter_shapes)
 
 
 def _check_heads(text: Any, key: str, places: Places, problems: Problems) -> None:

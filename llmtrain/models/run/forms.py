@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmtrain.config.problems import Places, stop
-from llmtrain.config.run import ModelConfig, ResolvedRun
+from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.errors import ModelError
+from llmtrain.models.adapter import put_around
 from llmtrain.models.build import DTYPES, construct, decoder_layers, restore_buffers
 from llmtrain.models.experts import check_stages, expert_blocks
 from llmtrain.models.language import LanguageModel
@@ -51,6 +52,8 @@ def build_model(
 
             check_zero(resolved.deepspeed.get("zero_optimization") or {}, mix.zero_stage, resolved.run.deepspeed)
         hf, note = _own_part(spec, mix, resolved.deepspeed, device, mesh)
+        if spec.adapter.r is not None and mix.degrees.tensor == 1:
+            put_around(hf, spec.adapted, device, DTYPES[mix.precision])
         routing = None
         if (blocks := expert_blocks(hf)) or mix.degrees.expert > 1:
             from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
@@ -72,19 +75,25 @@ def build_model(
         if held.name in spec.frozen:
             held.parameter.requires_grad_(False)
     if spec.frozen:
-        _check_trained(language, model, resolved.places, mesh)
+        _check_trained(language, resolved.run, resolved.places, mesh)
     return language
 
 
-def _check_trained(
-    language: LanguageModel | PipelineLanguageModel, model: ModelConfig, places: Places, mesh: Mesh
-) -> None:
+def _check_trained(language: LanguageModel | PipelineLanguageModel, run: RunConfig, places: Places, mesh: Mesh) -> None:
     """DeepSpeed's optimizers want parameters on every stage, and shared experts (its mark of them: allreduce).
 
     Raises: ConfigError.
     """
     trained = [held.parameter for held in language.local_parameters() if held.trains]
-    key, patterns = ("model.train_only", model.train_only) if model.train_only else ("model.freeze", model.freeze)
+    key, patterns = next(
+        (key, patterns)
+        for key, patterns in (
+            ("adapter.targets", run.adapter.targets if run.adapter.r is not None else []),
+            ("model.train_only", run.model.train_only),
+            ("model.freeze", run.model.freeze),
+        )
+        if patterns
+    )
     place = places.get(key)
     if not trained:
         rule = f"leaves stage {mesh.place.pipeline} of pipeline.stages {mesh.degrees.pipeline} nothing to train"

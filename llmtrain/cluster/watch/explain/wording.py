@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from llmtrain import units
 from llmtrain.cluster.watch.explain.facts import Frame, HostFacts, RankFacts
 
+_WRAPS = "llmtrain/cluster/watch/collectives.py"
+"""Around every collective."""
+
 
 def place(frame: Frame) -> str:
     return f"{short(frame.file)}:{frame.line} ({frame.function})"
@@ -25,7 +28,7 @@ def short(file: str) -> str:
 def own_line(stack: Sequence[Frame]) -> Frame | None:
     """The innermost line that is not of a library: what the user can read."""
     ours = [f for f in stack if "/llmtrain/" in f.file or not re.search(r"/lib(64)?/python[\d.]+/", f.file)]
-    around = [f for f in ours if not f.file.endswith("llmtrain/dist/collectives.py")]  # it wraps every collective
+    around = [f for f in ours if not f.file.endswith(_WRAPS)]
     return next(iter(around or ours or stack), None)
 
 

@@ -1,0 +1,74 @@
+"""The watch for a training script of one's own that DeepSpeed's launcher starts; docs/watch.md shows one.
+
+Everything else of llmtrain is left out. A script that runs without the launcher runs as it would without these calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from llmtrain.cluster.watch import collectives, watched
+from llmtrain.cluster.watch.heartbeat import heart
+
+during = heart.during
+"""`with during("save")`: what a rank does between steps, one of heartbeat.PHASES such as save or evaluate."""
+
+
+@contextlib.contextmanager
+def watch(folder: str, *, stall_timeout_s: float = 300.0, start_timeout_s: float = 300.0) -> Iterator[None]:
+    """Around everything that a rank does, from before torch is imported: a job that fails or hangs is explained.
+
+    Then all its processes on all hosts are ended. Leaving it by an exception, or by sys.exit with another code than 0,
+    is a failure.
+
+    Args:
+        folder: faults are appended to events.jsonl in it, with the stacks of all ranks. It is not made.
+        stall_timeout_s: seconds without a step, a phase or a collective of any rank that are a fault.
+        start_timeout_s: how long the ranks may take to find each other.
+    """
+    with watched.outcome_reported():
+        watched.begin(
+            stall_timeout_s=stall_timeout_s,
+            start_timeout_s=start_timeout_s,
+            run_dir=folder,
+            notes="llmtrain.cluster.watch.note",
+        )
+        yield
+
+
+def count_collectives(torch: Any) -> None:
+    """Call it before DeepSpeed is started, with the module torch: then a report names the collective of each rank."""
+    collectives.count_collectives(torch)
+    heart.phase("model")
+
+
+def met(torch: Any) -> None:
+    """Call it on every rank after deepspeed.initialize: the watches of several hosts find each other."""
+    cuda = torch.cuda.is_available()
+    rank, local_rank = torch.distributed.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+    about = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "local_rank": local_rank,
+        "device": f"cuda:{torch.cuda.current_device()}" if cuda else "cpu",
+        "pid": os.getpid(),
+        "agent": watched.agent_address(),
+    }
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, about)
+    watched.met(everyone)
+    heart.phase("data")
+
+
+@contextlib.contextmanager
+def step(number: int) -> Iterator[None]:
+    """Around an optimizer step, without the wait for its data; `number`: of steps that are done with it."""
+    heart.begin_step()
+    heart.phase("forward")
+    yield
+    heart.end_step(number)
+    heart.phase("data")

@@ -1,0 +1,51 @@
+"""What the values of the sites section must be."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from llmtrain.config.problems import Places, Problems
+from llmtrain.config.run import RunConfig
+from llmtrain.topology import Mix
+
+
+def check_sites(run: RunConfig, mix: Mix, path: str, places: Places, problems: Problems) -> None:
+    """A site has a name and a coordinator; each element of the model has one owner within it, who speaks for it."""
+    sites, degrees = run.sites, mix.degrees
+    if sites.name is None:
+        if sites.coordinator is not None:
+            problems.add("sites.coordinator", sites.coordinator, "this site has no name",
+                         "set sites.name, or remove it", places.get("sites.coordinator"))  # fmt: skip
+        return
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", sites.name):
+        problems.add("sites.name", sites.name, "must be 1 to 40 letters, digits, `_`, `.` or `-`", "give another name",
+                     places.get("sites.name"))  # fmt: skip
+    if not re.fullmatch(r"[^:/\s]+:[0-9]{1,5}", sites.coordinator or ""):
+        problems.add("sites.coordinator", sites.coordinator, "must be HOST:PORT",
+                     "start `llmtrain sites coordinator` and give its address",
+                     places.get("sites.coordinator"))  # fmt: skip
+    if sites.listen is not None and not _private(sites.listen):
+        problems.add("sites.listen", sites.listen, "must be an IP address of this host, and no public one: what sites "
+                     "send is neither encrypted nor signed", "join the sites by a tunnel, and give its address",
+                     places.get("sites.listen"))  # fmt: skip
+    longest = min(run.fault.stall_timeout_s, 0.75 * run.fault.timeout_s)
+    if sites.timeout_s >= longest:
+        problems.add("sites.timeout_s", sites.timeout_s, "must be less than fault.stall_timeout_s and 3/4 of "
+                     f"fault.timeout_s, here {longest:g}: while a synchronisation waits, a site shows no progress",
+                     "lower it, or raise them", places.get("sites.timeout_s"))  # fmt: skip
+    shares = {"pipeline.stages": degrees.pipeline, "tensor_parallel.autotp_size": degrees.tensor,
+              "expert_parallel.autoep_size": degrees.expert, "sequence_parallel_size": degrees.sequence}  # fmt: skip
+    for key, degree in shares.items():
+        if degree > 1:
+            problems.add(key, degree, "sites train with ZeRO alone so far", "set it to 1, or remove sites.name", path)
+    if mix.zero_stage == 0 and degrees.world_size > 1:
+        problems.add("zero_optimization.stage", 0, "every rank holds the whole model, and the ranks of a site share it "
+                     "when they talk to other sites", "set it to 1, 2 or 3", path)  # fmt: skip
+
+
+def _private(address: str) -> bool:
+    try:
+        return not ipaddress.ip_address(address).is_global
+    except ValueError:
+        return False

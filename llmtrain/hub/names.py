@@ -1,0 +1,81 @@
+"""Names on the Hugging Face Hub, and where this host's cache keeps what was fetched. No network."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["model", "dataset"]
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"{_PART}/{_PART}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+REVISION = re.compile(r"(?!.*(?:\.\.|//))[A-Za-z0-9_][A-Za-z0-9._/-]*")
+"""A branch, a tag or a commit: it becomes a part of a path."""
+
+
+def is_name(text: str) -> bool:
+    """Whether this has the form ORG/NAME of a repository and nothing on this host is called so: what is here wins."""
+    return bool(_NAME.fullmatch(text)) and "--" not in text and ".." not in text and not os.path.lexists(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repository:
+    """One repository."""
+
+    kind: Kind
+    name: str
+    """ORG/NAME."""
+
+    @property
+    def folder(self) -> Path:
+        """Where this host's cache keeps it; huggingface_hub's own layout."""
+        return _cache() / "--".join([f"{self.kind}s", *self.name.split("/")])
+
+    @property
+    def lock(self) -> Path:
+        """A folder that is locked while something of it is fetched."""
+        return _cache() / ".locks" / self.folder.name
+
+    def snapshot(self, commit: str) -> Path:
+        """The folder with the files of a commit, fetched or not."""
+        return self.folder / "snapshots" / commit
+
+
+def _cache() -> Path:
+    from huggingface_hub import constants  # reads HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME
+
+    return Path(constants.HF_HUB_CACHE).absolute()
+
+
+def endpoint() -> str:
+    """The address of the Hub: HF_ENDPOINT or its own."""
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def local_folder(given: str, commit: str | None) -> Path:
+    """The folder of a model that is named by a path, or by ORG/NAME and a commit."""
+    if commit is not None and COMMIT.fullmatch(commit) and is_name(given):
+        return Repository(kind="model", name=given).snapshot(commit)
+    return Path(given)
+
+
+def commit_of(folder: Path) -> tuple[Repository, str] | None:
+    """What a folder in some host's cache holds: .../models--ORG--NAME/snapshots/COMMIT. None: it is no such folder."""
+    kind, *parts = folder.parent.parent.name.split("--")
+    name = "/".join(parts)
+    if folder.parent.name != "snapshots" or not COMMIT.fullmatch(folder.name) or kind not in ("models", "datasets"):
+        return None
+    return (Repository(kind="model" if kind == "models" else "dataset", name=name), folder.name) if parts else None
+
+
+def here(folder: Path) -> Path:
+    """The folder, or where it is gone and was a snapshot, the same snapshot in this host's cache if that has it."""
+    if not folder.exists() and (found := commit_of(folder)) and (own := found[0].snapshot(found[1])).is_dir():
+        return own
+    return folder

@@ -1,0 +1,239 @@
+"""Adapters: low-rank matrices beside linear maps of the decoder layers, computed by the peft library.
+
+Every layer of an adapter is made by peft on the meta device, beside the model's skeleton, and then put around a map of
+the module that trains, however that was made: peft reads no value, so partitioned weights do not trouble it. Tensors
+have the names of a PEFT file without its `base_model.model.`: X.lora_A.weight, X.lora_B.weight and, of DoRA,
+X.lora_magnitude_vector, where X is the map. The map's own weight keeps its Hugging Face name.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain import foreign
+from llmtrain.config.problems import Places, closest, stop
+from llmtrain.config.run import AdapterConfig
+from llmtrain.errors import ConfigError
+from llmtrain.models.build import decoder_layers, materialise
+from llmtrain.models.parameters import Shard, local_parameter, set_shard
+from llmtrain.models.source import ParameterSource
+from llmtrain.tensors.pieces import pick
+from llmtrain.tensors.region import Region
+from llmtrain.tensors.tensorfile import numel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ALL = "all-linear"
+A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+"""What follows a map's path in the names of its adapter's tensors."""
+WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+"""The files of a PEFT folder, and what the names of its tensors begin with."""
+_OTHERS = ("bias", "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices", "target_parameters")
+"""Settings of peft that the section has no keys for."""
+
+
+def scale(adapter: AdapterConfig) -> float:
+    """What B A x is multiplied with."""
+    assert adapter.r is not None
+    return adapter.alpha / (math.sqrt(adapter.r) if adapter.rslora else adapter.r)
+
+
+def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
+    """The maps that get an adapter, in the model's order. `places`: where the user wrote what, for messages.
+
+    Raises ConfigError: a pattern matches none.
+    """
+    layers = decoder_layers(hf)
+    inside = {id(module) for module in layers.modules() if type(module) is nn.Linear}
+    linear = [path for path, module in hf.named_modules() if id(module) in inside]
+    for pattern in adapter.targets:
+        if pattern != ALL and not any(fnmatchcase(path, pattern) for path in linear):
+            near = closest(pattern, linear)
+            rule = "matches no linear map (torch.nn.Linear) of the decoder layers"
+            remedy = f"correct it; one of them is {near or linear[0]}" if linear else "take a family that has some"
+            raise stop("adapter.targets", pattern, rule, remedy, (places or {}).get("adapter.targets"))
+    if not linear:
+        rule = f"the decoder layers of {type(hf).__name__} have no linear maps (torch.nn.Linear)"
+        raise stop("adapter.targets", adapter.targets, rule, "train without the section adapter")
+    return [path for path in linear if any(p == ALL or fnmatchcase(path, p) for p in adapter.targets)]
+
+
+def need_peft(what: str) -> None:
+    """Raises ConfigError: peft is not installed, and `what` (a key and its value, or a folder) needs it."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{what}: adapters are computed by the peft library, which is not installed here ({error}). Install it: "
+            "pip install 'llmtrain[adapters]'."
+        ) from error
+
+
+def lora_config(hf: PreTrainedModel, adapter: AdapterConfig, paths: Iterable[str]) -> Any:
+    """peft's LoraConfig of this adapter on these maps: by the last parts of their names where no other module has one
+    of those, as vLLM and others want it. Raises ConfigError: peft is not installed."""
+    need_peft(f"adapter.r = {adapter.r}")
+    from peft import LoraConfig
+
+    assert adapter.r is not None
+    wanted = set(paths)
+    short = {path.rpartition(".")[2] for path in wanted}
+    alike = {path for path, _ in hf.named_modules() if path.rpartition(".")[2] in short}
+    return LoraConfig(
+        r=adapter.r,
+        lora_alpha=int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,  # type: ignore[arg-type]
+        lora_dropout=adapter.dropout,
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
+        target_modules=sorted(short if alike == wanted else wanted),
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+
+
+def adapted(skeleton: PreTrainedModel, adapter: AdapterConfig) -> PreTrainedModel:
+    """A copy of the skeleton with the adapter's layers, on the meta device like it. Raises ConfigError."""
+    config = lora_config(skeleton, adapter, paths := target_paths(skeleton, adapter))
+    from peft import inject_adapter_in_model
+
+    hf: Any = inject_adapter_in_model(config, copy.deepcopy(skeleton), low_cpu_mem_usage=True)
+    for path in paths:
+        _name(path, hf.get_submodule(path))
+    return hf
+
+
+def put_around(
+    hf: PreTrainedModel,
+    like: PreTrainedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    share: Callable[[str, Any], None] | None = None,
+) -> list[nn.Module]:
+    """Give maps of `hf` the layers that `like` (see `adapted`) has, with uninitialised values. Returns them.
+
+    Args:
+        hf: the model, or a stage of a pipeline: maps that it has not are left out.
+        share: called with each map's path and new layer, before that has memory: a tensor-parallel rank takes its part.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    made: list[nn.Module] = []
+    maps = dict(hf.named_modules())
+    for path, module in list(like.named_modules()):
+        if not isinstance(module, LoraLayer) or path not in maps:
+            continue
+        layer: Any = copy.deepcopy(module)
+        layer.base_layer = maps[path]
+        if share is not None:
+            share(path, layer)
+        materialise(layer, device, dtype)
+        _name(path, layer)
+        parent, _, name = path.rpartition(".")
+        setattr(hf.get_submodule(parent), name, layer)
+        made.append(layer)
+    return made
+
+
+def _name(path: str, layer: nn.Module) -> None:
+    """Note at each parameter of an adapter's layer, and of the map within, the name that it has everywhere else."""
+    for name, parameter in layer.named_parameters():
+        held = local_parameter("", parameter)
+        shard = Shard(shape=held.shape, region=held.region, copy=held.copy)
+        set_shard(parameter, replace(shard, name=plain_name(f"{path}.{name}")))
+
+
+def plain_name(name: str) -> str:
+    """The name that a tensor has everywhere else, from the one in a model with peft's layers."""
+    plain = name.replace(".base_layer.", ".").replace(".default", "")
+    return plain.removesuffix(".weight") if plain.endswith(f"{MAGNITUDE}.weight") else plain
+
+
+def read_peft(adapter: AdapterConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors of the folder `adapter.start` by name, flat, in fp32. `shapes`: those that the run's adapter has.
+
+    Raises ConfigError: the folder is none, or its adapter is another.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    def refuse(rule: str, remedy: str) -> ConfigError:
+        return stop("adapter.start", adapter.start, rule, remedy)
+
+    folder = Path(adapter.start or "")
+    here = {"peft_type": "LORA", "r": adapter.r, "lora_alpha": adapter.alpha}
+    here |= {"use_rslora": adapter.rslora, "use_dora": adapter.dora}
+    try:
+        config = foreign.loads((folder / CONFIG).read_bytes())
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+        settings = {
+            key: config.get(key) for key in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", *_OTHERS)
+        }
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+        raise refuse(f"is no PEFT folder ({error})", f"name one with {CONFIG} and {WEIGHTS}") from error
+    for key, value in here.items():
+        if (settings[key] or False) != value:
+            raise refuse(f"its {key} is {settings[key]!r}, the section adapter asks for {value!r}", "write the same")
+    for key in _OTHERS:
+        if settings[key] not in (None, "none", {}, []):
+            raise refuse(f"its {key} is {settings[key]!r}, which adapters here do not have", "merge it with peft first")
+    held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if odd := sorted(name for name in held.keys() | shapes.keys() if held.get(name) != shapes.get(name)):
+        rule = f"its {odd[0]} is {held.get(odd[0], 'not there')}, the run's is {shapes.get(odd[0], 'not there')}"
+        raise refuse(rule, "name its maps in adapter.targets, and in model.pretrained the model that it was made for")
+    return {name: tensor.float().view(-1) for name, tensor in tensors.items()}
+
+
+class AdaptedSource:
+    """The model's own values, and the first ones of an adapter: A uniform as peft has it (kaiming with a = sqrt(5): up
+    to 1 / sqrt(inputs)), B zero, a magnitude the length of its row of W.
+
+    Each A is drawn from the run's seed and its own name: it depends on no number of ranks and on no stage.
+    """
+
+    def __init__(
+        self,
+        base: ParameterSource,
+        shapes: dict[str, tuple[int, ...]],
+        seed: int,
+        given: dict[str, Tensor] | None = None,
+    ) -> None:
+        """`shapes`: of the adapter's tensors. `given`: their values, flat, where there are some."""
+        self.base, self.origin, self._given = base, base.origin, given or {}
+        self._shapes, self._seed = shapes, seed
+
+    def order(self) -> list[str]:
+        return [*self.base.order(), *self._shapes]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name] if name in self._shapes else self.base.shape(name)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self._first(name)[start:stop] if name in self._shapes else self.base.read(name, start, stop)
+
+    def read_region(self, name: str, region: Region) -> Tensor:
+        return pick(self._first(name), region) if name in self._shapes else self.base.read_region(name, region)
+
+    def _first(self, name: str) -> Tensor:
+        if name in self._given:
+            return self._given[name]
+        shape = self._shapes[name]
+        if name.endswith(MAGNITUDE):
+            weight = f"{name.removesuffix(MAGNITUDE)}.weight"
+            values = self.base.read(weight, 0, numel(self.base.shape(weight)))
+            return torch.linalg.vector_norm(values.float().view(self.base.shape(weight)), dim=1)
+        if name.endswith(B):
+            return torch.zeros(numel(shape))
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        draw = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.empty(numel(shape)).uniform_(-(bound := 1 / math.sqrt(shape[1])), bound, generator=draw)

@@ -1,0 +1,75 @@
+"""LoRA and DoRA in plain PyTorch, from their definitions, and first values at which a fault of theirs shows."""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmtrain.config.run import AdapterConfig
+from llmtrain.models.adapter import ALL, MAGNITUDE, AdaptedSource, B
+from llmtrain.models.source import ParameterSource
+from llmtrain.models.spec import ModelSpec
+from llmtrain.parity.start import LoudSource, noise
+
+
+class LoudAdapter(AdaptedSource):
+    """B is not zero and no magnitude the length of its row: else nothing of an adapter shows in the first loss."""
+
+    def _first(self, name: str) -> Tensor:
+        values = super()._first(name)
+        if name.endswith(B):
+            return values + 0.1 * noise(self._seed, name, values.numel())
+        if name.endswith(MAGNITUDE):
+            return values * (1 + 0.1 * noise(self._seed, name, values.numel()))
+        return values
+
+
+def loud_source(spec: ModelSpec, seed: int) -> ParameterSource:
+    """What both sides of a comparison begin with."""
+    base = LoudSource(spec, seed, torch.device("cpu"))
+    return base if spec.adapter.r is None else LoudAdapter(base, spec.adapter_shapes, seed)
+
+
+class LowRank(nn.Module):
+    """A linear map and its adapter: Wx + s B A x. With a magnitude m, each row of W + s B A is m times its direction;
+    no gradient goes through the length that it is divided by (DoRA, section 4.3)."""
+
+    def __init__(self, linear: nn.Linear, r: int, scale: float, *, dora: bool, summed: bool) -> None:
+        """`summed`: as (W + s B A) x, which is the same mathematics."""
+        super().__init__()
+        self.weight, self.bias, self._scale, self._summed = linear.weight, linear.bias, scale, summed
+        outputs, inputs = linear.weight.shape
+        self.lora_A, self.lora_B = nn.Module(), nn.Module()
+        self.lora_A.weight = nn.Parameter(linear.weight.new_empty(r, inputs))
+        self.lora_B.weight = nn.Parameter(linear.weight.new_empty(outputs, r))
+        self.lora_magnitude_vector = nn.Parameter(linear.weight.new_empty(outputs)) if dora else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        a: Any = self.lora_A.weight
+        b: Any = self.lora_B.weight
+        if self.lora_magnitude_vector is None and not self._summed:
+            return F.linear(x, self.weight, self.bias) + self._scale * F.linear(F.linear(x, a), b)
+        weight = self.weight + self._scale * (b @ a)
+        if self.lora_magnitude_vector is not None:
+            weight = weight * (self.lora_magnitude_vector / weight.detach().norm(dim=1)).unsqueeze(1)
+        return F.linear(x, weight, self.bias)
+
+
+def adapt_plainly(model: nn.Module, adapter: AdapterConfig, *, summed: bool) -> None:
+    """Put the run's adapter into a transformers model. It has no values yet."""
+    if adapter.r is None:
+        return
+    layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=lambda m: len(list(m.parameters())))
+    inside = set(layers.modules())
+    scale = adapter.alpha / (math.sqrt(adapter.r) if adapter.rslora else adapter.r)
+    for path, module in list(model.named_modules()):
+        wanted = any(pattern == ALL or fnmatchcase(path, pattern) for pattern in adapter.targets)
+        if wanted and isinstance(module, nn.Linear) and module in inside:
+            parent, _, name = path.rpartition(".")
+            layer = LowRank(module, adapter.r, scale, dora=adapter.dora, summed=summed)
+            setattr(model.get_submodule(parent), name, layer)

@@ -1,0 +1,115 @@
+"""Preferences for a comparison, and each objective over answers as a few lines of plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.config.objective import UNPAIRED, options
+from llmtrain.config.run import ObjectiveConfig, RunConfig
+from llmtrain.data.packing import IGNORED, TrainData, Window
+from llmtrain.parity.tokens import SEED
+
+_MOST = 4
+"""Rows of a window."""
+
+
+class Answers(TrainData):
+    """Windows of two or four rows: pairs, or answers judged alone, with log-probabilities of no model for the
+    reference's: lower than a model without training gives, so that kto's z is not 0. Window k is a function of k
+    alone."""
+
+    def __init__(self, config: RunConfig, vocab_size: int) -> None:  # the base class opens folders
+        assert vocab_size >= 8, vocab_size
+        self.sequence_length, self.vocab_size = config.data.sequence_length, vocab_size
+        self.mask_document_starts, self.isolate_documents = False, True
+        self.separator_id = vocab_size - 1
+        self._unpaired = config.objective.name in UNPAIRED
+
+    def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float, bool]]:
+        """(ids, where its answer begins, reference, whether it is desired) of each row."""
+        draw = np.random.default_rng((SEED, index, mismatched))
+        made = []
+        for row in range(_MOST if index % 3 else 2):
+            length = int(draw.integers(4, self.sequence_length // _MOST + 1))
+            ids = draw.integers(0, self.separator_id, length)
+            ids[2:] = np.where(draw.random(length - 2) < 0.5, (ids[1:-1] * 7 + 3) % self.separator_id, ids[2:])
+            begin = int(draw.integers(1, length - 1))
+            made.append((ids, begin, -float(length - begin) * 8 + float(draw.normal()), bool((row + index) % 2)))
+        return made
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, labels), int64 [T] each."""
+        return self.window_at(index)[:2]
+
+    def window_at(self, index: int) -> Window:
+        """As a prepared folder gives it."""
+        window = self._window(index)
+        if not self._unpaired:
+            return window._replace(desirable=None)
+        return window._replace(mismatched=self._window(index, mismatched=True))
+
+    def _window(self, index: int, *, mismatched: bool = False) -> Window:
+        inputs = np.full(self.sequence_length, self.separator_id, dtype=np.int64)
+        labels, positions = np.full_like(inputs, IGNORED), np.arange(self.sequence_length)
+        at, rows = 0, self.rows(index, mismatched=mismatched)
+        for ids, begin, _, _ in rows:
+            end = at + len(ids)
+            inputs[at:end], labels[at + begin - 1 : end - 1] = ids, ids[begin:]
+            positions[end:] -= end - at
+            at = end
+        return Window(
+            inputs,
+            labels,
+            positions,
+            rows=np.arange(len(rows)) + _MOST * index,
+            reference=np.array([row[2] for row in rows], dtype=np.float32),
+            desirable=np.array([row[3] for row in rows]),
+        )
+
+
+def plain_loss(model: Any, config: ObjectiveConfig, answers: Answers, windows: list[int], z: float) -> Tensor:
+    """Summed over the pairs, or answers, of some windows. Each row goes through the model alone."""
+    s, d, n, desired = _scored(model, answers, windows)
+    o = options(config)
+    beta = o["beta"]
+    if config.name in UNPAIRED:
+        wanted = o["desirable_weight"] * (1 - torch.sigmoid(beta * (d - z)))
+        return torch.where(desired, wanted, o["undesirable_weight"] * (1 - torch.sigmoid(beta * (z - d)))).sum()
+    (sw, sl), (dw, dl), (nw, nl) = ((each[::2], each[1::2]) for each in (s, d, n))
+    right, wrong = F.logsigmoid(beta * (dw - dl)), F.logsigmoid(beta * (dl - dw))
+    losses = {
+        "dpo": lambda: -(1 - o["smoothing"]) * right - o["smoothing"] * wrong,
+        "robust": lambda: (o["smoothing"] * wrong - (1 - o["smoothing"]) * right) / (1 - 2 * o["smoothing"]),
+        "ipo": lambda: (dw / nw - dl / nl - 1 / (2 * beta)) ** 2,
+        "dpo_norm": lambda: -F.logsigmoid(beta * (dw / nw - dl / nl)),
+        "rpo": lambda: -right - o["alpha"] * sw / nw,
+        "simpo": lambda: -F.logsigmoid(beta * (sw / nw - sl / nl) - o["gamma"]),
+        "orpo": lambda: -sw / nw - beta * F.logsigmoid(torch.logit((sw / nw).exp()) - torch.logit((sl / nl).exp())),
+    }
+    return losses[config.name]().sum()
+
+
+def divergence(model: Any, answers: Answers, windows: list[int]) -> float:
+    """kto's z of a global batch."""
+    with torch.no_grad():
+        return max(0.0, float(_scored(model, answers, windows, mismatched=True)[1].mean()))
+
+
+def _scored(
+    model: Any, answers: Answers, windows: list[int], *, mismatched: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log-probability, the same less the reference's, counted tokens, desired) of every row."""
+    found = []
+    for window in windows:
+        for ids, begin, reference, desired in answers.rows(window, mismatched=mismatched):
+            tokens = torch.from_numpy(ids).to(model.device)
+            logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].float()
+            s = -F.cross_entropy(logits[begin - 1 :], tokens[begin:], reduction="sum")
+            found.append((s, s - float(np.float32(reference)), s.new_tensor(len(ids) - begin), desired))
+    s, d, n = (torch.stack(column) for column in list(zip(*found, strict=True))[:3])
+    return s, d, n, torch.tensor([row[3] for row in found], device=s.device)

@@ -1,0 +1,105 @@
+"""`llmtrain sites coordinator|status`: where the sites of a run meet, and who is there."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import os
+import re
+import signal
+import threading
+import urllib.request
+from dataclasses import dataclass
+
+from llmtrain import completion, log
+from llmtrain.errors import UserError
+
+_BIND = "127.0.0.1:29510"
+_MEMBER = re.compile(r"<b>(.*?)</b>")
+_HEARTBEAT = re.compile(r"^\s*(\S+:[0-9a-f]{8}): seen ([0-9.e+-]+)s ago", re.MULTILINE)
+_SILENT_S = 5.0
+"""As the lighthouse's heartbeat_timeout_ms: a site that is silent for longer is left out."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A site as the coordinator sees it."""
+
+    site: str
+    synchronised: bool
+    """It took part when sites met last."""
+    silent_s: float
+
+
+def _coordinator(args: argparse.Namespace) -> int:
+    os.environ.setdefault("RUST_LOG", "warn")  # it would tell of every meeting, with all that sites say there
+    try:
+        from torchft.coordination import LighthouseServer
+    except ImportError as error:
+        raise UserError(
+            f"the coordinator is torchft's lighthouse, which cannot be imported ({error}). Run "
+            "`pip install 'llmtrain[sites]'`."
+        ) from error
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        server = LighthouseServer(
+            bind=args.bind,
+            min_replicas=1,
+            join_timeout_ms=round(1000 * args.wait_s),
+            quorum_tick_ms=100,
+            heartbeat_timeout_ms=round(1000 * _SILENT_S),
+        )
+    except Exception as error:  # torchft has no class of its own
+        raise UserError(f"--bind {args.bind}: {error}. Give an address of this host and a free port.") from error
+    log.info(f"the coordinator listens on {args.bind}; sites give it as --sites.coordinator HOST:PORT")
+    ended.wait()
+    server.shutdown()
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    try:
+        with urllib.request.urlopen(f"http://{args.coordinator}/status", timeout=10) as answer:
+            page = answer.read(1 << 20).decode(errors="replace")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--coordinator {args.coordinator}: no coordinator answers ({error}). Start it there with `llmtrain sites "
+            f"coordinator --bind {args.coordinator}`."
+        ) from error
+    sites = seen(page)
+    for each in sites:
+        state = "there" if each.silent_s < _SILENT_S else "away"
+        part = "took part in the last meeting" if each.synchronised else "was not in the last meeting"
+        print(f"{each.site}  {state}, heard of {each.silent_s:.1f} s ago, {part}")
+    if not sites:
+        print("no site is there")
+    return 0
+
+
+def seen(page: str) -> list[Seen]:
+    """The sites on a lighthouse's status page."""
+    met = set(map(html.unescape, _MEMBER.findall(page)))
+    found = ((html.unescape(member), float(age)) for member, age in _HEARTBEAT.findall(page))
+    return sorted((Seen(member.partition(":")[0], member in met, age) for member, age in found), key=lambda s: s.site)
+
+
+def main(argv: list[str]) -> int:
+    """The command line behind `llmtrain sites`; 0 on success. Raises UserError."""
+    parser = argparse.ArgumentParser(prog="llmtrain sites", description="Several sites that train one model.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    coordinator = commands.add_parser("coordinator", help="start the coordinator; it ends with Ctrl-C")
+    coordinator.add_argument("--bind", default=_BIND, metavar="HOST:PORT", help=f"where it listens ({_BIND})")
+    coordinator.add_argument(
+        "--wait-s", type=float, default=30.0, metavar="S",
+        help="how long a majority of the sites waits for one that is alive and late (30)",
+    )  # fmt: skip
+    coordinator.set_defaults(run=_coordinator)
+    status = commands.add_parser("status", help="show which sites are there")
+    status.add_argument("--coordinator", default=_BIND, metavar="HOST:PORT", help=f"its address ({_BIND})")
+    status.set_defaults(run=_status)
+    completion.offer(parser)
+    args = parser.parse_args(argv)
+    code: int = args.run(args)
+    return code

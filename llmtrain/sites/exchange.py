@@ -1,0 +1,103 @@
+"""What a site fetches from the others in a round: each of its ranks the elements that it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmtrain.dist.control import from_all
+from llmtrain.dist.ranks import Ranks
+from llmtrain.sites.outer import Array, Shard
+from llmtrain.sites.told import Told
+from llmtrain.sites.wire import Peer, WireError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """What has come. All but the arrays is the same on all ranks of the site."""
+
+    found: dict[str, Array]
+    """Site -> its parameters, [elements of this rank], of those that came to all ranks."""
+    failed: dict[str, str]
+    """Site -> why its parameters have not."""
+    outer: tuple[Array, Array] | None
+    """(common parameters, outer momentum), if they were asked for and came to all ranks."""
+    received_bytes: int
+    """By all ranks."""
+
+
+class Exchange:
+    """The other sites' ranks, as those of this one see them."""
+
+    def __init__(self, ranks: Ranks, shard: Shard, site: str, run: str) -> None:
+        """`site`: this one's id. `run`: what the sites have in common."""
+        self._ranks, self._shard, self._site, self._run = ranks, shard, site, run
+        self._peers: dict[str, list[Peer]] = {}
+
+    def fetch(
+        self, sources: Mapping[str, Told], healers: Sequence[Told], own: Array, round_: int, deadline_s: float
+    ) -> Fetched:
+        """Fetch in this round, with all ranks of the site.
+
+        Args:
+            sources: whose parameters count, this site's too if they do.
+            healers: who has the common state; empty if this site has it.
+            own: this rank's parameters.
+            round_: the round.
+            deadline_s: time.monotonic() by which all must be there.
+        """
+        found: dict[str, Array] = {}
+        failed: dict[str, str] = {}
+        outer, received = None, 0
+        for name in sorted(sources):
+            try:
+                found[name], size = (
+                    (own, 0) if name == self._site else self._values(sources[name], "values", round_, deadline_s)
+                )
+            except WireError as error:
+                failed[name] = str(error)
+                continue
+            received += size
+        for each in healers:
+            try:
+                anchor, size = self._values(each, "anchor", round_, deadline_s)
+                momentum, more = self._values(each, "momentum", round_, deadline_s)
+            except WireError as error:
+                failed[each.id] = str(error)
+                continue
+            outer, received = (anchor, momentum), received + size + more
+            break
+        return self._joined(found, failed, outer, received)
+
+    def forget_all_but(self, sites: Collection[str]) -> None:
+        """Other sites are gone: one that comes back is another process."""
+        self._peers = {site: peers for site, peers in self._peers.items() if site in sites}
+
+    def _joined(
+        self, found: dict[str, Array], failed: dict[str, str], outer: tuple[Array, Array] | None, received: int
+    ) -> Fetched:
+        """What all ranks have."""
+        reports = from_all(self._ranks, (failed, outer is not None, received))
+        failures = {site: text for other, _, _ in reversed(reports) for site, text in other.items()}
+        return Fetched(
+            found={site: values for site, values in found.items() if site not in failures},
+            failed=failures,
+            outer=outer if all(healed for _, healed, _ in reports) else None,
+            received_bytes=sum(size for _, _, size in reports),
+        )
+
+    def _values(self, site: Told, kind: str, round_: int, deadline_s: float) -> tuple[Array, int]:
+        """(this rank's elements as another site has them, bytes). Raises WireError."""
+        peers = self._peers.setdefault(site.id, [Peer(a, run=self._run, member=site.id) for a in site.addresses])
+        mine = self._shard.regions()
+        values = np.empty(self._shard.size, np.float32)
+        received = 0
+        for peer in peers:
+            received += peer.fetch(kind, round_, peer.covers(mine, deadline_s), values, deadline_s)
+        if received != values.nbytes:
+            raise WireError(f"it has {received // 4} of {values.size} elements")
+        if not np.isfinite(values).all():
+            raise WireError(f"its {kind} are not finite")
+        return values, received

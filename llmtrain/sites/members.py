@@ -1,0 +1,131 @@
+"""Who takes part in a synchronisation. torchft's lighthouse decides; nothing else of torchft is used.
+
+`meet` is the whole of what a site asks of it: everybody who meets is told the same participants, and what each of them
+said. A participant that is silent is left out after seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.errors import UserError
+
+_HEARTBEAT_S = 1.0
+_CALL_S = 5.0
+
+
+class MembersError(Exception):
+    """The sites have not met. The message says why."""
+
+
+class SitesError(UserError):
+    """A run cannot take part with its site."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A process group that trains as a site, from its start to its end."""
+
+    id: str
+    """Site's name, and a word that tells this process from an earlier one of the same site."""
+    said: Mapping[str, Any]
+    """What it told the others. Written by others: believe nothing of it."""
+
+
+class Members(Protocol):
+    """The other sites, seen from rank 0 of this one."""
+
+    id: str
+
+    def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
+        """Wait for the other sites, and give all participants, this one included, in the order of their ids.
+
+        Every participant gets the same list. Raises MembersError.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave: the others do not wait for this site any more after some seconds."""
+        ...
+
+
+class TorchftMembers:
+    """Membership by a lighthouse of torchft 0.2, which `llmtrain sites coordinator` starts."""
+
+    def __init__(self, coordinator: str, member_id: str, connect_s: float) -> None:
+        """`coordinator`: HOST:PORT. Raises SitesError: torchft is missing, or nobody answers within `connect_s`."""
+        self.id = member_id
+        self._coordinator = coordinator
+        client = lighthouse_client()
+        try:
+            self._client = client(f"http://{coordinator}", timedelta(seconds=connect_s))
+            self._pulse = client(f"http://{coordinator}", timedelta(seconds=connect_s))
+            self._pulse.heartbeat(self.id, timedelta(seconds=_CALL_S))
+        except Exception as error:  # RuntimeError, TimeoutError: torchft has no class of its own
+            raise SitesError(
+                f"sites.coordinator {coordinator}: no coordinator answers ({_reason(error)}). Start it there with "
+                f"`llmtrain sites coordinator --bind {coordinator}`, and let this host reach that port."
+            ) from error
+        self._closed = threading.Event()
+        threading.Thread(target=self._beat, name="sites-heartbeat", daemon=True).start()
+
+    def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
+        """See `Members`."""
+        box: dict[str, Any] = {}
+
+        def ask() -> None:
+            try:
+                box["quorum"] = self._client.quorum(
+                    self.id, timedelta(seconds=max(limit_s, 0.001)), step=0, data=dict(said)
+                )
+            except Exception as error:
+                box["error"] = error
+
+        asking = threading.Thread(target=ask, name="sites-quorum", daemon=True)
+        asking.start()
+        while asking.is_alive():  # the call holds this thread alone: the watch sees that the rank waits, and works
+            asking.join(0.5)
+            heart.beat()
+        if isinstance(error := box.get("error"), TimeoutError):
+            raise MembersError(f"the other sites have not come within {limit_s:.1f} s") from error
+        if error is not None:
+            raise MembersError(f"coordinator {self._coordinator}: {_reason(error)}") from error
+        members = [Member(id=each.replica_id, said=each.data or {}) for each in box["quorum"].participants]
+        return sorted(members, key=lambda member: member.id)
+
+    def close(self) -> None:
+        """See `Members`."""
+        self._closed.set()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(_HEARTBEAT_S):
+            try:
+                self._pulse.heartbeat(self.id, timedelta(seconds=_CALL_S))
+            except Exception:  # the coordinator may be away: `meet` says so
+                continue
+
+
+def lighthouse_client() -> Any:
+    """torchft's class. Raises SitesError where it is not installed."""
+    os.environ.setdefault("RUST_LOG", "warn")
+    try:
+        from torchft.coordination import LighthouseClient
+    except ImportError as error:
+        raise SitesError(
+            f"sites need torchft 0.2, which cannot be imported ({error}). Run `pip install 'llmtrain[sites]'`."
+        ) from error
+    return LighthouseClient
+
+
+def _reason(error: BaseException) -> str:
+    """The words of a gRPC status, which torchft gives with all its fields."""
+    text = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    words = re.search(r'message: "([^"]+)"', text)
+    return words[1] if words else text

@@ -1,0 +1,112 @@
+"""The outer optimisation over the part of the model that a rank owns: what all sites hold alike, and its update.
+
+Local SGD: S. Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767. DiLoCo: A. Douillard et al.,
+arXiv 2311.08105, algorithm 1: the difference between the common parameters and the mean of the sites' is a gradient for
+Nesterov's momentum, in the form of torch.optim.SGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from llmtrain.engine.api import Engine, StateTensor
+from llmtrain.optimizers import PARAM
+from llmtrain.tensors.checksum import checksum_part_array
+from llmtrain.tensors.region import Region
+
+Array = npt.NDArray[np.float32]
+Method = Literal["local_sgd", "diloco"]
+_CHUNK = 1 << 18
+"""Elements updated at a time: the fp64 temporaries stay in the cache."""
+
+
+class Shard:
+    """The parameters that a rank owns, one after another in a flat fp32 array."""
+
+    def __init__(self, engine: Engine, frozen: Collection[str]) -> None:
+        """`frozen`: names of parameters that do not train: they are the same everywhere, and never sent."""
+        self._engine = engine
+        pieces = [piece for piece in engine.state() if piece.kind == PARAM and piece.name not in frozen]
+        assert all(piece.own == slice(0, piece.region.numel) for piece in pieces), "replicas within a site"
+        self._pieces: list[tuple[int, StateTensor]] = []
+        """(first element in the array, piece)."""
+        self.size = 0
+        for piece in pieces:
+            self._pieces.append((self.size, piece))
+            self.size += piece.region.numel
+
+    def regions(self) -> list[tuple[int, str, Region]]:
+        """(first element in the array, Hugging Face name, which elements of the tensor) of each piece."""
+        return [(at, piece.name, piece.region) for at, piece in self._pieces]
+
+    def read(self) -> Array:
+        """The live values, [size]."""
+        values = np.empty(self.size, np.float32)
+        for at, piece in self._pieces:
+            with piece.open() as live:
+                values[at : at + live.numel()] = live.detach().float().cpu().numpy()
+        return values
+
+    @torch.no_grad()
+    def write(self, values: Array) -> None:
+        """Make `values` [size] the live ones."""
+        for at, piece in self._pieces:
+            with piece.open() as live:
+                live.copy_(torch.from_numpy(values[at : at + live.numel()]))
+        self._engine.refresh()
+
+    def checksum(self, values: Array) -> int:
+        """Of `values` [size]; the sum over a site's ranks does not depend on how they share the model."""
+        sums = (checksum_part_array(values[at : at + r.numel], r) for at, _, r in self.regions())
+        return sum(sums) % 2**64
+
+
+def outer_step(
+    anchor: Array,
+    momentum: Array,
+    found: Mapping[str, Array],
+    weights: Mapping[str, float],
+    *,
+    method: Method,
+    lr: float,
+    beta: float,
+) -> tuple[Array, Array]:
+    """The outer update: the same on every site to the last bit.
+
+    With mean = sum of weight x values / sum of weights:
+        local_sgd   anchor <- mean
+        diloco      g = anchor - mean;  momentum <- beta momentum + g;  anchor <- anchor - lr (g + beta momentum)
+
+    numpy's operators round after each operation, on every processor alike; sums run in the order of the names.
+
+    Args:
+        anchor: the parameters that all sites hold alike, fp32 [n].
+        momentum: the outer momentum, fp32 [n].
+        found: site -> its parameters, fp32 [n]; with none, nothing changes.
+        weights: of each of them.
+
+    Returns: (anchor, momentum), new arrays: another site may still be reading the old ones.
+    """
+    anchor, momentum = anchor.copy(), momentum.copy()
+    total = sum(weights[site] for site in sorted(found))
+    if not total:
+        return anchor, momentum
+    for low in range(0, len(anchor), _CHUNK):
+        part = slice(low, low + _CHUNK)
+        mean = np.zeros(len(anchor[part]))
+        for site in sorted(found):
+            mean += found[site][part].astype(np.float64) * (weights[site] / total)
+        if method == "local_sgd":
+            anchor[part] = mean
+            continue
+        before = anchor[part].astype(np.float64)
+        gradient = before - mean
+        momentum[part] = beta * momentum[part].astype(np.float64) + gradient
+        # Not `before - lr * gradient`: with lr 1 and no momentum the result is the mean, whatever it was before.
+        anchor[part] = (1 - lr) * before + lr * mean - lr * beta * momentum[part].astype(np.float64)
+    return anchor, momentum

@@ -1,0 +1,74 @@
+"""What a site says of itself at a meeting, read with the doubt that it deserves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmtrain.sites.ledger import Ledger
+from llmtrain.sites.members import Member
+
+_LARGEST = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """A site that is ready to synchronise."""
+
+    id: str
+    run: str
+    """What sites of one run have in common, as a checksum."""
+    common: Mapping[str, Any]
+    """The same in words."""
+    round: int
+    """Synchronisations behind its state."""
+    checksum: str
+    """Of the common parameters."""
+    step: int
+    batch: int
+    """Sequences of one of its steps."""
+    steps: int
+    """Optimizer steps since its last synchronisation."""
+    tokens: int
+    """Of one of its steps."""
+    addresses: tuple[str, ...]
+    """HOST:PORT of each of its ranks."""
+    ledger: Ledger
+
+    @property
+    def site(self) -> str:
+        """The name that its user gave it."""
+        return self.id.partition(":")[0]
+
+    @property
+    def state(self) -> tuple[int, str]:
+        """Sites with the same have the same parameters in common."""
+        return self.round, self.checksum
+
+    @property
+    def weight(self) -> int:
+        """Tokens behind its parameters since the last synchronisation."""
+        return self.steps * self.tokens
+
+
+def told_of(member: Member) -> Told | None:
+    """None: it is in another part of a round, or what it says makes no sense."""
+    said = member.said
+    if said.get("phase") != "meet":
+        return None
+    try:
+        counts = {key: int(said[key]) for key in ("round", "step", "batch", "steps", "tokens")}
+        if any(not 0 <= count < _LARGEST for count in counts.values()) or not counts["batch"]:
+            return None
+        return Told(
+            id=member.id,
+            run=str(said["run"]),
+            common=dict(said["common"]),
+            checksum=str(said["checksum"]),
+            addresses=tuple(map(str, said["addresses"])),
+            ledger=Ledger.from_json(said["ledger"]),
+            **counts,
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,275 @@
+"""Parts of parameters from the rank of one site that owns them to the rank of another that needs them.
+
+A rank serves what it owns; others ask for the elements that they own themselves. No rank ever holds a whole model, and
+the sites may differ in their number of ranks and in how they cut the model. One request on a connection:
+
+    4 bytes, length of a JSON object: run, to, round, kind, take
+    4 bytes, length of a JSON object: either error, or bytes
+    the elements, fp32, little-endian
+    8 bytes, xxh3_64 of them
+
+Nothing is encrypted or signed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.tensors.region import Region, shared
+
+Array = npt.NDArray[np.float32]
+Rectangle = tuple[int, int, int, int]
+"""(first element, elements from one row to the next, rows, elements of a row) of a flat array."""
+Pieces = Sequence[tuple[int, str, Region]]
+"""(first element in the array, Hugging Face name, which elements of the tensor) of all that a rank owns."""
+
+_HEADER_BYTES = 1 << 24
+_AT_ONCE = 1 << 20
+"""Bytes sent or received at a time."""
+_CONNECTIONS = 64
+
+
+class WireError(Exception):
+    """A part has not come. The message says why, without naming the site."""
+
+
+class Server:
+    """Serves this rank's arrays to the ranks of other sites, from a thread for each connection."""
+
+    def __init__(self, host: str, *, run: str, member: str, pieces: Pieces, limit_s: float) -> None:
+        """
+        Args:
+            host: address to listen on; the port is any free one.
+            run: what the sites of a run have in common: others are refused.
+            member: this site's id, so that a later process at this address is not taken for it.
+            pieces: of which the arrays consist.
+            limit_s: how long one connection may last.
+        """
+        self._run, self._member, self._limit_s = run, member, limit_s
+        self._index = [[at, name, *_packed(region)] for at, name, region in pieces]
+        self._arrays: dict[str, tuple[int, Array]] = {}
+        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
+        self._listener = socket.create_server((host, 0))
+        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+        threading.Thread(target=self._accept, name="sites-server", daemon=True).start()
+
+    def publish(self, round_: int, arrays: Mapping[str, Array]) -> None:
+        """Serve these, and nothing of before, to whoever asks for this round."""
+        self._arrays = {kind: (round_, array) for kind, array in arrays.items()}
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            if not self._slots.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="sites-serve", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, WireError), connection:
+            line = _Line(connection, time.monotonic() + self._limit_s)
+            try:
+                answer = self._answer(line.receive_header())
+            except (WireError, KeyError, TypeError, ValueError) as error:
+                line.send_header({"error": f"refused: {error}"})
+            else:
+                self._send(line, *answer)
+        self._slots.release()
+
+    def _answer(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[Array]]:
+        """(header, elements)."""
+        if asked["run"] != self._run:
+            raise WireError("it belongs to another run")
+        if asked["to"] != self._member:
+            raise WireError(f"it is for {str(asked['to'])[:80]}, and this is {self._member}")
+        if asked["kind"] == "index":
+            return {"bytes": 0, "index": self._index}, []
+        round_, array = self._arrays.get(str(asked["kind"]), (None, None))
+        if array is None or round_ != asked["round"]:
+            raise WireError(f"{str(asked['kind'])[:40]} of round {str(asked['round'])[:20]} is not here")
+        parts = [_cut(array, rectangle) for rectangle in asked["take"]]
+        size = sum(part.size for part in parts)
+        if size > array.size:
+            raise WireError(f"it asks for {size} of {array.size} elements")
+        return {"bytes": 4 * size}, parts
+
+    def _send(self, line: _Line, header: dict[str, Any], parts: list[Array]) -> None:
+        line.send_header(header)
+        if not header["bytes"]:
+            return
+        hash_ = xxhash.xxh3_64()
+        for part in parts:
+            for row in _rows(part):
+                data = row.data.cast("B")
+                hash_.update(data)
+                line.send(data)
+        line.send(struct.pack("<Q", hash_.intdigest()))
+
+
+class Peer:
+    """A rank of another site."""
+
+    def __init__(self, address: str, *, run: str, member: str) -> None:
+        self._address, self._run, self._member = address, run, member
+        self._index: list[tuple[int, str, Region]] | None = None
+
+    def covers(self, mine: Pieces, deadline_s: float) -> list[tuple[Rectangle, Rectangle]]:
+        """(elements of the peer's array, the same elements in this rank's) of all that both own. Raises WireError."""
+        if self._index is None:
+            header = self._ask("index", 0, [], deadline_s, lambda _line, header: header)
+            try:
+                self._index = [(int(at), str(name), _unpacked(rest)) for at, name, *rest in header["index"]]
+            except (KeyError, TypeError, ValueError) as error:
+                raise WireError(f"its index makes no sense ({error})") from error
+        theirs: dict[str, list[tuple[int, Region]]] = {}
+        for at, name, region in self._index:
+            theirs.setdefault(name, []).append((at, region))
+        found = []
+        for at, name, region in mine:
+            for other_at, other in theirs.get(name, ()):
+                for each in shared(other, region):
+                    there, here = each.at
+                    found.append(((other_at + there, each.step[0], each.rows, each.length),
+                                  (at + here, each.step[1], each.rows, each.length)))  # fmt: skip
+        return found
+
+    def fetch(
+        self, kind: str, round_: int, pairs: Sequence[tuple[Rectangle, Rectangle]], into: Array, deadline_s: float
+    ) -> int:
+        """Fill the elements `pairs` (see `covers`) of `into`; returns the bytes that came. Raises WireError."""
+        if not pairs:
+            return 0
+        places = [_cut(into, here) for _, here in pairs]
+
+        def receive(line: _Line, header: Mapping[str, Any]) -> int:
+            expected = 4 * sum(place.size for place in places)
+            if header.get("bytes") != expected:
+                raise WireError(f"it announces {str(header.get('bytes'))[:20]} bytes instead of {expected}")
+            hash_ = xxhash.xxh3_64()
+            for place in places:
+                for row in _rows(place):
+                    data = row.data.cast("B")
+                    line.receive_into(data)
+                    hash_.update(data)
+            told = bytearray(8)
+            line.receive_into(memoryview(told))
+            if struct.unpack("<Q", told)[0] != hash_.intdigest():
+                raise WireError("the checksum of what it sent is wrong")
+            return expected
+
+        return self._ask(kind, round_, [there for there, _ in pairs], deadline_s, receive)
+
+    def _ask(
+        self,
+        kind: str,
+        round_: int,
+        take: list[Rectangle],
+        deadline_s: float,
+        read: Callable[[_Line, Mapping[str, Any]], Any],
+    ) -> Any:
+        host, _, port = self._address.rpartition(":")
+        began_s = time.monotonic()
+        try:
+            with socket.create_connection((host, int(port)), timeout=max(deadline_s - began_s, 0.001)) as connection:
+                line = _Line(connection, deadline_s, heart.beat)
+                line.send_header({"run": self._run, "to": self._member, "round": round_, "kind": kind, "take": take})
+                header = line.receive_header()
+                if "error" in header:
+                    raise WireError(str(header["error"])[:200])
+                return read(line, header)
+        except TimeoutError as error:
+            waited = f"it has not sent all of it within {time.monotonic() - began_s:.1f} s"
+            raise WireError(f"{self._address}: {waited}") from error
+        except (OSError, WireError, ValueError) as error:
+            raise WireError(f"{self._address}: {error}") from error
+
+
+class _Line:
+    """A connection on which every message, however it dribbles in, must be there by the deadline."""
+
+    def __init__(self, connection: socket.socket, deadline_s: float, moved: Callable[[], None] = lambda: None) -> None:
+        """`moved`: called while data moves."""
+        self._connection, self._deadline_s, self._moved = connection, deadline_s, moved
+
+    def send(self, data: memoryview | bytes) -> None:
+        view = memoryview(data)
+        for low in range(0, len(view), _AT_ONCE):
+            self._limit()
+            self._connection.sendall(view[low : low + _AT_ONCE])
+
+    def send_header(self, header: Mapping[str, Any]) -> None:
+        text = json.dumps(header).encode()
+        self.send(struct.pack("<I", len(text)) + text)
+
+    def receive_into(self, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            self._limit()
+            count = self._connection.recv_into(data[done : done + _AT_ONCE])
+            if not count:
+                raise WireError(f"it has closed the connection after {done} of {len(data)} bytes")
+            done += count
+
+    def receive_header(self) -> dict[str, Any]:
+        size = bytearray(4)
+        self.receive_into(memoryview(size))
+        (length,) = struct.unpack("<I", size)
+        if length > _HEADER_BYTES:
+            raise WireError(f"its header of {length} bytes is too long")
+        text = bytearray(length)
+        self.receive_into(memoryview(text))
+        header = json.loads(text)
+        if not isinstance(header, dict):
+            raise WireError("its header is no object")
+        return header
+
+    def _limit(self) -> None:
+        self._moved()
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left_s)
+
+
+def _cut(array: Array, rectangle: Sequence[int]) -> Array:
+    """A view [rows, elements of a row]. Raises ValueError for what lies outside of the array."""
+    at, step, rows, length = (int(number) for number in rectangle)
+    inside = at >= 0 and rows > 0 and length > 0 and step >= 0 and at + (rows - 1) * step + length <= array.size
+    if not inside or (rows > 1 and step < length):
+        raise ValueError(f"{(at, step, rows, length)} lies outside of {array.size} elements")
+    size = array.itemsize
+    return np.lib.stride_tricks.as_strided(array[at:], (rows, length), (step * size, size))
+
+
+def _rows(part: Array) -> Iterator[Array]:
+    """Its rows, which are contiguous."""
+    yield from part
+
+
+def _packed(region: Region) -> list[Any]:
+    return [region.start, region.numel, region.runs, region.stride, region.skip]
+
+
+def _unpacked(rest: Sequence[Any]) -> Region:
+    start, numel, runs, stride, skip = rest
+    pairs = tuple((int(offset), int(length)) for offset, length in runs)
+    return Region(int(start), int(numel), pairs, int(stride), int(skip))

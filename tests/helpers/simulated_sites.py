@@ -1,0 +1,82 @@
+"""Sites that train one model, by the definition, in one process of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from llmtrain.config.run import DataConfig, ModelConfig
+from llmtrain.data.loader import TrainData
+from llmtrain.models.spec import ModelSpec
+from tests.helpers.training import mean_cross_entropy
+
+
+def simulated(
+    model_fields: dict[str, Any],
+    data: DataConfig,
+    *,
+    sites: int,
+    batch: int,
+    steps: int,
+    sync_every: int,
+    lr: float,
+    outer_lr: float | None,
+    outer_momentum: float = 0.0,
+) -> dict[str, torch.Tensor]:
+    """The parameters after `steps` steps of every site, by name.
+
+    Site i of a round of n = sync_every steps takes the i-th n x batch sequences of it. AdamW with the defaults of
+    `OptimConfig`, which each site keeps for itself. `outer_lr` None: the sites' parameters are averaged (local SGD).
+    Otherwise torch.optim.SGD with Nesterov's momentum takes (common - average) as its gradient (DiLoCo).
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(model_fields)
+    common = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    source = ModelSpec.of(ModelConfig(config=dict(model_fields))).initial_weights(0, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in common.named_parameters():
+            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
+    models = [copy.deepcopy(common) for _ in range(sites)]
+    optimizers = [_adamw(model, lr) for model in models]
+    outer = None
+    if outer_lr is not None:
+        outer = torch.optim.SGD(common.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+    read = TrainData(data)
+    for first in range(0, steps, sync_every):
+        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            begin = (first * sites + index * sync_every) * batch
+            for step in range(sync_every):
+                _step(model, optimizer, read, range(begin + step * batch, begin + (step + 1) * batch))
+        with torch.no_grad():
+            for each, *theirs in zip(common.parameters(), *(model.parameters() for model in models), strict=True):
+                mean = torch.stack([other.double() for other in theirs]).mean(0)
+                if outer is None:
+                    each.copy_(mean)
+                else:
+                    each.grad = (each.double() - mean).float()
+            if outer is not None:
+                outer.step()
+            for model in models:
+                for mine, each in zip(model.parameters(), common.parameters(), strict=True):
+                    mine.copy_(each)
+    return {name: parameter.detach().clone() for name, parameter in common.named_parameters()}
+
+
+def _adamw(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, data: TrainData, samples: range) -> None:
+    windows = [data.window_at(index) for index in samples]
+    inputs = torch.stack([torch.from_numpy(window.inputs) for window in windows])
+    labels = torch.stack([torch.from_numpy(window.labels) for window in windows])
+    optimizer.zero_grad()
+    mean_cross_entropy(model(input_ids=inputs, use_cache=False).logits, labels).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()

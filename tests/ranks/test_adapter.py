@@ -1,0 +1,389 @@
+"""Adapters on real ranks: plain PyTorch with LoRA and DoRA written from their definitions is the measure."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from llmtrain.checkpoint.format import Manifest
+from llmtrain.checkpoint.frozen import frozen_source
+from llmtrain.checkpoint.hf import adapter as exported
+from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.hf.proofs import ProofError, Report
+from llmtrain.config.run import AdapterConfig, ModelConfig
+from llmtrain.engine.moved import unmoved
+from llmtrain.engine.weights import prove_weights
+from llmtrain.errors import ConfigError
+from llmtrain.generate import Sampling, generate
+from llmtrain.models.adapter import PREFIX, WEIGHTS, B, plain_name, scale
+from llmtrain.models.parameters import local_parameter
+from llmtrain.models.spec import ModelSpec
+from llmtrain.optimizers import PARAM
+from tests.helpers.adapters import plain_adapted
+from tests.helpers.checkpoints import trainer_state
+from tests.helpers.parity import Form, check
+from tests.helpers.ranks import RankFailed
+from tests.helpers.training import (
+    LLAMA,
+    Case,
+    Trace,
+    assembled,
+    largest_difference,
+    make_engine,
+    plain_model,
+    plain_pytorch,
+    resolved_run,
+    resume_from,
+    save_checkpoint,
+    train_steps,
+)
+
+LORA: dict[str, Any] = {"r": 4, "alpha": 16.0}
+DORA: dict[str, Any] = {"r": 4, "alpha": 8.0, "dora": True, "targets": ["*.q_proj", "*.down_proj"]}
+RSLORA: dict[str, Any] = {"r": 3, "alpha": 6.0, "rslora": True, "targets": ["model.layers.[13].*"]}
+LR = 3e-3
+
+
+def written(folder: Path, model: dict[str, Any], dtype: torch.dtype = torch.float32) -> str:
+    """The folder of a new model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    fields = dict(model)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    return str(folder)
+
+
+def same(a: dict[str, dict[str, Tensor]], b: dict[str, dict[str, Tensor]]) -> bool:
+    return all(torch.equal(a[kind][name].nan_to_num(9), b[kind][name].nan_to_num(9)) for kind in a for name in a[kind])
+
+
+@functools.cache
+def reference(data: str, kind: str) -> Trace:
+    case = Case(data=data, adapter=KINDS[kind], lr=LR)
+    return plain_pytorch(case, model=plain_adapted(case))
+
+
+KINDS = {"lora": LORA, "dora": DORA, "rslora": RSLORA}
+
+
+def trained(case: Case) -> tuple[Trace, set[str]]:
+    """A training; names of which this rank keeps state of the optimizer."""
+    engine, ranks = make_engine(case)
+    before = assembled(engine, ranks)
+    trace = train_steps(case, engine, ranks, 0, case.steps)
+    stepped = {piece.name for piece in engine.state() if piece.kind != PARAM}
+    trace.parameters = assembled(engine, ranks)
+    assert all(torch.equal(before[name], value) for name, value in trace.parameters.items() if ".lora_" not in name)
+    engine.close()
+    return trace, stepped
+
+
+APART = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 1,
+    "stage3_max_reuse_distance": 1,
+}
+"""Parameters of a small model would all stay gathered."""
+FORMS: list[tuple[str, int, dict[str, Any]]] = [
+    ("lora", 2, {"stage": 0}),
+    ("lora", 2, {"stage": 2, "accumulation": 2}),
+    ("lora", 2, {"stage": 2, "extra": {"activation_checkpointing": {}}, "mlp_tile_tokens": 8}),
+    ("lora", 2, {"stage": 3, "extra": {"zero_optimization": APART, "activation_checkpointing": {}}}),
+    ("lora", 2, {"stage": 3, "sequence": 2, "extra": {"activation_checkpointing": {}}}),
+    ("lora", 2, {"stage": 1, "pipeline": 2, "accumulation": 2}),
+    ("dora", 2, {"stage": 0, "pipeline": 2, "accumulation": 2, "extra": {"activation_checkpointing": {}}}),
+    ("lora", 2, {"stage": 1, "tensor": 2, "accumulation": 2, "extra": {"activation_checkpointing": {}}}),
+    ("lora", 2, {"stage": 3, "tensor": 2}),
+    ("rslora", 4, {"stage": 1, "tensor": 2, "pipeline": 2, "accumulation": 2}),
+    ("dora", 2, {"stage": 2}),
+    ("dora", 2, {"stage": 3, "extra": {"zero_optimization": APART, "activation_checkpointing": {}}}),
+]
+DOUBLES: list[tuple[str, int, dict[str, Any]]] = [
+    ("lora", 1, {"stage": 0}),
+    ("lora", 1, {"stage": 3}),
+    ("lora", 2, {"stage": 1}),
+    ("lora", 2, {"stage": 3}),
+    ("lora", 2, {"stage": 3, "extra": {"activation_checkpointing": {}}}),
+    ("lora", 2, {"stage": 3, "extra": {"zero_optimization": APART}}),
+    ("lora", 2, {"stage": 2, "sequence": 2}),
+    ("dora", 2, {"stage": 1, "sequence": 2}),
+    ("lora", 2, {"stage": 0, "tensor": 2}),
+    ("lora", 4, {"stage": 2, "tensor": 2}),
+    ("rslora", 2, {"stage": 2}),
+    ("dora", 1, {"stage": 0}),
+    ("dora", 2, {"stage": 3}),
+    ("dora", 2, {"stage": 3, "extra": {"zero_optimization": APART}}),
+]
+"""Of what FORMS shows."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "form"),
+    [*FORMS, *(pytest.param(*form, marks=pytest.mark.slow) for form in DOUBLES)],
+    ids=str,
+)
+def test_every_form_agrees_with_the_definition_in_plain_pytorch(pools, small_data, kind, ranks, form):
+    want = reference(small_data, kind)
+    outcomes = pools(ranks).run(trained, Case(data=small_data, adapter=KINDS[kind], lr=LR, **form))
+    got, _ = outcomes[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-6
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    adapter = {name for name in want.parameters if ".lora_" in name}
+    assert set().union(*(stepped for _, stepped in outcomes)) == adapter
+    assert all(bool(got.parameters[name].any()) for name in adapter), "a lora_B has not moved"
+
+
+def first_step(case: Case, without: str) -> tuple[list[str], int]:
+    """What no gradient has reached after a step; of the parameter `without` it is lost on the way."""
+    engine, ranks = make_engine(case)
+    for name, parameter in engine.module.named_parameters():
+        if local_parameter(name, parameter).name == without:
+            parameter.register_hook(torch.zeros_like)
+    train_steps(case, engine, ranks, 0, 1)
+    found = unmoved(engine, ranks, B)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_lora_b_that_no_gradient_reaches_is_named_after_one_step(pools, small_data, stage):
+    case = Case(data=small_data, adapter=LORA, lr=LR, stage=stage)
+    assert pools(2).run(first_step, case, "") == [([], 28)] * 2
+    lost = "model.layers.2.mlp.up_proj.lora_B.weight"
+    assert pools(2).run(first_step, case, lost) == [([lost], 28)] * 2
+
+
+def test_a_stage_without_a_target_is_refused_by_name(pools, small_data):
+    case = Case(data=small_data, adapter=LORA | {"targets": ["model.layers.0.*"]}, stage=1, pipeline=2, accumulation=2)
+    with pytest.raises(RankFailed, match=r"adapter.targets(.|\n)*leaves stage 1 of pipeline.stages 2 nothing to train"):
+        pools(2).run(first_step, case, "")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_steps_are_those_of_peft_in_a_plain_loop(pools, small_data, tmp_path, kind):
+    """From a folder that peft has written, with a B that is not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = KINDS[kind] | {"targets": ["*.q_proj", "*.down_proj"]}
+    case = Case(data=small_data, adapter=settings, lr=LR, stage=2)
+    config = LoraConfig(r=settings["r"], lora_alpha=settings["alpha"], use_dora=kind == "dora", task_type="CAUSAL_LM",
+                        init_lora_weights=False, target_modules=["q_proj", "down_proj"])  # fmt: skip
+    torch.manual_seed(3)
+    model = get_peft_model(plain_model(case), config)
+    model.save_pretrained(tmp_path / "peft")
+    want = plain_pytorch(case, model=model)
+    got, _ = pools(2).run(trained, replace(case, adapter=settings | {"start": str(tmp_path / "peft")}))[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
+    adapter = {
+        plain_name(name.removeprefix(PREFIX)): value for name, value in want.parameters.items() if ".lora_" in name
+    }
+    assert adapter.keys() == {name for name in got.parameters if ".lora_" in name}
+    assert largest_difference({name: got.parameters[name] for name in adapter}, adapter) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"r": 8}, "its r is 8, the section adapter asks for 4"),
+        ({"lora_alpha": 3}, "its lora_alpha is 3, the section adapter asks for 16.0"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"peft_type": "IA3"}, "IA3"),
+        (None, "is no PEFT folder"),
+        ({}, "its model.layers.0.mlp.down_proj.lora_A.weight is not there"),
+    ],
+)
+def test_an_adapter_to_begin_with_that_is_another_is_refused_by_name(tmp_path, change, says):
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "use_rslora": False, "use_dora": False, "bias": "none"}
+    if change is not None:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings | change))
+        save_file({PREFIX + "model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, tmp_path / WEIGHTS)
+    spec = ModelSpec.of(ModelConfig(config=dict(LLAMA)), AdapterConfig(r=4, start=str(tmp_path)))
+    with pytest.raises(ConfigError, match=says):
+        spec.initial_weights(0, torch.device("cpu"))
+
+
+def state_of(engine: Any, ranks: Any) -> dict[str, dict[str, Tensor]]:
+    """All values by kind and name; of what has no moments NaN."""
+    return {kind: assembled(engine, ranks, kind) for kind in (PARAM, "exp_avg", "exp_avg_sq")}
+
+
+def saved(case: Case, folder: str) -> dict[str, dict[str, Tensor]]:
+    """Some steps from a folder of weights, and a checkpoint as a run saves it."""
+    engine, ranks = make_engine(case)
+    resolved = resolved_run(case, ranks.world_size)
+    spec = ModelSpec.of(resolved.run.model, resolved.run.adapter)
+    source: Any = spec.initial_weights(0, torch.device("cpu"))
+    left_out = frozen_source(source.base, spec.frozen, prove_weights(engine, source, ranks))
+    train_steps(case, engine, ranks, 0, 3)
+    trainer = trainer_state(3) | {"run": asdict(resolved.run), "model_config": spec.config.to_dict()}
+    save_checkpoint(engine, Path(folder) / "checkpoints", 3, trainer, resolved, ranks, left_out)
+    state = state_of(engine, ranks)
+    engine.close()
+    return state
+
+
+def resumed(case: Case, folder: str) -> dict[str, dict[str, Tensor]]:
+    """The state after a resume into an engine with other values."""
+    engine, ranks = make_engine(case)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.data.add_(1.0)
+    run = resolved_run(case, ranks.world_size).run
+    assert resume_from(engine, run, folder, trainer_state(3) | {"run": asdict(run)}, ranks) is not None
+    state = state_of(engine, ranks)
+    engine.close()
+    return state
+
+
+RESUMED: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "lora": [(1, {"stage": 0}), (2, {"stage": 1}), (2, {"stage": 1, "pipeline": 2}), (2, {"stage": 2, "tensor": 2})],
+    "dora": [(1, {"stage": 0}), (2, {"stage": 3}), (2, {"stage": 2, "sequence": 2})],
+}
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("lora", 3), ("dora", 1)])
+def test_a_checkpoint_holds_the_adapter_alone_and_goes_through_every_form_and_to_peft(
+    pools, small_data, tmp_path, kind, stage
+):
+    base = written(tmp_path / "hf", LLAMA)
+    case = Case(data=small_data, pretrained=base, adapter=KINDS[kind], lr=LR, stage=stage)
+    want = pools(2).run(saved, case, str(tmp_path / "run"))[0]
+    (path,) = (tmp_path / "run" / "checkpoints").iterdir()
+    manifest = Manifest.read(path)
+    adapter = {name for name in want[PARAM] if ".lora_" in name}
+    assert {piece.name for entry in manifest.files.values() for piece in entry.pieces} == adapter
+    assert manifest.frozen.parts.keys() == want[PARAM].keys() - adapter
+    for ranks, form in RESUMED[kind]:
+        assert same(pools(ranks).run(resumed, replace(case, **form), str(tmp_path / "run"))[0], want), form
+    scaled = replace(case, adapter={**case.adapter, "alpha": 2.0})
+    with pytest.raises(RankFailed, match=r"adapter.alpha is (16|8)\.0 there and 2\.0 in this run"):
+        pools(2).run(resumed, scaled, str(tmp_path / "run"))
+    is_what_peft_loads(path, tmp_path, base, case, want[PARAM])
+
+
+def is_what_peft_loads(path: Path, out: Path, base: str, case: Case, values: dict[str, Tensor]) -> None:
+    """As a PEFT folder and merged, beside the definition with the same values."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    def load(folder: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    plain = plain_adapted(case)
+    plain.load_state_dict(values)
+    tokens = torch.arange(40).view(2, 20) * 7 % 512
+    with torch.no_grad():
+        want = plain(tokens).logits
+        assert proved(export_hf(path, out / "peft"), "adapter") < 1e-5
+        model = PeftModel.from_pretrained(load(base), str(out / "peft"))
+        assert sum(".lora_" in name for name, _ in model.named_parameters()) == sum(".lora_" in name for name in values)
+        assert float((model(tokens).logits - want).abs().max()) < 1e-5
+        assert float((load(base)(tokens).logits - want).abs().max()) > 1e-3, "the adapter does nothing"
+        assert proved(export_hf(path, out / "merged", merge=True), "adapter") < 1e-5
+        assert float((load(str(out / "merged"))(tokens).logits - want).abs().max()) < 1e-5
+    for merge in (False, True):  # what the export believes of the scale is not what peft computes with
+        other = patch.object(exported, "scale", lambda adapter: 0.9 * scale(adapter))
+        with other, pytest.raises(ProofError, match="peft's layers"):
+            export_hf(path, out / "wrong", merge=merge)
+    assert not (out / "wrong").exists()
+
+
+def proved(report: Report, what: str) -> float:
+    """The difference of logits that an export tells."""
+    (line,) = [line for line in report.lines if line.startswith(what)]
+    return float(line.split()[-1])
+
+
+def test_a_bf16_base_is_merged_in_fp32_and_rounded_once(pools, small_data, tmp_path):
+    from safetensors.torch import load_file
+
+    base = written(tmp_path / "hf", LLAMA, torch.bfloat16)
+    case = Case(data=small_data, pretrained=base, adapter=LORA, lr=LR, stage=2, precision="bf16")
+    state = pools(2).run(saved, case, str(tmp_path / "run"))[0][PARAM]
+    (path,) = (tmp_path / "run" / "checkpoints").iterdir()
+    export_hf(path, tmp_path / "merged", merge=True)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, value in merged.items():
+        exact, adapter = state[name], f"{name.removesuffix('.weight')}.lora_"
+        if adapter + "A.weight" in state:
+            exact = exact + 4.0 * (state[adapter + "B.weight"] @ state[adapter + "A.weight"])
+        assert value.dtype == torch.bfloat16 and torch.equal(value, exact.bfloat16()), name
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(Form(zero=2, adapter=json.dumps(LORA)), marks=pytest.mark.slow),
+        Form(zero=3, adapter=json.dumps(DORA), accumulation=2),
+        Form(zero=1, precision="bf16", adapter=json.dumps(RSLORA)),
+        pytest.param(Form(zero=0, precision="bf16", adapter=json.dumps(DORA)), marks=pytest.mark.slow),
+        Form(zero=3, family="qwen2", tied=True, adapter=json.dumps(LORA)),
+        pytest.param(Form(zero=2, optimizer="muon", adapter=json.dumps(LORA)), marks=pytest.mark.slow),
+        Form(zero=1, pipeline=2, accumulation=2, precision="bf16", tied=True, adapter=json.dumps(LORA)),
+        pytest.param(Form(zero=2, sequence=2, adapter=json.dumps(DORA)), marks=pytest.mark.slow),
+        Form(zero=1, tensor=2, precision="bf16", adapter=json.dumps(LORA)),
+    ],
+    ids=lambda form: form.name,
+)
+def test_parity_knows_the_definitions(pools, form):
+    outcome = check(pools, replace(form, steps=8))
+    assert outcome.verdict.passed, outcome.verdict.first
+
+
+@pytest.mark.parametrize(
+    ("form", "adapter", "says"),
+    [
+        ({"stage": 1, "tensor": 2}, {"r": 4, "dora": True}, "adapter.dora = true(.|\n)*autotp_size = 2"),
+        ({"stage": 1, "tensor": 2}, {"r": 4, "dropout": 0.1}, "adapter.dropout = 0.1(.|\n)*autotp_size = 2"),
+        ({"freeze": ("*norm*",)}, {"r": 4}, "all parameters of the model are frozen"),
+        ({}, {"r": 0}, "at least 1"),
+        ({}, {"alpha": 8.0}, "adapter.r = null(.|\n)*without a rank there is no adapter"),
+        ({}, {"r": 4, "targets": []}, "names no module"),
+        ({"extra": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}, {"r": 4}, "keeps copies"),
+    ],
+)
+def test_what_no_adapter_can_do_is_refused_by_name(small_data, form, adapter, says):
+    with pytest.raises(ConfigError, match=says) as told:
+        resolved_run(Case(data=small_data, adapter=adapter, **form), 2)
+    assert "remedy" in str(told.value)
+
+
+def test_a_target_that_is_none_and_a_missing_library_are_told(monkeypatch, tmp_path):
+    model = ModelConfig(config=dict(LLAMA))
+    with pytest.raises(ConfigError, match=r'adapter.targets = "\*\.q_prj"(.|\n)*no linear map(.|\n)*q_proj'):
+        _ = ModelSpec.of(model, AdapterConfig(r=4, targets=["*.q_prj"])).adapted
+    with pytest.raises(ConfigError, match="no linear map"):
+        _ = ModelSpec.of(model, AdapterConfig(r=4, targets=["lm_head"])).adapted
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'llmtrain.adapters.'"):
+        _ = ModelSpec.of(model, AdapterConfig(r=4)).adapted
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"(?s)test_a_target.*pip install 'llmtrain.adapters.'"):
+        generate(tmp_path, "A prompt", Sampling())
+
+
+def test_the_first_a_is_as_peft_has_it_and_of_the_seed_and_its_name():
+    spec = ModelSpec.of(ModelConfig(config=dict(LLAMA)), AdapterConfig(r=8))
+    one, other = (spec.initial_weights(seed, torch.device("cpu")) for seed in (0, 1))
+    name = "model.layers.1.mlp.down_proj.lora_A.weight"
+    r, inputs = one.shape(name)
+    values = one.read(name, 0, r * inputs)
+    bound = 1 / math.sqrt(inputs)
+    assert r == 8 and 0.95 * bound < float(values.abs().max()) <= bound
+    assert torch.equal(values[5:9], one.read(name, 5, 9)) and not torch.equal(values, other.read(name, 0, r * inputs))
+    assert not torch.equal(values, one.read(name.replace("1", "2"), 0, r * inputs))

@@ -1,0 +1,245 @@
+"""Objectives over pairs against their definitions in plain PyTorch: ZeRO 0 to 3, a pipeline, tensor parallelism.
+
+Both sides are fp32: 1e-5 is a few roundings of a loss near 1 after four steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.config.run import ModelConfig, ObjectiveConfig, ScheduleConfig
+from llmtrain.data.loader import TrainLoader
+from llmtrain.data.manifest import SPLITS
+from llmtrain.data.packing import TrainData
+from llmtrain.data.reference import write_reference
+from llmtrain.data.shards import PreparedSet
+from llmtrain.models.spec import ModelSpec
+from llmtrain.schedule import learning_rate_factor
+from tests.helpers.preference import Plain, kto, prepared_preferences, prepared_unpaired
+from tests.helpers.training import (
+    GLOBAL_BATCH,
+    LLAMA,
+    Case,
+    Trace,
+    assembled,
+    case_data,
+    largest_difference,
+    make_engine,
+    resolved_run,
+    save_checkpoint,
+)
+
+LENGTH, STEPS = 192, 4
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return prepared_preferences(tmp_path_factory.mktemp("pairs"))
+
+
+def case_of(pairs: str, **form: Any) -> Case:
+    form = {"lr": 3e-4, "model": {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}, **form}
+    return Case(data=pairs, length=LENGTH, isolate_documents=True, steps=STEPS, **form)
+
+
+def plainly(case: Case, name: str, **options: float) -> Trace:
+    """One process, each row alone; only which rows a step takes is asked of us."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(case.model)
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    source = ModelSpec.of(ModelConfig(config=dict(case.model))).initial_weights(0, torch.device("cpu"))
+    with torch.no_grad():
+        for parameter, value in hf.named_parameters():
+            value.copy_(source.read(parameter, 0, value.numel()).view_as(value))
+    plain, data = Plain(hf, case.data), TrainData(case_data(case))
+    judged = name == "kto"
+    count = len(plain.rows)
+    if judged:
+        plain.mismatched(list(range(count)))
+        desired = torch.from_numpy(PreparedSet(case.data).split("train").judged()["desirable"].astype(bool))
+    with torch.no_grad():
+        reference = dict(enumerate(plain.answers(list(range(len(plain.rows))))[0].tolist()))
+    matrices, vectors = ([p for p in hf.parameters() if (p.dim() >= 2) is two] for two in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8)
+    schedule, trace = ScheduleConfig(name="cosine", warmup_steps=min(3, STEPS - 1)), Trace([], [])
+    for step in range(STEPS):
+        windows = [data.window_at(step * GLOBAL_BATCH + at) for at in range(GLOBAL_BATCH)]
+        rows = [int(row) for window in windows if window.rows is not None for row in window.rows]
+        if judged:
+            r = torch.tensor([reference[row] for row in rows])
+            others = [count + row for row in rows]
+            with torch.no_grad():
+                ratios = plain.answers(others)[0] - torch.tensor([reference[row] for row in others])
+            loss = kto(plain.answers(rows)[0], r, desired[rows], ratios)
+        else:
+            loss = plain.loss(name, rows, reference, **options)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(hf.parameters(), case.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = case.lr * learning_rate_factor(schedule, step, STEPS)
+        optimizer.step()
+        trace.losses.append(loss.item())
+    trace.parameters = {name: p.detach().clone() for name, p in hf.named_parameters()}
+    return trace
+
+
+def trained(case: Case, config: ObjectiveConfig, column: bool) -> tuple[Trace, list[dict[str, float]]]:
+    """As a run does it: the reference's column under this form, then steps."""
+    import torch.distributed as dist
+
+    from llmtrain.objectives.preference import objective_of
+    from llmtrain.reference import write_columns
+    from llmtrain.session import Session
+    from tests.helpers.training import joined
+
+    ranks = joined()
+    resolved = resolved_run(case, ranks.world_size)
+    if column:
+        write_columns(resolved, ModelSpec.of(resolved.run.model), ranks)
+        dist.barrier(group=ranks.control)
+    engine, ranks = make_engine(case)
+    data, batch = TrainData(case_data(case)), resolved.batch
+    data.take_reference("fp32")
+    rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=STEPS)
+    session = Session(engine, ranks, resolved.degrees, rate, seed=0, objective=objective_of(config))
+    figures = []
+    with TrainLoader(data, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
+                     accumulation=batch.accumulation, rank=engine.mesh.place.data,
+                     data_parallel=batch.data_parallel) as loader:  # fmt: skip
+        for _ in range(STEPS):
+            figures.append(session.figures(session.step(next(loader))))
+    trace = Trace([each["loss"] for each in figures], [], assembled(engine, ranks))
+    engine.close()
+    return trace, figures
+
+
+FORMS: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 1, "accumulation": 2},
+    {"stage": 2, "accumulation": 3},
+    {"stage": 3, "extra": {"activation_checkpointing": {}}},
+    {"stage": 1, "pipeline": 2, "accumulation": 3},
+    {"stage": 1, "tensor": 2},
+]
+
+
+@functools.cache
+def plain_dpo(pairs: str) -> Trace:
+    return plainly(case_of(pairs), "dpo")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [*FORMS[2:], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[:2])],
+    ids=lambda form: "-".join(f"{k}{v}" for k, v in form.items() if k != "extra"),
+)
+def test_dpo_is_its_definition_under_every_form(pools, pairs, form):
+    want = plain_dpo(pairs)
+    assert want.losses[0] == pytest.approx(math.log(2), abs=1e-6) and want.losses[-1] < want.losses[0] - 0.01
+    tolerance = 2e-5 if "tensor" in form else 1e-5
+    for got, figures in pools(2).run(trained, case_of(pairs, **form), ObjectiveConfig(name="dpo"), True):
+        first, last = figures[0], figures[-1]
+        assert first["pairs/margin"] == 0.0 and abs(first["loss"] - math.log(2)) < 1e-6  # the reference is the start
+        assert last["pairs/margin"] > 0 and last["pairs/accuracy"] > 0.5
+        assert last["pairs/chosen_log_prob"] - first["pairs/chosen_log_prob"] != 0.0
+        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < tolerance
+        assert largest_difference(got.parameters, want.parameters) < tolerance
+
+
+OTHERS: list[tuple[str, dict[str, float], dict[str, Any]]] = [
+    ("dpo", {"smoothing": 0.2, "beta": 0.3}, FORMS[2]),
+    ("robust", {}, FORMS[3]),
+    ("ipo", {}, FORMS[4]),
+    ("dpo_norm", {}, FORMS[2]),
+    ("rpo", {"alpha": 0.5}, FORMS[3]),
+    ("simpo", {}, FORMS[4]),
+    ("orpo", {}, FORMS[1]),
+]
+
+
+def test_every_objective_is_its_definition(pools, pairs):
+    """At a third of the rate: AdamW makes an update of a gradient that is all rounding; some have those."""
+    pools(2).run(trained, case_of(pairs), ObjectiveConfig(name="dpo"), True)  # writes the column
+    for name, options, form in OTHERS:
+        form = {**form, "lr": 1e-4}
+        want = plainly(case_of(pairs, lr=1e-4), name, **options)
+        config = ObjectiveConfig(name=name, **options)  # type: ignore[arg-type]
+        got, _ = pools(2).run(trained, case_of(pairs, **form), config, False)[0]
+        assert max(abs(a / b - 1) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5, name
+        assert (worst := largest_difference(got.parameters, want.parameters)) < 1e-5, (name, worst)
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return prepared_unpaired(tmp_path_factory.mktemp("judged"))
+
+
+def test_kto_is_its_definition_under_every_form(pools, judged):
+    """z is of the global batch: three micro-batches a rank and one give the same."""
+    want = plainly(case_of(judged, lr=2e-3), "kto")
+    config = ObjectiveConfig(name="kto", beta=0.1, desirable_weight=1.0, undesirable_weight=0.25)
+    for form in ({"stage": 2}, *FORMS[2:]):
+        case = case_of(judged, **{**form, "lr": 2e-3})
+        tolerance = 2e-5 if "tensor" in form else 1e-5
+        for got, figures in pools(2).run(trained, case, config, True):
+            assert figures[0]["unpaired/kl"] == 0.0 and any(each["unpaired/kl"] > 0.1 for each in figures)
+            assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < tolerance, form
+            assert largest_difference(got.parameters, want.parameters) < 5 * tolerance, form
+
+
+def resumed_dpo(case: Case, folder: str) -> tuple[Trace, Trace]:
+    """(steps 2 and 3 of a whole run, the same from its checkpoint in an engine with other weights)"""
+    from llmtrain.checkpoint.load import load_checkpoint
+    from llmtrain.checkpoint.reader import CheckpointReader
+    from llmtrain.objectives.preference import objective_of
+    from llmtrain.session import Session
+
+    traces: list[Trace] = []
+    path = Path(folder)
+    for again in (False, True):
+        engine, ranks = make_engine(case)
+        resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
+        data.take_reference(resolved.precision)
+        batch = resolved.batch
+        rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=STEPS)
+        if again:
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.data.add_(1.0)
+            load_checkpoint(engine, CheckpointReader(path), {}, ranks)
+        first = 2 if again else 0
+        session = Session(engine, ranks, resolved.degrees, rate, seed=0, step=first,
+                          objective=objective_of(ObjectiveConfig(name="dpo")))  # fmt: skip
+        losses = []
+        with TrainLoader(data, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
+                         accumulation=batch.accumulation, rank=engine.mesh.place.data,
+                         data_parallel=batch.data_parallel, start_index=first * GLOBAL_BATCH) as loader:  # fmt: skip
+            for step in range(first, STEPS):
+                if step == 2 and not again:
+                    state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale()}
+                    path = save_checkpoint(engine, Path(folder), 2, state, resolved, ranks)
+                losses.append(session.figures(session.step(next(loader)))["loss"])
+        traces.append(Trace(losses[-2:], [], assembled(engine, ranks)))
+        engine.close()
+    return traces[0], traces[1]
+
+
+@pytest.mark.parametrize("form", [FORMS[3], {"stage": 1, "pipeline": 2, "accumulation": 3, "precision": "bf16"}],
+                         ids=["stage3", "pipeline-bf16"])  # fmt: skip
+def test_a_dpo_run_resumes_bit_for_bit(pools, pairs, tmp_path, form):
+    prepared = PreparedSet(pairs)
+    columns = {split: np.full(prepared.manifest.documents[split], -9.0, np.float32) for split in SPLITS}
+    write_reference(prepared, "w", form.get("precision", "fp32"), columns)  # type: ignore[arg-type]
+    for want, got in pools(2).run(resumed_dpo, case_of(pairs, **form), str(tmp_path)):
+        assert got.losses == want.losses
+        assert all(torch.equal(got.parameters[name], value) for name, value in want.parameters.items())

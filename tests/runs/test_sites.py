@@ -1,0 +1,252 @@
+"""Several launches that train one model: as users start them, with torchft's coordinator."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.checkpoint.format import complete_checkpoints
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.config.run import DataConfig
+from llmtrain.sites.command import seen
+from tests.helpers import forked
+from tests.helpers.launching import (
+    REPO,
+    environment,
+    finish,
+    free_port,
+    kill_tree,
+    losses,
+    rows,
+    wait_for_step,
+)
+from tests.helpers.simulated_sites import simulated
+
+os.environ.setdefault("RUST_LOG", "warn")  # torchft's coordinator tells of every meeting
+coordination = pytest.importorskip("torchft.coordination", reason="sites need the extra llmtrain[sites]")
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+RECIPE = """
+deepspeed: {ds}
+model: {{config: {model}}}
+data: {{path: {data}, sequence_length: 32}}
+optim: {{lr: 3.0e-3}}
+schedule: {{name: constant}}
+train: {{run_dir: {run}, global_batch: 4, max_steps: 12, log_every: 1, eval: false, export: false}}
+tracking: {{wandb: disabled}}
+"""
+SYNC = ("--sites.sync_every", "4", "--sites.max_alone_steps", "8")
+
+
+@pytest.fixture(scope="module")
+def coordinator() -> Iterator[str]:
+    """HOST:PORT."""
+    server = coordination.LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=20, heartbeat_timeout_ms=3000
+    )
+    yield f"127.0.0.1:{server.address().rpartition(':')[2]}"
+    server.shutdown()
+
+
+def recipe(folder: Path, data: str, stage: int = 1) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(ds=folder / "ds.json", model=json.dumps(MODEL), data=data, run=folder / "run"))
+    return path
+
+
+def start(file: Path, coordinator: str, *more: str, ranks: int = 1, before=None) -> forked.Launch:
+    named = ("--sites.name", file.parent.name, "--sites.coordinator", coordinator)
+    micro = ("--train.micro_batch", str(4 // ranks // 2))
+    return forked.Launch(file, *named, *SYNC, *micro, *more, world_size=ranks, before=before)
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint."""
+    reader = CheckpointReader(complete_checkpoints(folder / "run/checkpoints")[0])
+    names = reader.order()
+    found = {name: reader.read(name, 0, torch.Size(reader.shape(name)).numel()).clone() for name in names}
+    reader.close()
+    return found
+
+
+def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """(largest, root mean square) difference of two models' parameters."""
+    assert a.keys() == b.keys()
+    off = torch.cat([(a[name].flatten() - b[name].flatten()).double() for name in a])
+    return float(off.abs().max()), float(off.square().mean().sqrt())
+
+
+def synchronised(folder: Path, kind: str = "synchronise") -> list[dict]:
+    return [event for event in rows(folder / "run", "events.jsonl") if event["kind"] == kind]
+
+
+@pytest.mark.parametrize(("method", "stage"), [("local_sgd", 3), ("diloco", 2)])
+def test_two_sites_train_what_the_definition_says(method, stage, coordinator, small_data, tmp_path):
+    """One rank at ZeRO 1 and two at ZeRO 2 or 3, which cut the model elsewhere.
+
+    Both sites end with the same bits. Plain PyTorch sums gradients in another order, which changes their last digits;
+    AdamW's division makes that a part of a step (3e-3) where a gradient is nearly 0, and nothing elsewhere. So: no
+    element is off by more than a thirtieth of one step, the mean by less than 1e-6. The other method's outer step, a
+    wrong one, is 100 times beyond both.
+    """
+    both = ("--sites.start_sites", "2", "--sites.method", method)
+    a = start(recipe(tmp_path / "A", small_data), coordinator, *both)
+    b = start(recipe(tmp_path / "B", small_data, stage), coordinator, *both, ranks=2)
+    assert a.wait(90) == [0] and b.wait(30) == [0, 0], a.output() + b.output()
+    assert far(parameters(tmp_path / "A"), parameters(tmp_path / "B"))[0] == 0
+    setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
+    data = DataConfig(path=small_data, sequence_length=32)
+    outers = {"local_sgd": {"outer_lr": None}, "diloco": {"outer_lr": 0.7, "outer_momentum": 0.9}}
+    want = {name: simulated(MODEL, data, **setting, **outer) for name, outer in outers.items()}
+    off = {name: far(parameters(tmp_path / "A"), each) for name, each in want.items()}
+    other = off.pop("diloco" if method == "local_sgd" else "local_sgd")
+    (largest, mean), wrong = off[method], other
+    assert largest < 1e-4 and mean < 1e-6 and wrong[0] > 1e-2 and wrong[1] > 1e-4, (off, wrong)
+    events = synchronised(tmp_path / "A")
+    assert [event["used"] for event in events] == [[], ["A", "B"], ["A", "B"], ["A", "B"]]
+    count = sum(each.numel() for each in parameters(tmp_path / "A").values())
+    assert [event["received_bytes"] for event in events] == [0, *[4 * count] * 3]  # every element once a round
+
+
+def test_a_site_alone_trains_as_without_sites(coordinator, small_data, tmp_path):
+    """With an outer learning rate of 1 and no momentum the outer step is the inner one, to the last bit."""
+    outer = ("--sites.outer_lr", "1.0", "--sites.outer_momentum", "0.0")
+    launch = start(recipe(tmp_path / "alone", small_data), coordinator, *outer)
+    assert launch.wait(60) == [0], launch.output()
+    forked.train(recipe(tmp_path / "plain", small_data), "--train.micro_batch", "2", world_size=1)
+    assert losses(tmp_path / "alone/run") == losses(tmp_path / "plain/run")
+    assert far(parameters(tmp_path / "alone"), parameters(tmp_path / "plain"))[0] == 0
+    assert len(synchronised(tmp_path / "alone")) == 4
+
+
+def test_the_commands_of_the_page(small_data, tmp_path):
+    """The real launcher and coordinator; the addresses, ports, run folders and the number of steps are the test's."""
+    blocks = re.findall(r"^```bash\n(.*?)\n```", (REPO / "docs/networks.md").read_text(), flags=re.M | re.S)
+    port = free_port()
+    meeting, sites, status = (re.sub(r"10\.8\.0\.1:\d+", f"127.0.0.1:{port}", each) for each in blocks)
+    recipe(tmp_path / "site", small_data).rename(tmp_path / "RUN.yaml")
+    (tmp_path / "launch").symlink_to(REPO / "launch")
+    jobs = [start_shell(meeting, tmp_path)]
+    try:
+        for line in sites.splitlines():
+            name = re.search(r"hosts\.(\w+)", line)[1]
+            (tmp_path / f"hosts.{name}").write_text("localhost slots=1\n")
+            line = line.replace(
+                "--hostfile", f"--no_ssh_check --master_addr 127.0.0.1 --master_port {free_port()} --hostfile"
+            )
+            both = f"--train.run_dir {name} --sites.start_sites 2 --sites.sync_every 4 --train.micro_batch 2"
+            jobs.append(start_shell(f"{line} {both}", tmp_path))
+        for job in jobs[1:]:
+            code, output = finish(job)
+            assert code == 0, output
+        code, output = finish(start_shell(status, tmp_path))
+        assert code == 0 and re.search(r"north .*\nsouth .*took part in the last meeting", output), output
+        jobs[0].send_signal(signal.SIGTERM)
+        code, output = finish(jobs[0])
+        assert code == 0 and "the coordinator listens on" in output, output
+    finally:
+        for job in jobs:
+            kill_tree(job)
+    used = [row["used"] for row in rows(tmp_path / "north", "events.jsonl") if row["kind"] == "synchronise"]
+    assert used == [[], *[["north", "south"]] * 3]
+
+
+def start_shell(command: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", "-ec", f"exec {command}"], cwd=folder, env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def die_while_sending(_: int) -> None:
+    """In the third synchronisation, after half of what the other site wants."""
+    from llmtrain.sites import wire
+
+    def send(line: wire._Line, header: dict, parts: list) -> None:
+        line.send_header(header)
+        line.send(parts[0].tobytes()[: header["bytes"] // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    usual = wire.Server._send
+
+    def server_send(self: wire.Server, line: wire._Line, header: dict, parts: list) -> None:
+        late = any(round_ == 3 for round_, _ in self._arrays.values())
+        send(line, header, parts) if late and header["bytes"] else usual(self, line, header, parts)
+
+    wire.Server._send = server_send  # type: ignore[method-assign]
+
+
+def test_a_site_that_dies_in_the_middle_of_a_synchronisation_holds_nobody_up(coordinator, small_data, tmp_path):
+    both = ("--sites.start_sites", "2", "--sites.timeout_s", "30")
+    a = start(recipe(tmp_path / "A", small_data), coordinator, *both, "--train.max_steps", "20")
+    b = start(recipe(tmp_path / "B", small_data), coordinator, *both, before=die_while_sending)
+    assert a.wait(90) == [0], a.output()
+    assert b.wait(1) == [-signal.SIGKILL]
+    third = synchronised(tmp_path / "A")[3]
+    assert third["used"] == ["A"] and "closed the connection" in str(third["failed"]) and third["seconds"] < 15
+    assert "site B is not in this synchronisation" in a.output() and "B left" in a.output()
+    assert max(losses(tmp_path / "A/run")) == 20
+
+
+def test_a_site_that_comes_late_takes_the_model_from_the_others(coordinator, small_data, tmp_path):
+    """It begins with their parameters and their step, so that all end together with the same model."""
+    steps = ("--train.max_steps", "240", "--train.log_every", "8", "--sites.sync_every", "8")
+    a = start(recipe(tmp_path / "A", small_data), coordinator, *steps)
+    wait_for_step(a, tmp_path / "A/run", 8)
+    b = start(recipe(tmp_path / "B", small_data), coordinator, *steps)
+    assert a.wait(90) == [0] and b.wait(30) == [0], a.output() + b.output()
+    first, *rest = synchronised(tmp_path / "B")
+    assert first["healed"] and not any(event["healed"] for event in rest)
+    assert min(losses(tmp_path / "B/run")) > 8
+    assert far(parameters(tmp_path / "A"), parameters(tmp_path / "B"))[0] == 0
+
+
+def test_sites_that_train_different_models_are_told_what_differs(coordinator, small_data, tmp_path):
+    a = start(recipe(tmp_path / "A", small_data), coordinator, "--sites.start_sites", "2")
+    b = start(recipe(tmp_path / "B", small_data), coordinator, "--sites.start_sites", "2", "--train.seed", "1")
+    assert a.wait(60) == [2] and b.wait(30) == [2], a.output() + b.output()
+    assert "site B trains something else: its train.seed differ" in a.output()
+
+
+def test_a_coordinator_that_is_not_there_is_named(small_data, tmp_path):
+    launch = start(recipe(tmp_path / "A", small_data), "127.0.0.1:9", "--sites.timeout_s", "2")
+    assert launch.wait(60) == [2]
+    assert "sites.coordinator 127.0.0.1:9: no coordinator answers" in launch.output()
+    assert "llmtrain sites coordinator --bind 127.0.0.1:9" in launch.output()
+
+
+def test_status_reads_what_the_coordinator_shows(coordinator, capsys):
+    from datetime import timedelta
+
+    from llmtrain.sites.command import main
+
+    client = coordination.LighthouseClient(f"http://{coordinator}", timedelta(seconds=5))
+    time.sleep(3.5)  # the sites of other tests are silent by now
+    client.heartbeat("north:0123abcd", timedelta(seconds=5))
+    client.quorum("north:0123abcd", timedelta(seconds=10), step=0, data={})
+    client.heartbeat("south:4567cdef", timedelta(seconds=5))
+    assert main(["status", "--coordinator", coordinator]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "there" in lines["north"] and "took part" in lines["north"]
+    assert "there" in lines["south"] and "was not in the last meeting" in lines["south"]
+    assert seen("") == []

@@ -1,0 +1,251 @@
+"""`llmtrain launch` from start to end, with a script in the place of DeepSpeed's launcher: no torch, one host."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.launch import attempts, supervise
+from llmtrain.cluster.launch.attempts import Launch
+from llmtrain.cluster.launch.job import Job
+from llmtrain.cluster.launch.plan import Options, Run
+from llmtrain.cluster.launch.supervise import Attempt
+from llmtrain.launch import main as launch
+from llmtrain.launch import resolves
+from tests.unit.cluster.test_launch_plan import recipe as recipe  # the fixture
+
+pytestmark = pytest.mark.long
+
+JOB = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+def tell(kind, **fields):
+    print("llmtrain:: " + json.dumps({"kind": kind, **fields}), flush=True)
+
+def place():
+    tell("place", ranks=[{"rank": 0, "host": "here", "local_rank": 0, "device": "cpu", "pid": os.getpid()}])
+
+def fault(step, cause="killed"):
+    tell("fault", step=step, signature=f"step {step + 1}: {cause}", text="told", cause=cause)
+    sys.exit(1)
+
+os.environ["RANK"] = "0"
+if "again" not in sys.argv:  # RANK has to stand in what the kernel shows of the process
+    os.execv(sys.executable, [sys.executable, __file__, "again", *sys.argv[1:]])
+starts = Path("starts")
+count = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (count + 1))
+print("a line for the user", flush=True)
+"""
+
+
+@pytest.fixture
+def run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """run(script, ...) -> exit code of a launch whose job is `script`."""
+    monkeypatch.setattr(supervise, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(attempts, "AGENTS_LEAVE_S", 0.0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    (tmp_path / "runs/run").mkdir(parents=True)
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    # What started the tests in the background may have had it ignored, and launch leaves that as it is.
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
+
+    def go(script: str, *options: str) -> int:
+        path = tmp_path / "job.py"
+        path.write_text(JOB + script)
+        monkeypatch.setattr(attempts, "command", lambda *_: [sys.executable, str(path)])
+        return launch(["--hostfile", "hosts", *options, "--", str(recipe)])
+
+    yield go
+    signal.signal(signal.SIGINT, before)
+
+
+def starts() -> int:
+    return len(Path("starts").read_text())
+
+
+def events(kind: str) -> list[dict[str, Any]]:
+    lines = Path("runs/run/events.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def test_a_complete_run(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("place(); tell('end', status='complete', code=0)") == 0
+    out, err = capfd.readouterr()
+    assert "a line for the user" in out and "llmtrain::" not in out
+    assert "rank 0 -> localhost (here) -> cpu, local rank 0" in err and starts() == 1
+
+
+def test_a_fault_is_followed_by_a_restart(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    script = "place()\nif count < 1: tell('checkpoint', step=10); fault(13)\ntell('end', status='complete', code=0)"
+    assert run(script) == 0
+    assert starts() == 2
+    (restart,) = events("restart")
+    assert (restart["step"], restart["after"], restart["hosts"]) == (10, "step 14: killed", ["localhost"])
+    assert "launch: 1 restart, 3 steps done again" in capfd.readouterr().err
+
+
+def test_the_same_fault_twice_ends_it(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("place(); fault(13)") == 1
+    assert starts() == 2 and "step 14: killed" in capfd.readouterr().err
+
+
+def test_max_restarts(run: Any) -> None:
+    assert run("place(); fault(count)", "--max-restarts", "2") == 1
+    assert starts() == 3
+
+
+def test_a_difference_between_ranks_is_followed_by_a_restart_until_it_comes_again(
+    run: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    differ = "tell('end', status='failed', code=3, reason='after step 10: rank 1 on node-2 differs'); sys.exit(3)"
+    assert (
+        run(f"place()\nif count < 1: tell('checkpoint', step=8); {differ}\ntell('end', status='complete', code=0)") == 0
+    )
+    assert starts() == 2 and "rank 1 on node-2 differs" in capfd.readouterr().err
+    Path("starts").unlink()
+    assert run(f"place(); {differ}") == 1
+    assert starts() == 2
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_what_the_run_refuses_is_not_tried_again(run: Any, code: int) -> None:
+    assert run(f"tell('end', status='refused', code={code}, reason='no'); sys.exit({code})") == code
+    assert starts() == 1
+
+
+def test_a_job_that_ends_without_a_word_is_a_fault(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("sys.exit(7)") == 1
+    assert starts() == 2 and "code 7 before the ranks had met" in capfd.readouterr().err
+
+
+def test_a_preempted_run_is_not_started_again(run: Any) -> None:
+    assert run("place(); tell('end', status='stopped', code=0, reason='preempt file x')") == 75
+    assert starts() == 1
+
+
+def test_nothing_that_the_job_started_is_left(run: Any) -> None:
+    orphan = "p = subprocess.Popen(['sleep', '600'], start_new_session=True); Path('pid').write_text(str(p.pid))\n"
+    assert run(orphan + "place(); tell('end', status='complete', code=0)") == 0
+    try:
+        state = psutil.Process(int(Path("pid").read_text())).status()
+    except psutil.NoSuchProcess:
+        state = "gone"
+    assert state in ("gone", psutil.STATUS_ZOMBIE)  # a container's first process may not collect the dead
+
+
+def test_only_the_watch_folders_of_this_launch_go_with_it(run: Any) -> None:
+    """Also when its watch was killed. Another launch has the same launcher's id in no container but its own."""
+    folder = "Path(f'/dev/shm/llmtrain-watch-{os.getuid()}-1-2-3-{mark}')"
+    script = f"for mark in ('another{os.getpid()}', os.environ['LLMTRAIN_LAUNCH']):\n"
+    script += f"    {folder}.mkdir()\n    with open('made', 'a') as file: print({folder}, file=file)\n"
+    try:
+        assert run(script + "place(); tell('end', status='complete', code=0)") == 0
+        another, own = map(Path, Path("made").read_text().split())
+        assert another.is_dir() and not own.exists()
+    finally:
+        for each in Path("made").read_text().split():
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def test_the_id_of_a_job_that_has_ended_is_not_given_away_before_its_group_is_killed() -> None:
+    with Job(["sh", "-c", "exit 7"], os.environ) as job:
+        while (code := job.code()) is None:
+            time.sleep(0.01)
+        assert (code, job.code()) == (7, 7) and psutil.Process(job._process.pid).status() == psutil.STATUS_ZOMBIE
+    assert job.code() == 7 and not psutil.pid_exists(job._process.pid)
+
+
+def press_when_there_is(*files: str) -> None:
+    """Ctrl-C when the job has written the first file, and again for each of the others."""
+
+    def press() -> None:
+        for file in files:
+            while not Path(file).exists():
+                time.sleep(0.05)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+
+
+STOPS = """
+def stop(*_):
+    tell("end", status="stopped", code=0, reason="Ctrl-C")
+    sys.exit(0)
+signal.signal(signal.SIGINT, stop)
+place()
+Path("met").write_text("")
+while True: time.sleep(0.1)
+"""
+
+
+def test_ctrl_c_lets_the_ranks_save(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    press_when_there_is("met")
+    assert run(STOPS) == 130
+    err = capfd.readouterr().err
+    assert (
+        "1 rank is asked to save and leave; Ctrl-C again" in err
+        and "launch: asked to stop" not in err
+        and starts() == 1
+    )
+
+
+def test_a_second_ctrl_c_ends_it(run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    press_when_there_is("met", "asked")
+    assert run(STOPS.replace("signal.SIGINT, stop", "signal.SIGINT, lambda *_: Path('asked').touch()")) == 130
+    assert "ended before it could save" in capfd.readouterr().err
+
+
+def run_of(recipe: Path) -> Run:
+    return Run(folder=str(recipe.parent), resume="auto", start_timeout_s=1.0, needs=None, resolve=resolves)
+
+
+def test_hosts_are_left_out_until_the_configuration_has_an_answer(recipe: Path) -> None:
+    hosts = tuple(Host(name=name, slots=1, devices=(0,), line=1) for name in "abcde")
+    words = ("--config", str(recipe), "--train.global_batch", "16")
+    options = Options(
+        hosts=hosts, words=words, launcher="pdsh", max_restarts=1, min_hosts=3, env_file=None, dry_run=False
+    )
+    made = Launch(options, "mark", run_of(recipe))
+    assert made._solvable(hosts)[0] == hosts[:4]  # 16 sequences, micro-batch 2: 1, 2, 4 or 8 ranks
+    chosen, why = made._solvable(hosts[:3])
+    assert chosen is None and "world size 3" in why
+
+
+def unfit(rank: int) -> Attempt:
+    """An attempt that ended by a fault of the GPUs of a rank's host."""
+    told = {"kind": "fault", "step": 12, "signature": "step 13: gpu_broken", "ranks": [rank], "unfit": True}
+    one = Attempt(began_s=0.0, resumes_at=10)
+    one.hear(told, 1.0)
+    return one
+
+
+def test_a_host_with_a_broken_gpu_is_not_started_on_again(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The hostfile's name counts, whatever the host calls itself; it stays out at later restarts, too."""
+    hosts = tuple(Host(name=name, slots=2, devices=(0, 1), line=1) for name in "abc")
+    words = ("--config", str(recipe), "--train.global_batch", "24", "--train.micro_batch", "2")
+    options = Options(
+        hosts=hosts, words=words, launcher="pdsh", max_restarts=9, min_hosts=2, env_file=None, dry_run=False
+    )
+    made = Launch(options, "mark", run_of(recipe))
+    monkeypatch.setattr(attempts.Launch, "_answering", lambda self: self._options.hosts)
+    assert made._prepare_restart(unfit(3), "step 13: gpu_broken", 0.0) is None
+    assert [host.name for host in made._hosts] == ["a", "c"]
+    assert "on 2 hosts, 4 ranks, without b" in capfd.readouterr().err
+    why = made._prepare_restart(unfit(3), "step 13: gpu_broken", 0.0)  # rank 3 is on c now
+    assert why == "1 host left, and --min-hosts is 2 (unfit after a fault of their own: b, c)"

@@ -1,0 +1,197 @@
+"""What `llmtrain launch` would start: command, environment, ranks; the command line's own mistakes."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import resource
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmtrain.cluster.hosts.environment import deepspeed_env, for_pdsh, travelling
+from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.launch.plan import Options, Plan, check, command, command_length, environment, make_plan, threads
+from llmtrain.errors import ConfigError
+from llmtrain.launch import main as launch
+from tests.helpers.launching import REPO
+
+RECIPE = """
+deepspeed: {repo}/ds_configs/zero1_fp32.json
+model: {{config: {{model_type: llama, vocab_size: 512}}}}
+data: {{path: {folder}, sequence_length: 32}}
+train: {{global_batch: 16384, micro_batch: 2, max_steps: 4}}
+"""
+
+
+def host(name: str, *devices: int) -> Host:
+    return Host(name=name, slots=len(devices), devices=devices, line=1)
+
+
+def plan(*hosts: Host, words: tuple[str, ...] = (), variables: dict[str, str] | None = None) -> Plan:
+    return Plan(hosts=hosts, words=words, travel=travelling(variables or {}))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")
+    path = tmp_path / "run.yaml"
+    path.write_text(RECIPE.format(repo=REPO, folder=tmp_path))
+    return path
+
+
+def test_a_thousand_hosts_are_planned_in_two_seconds(recipe: Path) -> None:
+    hosts = [f"node-{number:04}" for number in range(1024)]
+    Path("hosts").write_text("".join(f"{name} slots=8\n" for name in hosts))
+    words = [sys.executable, "-m", "llmtrain", "launch", "--hostfile", "hosts", "--dry-run", "--", str(recipe)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    env = {**os.environ, "PYTHONPATH": str(REPO), "WANDB_API_KEY": "correct-horse-battery", "NCCL_DEBUG": "INFO"}
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    # Processor time: other work of the machine does not count.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 2.0
+    lines = done.stdout.splitlines()
+    assert lines[0] == "1024 hosts, 8192 ranks"
+    assert [line.split()[0] for line in lines[1:1025]] == hosts
+    assert lines[1024].split() == ["node-1023", "ranks", "8184", "to", "8191", "devices", "0-7"]
+    assert "NCCL_DEBUG" in done.stdout and "correct-horse" not in done.stdout
+    private = next(line for line in lines if "mode 0600" in line)
+    assert private.endswith(": WANDB_API_KEY")
+
+
+def test_several_hosts_go_through_pdsh_and_arguments_are_quoted_for_its_shell() -> None:
+    word = "a 'b' \"c\" $(touch x); %h"
+    made = command(
+        plan(host("a", 0, 1), host("b", 2, 3), words=("--config", "r.yaml", "--tracking.name", word)),
+        "F",
+        "10.0.0.1",
+        7,
+    )
+    assert made[1:3] == ["-m", "deepspeed.launcher.runner"]
+    flags = dict(itertools.pairwise(made))
+    assert flags["--hostfile"] == "F/hosts" and flags["--include"] == "a:0,1@b:2,3"
+    assert (flags["--master_addr"], flags["--master_port"]) == ("10.0.0.1", "7")
+    assert "--force_multi" not in made and made[-1] != word
+    # What DeepSpeed makes of it (multinode_runner.py), what pdsh does, and what a shell then reads.
+    escaped = made[-1].replace('"', '\\"')
+    read = subprocess.run(["sh", "-c", f'printf %s "{escaped}"'.replace("%%", "%")], capture_output=True, text=True)
+    assert read.stdout == word
+
+
+def test_one_host_that_is_not_here_is_not_taken_for_this_machine() -> None:
+    elsewhere = plan(host("far-away.invalid", 0))
+    assert not elsewhere.alone and "--force_multi" in command(elsewhere, "F", "10.0.0.9", 7)
+    for name in ("localhost", socket.gethostname()):
+        here = plan(host(name, 0, 1), words=("--tracking.name", "$(x)"))
+        made = command(here, "F", "", 7)
+        assert here.alone and "--force_multi" not in made and made[-1] == "$(x)"
+        assert made[made.index("--master_addr") + 1] == "127.0.0.1"
+
+
+def test_secrets_stay_out_of_the_launchers_environment_unless_it_starts_the_ranks_itself() -> None:
+    variables = {"WANDB_API_KEY": "correct-horse", "NCCL_DEBUG": "INFO"}
+    several = environment(plan(host("a", 0), host("b", 0), variables=variables), "F", {**variables, "HOME": "/root"})
+    assert "WANDB_API_KEY" not in several and several["HOME"] == "/root"
+    assert several["DS_ENV_FILE"] == "F/environment"
+    for option in ("BatchMode=yes", "ServerAliveInterval=", "ConnectTimeout="):
+        assert option in several["PDSH_SSH_ARGS_APPEND"]
+    mine = environment(plan(host("a", 0), host("b", 0)), "F", {"PDSH_SSH_ARGS_APPEND": "-p 2222"})
+    assert shlex.split(mine["PDSH_SSH_ARGS_APPEND"])[:2] == ["-p", "2222"]
+    alone = environment(plan(host("localhost", 0), variables=variables), "F", {})
+    assert alone["WANDB_API_KEY"] == "correct-horse"
+
+
+def test_all_attempts_of_a_launch_have_one_run_of_wandb(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(
+        hosts=(Host(name="localhost", slots=1, devices=(0,), line=1),),
+        words=(str(recipe),),
+        launcher="pdsh",
+        max_restarts=1,
+        min_hosts=1,
+        env_file=None,
+        dry_run=False,
+    )
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    first, second, other = (make_plan(options, options.hosts, mark).travel.open for mark in ("a" * 16, "a" * 16, "b"))
+    assert first["WANDB_RUN_ID"] == second["WANDB_RUN_ID"] != other["WANDB_RUN_ID"]
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert make_plan(options, options.hosts, "c").travel.open["WANDB_RUN_ID"] == "mine"
+
+
+def test_threads_are_shared_out_on_the_fullest_host() -> None:
+    both = plan(host("a", 0, 1), host("b", 0, 1, 2, 3))
+    assert threads(both, {"a": 64, "b": 64}) == 16
+    assert threads(both, {"a": 2, "b": 2}) == 1
+
+
+def test_what_cannot_travel_is_named() -> None:
+    with pytest.raises(ConfigError, match="line break"):
+        check(plan(host("a", 0), host("b", 0), words=("--tracking.name", "a\nb")))
+    check(plan(host("localhost", 0), words=("--tracking.name", "a\nb")))
+
+
+def test_more_hosts_than_a_command_can_name_are_refused() -> None:
+    """Linux takes 128 KiB in one argument: the hosts of a small job would start, and those of a large one would not."""
+    hosts = [host(f"node-{number:04}", *range(8)) for number in range(2600)]
+    variables = {"NCCL_DEBUG": "INFO", "HF_HOME": 'a "b" $c'}
+    words = ("--config", "r.yaml", "--tracking.name", "a name, 'quoted'")
+    for count in (2, 100, 2300):
+        some = plan(*hosts[:count], words=words, variables=variables)
+        check(some)
+        ours, theirs = command_length(some), deepspeeds_command(some)
+        assert theirs <= ours <= theirs + 600
+    large = plan(*hosts, words=words, variables=variables)
+    with pytest.raises(ConfigError, match=r"2600 hosts would have \d+ bytes.*131071.*--launcher slurm"):
+        check(large)
+    with pytest.raises(OSError, match="Argument list too long"):
+        subprocess.run(["true", "x" * (128 << 10)])
+    subprocess.run(["true", "x" * ((128 << 10) - 1)], check=True)
+
+
+def deepspeeds_command(given: Plan) -> int:
+    """Bytes of what its PDSHRunner has pdsh run on a host."""
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+    from deepspeed.launcher.runner import encode_world_info
+
+    devices = {each.name: list(each.devices) for each in given.hosts}
+    args = argparse.Namespace(
+        user_args=["train", *map(for_pdsh, given.words)], user_script="llmtrain",
+        launcher_args="", master_addr="10.0.0.1", master_port=29500, ssh_port=None, venv_script=None,
+        no_python=False, module=True, no_local_rank=True, save_pid=False, enable_each_rank_log=None,
+    )  # fmt: skip
+    runner = PDSHRunner(args, encode_world_info(devices))
+    for line in deepspeed_env(given.travel.open).splitlines():
+        runner.add_export(*line.split("=", maxsplit=1))
+    argv, _, _ = runner.get_cmd({}, devices)
+    return len(" ".join(argv[argv.index("-w") + 2 :]).encode())
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--", "run.yaml"], "--hostfile is missing"),
+        (["--hostfile", "hosts"], "no run: write"),
+        (
+            ["--hostfile", "hosts", "--min-hosts", "3", "--", "run.yaml"],
+            "--min-hosts is 3: give 1 to 2",
+        ),
+        (["--hostfile", "hosts", "--min-hosts", "0", "--", "run.yaml"], "--min-hosts is 0"),
+        (["--hostfile", "hosts", "--max-restarts", "-1", "--", "run.yaml"], "--max-restarts is -1"),
+        (["--hostfile", "hosts", "--launcher", "slurm", "--", "run.yaml"], "leave --hostfile out"),
+        (["--hostfile", "hosts", "--include", "c", "--", "run.yaml"], "'c' is not in the hostfile"),
+        (["--hostfile", "hosts", "--", "run.yaml", "--train.global_batch", "7"], r"world size 2 \(the hostfile\)"),
+        (["--hostfile", "hosts", "--env-file", "hosts", "--", "run.yaml"], "hosts"),
+        (["--hostfile", "nowhere", "--", "run.yaml"], "nowhere"),
+    ],
+)
+def test_mistakes_on_the_command_line(recipe: Path, words: list[str], said: str) -> None:
+    Path("hosts").write_text("a slots=1\nb slots=1\n")
+    with pytest.raises(ConfigError, match=said):
+        launch([*words[:-2], "--dry-run", *words[-2:]] if "--" in words[-2:] else words)

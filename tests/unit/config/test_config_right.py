@@ -1,0 +1,372 @@
+"""Right configurations: what is filled in, joined, removed; and that parsing imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmtrain import cli
+from llmtrain.config import strict_yaml
+from llmtrain.config.batch import solve
+from llmtrain.config.dump import dump
+from llmtrain.config.load import load, parse
+from llmtrain.config.problems import Problems
+from llmtrain.config.resolve import resolve
+from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig, TrackingConfig
+from tests.helpers.config_workplace import RUN, ranks_at_least, write
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def loaded(here: Path, run: Any = None, ds: Any = None, *argv: str, ranks: int = 2) -> ResolvedRun:
+    write(here, run, ds)
+    return load(["--config", "run.yaml", *argv], ranks)
+
+
+def test_defaults_are_filled_in(here: Path) -> None:
+    resolved = loaded(here)
+    optim, train = resolved.run.optim, resolved.run.train
+    assert (optim.name, optim.lr, optim.betas, optim.eps) == ("adamw", 3e-4, (0.9, 0.95), 1e-8)
+    assert (optim.weight_decay, optim.clip_norm) == (0.1, 1.0)
+    assert (train.global_batch, train.micro_batch, train.accumulation) == (8, 2, 2)
+    assert train.run_dir == "runs/run"
+    assert (resolved.precision, resolved.zero_stage, resolved.degrees.data) == ("bf16", 1, 2)
+    assert (resolved.mix.offload_optimizer, resolved.mix.offload_param) == (False, False)
+    assert resolved.max_steps == 100
+    assert not resolved.mix.recomputes
+
+
+def test_the_exact_dict(here: Path) -> None:
+    user = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1e9},
+        "activation_checkpointing": {},
+        "steps_per_print": 10,
+        "prescale_gradients": True,
+        "tensorboard": {"enabled": False},
+        "pipeline": {"stages": "auto"},
+    }
+    resolved = loaded(here, None, user)
+    assert resolved.deepspeed == {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "sub_group_size": 1e9},
+        "activation_checkpointing": {},
+        "prescale_gradients": True,
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 2**31 - 1,
+        "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    assert resolved.mix.recomputes
+    notes = "\n".join(resolved.notes)
+    for words in ("steps_per_print = 10 is overruled", "zero_optimization.reduce_bucket_size", "WarmupLR is all auto"):
+        assert words in notes
+
+
+def test_values_may_stand_in_the_json(here: Path) -> None:
+    params = {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0}
+    ds = {"train_batch_size": 12, "gradient_clipping": 0.5, "optimizer": {"type": "adam", "params": params}}
+    resolved = loaded(here, {"train": {"global_batch": ...}}, ds)
+    optim = resolved.run.optim
+    assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (1e-3, (0.8, 0.9), 1e-6, 0.0)
+    assert (optim.name, optim.clip_norm, resolved.deepspeed["gradient_clipping"]) == ("adamw", 0.5, 0.5)
+    assert (resolved.run.train.global_batch, resolved.run.train.accumulation) == (12, 3)
+
+
+def test_the_same_value_in_both_files_is_fine(here: Path) -> None:
+    ds = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}
+    assert loaded(here, {"optim": {"betas": [0.9, 0.99]}}, ds).run.optim.betas == (0.9, 0.99)
+
+
+def test_overrides_win_over_the_yaml(here: Path) -> None:
+    argv = ["--optim.lr", "1e-3", "--train.export=false", "--tracking.tags", "[a, b]", "--tracking.name", "007"]
+    argv += ["--model.config.hidden_size", "128", "--optim.betas=[0.9,0.99]", "--train.sample_prompt", "a: b"]
+    run = loaded(here, None, None, *argv, "--local_rank=1").run
+    assert (run.optim.lr, run.train.export, run.tracking.tags, run.tracking.name) == (1e-3, False, ["a", "b"], "007")
+    assert run.model.config == {**RUN["model"]["config"], "hidden_size": 128}
+    assert (run.optim.betas, run.train.sample_prompt) == ((0.9, 0.99), "a: b")
+
+
+def test_a_flag_that_is_true_or_false_may_stand_alone_with_dashes(here: Path) -> None:
+    (here / "step-00000005").mkdir()
+    argv = ["--resume", "step-00000005", "--resume-weights-only", "--train.export", "false"]
+    run = loaded(here, None, None, *argv).run
+    assert (run.resume, run.resume_weights_only, run.train.export) == ("step-00000005", True, False)
+    assert not loaded(here, None, None, "--resume=step-00000005", "--resume-weights-only=false").run.resume_weights_only
+
+
+def test_the_checkpoint_that_a_run_began_from_may_be_gone_once_the_run_has_its_own(here: Path) -> None:
+    (here / "runs" / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)
+    assert loaded(here, {"resume": "gone"}).run.resume == "gone"
+
+
+def test_a_mixture_is_overridden_by_folder(here: Path) -> None:
+    run = loaded(here, {"data": {"path": ...}}, None, "--data.mixture.data/x", "0.5").run
+    assert run.data.mixture == {"data/x": 0.5}
+    argv = ["--config", "run.yaml", "--data.mixture.data/v1.5", "2"]
+    assert parse(argv, check_paths=False).run.data.mixture == {"data/v1.5": 2.0}
+
+
+def test_a_count_may_be_written_with_an_exponent(here: Path) -> None:
+    write(here)
+    text = (here / "run.yaml").read_text().replace("max_steps: 100", "max_steps: 1e3\n  max_tokens: 2E+6")
+    (here / "run.yaml").write_text(text)
+    run = load(["--config", "run.yaml", "--train.log_every", "1e1", "--checkpoint.every_steps", "2E2"], 2).run
+    assert (run.train.max_steps, run.train.max_tokens) == (1000, 2_000_000)
+    assert (run.train.log_every, run.checkpoint.every_steps) == (10, 200)
+
+
+def test_comments_in_the_json(here: Path) -> None:
+    ds = '{\n  # ours\n  "bf16": {"enabled": false}, // not here\n  "zero_optimization": {"stage": 2}\n}'
+    resolved = loaded(here, None, ds)
+    assert (resolved.precision, resolved.zero_stage) == ("fp32", 2)
+
+
+@pytest.mark.parametrize(
+    ("fp16", "bf16", "precision"),
+    [("auto", "auto", "bf16"), (True, "auto", "fp16"), ("auto", False, "fp32"), (False, True, "bf16")],
+)
+def test_precision_auto(here: Path, fp16: Any, bf16: Any, precision: str) -> None:
+    resolved = loaded(here, None, {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}})
+    assert resolved.precision == precision
+
+
+@pytest.mark.parametrize(
+    ("section", "optimizer", "param"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, True, False),
+        ({"offload_optimizer": {"device": "none"}}, False, False),
+        ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, True, True),
+        ({"cpu_offload": True}, True, False),
+    ],
+)
+def test_offload(here: Path, section: dict[str, Any], optimizer: bool, param: bool) -> None:
+    resolved = loaded(here, None, {"zero_optimization": {"stage": 3, **section}})
+    assert (resolved.mix.offload_optimizer, resolved.mix.offload_param) == (optimizer, param)
+
+
+@pytest.mark.parametrize(
+    ("train", "steps"),
+    [({"max_steps": 5}, 5), ({"max_steps": ..., "max_tokens": 2049}, 3), ({"max_steps": 2, "max_tokens": 9999}, 2)],
+)
+def test_max_steps_from_tokens(here: Path, train: dict[str, Any], steps: int) -> None:
+    assert loaded(here, {"train": train}).max_steps == steps  # 8 x 128 tokens a step
+
+
+def test_wsd_decays_over_a_tenth(here: Path) -> None:
+    assert loaded(here, {"schedule": {"name": "wsd"}}).run.schedule.decay_steps == 10
+
+
+def test_a_scheduler_section_that_agrees(here: Path) -> None:
+    run = {"schedule": {"name": "linear", "warmup_steps": 10, "min_ratio": 0.0}, "optim": {"lr": 1e-3}}
+    params = {"total_num_steps": 100, "warmup_num_steps": "auto", "warmup_max_lr": 1e-3, "warmup_type": "linear"}
+    resolved = loaded(here, run, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    assert "scheduler" not in resolved.deepspeed
+    assert any("agrees" in note for note in resolved.notes)
+
+
+@given(
+    micro=st.integers(1, 8) | st.none(),
+    accumulation=st.integers(1, 8) | st.none(),
+    ranks=st.integers(1, 8),
+    factor=st.integers(1, 8) | st.none(),
+)
+def test_a_solution_keeps_what_was_given(
+    micro: int | None, accumulation: int | None, ranks: int, factor: int | None
+) -> None:
+    whole = None if factor is None else factor * (micro or 1) * (accumulation or 1) * ranks
+    batch = solve(
+        global_batch=whole,
+        micro_batch=micro,
+        accumulation=accumulation,
+        data_parallel=ranks,
+        sequence_length=32,
+        world="",
+        problems=(problems := Problems()),
+        place="",
+    )
+    if batch is None:
+        assert problems
+        assert micro and accumulation and factor != 1
+        return
+    assert batch.global_batch == batch.micro_batch * batch.accumulation * ranks
+    assert whole in (None, batch.global_batch)
+    assert micro in (None, batch.micro_batch)
+    assert accumulation in (None, batch.accumulation)
+
+
+def test_a_dump_reads_back_to_the_same_run(here: Path) -> None:
+    write(here, {"tracking": {"tags": ["off", "a: b"]}, "train": {"sample_prompt": "x\ny"}})
+    first = resolve(parse(["--config", "run.yaml", "--tracking.name", "1e-3"]).run, 2).run
+    (here / "again.yaml").write_text(dump(first))
+    assert parse(["--config", "again.yaml"]).run == first
+    assert first.tracking.name == "1e-3"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(max_size=20))
+def test_any_text_survives_a_dump(text: str) -> None:
+    run = RunConfig(deepspeed="x", model=ModelConfig(pretrained="m"), tracking=TrackingConfig(name=text))
+    tree = strict_yaml.parse(dump(run), "dump").tree
+    assert tree["tracking"]["name"] == text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3e-4", 3e-4), ("1_000", 1000), ("off", "off"), ("1:30", "1:30"), ("0x10", "0x10"), ("~", None), ("'1'", "1"),
+     ("True", True), ("2024-01-01", "2024-01-01"), ("-.5", -0.5), ("null", None), ("1.", 1.0)],
+)  # fmt: skip
+def test_plain_scalars(text: str, value: Any) -> None:
+    tree = strict_yaml.parse(f"key: {text}", "t").tree
+    assert tree == {"key": value}
+    assert type(tree["key"]) is type(value)
+
+
+def test_places_tell_line_and_command_line(here: Path) -> None:
+    write(here)
+    places = parse(["--config", "run.yaml", "--optim.lr", "1"]).places
+    assert places["deepspeed"] == "run.yaml, line 1"
+    assert places["optim.lr"] == "command line"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.name)
+def test_every_ds_config(here: Path, path: Path) -> None:
+    resolved = loaded(here, {"deepspeed": str(path)}, ranks=2 * ranks_at_least(path))
+    name = path.stem
+    assert resolved.precision == ("fp32" if "fp32" in name else "fp16" if "fp16" in name else "bf16")
+    assert not name.startswith("zero") or resolved.zero_stage == int(name[4])
+    for way in ("pipeline", "tensor"):
+        assert (getattr(resolved.degrees, way) > 1) == (way in name)
+    assert resolved.mix.offload_param == resolved.mix.offload_optimizer == ("offload" in name)
+    assert resolved.mix.recomputes == ("offload" in name or name == "long_context")
+    json.loads(path.read_text())  # plain JSON: any DeepSpeed stack can read it
+    assert f"`{path.name}`" in (ROOT / "ds_configs/README.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch/recipes").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_recipe(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    parsed = parse(["--config", str(path)], check_paths=False)
+    least = ranks_at_least(ROOT / parsed.run.deepspeed)
+    for ranks in (least, 2 * least):
+        assert resolve(parsed.run, ranks, places=parsed.places).max_steps
+
+
+def test_check_and_show(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(here)
+    assert cli.main(["config", "check", "run.yaml", "--world-size", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "global_batch 8 = micro_batch 2 x accumulation 2 x data-parallel 2" in told
+    assert "ok: run.yaml with ds.json" in told
+    assert cli.main(["config", "show", "run.yaml", "--world-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert '"train_batch_size": 8' in shown
+    assert "  lr: 0.0003" in shown
+
+
+def test_help_names_every_field(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"])
+    assert stop.value.code == 0
+    assert "--optim.lr  (a number or null; default: null)" in capsys.readouterr().out
+
+
+def test_a_mistake_is_told_before_anything_heavy_is_imported(here: Path) -> None:
+    write(here)
+    code = (
+        "import sys; from llmtrain.cli import main;"
+        "codes = [main(['config', 'show', 'run.yaml']), main(['config', 'check', 'run.yaml', '--optim.lr', '-1'])];"
+        "heavy = {'torch', 'deepspeed', 'transformers', 'numpy', 'pandas', 'wandb'} & set(sys.modules);"
+        "assert not heavy, heavy; assert codes == [0, 2], codes"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], cwd=here, check=True, capture_output=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time, as others may have the machine: 0.3 s on an idle 2-core machine.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+def test_positions_beyond_those_of_the_model_are_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(here)
+    argv = ["config", "check", "run.yaml", "--model.config.max_position_embeddings"]
+    assert cli.main([*argv, "64"]) == 0
+    told = capsys.readouterr().out
+    assert "note:    data.sequence_length 128 is more than the 64 positions" in told
+    assert "set model.config.max_position_embeddings to 128" in told
+    assert cli.main([*argv, "128"]) == 0
+    assert "positions" not in capsys.readouterr().out
+
+
+_EARLIER_LLAMA = {  # what config.json files of published models hold
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1, "pretraining_tp": 1,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                     "original_max_position_embeddings": 8192},
+    "rope_theta": 5e5, "torch_dtype": "bfloat16", "transformers_version": "4.43.0", "use_cache": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        _EARLIER_LLAMA,
+        {"model_type": "qwen2", "head_dim": 16, "use_sliding_window": False, "max_window_layers": 1},
+        {"model_type": "gpt2", "hidden_size": ..., "n_embd": 64, "num_hidden_layers": 1, "n_inner": None, "n_head": 4},
+        {"model_type": "gemma3_text", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        {"model_type": "phi3", "num_attention_heads": 4, "pad_token_id": 0, "original_max_position_embeddings": 4096,
+         "embd_pdrop": 0.0, "rope_scaling": None},
+    ],
+    ids=["llama of 2024", "asked for by the model alone", "own names", "one rope for each kind of layer", "phi3"],
+)  # fmt: skip
+def test_a_familys_own_fields_are_taken(fields: dict[str, Any], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(here, {"model": {"config": fields}})
+    assert cli.main(["config", "check", "run.yaml"]) == 0, capsys.readouterr().err
+
+
+def _families() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+@pytest.mark.slow
+def test_every_family_knows_the_fields_that_it_writes_itself() -> None:
+    """All causal families of transformers: what to_dict gives is taken back."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from llmtrain.models.fields import check_fields
+
+    def plain(value: Any) -> Any:
+        return {k: plain(v) for k, v in value.items() if k[0] != "_"} if isinstance(value, dict) else value
+
+    tried = 0
+    for name in _families():
+        try:
+            written = json.loads(json.dumps(CONFIG_MAPPING[name]().to_dict(), default=str))
+        except Exception:  # no defaults for all fields, or no such configuration
+            continue
+        check_fields({**plain(written), "model_type": name}, {}, problems := Problems())
+        assert not problems, f"{name}: {problems.error()}"
+        tried += 1
+    assert tried >= 150

@@ -1,0 +1,79 @@
+"""Every recipe for the machine that it is written for. (That each one parses: test_config_right.py.)"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config.deepspeed import deep_check
+from llmtrain.config.load import parse
+from llmtrain.config.resolve import resolve
+from llmtrain.config.run import ResolvedRun
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "launch/recipes").glob("*.yaml"))
+NAMES = [path.stem for path in RECIPES]
+
+
+def resolved_for(path: Path, ranks: int) -> ResolvedRun:
+    parsed = parse(["--config", str(path)], check_paths=False)
+    return resolve(parsed.run, ranks, places=parsed.places)
+
+
+def ranks_of(path: Path) -> int:
+    """As the recipe's first lines say: "on 8 GPUs", "on two CPU cores"."""
+    said = re.search(r"on (\w+) (?:GPUs|CPU cores)", path.read_text())
+    assert said, "the first comment tells the machine"
+    return 2 if said[1] == "two" else int(said[1])
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+def test_on_its_machine(path: Path) -> None:
+    ranks = ranks_of(path)
+    resolved = resolved_for(path, ranks)
+    train, data, schedule = resolved.run.train, resolved.run.data, resolved.run.schedule
+    assert resolved.degrees.world_size == ranks
+    assert train.global_batch == train.micro_batch * train.accumulation * resolved.degrees.data  # type: ignore[operator]
+    assert resolved.max_steps and train.eval_every and train.eval_every < resolved.max_steps
+    assert 0 < schedule.warmup_steps <= resolved.max_steps / 10
+    assert resolved.run.checkpoint.every_steps, "a run without checkpoints loses everything"
+    room = (resolved.run.model.config or {}).get("max_position_embeddings", data.sequence_length)  # type: ignore[union-attr]
+    assert data.sequence_length <= room
+    deep_check(resolved.deepspeed, resolved.run.deepspeed)
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if p.name != "quickstart.yaml"], ids=lambda path: path.stem)
+def test_twice_the_ranks_keep_the_global_batch(path: Path) -> None:
+    ranks = ranks_of(path)
+    once = resolved_for(path, ranks)
+    twice = resolved_for(path, 2 * ranks)
+    assert once.run.train.global_batch == twice.run.train.global_batch
+    assert once.max_steps == twice.max_steps
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_quickstart_fits_any_machine(ranks: int) -> None:
+    """`make train` takes all GPUs that there are, three of them or seven, too."""
+    resolved = resolved_for(ROOT / "launch/recipes/quickstart.yaml", ranks)
+    assert resolved.run.train.global_batch == 8 * ranks
+
+
+def test_the_1b_recipe_has_the_size_that_it_says() -> None:
+    from llmtrain.models.spec import ModelSpec
+
+    path = ROOT / "launch/recipes/llama_1b.yaml"
+    said = re.search(r"([\d.]+)B parameters", path.read_text())
+    resolved = resolved_for(path, 8)
+    parameters = ModelSpec.of(resolved.run.model).facts.parameters
+    assert said and f"{parameters / 1e9:.2f}" == said[1]
+    tokens = resolved.run.train.max_tokens
+    assert tokens and round(tokens / parameters) == 20
+    assert f"{parameters * 12 / 1e9:.0f} GB each" in path.read_text()

@@ -1,0 +1,298 @@
+"""`llmtrain prepare --format chat` and what training reads of it: whole rows in windows, isolated, none lost."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import random
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from llmtrain import cli
+from llmtrain.config.run import DataConfig
+from llmtrain.data.baseline import ngram_baselines
+from llmtrain.data.bestfit import best_fit
+from llmtrain.data.loader import TrainLoader
+from llmtrain.data.manifest import SPLITS
+from llmtrain.data.packing import TrainData
+from llmtrain.data.prepare import main
+from llmtrain.data.shards import PreparedSet
+from llmtrain.data.tokenize import Encoder
+from llmtrain.errors import DataError
+from tests.helpers.chat import KINDS, expected, write_tokenizer
+
+pytestmark = pytest.mark.long
+
+LENGTH = 256
+KIND = KINDS["qwen3"]
+BAD = {7: '{"messages": [{"content": "x"}]}', 11: "{broken"}
+"""Line -> what stands there."""
+
+
+def talks(count: int) -> list[list[dict[str, str]]]:
+    draw = random.Random(3)
+    made = []
+    for index in range(count):
+        texts = [f"{index} " + "so " * int(draw.paretovariate(1.2)) for _ in range(2 * draw.randint(1, 3))]
+        made.append([{"role": ("user", "assistant")[i % 2], "content": t[:60]} for i, t in enumerate(texts)])
+    return made
+
+
+TALKS = talks(120)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    write_tokenizer(folder / "model", KIND)
+    lines = [json.dumps({"messages": talk}) for talk in TALKS]
+    (folder / "good.jsonl").write_text("".join(line + "\n" for line in lines))
+    for number, line in BAD.items():
+        lines.insert(number - 1, line)
+    (folder / "talks.jsonl").write_text("".join(line + "\n" for line in lines))
+    return folder
+
+
+def prepare(place: Path, source: str, out: str, *more: str) -> int:
+    given = ("--source", str(place / source), "--out", str(place / out), "--tokenizer", str(place / "model"))
+    return main([*given, "--format", "chat", "--shard-bytes", "6000", *more])
+
+
+@pytest.fixture(scope="module")
+def prepared(place: Path) -> Path:
+    assert prepare(place, "talks.jsonl", "set", "--max-rejected", "2", "--validation-fraction", "0.2") == 0
+    return place / "set"
+
+
+def rows_of(data: PreparedSet, split: str) -> list[tuple[list[int], list[bool]]]:
+    stream = data.split(split)  # type: ignore[arg-type]
+    ends = np.cumsum(stream.row_lengths())
+    ids, counted = stream.read(0, stream.tokens), stream.counted(0, stream.tokens)
+    assert counted is not None
+    parts = zip(np.split(ids, ends)[:-1], np.split(counted, ends)[:-1], strict=True)
+    return [(tokens.tolist(), bits.tolist()) for tokens, bits in parts]
+
+
+def test_every_record_is_there_or_named(place: Path, prepared: Path) -> None:
+    data = PreparedSet(prepared)
+    data.verify()
+    wanted = [row for talk in TALKS for row in expected(place / "model", KIND, talk)]
+    found = rows_of(data, "train") + rows_of(data, "validation")
+    assert sorted(found) == sorted(wanted) and len(data.manifest.shards["train"]) > 2
+    assert data.manifest.chat is not None
+    assert sum(data.manifest.chat["counted"].values()) == sum(sum(counted) for _, counted in wanted)
+    assert data.manifest.chat["longest"] == max(len(ids) for ids, _ in wanted)
+    assert data.manifest.chat["stop_tokens"] == ["<|im_end|>"]
+    lines = (prepared / "rejected.jsonl").read_text().splitlines()
+    rejected = sorted(map(json.loads, lines), key=lambda entry: entry["line"])
+    assert [(entry["file"], entry["line"]) for entry in rejected] == [("talks.jsonl", 7), ("talks.jsonl", 11)]
+    assert rejected[0]["reason"] == "message 0 has no role" and "broken JSON" in rejected[1]["reason"]
+    # Rows of a conversation are on one side: a thought that validation asks for is in no row for training.
+    train, validation = ({data_text(prepared, row).split()[0] for row in rows_of(data, s)} for s in SPLITS)
+    assert validation and not train & validation
+
+
+def data_text(folder: Path, row: tuple[list[int], list[bool]]) -> str:
+    return Encoder(folder / "tokenizer").decode(row[0]).replace("<|im_start|>user\n", " ", 1)
+
+
+def test_a_bad_record_stops_the_run_and_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare(place, "talks.jsonl", "bad") == 2
+    told = capsys.readouterr().err
+    assert "talks.jsonl, line 7: message 0 has no role" in told and "talks.jsonl, line 11: broken JSON" in told
+
+
+def test_where_nothing_is_left_the_reasons_are(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep = '{"messages": ' + "[" * 990 + "]" * 990 + "}"
+    (place / "none.jsonl").write_text(f"{BAD[7]}\n{deep}\n")
+    assert prepare(place, "none.jsonl", "none", "--max-rejected", "2") == 2
+    told = capsys.readouterr().err
+    assert "no training document (2 records rejected, each with its reason in rejected.jsonl)" in told
+    assert [json.loads(line)["line"] for line in (place / "none/rejected.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_other_files_give_the_same_rows(place: Path, prepared: Path) -> None:
+    text = (place / "good.jsonl").read_bytes()
+    (place / "more").mkdir()
+    lines = text.splitlines(keepends=True)
+    (place / "more" / "a.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:40])))
+    (place / "more" / "b.jsonl.zst").write_bytes(zstandard.compress(b"".join(lines[40:80])))
+    table = pyarrow.Table.from_pylist([{**json.loads(line), "tools": None} for line in lines[80:]])
+    pyarrow.parquet.write_table(table, place / "more" / "c.parquet")
+    assert prepare(place, "more", "from-more", "--validation-fraction", "0.2", "--processes", "1") == 0
+    ours, theirs = PreparedSet(prepared), PreparedSet(place / "from-more")
+    assert rows_of(ours, "train") + rows_of(ours, "validation")
+    both = [sorted(rows_of(data, "train") + rows_of(data, "validation")) for data in (ours, theirs)]
+    assert both[0] == both[1]
+
+
+def config(folder: Path, **more: object) -> DataConfig:
+    given = {"path": str(folder), "sequence_length": LENGTH, "isolate_documents": True, **more}
+    return DataConfig(**given)  # type: ignore[arg-type]
+
+
+def unpacked(window: object) -> list[tuple[list[int], list[int]]]:
+    """(tokens, labels) of each document of a window: positions alone say where they begin."""
+    inputs, labels, positions, *_ = window  # type: ignore[misc]
+    assert positions[0] == 0
+    bounds = [*np.flatnonzero(positions == 0).tolist(), len(inputs)]
+    for begin, end in itertools.pairwise(bounds):
+        assert positions[begin:end].tolist() == list(range(end - begin))
+    return [(inputs[a:b].tolist(), labels[a:b].tolist()) for a, b in itertools.pairwise(bounds)]
+
+
+def test_an_epoch_holds_every_row_whole_and_once(place: Path, prepared: Path) -> None:
+    data = TrainData(config(prepared))
+    found: Counter[str] = Counter()
+    for index in range(data.sequences_per_epoch):
+        for tokens, labels in unpacked(data.window_at(index)):
+            if any(label >= 0 for label in labels):
+                found[json.dumps([tokens, labels])] += 1
+            else:  # the padding, at the end
+                assert set(tokens) == {data.separator_id}
+    wanted: Counter[str] = Counter()
+    for ids, counted in rows_of(PreparedSet(prepared), "train"):
+        labels = [token if bit else -100 for token, bit in zip(ids[1:], counted[1:], strict=True)]
+        wanted[json.dumps([ids, [*labels, -100]])] += 1
+    assert found == wanted
+
+
+def test_the_ranks_share_the_same_windows_and_resume_is_a_seek(prepared: Path) -> None:
+    data = TrainData(config(prepared))
+    whole = {index: [part.tolist() for part in data.window_at(index)[:3]] for index in range(8)}  # type: ignore[union-attr]
+    for ranks, micro, accumulation in ((1, 4, 1), (2, 1, 2), (4, 1, 1)):
+        for start in (0, 4):
+            found = {}
+            for rank in range(ranks):
+                with TrainLoader(data, global_batch=4, micro_batch=micro, accumulation=accumulation, rank=rank,
+                                 data_parallel=ranks, start_index=start) as loader:  # fmt: skip
+                    for part in next(loader).micro_batches:
+                        assert part.positions is not None
+                        for row, index in enumerate(part.sample_indices):
+                            found[index] = [t[row].tolist() for t in (part.inputs, part.labels, part.positions)]
+            assert found == {index: whole[index] for index in range(start, start + 4)}
+
+
+def test_the_baselines_count_what_the_loss_counts(prepared: Path) -> None:
+    data = TrainData(config(prepared))
+    unigram, bigram = ngram_baselines(data, sequences=50)
+    assert 0 < bigram < unigram < 5
+
+
+def test_training_refuses_what_would_leak_or_be_cut(prepared: Path) -> None:
+    with pytest.raises(DataError, match=r"holds conversations.*set data.isolate_documents to true"):
+        TrainData(config(prepared, isolate_documents=False))
+    longest = PreparedSet(prepared).manifest.chat["longest"]  # type: ignore[index]
+    with pytest.raises(DataError, match=f"has {longest} tokens, and none is cut here.*--max-tokens {longest - 1}"):
+        TrainData(config(prepared, sequence_length=longest - 1))
+    assert TrainData(config(prepared, sequence_length=longest)).sequences_per_epoch > 0
+
+
+def test_damage_is_found(place: Path, prepared: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(prepared, folder)
+    path = sorted(folder.glob("train-*.rows"))[0]
+    good = path.read_bytes()
+    path.write_bytes(bytes([good[0] + 1]) + good[1:])
+    with pytest.raises(DataError, match=r"its rows are not those of the shard"):
+        TrainData(config(folder))
+    with pytest.raises(DataError, match=r"\.rows: its checksum"):
+        PreparedSet(folder).verify()
+    path.write_bytes(good[:-1])
+    with pytest.raises(DataError, match=r"\.rows: has .* bytes, the manifest says"):
+        PreparedSet(folder)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (("--chat-template", "nowhere.jinja"), "nowhere.jinja: no chat template can be read"),
+        (("--stop-token", "<|gone|>"), "'<|gone|>': is no token of"),
+        (("--too-long", "cut"), "say with --max-tokens N"),
+        (("--max-tokens", "1"), "--max-tokens 1: must be at least 2"),
+        (("--format", "jsonl", "--count", "all"), "--count: is for conversations; add --format chat"),
+    ],
+)
+def test_options_that_cannot_be(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], reason: str
+) -> None:
+    assert prepare(place, "good.jsonl", str(tmp_path / "out"), *more) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_tokenizer_needs_a_template(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = write_tokenizer(tmp_path / "bare", KIND)
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    template = settings.pop("chat_template")
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    given = ["--source", str(place / "good.jsonl"), "--format", "chat", "--validation-fraction", "0"]
+    assert main([*given, "--out", str(tmp_path / "a"), "--tokenizer", str(bare)]) == 2
+    assert "it has no chat template" in capsys.readouterr().err
+    assert main([*given, "--out", str(tmp_path / "a"), "--vocab-size", "300"]) == 2
+    assert "--format chat needs --tokenizer FOLDER" in capsys.readouterr().err
+    (tmp_path / "own.jinja").write_text(template)
+    own = ("--chat-template", str(tmp_path / "own.jinja"))
+    assert main([*given, "--out", str(tmp_path / "a"), "--tokenizer", str(bare), *own]) == 0
+    assert (tmp_path / "a" / "tokenizer" / "chat_template.jinja").read_text() == template  # for the exported model
+
+
+def test_show_tells_what_is_counted(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "show", str(prepared), "--index", "3", "--rows", "2"]) == 0
+    shown = capsys.readouterr().out
+    rows = rows_of(PreparedSet(prepared), "train")
+    assert f"row 3 of train: {len(rows[3][0])} tokens, {sum(rows[3][1])} counted" in shown and "row 4 of train" in shown
+    counted = "".join(line.partition("| ")[2] + "\n" for line in shown.splitlines() if line.startswith("counted"))
+    assert counted.count("<think>") == counted.count("<|im_end|>") == 2 and "user" not in counted
+    assert cli.main(["data", "show", str(prepared), "--rows", "5", "--html", str(tmp_path / "rows.html")]) == 0
+    page = (tmp_path / "rows.html").read_text()
+    assert page.count("<pre>") == 5 and page.count('<span class="y t">&lt;|im_end|&gt;</span>') == 5
+    assert "http" not in page and "<script" not in page
+    assert cli.main(["data", "show", str(prepared), "--index", "100000"]) == 2
+    assert "has rows 0 to" in capsys.readouterr().err
+
+
+# --- best fit
+
+
+def naive(lengths: list[int], capacity: int) -> int:
+    """How many windows best-fit decreasing makes, one record after another."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fits = [(room, at) for at, room in enumerate(rooms) if room >= length]
+        if fits:
+            rooms[min(fits)[1]] -= length
+        else:
+            rooms.append(capacity - length)
+    return len(rooms)
+
+
+def test_best_fit_loses_none_and_is_the_textbooks() -> None:
+    draw = np.random.default_rng(0)
+    for capacity in (1, 7, 64):
+        for count in (0, 1, 5, 300):
+            lengths = draw.integers(1, capacity + 1, count)
+            order, first = best_fit(lengths, capacity)
+            assert sorted(order.tolist()) == list(range(count)) and first[0] == 0 and first[-1] == count
+            filled = [lengths[order[a:b]].sum() for a, b in itertools.pairwise(first)]
+            assert all(0 < sum_ <= capacity for sum_ in filled)
+            assert len(filled) == naive(lengths.tolist(), capacity)
+
+
+def test_padding_of_a_skewed_mix_is_below_a_hundredth() -> None:
+    """Log-normal lengths, as in chat data: a median of 200 tokens, some of thousands. A million of them in seconds."""
+    draw = np.random.default_rng(1)
+    lengths = np.clip(draw.lognormal(5.3, 1.1, 1_000_000).astype(np.int64), 2, 4096)
+    began = time.process_time()
+    order, first = best_fit(lengths, 4096)
+    assert time.process_time() - began < 20
+    padding = 1 - lengths.sum() / (4096 * (len(first) - 1))
+    assert padding < 0.01 and np.array_equal(order, best_fit(lengths, 4096)[0]), padding

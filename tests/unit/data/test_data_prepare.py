@@ -1,0 +1,402 @@
+"""`llmtrain prepare` as a user sees it: same bytes for any number of processes, kills, refusals, tokenizers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from llmtrain.data.prepare import main
+from llmtrain.data.shards import PreparedSet
+from llmtrain.data.tokenize import Encoder, as_ids, dtype_for, fingerprint
+from llmtrain.errors import DataError
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).resolve().parents[3]
+SHARD_BYTES = "32000"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3 MB of jsonl: 100 shards, two seconds of work for one process."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(3000)]
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    with open(path, "w") as stream:
+        for index in range(3000):
+            text = " ".join(rng.choices(words, k=160)) + f" {index}"
+            stream.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def arguments(corpus: Path, out: Path, *more: str) -> list[str]:
+    return [
+        *("--source", str(corpus), "--out", str(out), "--vocab-size", "300", "--shard-bytes", SHARD_BYTES),
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("reference") / "set"
+    assert main(arguments(corpus, out, "--processes", "1")) == 0
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def start(argv: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tools.prepare_data", *argv]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell ignores SIGINT in what it runs in the background (this test, perhaps), and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait_for_records(out: Path, number: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 30
+    while len(list((out / "unfinished").glob("unit-*.json"))) < number:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.005)
+
+
+def assert_all_end(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert not alive
+
+
+# --- the same bytes, whatever happens
+
+
+@pytest.mark.parametrize("processes", ["2", "3"])
+def test_any_number_of_processes_writes_the_same_bytes(
+    corpus: Path, reference: Path, tmp_path: Path, processes: str
+) -> None:
+    assert main(arguments(corpus, tmp_path / "set", "--processes", processes)) == 0
+    assert contents(tmp_path / "set") == contents(reference)
+
+
+def test_every_document_is_there_and_ends_with_the_separator(corpus: Path, reference: Path) -> None:
+    prepared = PreparedSet(reference)
+    prepared.verify()
+    encoder = Encoder(prepared.tokenizer_dir)
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    found = []
+    for split in ("train", "validation"):
+        stream = prepared.split(split)  # type: ignore[arg-type]
+        tokens = stream.read(0, stream.tokens)
+        assert tokens[-1] == encoder.separator_id
+        ends = np.flatnonzero(tokens == encoder.separator_id)
+        documents = np.split(tokens, ends + 1)[:-1]
+        assert len(documents) == prepared.manifest.documents[split]
+        found += [encoder.decode(document[:-1].tolist()) for document in documents]
+    assert sorted(found) == sorted(texts)
+    assert 0.03 < prepared.manifest.documents["validation"] / len(texts) < 0.07
+    assert prepared.manifest.dtype == "uint16" and prepared.manifest.vocab_size == 300
+
+
+def test_kill_9_loses_no_finished_shard(corpus: Path, reference: Path, tmp_path: Path) -> None:
+    out = tmp_path / "set"
+    process = start(arguments(corpus, out, "--processes", "2"))
+    wait_for_records(out, 5, process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    assert_all_end(workers)  # nobody told them; they saw the end of their input
+    assert not (out / "manifest.json").exists()
+    with pytest.raises(DataError, match="not fully"):
+        PreparedSet(out)
+    records = [json.loads(path.read_text()) for path in (out / "unfinished").glob("unit-*.json")]
+    kept = [out / shard["file"] for record in records for shard in record["shards"].values() if shard]
+    before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in kept}
+    assert main(arguments(corpus, out, "--processes", "1")) == 0
+    assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in kept} == before
+    assert contents(out) == contents(reference)
+
+
+def test_ctrl_c_leaves_no_process_and_no_temporary_file(
+    corpus: Path, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "set"
+    process = start(arguments(corpus, out, "--processes", "2"))
+    wait_for_records(out, 1, process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "the same command continues" in errors and "Traceback" not in errors
+    assert_all_end(workers)
+    assert not list(out.rglob("*.tmp"))
+    assert main(arguments(corpus, out)) == 0
+    assert "shards are already done" in capsys.readouterr().out
+    assert contents(out) == contents(reference)
+
+
+def test_a_killed_worker_is_named_and_nothing_hangs(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "set"
+    process = start(arguments(corpus, out, "--processes", "2"))
+    wait_for_records(out, 1, process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    workers[0].kill()
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 2
+    assert "was killed by SIGKILL" in errors and "--processes" in errors and "Traceback" not in errors
+    assert_all_end(workers)
+    assert not list(out.rglob("*.tmp"))
+
+
+def test_a_second_prepare_is_refused_and_leaves_the_files_of_the_first_alone(
+    corpus: Path, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "set"
+    process = start(arguments(corpus, out, "--processes", "1"))
+    wait_for_records(out, 1, process)
+    assert main(arguments(corpus, out, "--processes", "1")) == 2
+    assert "another `llmtrain prepare` is at work in it" in capsys.readouterr().err
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert contents(out) == contents(reference)
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_shard(corpus: Path, reference: Path, tmp_path: Path) -> None:
+    """A limit on the file size stands for the full disk: the same failing write."""
+    out = tmp_path / "set"
+    argv = [*arguments(corpus, out, "--processes", "2"), "--shard-bytes", "800000"]
+    process = subprocess.run(
+        [sys.executable, "-m", "tools.prepare_data", *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
+    )
+    assert process.returncode == 2
+    assert "cannot be written (File too large)" in process.stderr and "Traceback" not in process.stderr
+    assert not list(out.rglob("*.tmp")) and not list(out.glob("*.bin"))
+
+
+# --- a second run
+
+
+def test_a_complete_folder_is_left_alone(corpus: Path, reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in reference.rglob("*")}
+    assert main(arguments(corpus, reference)) == 0
+    assert "already complete" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in reference.rglob("*")} == before
+
+
+def test_other_settings_or_another_source_are_refused(
+    corpus: Path, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments(corpus, reference), "--validation-fraction", "0.5"]) == 2
+    error = capsys.readouterr().err
+    assert "validation_fraction was 0.05 and is now 0.5" in error and "another --out" in error
+    source = tmp_path / "a.txt"
+    source.write_text("hello " * 100)
+    out = tmp_path / "set"
+    argv = ["--source", str(source), "--out", str(out), "--vocab-size", "258", "--validation-fraction", "0"]
+    assert main(argv) == 0
+    source.write_text("other " * 100)
+    assert main(argv) == 2
+    assert "the source files have changed since" in capsys.readouterr().err
+    assert main(["--source", str(corpus), "--out", str(tmp_path), "--vocab-size", "258"]) == 2
+    assert "not made by `llmtrain prepare`" in capsys.readouterr().err
+
+
+def test_bad_records_stop_the_run_until_they_are_allowed_or_mended(
+    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "a.jsonl"
+    good = [json.dumps({"text": f"document number {i} " + "word " * 30}) for i in range(400)]
+    source.write_text("\n".join([*good[:200], '{"text": ', *good[200:], '{"body": 1}']))
+    out = tmp_path / "set"
+    argv = ["--source", str(source), "--out", str(out), "--vocab-size", "270", "--shard-bytes", "10000"]
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert "2 bad records so far" in error  # met while the tokenizer was trained: all of them are shown
+    assert "a.jsonl, line 201: broken JSON" in error and "--max-rejected N" in error
+    assert json.loads((out / "rejected.jsonl").read_text().splitlines()[0])["line"] == 201
+    given = [*argv, "--tokenizer", str(made_tokenizer(tmp_path / "tok", reference))]
+    del given[given.index("--vocab-size") : given.index("--vocab-size") + 2]
+    given[3] = str(tmp_path / "given")
+    assert main([*given, "--max-rejected", "1"]) == 2  # with a given tokenizer the workers meet them
+    assert "line 201: broken JSON" in (error := capsys.readouterr().err) and "2 bad records so far" in error
+    assert main([*given, "--max-rejected", "2"]) == 0
+    assert main([*argv, "--max-rejected", "1"]) == 2
+    assert "2 bad records so far, --max-rejected is 1" in capsys.readouterr().err
+    assert main([*argv, "--max-rejected", "2"]) == 0
+    listed = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
+    assert [(entry["file"], entry["line"]) for entry in listed] == [("a.jsonl", 201), ("a.jsonl", 402)]
+    assert PreparedSet(out).manifest.rejected == 2
+    # An unfinished folder whose source was mended starts over by itself.
+    mended = tmp_path / "mended"
+    argv[3] = str(mended)
+    assert main(argv) == 2
+    source.write_text("\n".join(good))
+    assert main(argv) == 0
+    assert "starting over" in capsys.readouterr().out
+    assert not (mended / "rejected.jsonl").exists() and sum(PreparedSet(mended).manifest.documents.values()) == 400
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--tokenizer", "nowhere"], "exactly one of --tokenizer FOLDER"),
+        (["--vocab-size", "100"], "at least 257"),
+        (["--vocab-size", "60000"], "and no more"),
+        (["--validation-fraction", "1"], "below 1"),
+        (["--max-rejected", "-1"], "at least 0"),
+        (["--processes", "0"], "at least 1"),
+        (["--source", "no/such/file"], "no such file or folder"),
+    ],
+)
+def test_mistakes_are_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], says: str) -> None:
+    (tmp_path / "a.txt").write_text("some words here and there")
+    argv = ["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path / "set"), "--vocab-size", "257", *more]
+    assert main(argv) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_output_may_lie_inside_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("some words here and there")
+    argv = ["--source", str(tmp_path), "--out", str(tmp_path / "data" / "set"), "--vocab-size", "257"]
+    assert main([*argv, "--validation-fraction", "0"]) == 0
+    assert main([*argv, "--validation-fraction", "0"]) == 0
+    assert "already complete" in capsys.readouterr().out
+
+
+def test_code_in_the_current_folder_is_read_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("queue.py", "json.py", "numpy.py"):
+        (tmp_path / name).write_text(f"raise SystemExit('{name} was imported')")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--source", "*.py", "--out", "set", "--vocab-size", "257", "--validation-fraction", "0"]) == 0
+    assert PreparedSet(tmp_path / "set").manifest.documents["train"] == 3
+
+
+# --- tokenizers
+
+
+def test_the_tokenizer_folder_loads_in_transformers(reference: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(reference / "tokenizer")
+    ours = Encoder(reference / "tokenizer")
+    text = "abc def\n  ünï 𝄞 klm"
+    assert theirs.encode(text) == ours.encode([text])[0].tolist()
+    assert theirs.decode(theirs.encode(text)) == text
+    assert theirs.eos_token_id == ours.separator_id and len(theirs) == ours.vocab_size == 300
+
+
+def made_tokenizer(folder: Path, reference: Path, eos: object = "<|endoftext|>", added: int = 0) -> Path:
+    from tokenizers import AddedToken, Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(reference / "tokenizer" / "tokenizer.json"))
+    tokenizer.enable_truncation(8)  # as many folders of the hub have it: it must not cut documents
+    tokenizer.enable_padding(length=16)
+    tokenizer.add_tokens([AddedToken(f"<extra{i}>", special=True) for i in range(added)])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({} if eos is None else {"eos_token": eos}))
+    return folder
+
+
+def test_a_given_tokenizer_is_used_without_its_truncation_and_padding(reference: Path, tmp_path: Path) -> None:
+    folder = made_tokenizer(tmp_path / "tok", reference, {"content": "<|endoftext|>"}, added=3)
+    # A document that holds the separator's text must not be able to end itself.
+    (tmp_path / "a.txt").write_text("words " * 50 + "<|endoftext|>" + "<extra1>")
+    argv = ["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path / "set"), "--tokenizer", str(folder)]
+    assert main([*argv, "--validation-fraction", "0"]) == 0
+    prepared = PreparedSet(tmp_path / "set")
+    assert prepared.manifest.vocab_size == 303
+    assert prepared.manifest.tokenizer_fingerprint == fingerprint(folder)
+    tokens = prepared.split("train").read(0, prepared.split("train").tokens).tolist()
+    assert tokens.count(prepared.manifest.separator_id) == 1 and max(tokens) < 300 and len(tokens) > 100
+    assert Encoder(folder).decode(tokens[:-1]) == (tmp_path / "a.txt").read_text()
+
+
+def test_more_than_65536_tokens_take_uint32(reference: Path, tmp_path: Path) -> None:
+    folder = made_tokenizer(tmp_path / "tok", reference, added=65_536 - 300 + 1)
+    (tmp_path / "a.txt").write_text("words and words")
+    argv = ["--source", str(tmp_path / "a.txt"), "--out", str(tmp_path / "set"), "--tokenizer", str(folder)]
+    assert main([*argv, "--validation-fraction", "0"]) == 0
+    manifest = PreparedSet(tmp_path / "set").manifest
+    assert manifest.dtype == "uint32" and manifest.vocab_size == 65_537
+    assert dtype_for(65_536).itemsize == 2
+
+
+def test_unusable_tokenizers_are_refused(reference: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer\.json"):
+        Encoder(tmp_path)
+    with pytest.raises(DataError, match="names no eos_token"):
+        Encoder(made_tokenizer(tmp_path / "a", reference, None))
+    with pytest.raises(DataError, match="'</s>' is not in its vocabulary"):
+        Encoder(made_tokenizer(tmp_path / "b", reference, "</s>"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot read it"):
+        Encoder(tmp_path)
+
+
+def test_an_id_out_of_range_is_refused() -> None:
+    assert as_ids([0, 299], 300).tolist() == [0, 299]
+    for ids in ([5, 300], [-1, 5], [70_000]):
+        with pytest.raises(DataError, match=r"outside its own vocabulary \[0, 300\)"):
+            as_ids(ids, 300)
+
+
+# --- what it costs
+
+
+def test_start_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, llmtrain.data.prepare\n"
+        "print([m for m in ('torch', 'transformers', 'tokenizers', 'datasets', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    """60 MB of jsonl in one unit: parent and worker stay under 140 MiB each, 70 of which Python and numpy take."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    quick = Tokenizer(models.WordLevel({"<eos>": 0, "?": 1}, unk_token="?"))  # so that the test is quick
+    quick.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    quick.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    source = tmp_path / "big.jsonl"
+    with open(source, "w") as stream:
+        record = json.dumps({"text": ("word" * 500 + " ") * 20, "other": "x" * 40_000}) + "\n"
+        for _ in range(60_000_000 // len(record)):
+            stream.write(record)
+    argv = ["--source", str(source), "--out", str(tmp_path / "set"), "--tokenizer", str(tmp_path)]
+    # All documents are the same one, so all are on one side.
+    argv += ["--shard-bytes", str(1 << 30), "--processes", "1", "--validation-fraction", "0"]
+    # VmHWM, not ru_maxrss, for the process itself: the latter counts what pytest held when it forked.
+    code = (
+        "import re, resource, sys\nfrom llmtrain.data.prepare import main\ncode = main(sys.argv[1:])\n"
+        "print('KiB', re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+        "print('KiB', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, check=True)
+    peaks = [int(line.split()[1]) // 1024 for line in done.stdout.splitlines() if line.startswith("KiB")]
+    assert len(peaks) == 2 and max(peaks) < 140, peaks
+    shutil.rmtree(tmp_path / "set")
+    os.unlink(source)

@@ -1,0 +1,149 @@
+"""TRL's losses of the same batches. Skipped by name where TRL is not installed: `pip install trl`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.config.objective import filled
+from llmtrain.config.run import DataConfig, ObjectiveConfig
+from llmtrain.data.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
+from llmtrain.data.manifest import SPLITS
+from llmtrain.data.packing import TrainData
+from llmtrain.data.reference import write_reference
+from llmtrain.data.shards import PreparedSet
+from llmtrain.data.unpaired import partners
+from llmtrain.models.language import LanguageModel
+from llmtrain.objectives.objective import Objective
+from llmtrain.objectives.preference import objective_of
+from tests.helpers.preference import Plain, prepared_preferences, prepared_unpaired
+from tests.helpers.training import LLAMA
+
+trl = pytest.importorskip("trl", reason="TRL is not installed: its losses are not compared with ours")
+LENGTH, MICRO = 192, 4
+DIFFERENCE = 1e-5
+"""Relative: both are fp32, theirs padded and ours packed."""
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, Any]:
+    """(policy, reference)"""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        made.append(AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa"))
+    return made[0], made[1]
+
+
+def batch_of(folder: str, models: tuple[Any, Any]) -> tuple[AnswerBatch, dict[int, float], Plain]:
+    """(our first micro-batch, the reference's log-probabilities, rows)"""
+    prepared = PreparedSet(folder)
+    judged = bool((prepared.manifest.chat or {})["unpaired"])
+    plain = Plain(models[1], folder)
+    if judged:
+        plain.mismatched(list(range(len(plain.rows))))
+    with torch.no_grad():
+        values = plain.answers(list(range(len(plain.rows))))[0].numpy()
+    other = prepared.manifest.documents["validation"] * (1 + judged)
+    columns: dict[Any, np.ndarray] = dict(zip(SPLITS, (values, np.zeros(other, np.float32)), strict=True))
+    write_reference(prepared, "w", "fp32", columns)
+    data = TrainData(DataConfig(path=folder, sequence_length=LENGTH, isolate_documents=True))
+    data.take_reference("fp32")
+    micro = next(batches_of(data.window_at, MICRO, MICRO, 0, 1, False))
+    assert isinstance(micro, AnswerBatch)
+    return micro, dict(enumerate(values.tolist())), plain
+
+
+def ours(hf: Any, objective: Objective, micro: AnswerBatch) -> float:
+    model = LanguageModel(copy.deepcopy(hf), 40)
+
+    def evaluate(micros: Any, asked: Objective) -> tuple[dict[str, float], int]:
+        sums = sum(model(each.inputs, functools.partial(asked.sums, micro=each), each.positions) for each in micros)
+        weight = sum(map(asked.weight, micros))
+        return dict(zip(asked.figures, (sums / weight).tolist(), strict=True)), weight
+
+    given: list[MicroBatch] = [micro]
+    with torch.no_grad():
+        if isinstance(micro, UnpairedBatch):
+            objective.look(given, evaluate)  # type: ignore[attr-defined]
+        return evaluate(given, objective)[0]["loss"]
+
+
+def halves(plain: Plain, row: int) -> tuple[list[int], list[int]]:
+    """(prompt, answer) of a row, as ids."""
+    ids, counted = plain.rows[row]
+    begin = int(counted.argmax())
+    return ids[:begin].tolist(), ids[begin:].tolist()
+
+
+def trainer(kind: str, models: tuple[Any, Any], folder: str, **options: Any) -> Any:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    text = "hi"
+    record = {"prompt": text, "chosen": "a", "rejected": "b"} if kind == "DPO" else {
+        "prompt": text, "completion": "a", "label": True}  # fmt: skip
+    arguments = getattr(trl, f"{kind}Config")(
+        output_dir=str(Path(folder) / kind), report_to=[], use_cpu=True, bf16=False, fp16=False,
+        gradient_checkpointing=False, per_device_train_batch_size=2, **options,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return getattr(trl, f"{kind}Trainer")(
+        model=copy.deepcopy(models[0]), ref_model=copy.deepcopy(models[1]), args=arguments,
+        train_dataset=Dataset.from_list([record, record]), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+SAME: list[tuple[str, dict[str, float], dict[str, Any]]] = [
+    ("dpo", {}, {"loss_type": "sigmoid"}),
+    ("robust", {}, {"loss_type": "robust", "label_smoothing": 0.1}),
+    ("ipo", {}, {"loss_type": "ipo"}),
+    ("dpo_norm", {"beta": 5.0}, {"loss_type": "sigmoid_norm", "beta": 5.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "theirs"), SAME, ids=[name for name, *_ in SAME])
+def test_losses_over_pairs_are_those_of_trl(tmp_path: Path, models: Any, name: str, options: Any, theirs: Any) -> None:
+    folder = prepared_preferences(tmp_path, 60)
+    micro, _, plain = batch_of(folder, models)
+    peer = trainer("DPO", models, folder, **theirs)
+    examples = []
+    for chosen, rejected in micro.rows.view(-1, 2).tolist():
+        (prompt, answer), (_, other) = halves(plain, chosen), halves(plain, rejected)
+        examples.append({"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": other})
+    with torch.no_grad():
+        want = peer._compute_loss(peer.model.eval(), peer.data_collator(examples), False).item()
+    got = ours(models[0], objective_of(filled(ObjectiveConfig(name=name, **options))), micro)
+    print(f"{name}: {got:.8f} here, {want:.8f} in TRL {trl.__version__}, {len(examples)} pairs")
+    assert got == pytest.approx(want, rel=DIFFERENCE)
+
+
+def test_kto_is_that_of_trl(tmp_path: Path, models: Any) -> None:
+    """Of the same prompts with the same answers to others: which ones TRL would take depends on its batches."""
+    folder = prepared_unpaired(tmp_path, 60)
+    micro, _, plain = batch_of(folder, models)
+    assert isinstance(micro, UnpairedBatch)
+    peer = trainer("KTO", models, folder, desirable_weight=1.0, undesirable_weight=2.0)
+    partner = partners(PreparedSet(folder).split("train").judged()["prompt"])
+    assert partner is not None
+    examples = []
+    for row, label in zip(micro.rows.tolist(), micro.desirable.tolist(), strict=True):
+        prompt, answer = halves(plain, row)
+        other = halves(plain, int(partner[row]))[1]
+        examples.append({"prompt_ids": prompt, "completion_ids": answer, "KL_completion_ids": other, "label": label})
+    with torch.no_grad():
+        want = peer._compute_loss(peer.model.eval(), peer.data_collator(examples), False).item()
+    got = ours(models[0], objective_of(filled(ObjectiveConfig(name="kto", undesirable_weight=2.0))), micro)
+    print(f"kto: {got:.8f} here, {want:.8f} in TRL {trl.__version__}, {len(examples)} answers")
+    assert got == pytest.approx(want, rel=DIFFERENCE)

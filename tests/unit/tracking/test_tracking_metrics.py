@@ -1,0 +1,137 @@
+"""Model FLOPs, peaks and throughput against published figures and a clock that the test turns."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from llmtrain.tracking.metrics import (
+    METRICS,
+    Throughput,
+    TokenFlops,
+    flops_per_token,
+    peak_flops,
+    perplexity,
+)
+
+# (matmul weights, layers, heads * head size): from the models' config.json.
+LLAMA_8B = (7_504_658_432, 32, 4096)
+LLAMA_1B = (1_235_746_816, 16, 2048)
+QWEN_05B = (493_961_216, 24, 896)
+
+
+@pytest.mark.parametrize(
+    ("model", "weights_gf", "causal_attention_gf"),
+    [(LLAMA_8B, 45.0, 3.22), (LLAMA_1B, 7.41, 0.81), (QWEN_05B, 2.96, 0.53)],
+)
+def test_flops_per_token_at_4096(model, weights_gf, causal_attention_gf):
+    n, layers, width = model
+    flops = flops_per_token(matmul_params=n, layers=layers, attention_width=width, sequence_length=4096)
+    assert flops.causal / 1e9 == pytest.approx(weights_gf + causal_attention_gf, rel=2e-3)
+    assert flops.noncausal / 1e9 == pytest.approx(weights_gf + 2 * causal_attention_gf, rel=2e-3)
+
+
+def test_llama_8b_at_8192_matches_both_published_conventions():
+    # torchtitan prints 57.9 GFLOP per token (whole square), Megatron-Bridge 51.5 (causal half).
+    n, layers, width = LLAMA_8B
+    flops = flops_per_token(matmul_params=n, layers=layers, attention_width=width, sequence_length=8192)
+    assert flops.noncausal / 1e9 == pytest.approx(57.9, abs=0.05)
+    assert flops.causal / 1e9 == pytest.approx(51.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("AMD Instinct MI300X", 1307.4),
+    ],
+)
+def test_known_peaks(name, tflops):
+    assert peak_flops(name, "bf16") == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("cpu", "bf16"),
+        ("NVIDIA GeForce GTX 1080", "fp16"),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "bf16"),
+        ("NVIDIA H100 80GB HBM3", "fp32"),
+    ],
+)
+def test_unknown_peaks_are_none_and_not_a_guess(name, dtype):
+    assert peak_flops(name, dtype) is None
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def throughput(clock: Clock, peak: float | None) -> Throughput:
+    return Throughput(flops=TokenFlops(causal=1e9, noncausal=2e9), devices=2, peak=peak, clock=clock)
+
+
+def test_throughput_leaves_out_evaluation_and_saving():
+    clock = Clock()
+    speed = throughput(clock, peak=1e13)
+    for _ in range(4):
+        clock.now += 1.0
+        speed.step(tokens=1000, data_wait_s=0.1)
+    with speed.pause():
+        clock.now += 50.0
+    with speed.checkpoint_stall():
+        clock.now += 7.0
+    row = speed.take()
+    assert row["tokens_per_s"] == pytest.approx(1000)
+    assert row["tokens_per_s_per_device"] == pytest.approx(500)
+    assert row["model_tflops_per_s_causal"] == pytest.approx(1.0)
+    assert row["model_tflops_per_s_noncausal"] == pytest.approx(2.0)
+    assert row["mfu_causal"] == pytest.approx(0.05)
+    assert row["mfu_noncausal"] == pytest.approx(0.10)
+    assert row["data_wait_share"] == pytest.approx(0.1)
+    assert row["checkpoint_stall_s"] == pytest.approx(7.0)
+    assert row.keys() <= METRICS.keys()
+
+
+def test_throughput_starts_anew_after_take_and_gives_no_mfu_without_a_peak():
+    clock = Clock()
+    speed = throughput(clock, peak=None)
+    clock.now += 1.0
+    speed.step(tokens=1000)
+    speed.take()
+    clock.now += 2.0
+    speed.step(tokens=500)
+    row = speed.take()
+    assert row["tokens_per_s"] == pytest.approx(250)
+    assert row["checkpoint_stall_s"] == 0
+    assert "mfu_causal" not in row
+
+
+def test_perplexity_overflows_to_infinity():
+    assert perplexity(math.log(50.0)) == pytest.approx(50.0)
+    assert perplexity(1e6) == math.inf
+
+
+def test_the_docs_list_every_metric_with_its_unit_and_meaning():
+    text = (Path(__file__).parents[3] / "docs" / "tracking.md").read_text()
+    section = text.split("## Metrics")[1].split("\n## ")[0]
+    table = {
+        key: (unit, meaning) for key, unit, meaning in re.findall(r"^\| `(.+?)` \| (.+?) \| (.+) \|$", section, re.M)
+    }
+    assert table == {key: (metric.unit, metric.meaning) for key, metric in METRICS.items()}

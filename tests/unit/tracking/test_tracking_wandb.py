@@ -1,0 +1,383 @@
+"""W&B: what an offline run holds, and that no way of failing blocks, raises or leaks the key."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llmtrain import log
+from llmtrain.config.run import TrackingConfig
+from llmtrain.tracking import wandb_sink
+from llmtrain.tracking.environment import new_run_id
+from llmtrain.tracking.wandb_sink import WandbSink, choose_mode
+from tests.helpers.wandb_files import read_back
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[3]
+CANARY = "c0ffee" * 6 + "beef"  # 40 characters, as W&B wants them
+
+
+def python(code: str, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *argv],
+        cwd=ROOT,
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+TWO_LAUNCHES = """
+    import os, sys, time, psutil
+    from llmtrain.config.run import TrackingConfig
+    from llmtrain.tracking.tracker import Tracker
+    from llmtrain.tracking.environment import describe_environment, write_environment
+
+    config = {"run": {"optim": {"lr": 3e-4}}, "deepspeed": {"zero_optimization": {"stage": 2}},
+              "wandb_api_key": os.environ["WANDB_API_KEY"], "note": "key is " + os.environ["WANDB_API_KEY"]}
+    for start, end, status in ((0, 6, "failed"), (4, 9, "finished")):
+        tracker = Tracker(sys.argv[1], tracking=TrackingConfig(wandb="offline", project="proj"), run_id="run12345",
+                          config=config, total_steps=9, enabled=True, start_step=start)
+        environment = describe_environment(ranks=[], argv=["x", "--api_key", os.environ["WANDB_API_KEY"]])
+        write_environment(sys.argv[1], environment)
+        tracker.event("start", environment=environment, key=os.environ["WANDB_API_KEY"])
+        for step in range(start + 1, end):
+            tracker.log({"step": step, "loss": 5.0 - step})
+        me = psutil.Process()
+        for process in (me, *me.children(recursive=True)):
+            assert os.environ["WANDB_API_KEY"] not in " ".join(process.cmdline())
+        time.sleep(0.6)  # a run shorter than the start of W&B's system monitor leaves the monitor's socket
+        tracker.close(status)
+        assert not me.children(), me.children()
+"""
+
+
+def test_two_launches_are_one_offline_run_that_can_be_read_back_and_holds_no_key(tmp_path):
+    run_dir, temporary = tmp_path / "my-run", tmp_path / "tmp"
+    temporary.mkdir()
+    done = python(TWO_LAUNCHES, str(run_dir), WANDB_API_KEY=CANARY, TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stderr
+    first, second = (read_back(folder) for folder in sorted((run_dir / "wandb").glob("offline-run-*")))
+    for session in (first, second):
+        assert session["id"] == "run12345"
+        assert session["project"] == "proj"
+        assert session["config"]["run"] == {"optim": {"lr": 3e-4}}
+        assert session["config"]["deepspeed"] == {"zero_optimization": {"stage": 2}}
+        assert session["config"]["wandb_api_key"] == "[redacted]"
+        assert session["metrics"]["*"] == "step"
+    assert [(row["step"], row["loss"]) for row in first["rows"]] == [(s, 5.0 - s) for s in range(1, 6)]
+    # Step 5 is in the first file: repeated, `wandb sync` would give it another `_step`, and all after it.
+    assert [(row["_step"], row["loss"]) for row in second["rows"]] == [(s, 5.0 - s) for s in range(6, 9)]
+    assert (first["exit"], second["exit"]) == (1, 0)
+    # The reason is said, and the way to upload.
+    assert "W&B: offline, as configured. To upload later: wandb sync" in done.stdout
+    assert CANARY not in done.stdout + done.stderr
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert not [path for path in files if CANARY.encode() in path.read_bytes()]
+    assert list(temporary.iterdir()) == []
+
+
+def test_kill_leaves_the_rows_and_neither_process_nor_temporary_file(tmp_path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    code = """
+        import os, sys, time, psutil
+        from pathlib import Path
+        from llmtrain.config.run import TrackingConfig
+        from llmtrain.tracking.tracker import Tracker
+        from tests.helpers.wandb_files import read_back
+        tracker = Tracker(sys.argv[1], tracking=TrackingConfig(), run_id="r1", config={}, total_steps=9, enabled=True)
+        tracker.log({"step": 1, "loss": 1.0})
+        deadline = time.monotonic() + 40
+        while not [path for path in Path(sys.argv[1]).rglob("*.wandb") if read_back(path.parent)["rows"]]:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        while list(Path(os.environ["TMPDIR"]).glob("wandb-symon-portfile-*")):  # W&B's monitor is just starting
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        print(*[c.pid for c in psutil.Process().children(recursive=True)], flush=True)
+        os.kill(os.getpid(), 9)
+    """
+    done = python(code, str(tmp_path / "run"), TMPDIR=str(temporary), HOME=str(tmp_path))
+    assert done.returncode == -9
+    children = [int(word) for word in done.stdout.split() if word.isdigit()]
+    assert children
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        left = [pid for pid in children if _runs(pid)]
+        if not left and not list(temporary.iterdir()):
+            break
+        time.sleep(0.2)
+    assert not left
+    (folder,) = (tmp_path / "run" / "wandb").iterdir()
+    assert [row["step"] for row in read_back(folder)["rows"]] == [1]
+    assert list(temporary.iterdir()) == []
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_server_that_never_answers_costs_nothing_and_leaves_nothing(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = """
+            import sys, time, psutil
+            from pathlib import Path
+            from llmtrain.config.run import TrackingConfig
+            from llmtrain.tracking.wandb_sink import WandbSink
+            sink = WandbSink(Path(sys.argv[1]), tracking=TrackingConfig(), run_id="r1", config={})
+            while not psutil.Process().children():
+                time.sleep(0.05)
+            sink.log({"step": 1})
+            began = time.monotonic()
+            sink.close(exit_code=0, timeout_s=0.5)
+            assert time.monotonic() - began < 5, time.monotonic() - began
+            assert not psutil.Process().children()
+        """
+        temporary = tmp_path / "tmp"
+        temporary.mkdir()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        began = time.monotonic()
+        done = python(code, str(tmp_path / "run"), WANDB_API_KEY=CANARY, WANDB_BASE_URL=url, TMPDIR=str(temporary))
+        assert done.returncode == 0, done.stderr
+        assert "W&B did not finish" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert CANARY not in done.stdout + done.stderr
+        assert time.monotonic() - began < 15
+    # wandb-symon, a child of wandb-core, goes a moment after it.
+    deadline = time.monotonic() + 10
+    while list(temporary.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_dead_wandb_core_is_said_once_and_leaves_no_traceback(tmp_path):
+    code = """
+        import sys, time, psutil
+        from pathlib import Path
+        from llmtrain.config.run import TrackingConfig
+        from llmtrain.tracking.wandb_sink import WandbSink
+        sink = WandbSink(Path(sys.argv[1]), tracking=TrackingConfig(wandb="offline"), run_id="r1", config={})
+        while not list(Path(sys.argv[1]).rglob("*.wandb")):
+            time.sleep(0.05)
+        for child in psutil.Process().children():
+            child.kill()
+        for step in range(50):
+            sink.log({"step": step})
+        sink.close(exit_code=0, timeout_s=10)
+    """
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    done = python(code, str(tmp_path / "run"), TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning: W&B") == 1
+    assert "Traceback" not in done.stderr
+
+
+class FakeRun:
+    url = "https://wandb.test/run"
+
+    def __init__(self, log=None, finish=None) -> None:
+        self.rows: list[dict] = []
+        self._log = log
+        self._finish = finish
+
+    def define_metric(self, *names, **options) -> None:
+        pass
+
+    def log(self, row, *, step, commit) -> None:
+        if self._log:
+            self._log()
+        assert step == row["step"] and commit
+        self.rows.append(row)
+
+    def finish(self, exit_code=0) -> None:
+        if self._finish:
+            self._finish()
+
+
+def fake_wandb(monkeypatch, *, run: FakeRun | None = None, init=None) -> types.ModuleType:
+    module = types.ModuleType("wandb")
+
+    class Settings:
+        model_fields = ("console",)
+
+        def __init__(self, **given) -> None:
+            self.given = given
+
+    def start(**options):
+        module.options.append(options)
+        if init:
+            init(**options)
+        return run or FakeRun()
+
+    module.options = []
+    module.Settings = Settings
+    module.init = start
+    module.teardown = lambda: None
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr(log, "_said", set())
+    return module
+
+
+def drive(tmp_path: Path, *, wandb: str = "offline", rows: int = 200, timeout_s: float = 1.0) -> tuple[float, float]:
+    """Log rows and close; seconds per log call and seconds of close."""
+    sink = WandbSink(tmp_path, tracking=TrackingConfig(wandb=wandb), run_id="r", config={})
+    began = time.perf_counter()
+    for step in range(rows):
+        sink.log({"step": step, "loss": 1.0})
+    per_call_s = (time.perf_counter() - began) / rows
+    began = time.perf_counter()
+    sink.close(exit_code=0, timeout_s=timeout_s)
+    return per_call_s, time.perf_counter() - began
+
+
+def fail(**_) -> None:
+    raise RuntimeError(f"server said no to {os.environ.get('WANDB_API_KEY')}\nsecond line")
+
+
+def hang(**_) -> None:
+    threading.Event().wait(30)
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "said"),
+    [
+        ("init", fail, "could not start (RuntimeError: server said no to [redacted])"),
+        ("log", fail, "stopped taking metrics"),
+        ("finish", fail, "could not finish"),
+        ("init", hang, "did not finish"),
+        ("log", hang, "did not finish"),
+        ("finish", hang, "did not finish"),
+    ],
+)
+def test_failing_and_hanging_wandb_is_said_once_and_never_waited_for(tmp_path, monkeypatch, capsys, where, how, said):
+    monkeypatch.setenv("WANDB_API_KEY", CANARY)
+    if where == "init":
+        fake_wandb(monkeypatch, init=how)
+    else:
+        fake_wandb(monkeypatch, run=FakeRun(**{where: how}))
+    per_call_s, close_s = drive(tmp_path, timeout_s=0.3)
+    assert per_call_s < 1e-3
+    assert close_s < 3
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("warning:") == 1
+    assert CANARY not in error
+
+
+def test_wandb_that_is_not_installed_is_said_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    drive(tmp_path)
+    assert "W&B cannot be imported" in capsys.readouterr().err
+
+
+def test_a_full_queue_drops_rows_and_counts_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(wandb_sink, "_QUEUE_ROWS", 10)
+    gate = threading.Event()
+    run = FakeRun(log=lambda: gate.wait(10))
+    fake_wandb(monkeypatch, run=run)
+    sink = WandbSink(tmp_path, tracking=TrackingConfig(wandb="offline"), run_id="r", config={})
+    for step in range(100):
+        sink.log({"step": step})
+    gate.set()
+    sink.close(exit_code=0, timeout_s=5)
+    dropped = int(re.search(r"(\d+) rows are only in", capsys.readouterr().err)[1])
+    assert 89 <= dropped <= 90  # one row may already be in the thread's hands
+    assert len(run.rows) == 100 - dropped
+    assert [row["step"] for row in run.rows] == list(range(len(run.rows)))
+
+
+def test_online_that_fails_falls_back_to_offline_under_the_same_id(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", CANARY)
+
+    def refuse_online(**options) -> None:
+        if options["mode"] == "online":
+            raise ConnectionError("no route")
+
+    run = FakeRun()
+    module = fake_wandb(monkeypatch, run=run, init=refuse_online)
+    drive(tmp_path, wandb="online", rows=3, timeout_s=5)
+    assert [(o["mode"], o["id"], o["resume"]) for o in module.options] == [
+        ("online", "r", "allow"),
+        ("offline", "r", "allow"),
+    ]
+    assert len(run.rows) == 3
+    assert "offline, online failed, ConnectionError: no route" in capsys.readouterr().out
+
+
+def test_disabled_does_not_even_import(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    drive(tmp_path, wandb="disabled")
+
+
+@pytest.fixture
+def no_credentials(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_modes(no_credentials, monkeypatch):
+    assert choose_mode("auto") == ("offline", "no API key (set WANDB_API_KEY or run `wandb login`)")
+    assert choose_mode("online")[0] == "offline"
+    assert choose_mode("disabled")[0] == "disabled"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        (no_credentials / ".netrc").write_text("machine 127.0.0.1 login user password secret\n")
+        (no_credentials / ".netrc").chmod(0o600)
+        assert choose_mode("auto")[0] == "online"
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        assert choose_mode("auto")[0] == "offline"
+        assert choose_mode("online")[0] == "online"
+        monkeypatch.delenv("WANDB_MODE")
+    assert choose_mode("auto") == ("offline", "127.0.0.1 cannot be reached")
+
+
+def test_base_url_of_the_settings_file(no_credentials):
+    folder = no_credentials / ".config" / "wandb"
+    folder.mkdir(parents=True)
+    (folder / "settings").write_text("[default]\nbase_url = https://wandb.mine\n")
+    assert wandb_sink.base_url() == "https://wandb.mine"
+    (folder / "settings").write_text("broken [")
+    assert wandb_sink.base_url() == "https://api.wandb.ai"
+
+
+def test_run_ids_differ_and_leave_seeded_generators_alone(monkeypatch):
+    import random
+
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert new_run_id() == "mine"
+    monkeypatch.delenv("WANDB_RUN_ID")
+
+    random.seed(0)
+    ids = {new_run_id() for _ in range(50)}
+    assert len(ids) == 50
+    assert all(re.fullmatch("[a-z0-9]{8}", run_id) for run_id in ids)
+    after = random.random()
+    random.seed(0)
+    assert random.random() == after
