@@ -1,4 +1,4 @@
-"""docs/migrate.md: every option of usual TRL scripts and of a LLaMA-Factory file is on it, and what it names is real."""
+"""docs/migrate.md: every option of usual TRL scripts and of a LLaMA-Factory file is on it; what it names is real."""
 
 from __future__ import annotations
 
@@ -183,9 +183,7 @@ def options_of(owner: str) -> tuple[set[str], set[str]]:
     cls = getattr(importlib.import_module(module), name)
     if not name.endswith("Trainer"):
         every = {field.name for field in dataclasses.fields(cls)}
-        common = {field.name for base in cls.__mro__[1:] if dataclasses.is_dataclass(base) for field in
-                  dataclasses.fields(base)} - set(cls.__dict__.get("__annotations__", ()))  # fmt: skip
-        return every - common, every
+        return {option for option in every if option in inspect.get_annotations(cls)}, every
     every = set(inspect.signature(cls.__init__).parameters) - {"self"}
     return every, every
 
