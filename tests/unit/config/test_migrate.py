@@ -54,10 +54,8 @@ TABLES = tables()
 
 def answer(owner: str, option: str) -> str | None:
     """What the page says to an option of a class, such as trl.SFTConfig."""
-    common = (
-        TABLES[COMMON] if owner.endswith("Config") and owner != "peft.LoraConfig" or owner == "llamafactory" else {}
-    )
-    return TABLES[owner].get(option) or common.get(option)
+    trains = owner == "llamafactory" or (owner.startswith("trl.") and owner.endswith("Config"))
+    return TABLES[owner].get(option) or (TABLES[COMMON].get(option) if trains else None)
 
 
 def keywords(script: Path) -> list[tuple[str, str]]:
