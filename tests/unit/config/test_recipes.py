@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmtrain.config.deepspeed import deep_check
 from llmtrain.config.load import parse
 from llmtrain.config.resolve import resolve
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import ModelConfig, ResolvedRun
+from llmtrain.models.spec import ModelSpec
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "launch/recipes").glob("*.yaml"))
@@ -67,8 +70,6 @@ def test_the_quickstart_fits_any_machine(ranks: int) -> None:
 
 
 def test_the_1b_recipe_has_the_size_that_it_says() -> None:
-    from llmtrain.models.spec import ModelSpec
-
     path = ROOT / "launch/recipes/llama_1b.yaml"
     said = re.search(r"([\d.]+)B parameters", path.read_text())
     resolved = resolved_for(path, 8)
@@ -77,3 +78,34 @@ def test_the_1b_recipe_has_the_size_that_it_says() -> None:
     tokens = resolved.run.train.max_tokens
     assert tokens and round(tokens / parameters) == 20
     assert f"{parameters * 12 / 1e9:.0f} GB each" in path.read_text()
+
+
+LLAMA_3: dict[str, Any] = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8,
+                           "tie_word_embeddings": False}  # fmt: skip
+SHAPES = {
+    "sft_8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "lora_70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_memory_that_a_recipe_of_post_training_says(name: str) -> None:
+    """Its comment's figures, computed from the shapes of Llama 3: bytes of a parameter as in ds_configs/README.md."""
+    path = ROOT / f"launch/recipes/{name}.yaml"
+    said = " ".join(path.read_text().replace("\n#", "").split())
+    run = resolved_for(path, 8).run
+    model, shape = ModelConfig(config={**LLAMA_3, **SHAPES[name]}), SHAPES[name]
+    spec = ModelSpec.of(model, run.adapter)
+    trained, parameters = spec.facts.trained, ModelSpec.of(model).facts.parameters
+    inputs = shape["num_hidden_layers"] * shape["hidden_size"] * run.data.sequence_length * 2 / 1e9
+    assert f"{parameters / 1e9:.2f}B parameters" in said and f"{inputs:.1f} GB of layer inputs" in said
+    if run.adapter.r is None:
+        assert f"{18 * parameters / 8e9:.1f} GB a GPU (18 bytes each" in said
+        assert f"zero2.json with more memory is faster: {(2 + 16 / 8) * parameters / 1e9:.0f} GB" in said
+    else:
+        assert f"{2 * parameters / 8e9:.1f} GB a GPU (2 bytes each" in said
+        assert f"{trained / 1e9:.3f}B: {18 * trained / 8e9:.1f} GB a GPU (18 bytes each" in said
+        layer = sum(math.prod(shape) for name, shape in spec.shapes.items() if ".layers.0." in name)
+        assert f"its gathered weights ({2 * layer / 1e9:.1f} GB)" in said
+    saved = 12 * trained / 1e9
+    assert f"keep: 2 # {saved:.{1 if saved < 10 else 0}f} GB each" in said

@@ -1,0 +1,204 @@
+"""docs/migrate.md: every option of usual TRL scripts and of a LLaMA-Factory file is on it; what it names is real."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from llmtrain import cli
+from llmtrain.config.ds_keys import KEYS
+from llmtrain.config.load import parse
+from llmtrain.config.reference import schema
+from llmtrain.config.resolve import resolve
+from tests.helpers.launching import REPO
+
+PAGE = (REPO / "docs/migrate.md").read_text()
+SCRIPTS = sorted((REPO / "tests/data/migrate").glob("*.py"))
+LLAMAFACTORY = REPO / "tests/data/migrate/llamafactory.yaml"
+FILES = ("config.json", "manifest.json", "metrics.jsonl", "dataset_info.json")
+INSTEAD = ("not here", "always", "the variable ", "config.json", "by itself", "in the JSON", "template's affair")
+"""What an answer without a key of ours says."""
+COMMON = "transformers.TrainingArguments"
+
+
+def rows(text: str) -> Iterator[tuple[list[str], str]]:
+    """(their options, our answer) of each line of a table."""
+    for line in re.findall(r"^\| (`.*) \|$", text, re.M):
+        theirs, ours = line.split(" | ")
+        yield re.findall(r"`(\w+)`", theirs), ours
+
+
+def tables() -> dict[str, dict[str, str]]:
+    """Class, such as trl.SFTConfig -> its options -> our answers. The comment above a table names its classes."""
+    found: dict[str, dict[str, str]] = {}
+    for classes, text in re.findall(r"<!-- options: (.*?) -->\n(.*?)(?=\n## |\Z)", PAGE, re.S):
+        for name in classes.split():
+            options = found.setdefault(name, {})
+            for theirs, ours in rows(text):
+                assert not options.keys() & set(theirs), f"{name}: {theirs} stand twice"
+                options |= dict.fromkeys(theirs, ours)
+    return found
+
+
+TABLES = tables()
+
+
+def answer(owner: str, option: str) -> str | None:
+    """What the page says to an option of a class, such as trl.SFTConfig."""
+    trains = owner == "llamafactory" or (owner.startswith("trl.") and owner.endswith("Config"))
+    return TABLES[owner].get(option) or (TABLES[COMMON].get(option) if trains else None)
+
+
+def keywords(script: Path) -> list[tuple[str, str]]:
+    """(class, keyword) of each argument that a script gives to a class of TRL or PEFT, and to `train`."""
+    tree = ast.parse(script.read_text())
+    home = {
+        alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in ("trl", "peft")
+        for alias in node.names
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = []
+    for call in calls:
+        if isinstance(call.func, ast.Name) and call.func.id in home:
+            found += [(home[call.func.id], str(each.arg)) for each in call.keywords]
+        elif isinstance(call.func, ast.Attribute) and call.func.attr == "train":
+            found += [(COMMON, str(each.arg)) for each in call.keywords]
+    return found
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_every_argument_of_a_script_of_trl_is_on_the_page(script: Path) -> None:
+    given = keywords(script)
+    assert len(given) >= 14, given
+    assert [(owner, option) for owner, option in given if answer(owner, option) is None] == []
+
+
+def test_every_option_of_a_file_of_llamafactory_is_on_the_page() -> None:
+    given = yaml.safe_load(LLAMAFACTORY.read_text())
+    assert len(given) > 30 and [option for option in given if answer("llamafactory", option) is None] == []
+
+
+def is_json_key(dotted: str) -> bool:
+    level: Any = KEYS
+    for word in dotted.split("."):
+        if not isinstance(level, dict) or word not in level:
+            return False
+        level = level[word]
+    return True
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """`llmtrain COMMAND --help`."""
+    try:
+        cli.main([*command.split(), "--help"])
+    except SystemExit as done:
+        assert not done.code, command
+    return capsys.readouterr().out
+
+
+def test_every_key_and_flag_that_the_page_names_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names with a dot are keys; `llmtrain ...` is a command, and a flag that follows is one of its own."""
+    keys = {key for key in schema() if "." in key}
+    helps: dict[str, str] = {}
+    named = 0
+    for theirs, ours in rows(PAGE):
+        command = ""
+        for code in re.findall(r"`([^`]+)`", ours):
+            if code in FILES:
+                continue
+            if code.startswith("llmtrain "):
+                command = re.match(r"llmtrain ((?:checkpoint )?[a-z-]+)", code)[1]  # type: ignore[index]
+                helps.setdefault(command, help_of(command, capsys))
+            for flag in re.findall(r"--[a-z-]+", code):
+                assert re.search(rf"{flag}\b(?!-)", helps[command]), (theirs, command, flag)
+                named += 1
+            if re.fullmatch(r"[a-z_]+\.[a-z0-9_]+", code):
+                assert code in keys or is_json_key(code), (theirs, code)
+                named += 1
+    assert named > 120, named
+
+
+def test_every_value_that_the_page_names_is_one_of_its_key() -> None:
+    """`theirs` is `ours`: ours is a value of the first key of the line."""
+    checked = 0
+    for theirs, ours in rows(PAGE):
+        for value in re.findall(r"\bis `([^`]+)`", ours):
+            key = re.findall(r"`([a-z_]+\.[a-z_]+)`", ours)[0]
+            if key == "adapter.targets":
+                assert value == "all-linear"
+            else:
+                legal = {each for kind in (schema()[key], *get_args(schema()[key])) for each in get_args(kind)}
+                assert value in legal, (theirs, key, value)
+            checked += 1
+    assert checked >= 20, checked
+
+
+def test_every_line_of_a_table_answers() -> None:
+    for theirs, ours in rows(PAGE):
+        codes = re.findall(r"`([^`]+)`", ours)
+        keyed = any(code in schema() or is_json_key(code) or code.startswith("llmtrain ") for code in codes)
+        assert keyed or any(words in ours for words in INSTEAD), (theirs, ours)
+
+
+def test_the_yaml_of_the_page_is_the_script_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It resolves, and says what the script's arguments say."""
+    monkeypatch.chdir(REPO)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    script, text = (re.search(rf"```{kind}\n(.*?)```", PAGE, re.S)[1] for kind in ("python", "yaml"))  # type: ignore[index]
+    (tmp_path / "talks.yaml").write_text(text)
+    parsed = parse(["--config", str(tmp_path / "talks.yaml")], check_paths=False)
+    run = resolve(parsed.run, 8, places=parsed.places).run
+    given = {each.arg: each.value.value for each in ast.walk(ast.parse(script))
+             if isinstance(each, ast.keyword) and isinstance(each.value, ast.Constant)}  # fmt: skip
+    ours = {
+        "model": run.model.pretrained, "r": run.adapter.r, "lora_alpha": run.adapter.alpha,
+        "target_modules": run.adapter.targets[0], "output_dir": run.train.run_dir,
+        "max_length": run.data.sequence_length, "packing": run.data.isolate_documents,
+        "per_device_train_batch_size": run.train.micro_batch, "gradient_accumulation_steps": run.train.accumulation,
+        "learning_rate": run.optim.lr, "lr_scheduler_type": run.schedule.name,
+        "warmup_steps": run.schedule.warmup_steps, "max_steps": run.train.max_steps,
+        "logging_steps": run.train.log_every, "save_steps": run.checkpoint.every_steps,
+    }  # fmt: skip
+    assert {option: given[option] for option in ours} == ours
+    assert given.keys() - ours.keys() == {"assistant_only_loss", "deepspeed", "data_files", "split"}
+    assert f"--max-tokens {given['max_length']} " in PAGE and "--format chat" in PAGE  # answers alone are counted
+
+
+def options_of(owner: str) -> tuple[set[str], set[str]]:
+    """(options that are the class's own, all that it takes), as installed."""
+    module, _, name = owner.rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    if not name.endswith("Trainer"):
+        every = {field.name for field in dataclasses.fields(cls)}
+        return {option for option in every if option in inspect.get_annotations(cls)}, every
+    every = set(inspect.signature(cls.__init__).parameters) - {"self"}
+    return every, every
+
+
+OLD = {"warmup_ratio", "group_by_length"}
+"""Before transformers 5."""
+MOVED = {"peft_version"}
+"""PEFT's own notes in a file, and no option."""
+
+
+@pytest.mark.parametrize("owner", [owner for owner in TABLES if owner != "llamafactory"])
+def test_the_tables_have_the_options_of_the_installed_libraries(owner: str) -> None:
+    """None that a class of TRL or PEFT adds lacks, and none is made up. Of transformers' own: the second alone."""
+    pytest.importorskip(owner.partition(".")[0], reason="its options are not compared with the page's")
+    own, every = options_of(owner)
+    stated = TABLES[owner].keys()
+    trainers = {name for other in TABLES if other.endswith("Trainer") for name in TABLES[other]}
+    assert stated - every - OLD <= (trainers if owner.endswith("Trainer") else set())
+    if owner != COMMON:
+        assert {option for option in own - MOVED if answer(owner, option) is None} == set()
