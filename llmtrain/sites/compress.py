@@ -3,10 +3,10 @@
 Each format writes a record of a fixed size for each block of `BLOCK` elements, so that any blocks can be served without
 their neighbours, and everybody who decodes a record gets the same bits.
 
-What a site loses in a round it adds to its next difference (error feedback; F. Seide et al., "1-Bit Stochastic Gradient
-Descent", Interspeech 2014): after any number of rounds the sum of what was decoded differs from the true sum by the last
-round's loss alone. For sign and topk that loss stays bounded because each record takes a fixed share out of the squared
-norm (S. P. Karimireddy et al., arXiv 1901.09847). topk with 2-bit values under DiLoCo: arXiv 2508.15706.
+What a site loses in a round it adds to its next difference (error feedback; F. Seide et al., "1-Bit Stochastic
+Gradient Descent", Interspeech 2014): after any number of rounds the sum of what was decoded differs from the true sum
+by the last round's loss alone. For sign and topk that loss stays bounded because each record takes a fixed share out of
+the squared norm (S. P. Karimireddy et al., arXiv 1901.09847). topk with 2-bit values under DiLoCo: arXiv 2508.15706.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compressed differences: what a record may lose, what error feedback makes of it, and rounds of sites that use them."""
+"""Compressed differences: what a record may lose, what error feedback makes of it, and rounds of sites with them."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_rank_gets_the_blocks_of_its_elements_however_the_other_site_cuts_the_
             assert (into[9:].reshape(60, 25) == whole[:3000].reshape(60, 50)[:, 25:]).all()
             assert blocks.runs == [(0, 12)]  # 3059 / 256, of which `w` begins in each
         else:
-            assert (into[:100] == whole[2900:3000]).all() and (into[100:200] == whole[3000:3100]).all()
+            assert (into[:100] == whole[2900:3000]).all() and (into[200:300] == whole[3000:3100]).all()
             assert blocks.runs == [(11, 2)]
     server.close()
 
