@@ -126,6 +126,7 @@ def _site(training: Training, tracker: Tracker) -> Site:
         "sites.max_alone_steps": run.sites.max_alone_steps,
         "sites.outer_lr": run.sites.outer_lr,
         "sites.outer_momentum": run.sites.outer_momentum,
+        "sites.compress": run.sites.compress,
     }
     return Site(
         training.engine,

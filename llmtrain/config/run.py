@@ -264,6 +264,10 @@ class SitesConfig:
     """Learning rate of diloco's outer step."""
     outer_momentum: float = 0.9
     """Nesterov momentum of diloco's outer step."""
+    compress: Literal["none", "bf16", "int8", "int4", "topk", "sign"] = "none"
+    """How sites write what they send: fp32 parameters; or what these have changed by since the last synchronisation, as
+    bf16, 8 or 4 bits with a scale for 256 elements, the 16 largest of 256, or signs. What a synchronisation loses, the
+    next one sends."""
     start_sites: int = 1
     """Sites that the start waits for, this one included (as long as fault.start_timeout_s)."""
     timeout_s: float = 60.0

@@ -9,6 +9,8 @@ import numpy as np
 
 from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
+from llmtrain.sites.blocks import Blocks, Pairs
+from llmtrain.sites.compress import Format, decode
 from llmtrain.sites.outer import Array, Shard
 from llmtrain.sites.told import Told
 from llmtrain.sites.wire import Peer, WireError
@@ -19,7 +21,8 @@ class Fetched:
     """What has come. All but the arrays is the same on all ranks of the site."""
 
     found: dict[str, Array]
-    """Site -> its parameters, [elements of this rank], of those that came to all ranks."""
+    """Site -> its parameters, or what it has changed of them, [elements of this rank], of those that came to all
+    ranks."""
     failed: dict[str, str]
     """Site -> why its parameters have not."""
     outer: tuple[Array, Array] | None
@@ -31,9 +34,10 @@ class Fetched:
 class Exchange:
     """The other sites' ranks, as those of this one see them."""
 
-    def __init__(self, ranks: Ranks, shard: Shard, site: str, run: str) -> None:
-        """`site`: this one's id. `run`: what the sites have in common."""
-        self._ranks, self._shard, self._site, self._run = ranks, shard, site, run
+    def __init__(self, ranks: Ranks, shard: Shard, site: str, run: str, form: Format | None = None) -> None:
+        """`site`: this one's id. `run`: what the sites have in common. `form`: how they write their changes; without
+        one they send parameters."""
+        self._ranks, self._shard, self._site, self._run, self._form = ranks, shard, site, run, form
         self._peers: dict[str, list[Peer]] = {}
 
     def fetch(
@@ -44,17 +48,18 @@ class Exchange:
         Args:
             sources: whose parameters count, this site's too if they do.
             healers: who has the common state; empty if this site has it.
-            own: this rank's parameters.
+            own: this rank's parameters, or its changes as others read them.
             round_: the round.
             deadline_s: time.monotonic() by which all must be there.
         """
         found: dict[str, Array] = {}
         failed: dict[str, str] = {}
         outer, received = None, 0
+        kind = "changes" if self._form else "values"
         for name in sorted(sources):
             try:
                 found[name], size = (
-                    (own, 0) if name == self._site else self._values(sources[name], "values", round_, deadline_s)
+                    (own, 0) if name == self._site else self._values(sources[name], kind, round_, deadline_s)
                 )
             except WireError as error:
                 failed[name] = str(error)
@@ -93,11 +98,25 @@ class Exchange:
         peers = self._peers.setdefault(site.id, [Peer(a, run=self._run, member=site.id) for a in site.addresses])
         mine = self._shard.regions()
         values = np.empty(self._shard.size, np.float32)
-        received = 0
+        elements = received = 0
         for peer in peers:
-            received += peer.fetch(kind, round_, peer.covers(mine, deadline_s), values, deadline_s)
-        if received != values.nbytes:
-            raise WireError(f"it has {received // 4} of {values.size} elements")
+            pairs = peer.covers(mine, deadline_s)
+            elements += sum(rows * length for _, (_, _, rows, length) in pairs)
+            if kind == "changes" and self._form:
+                received += _changes(peer, self._form, pairs, round_, values, deadline_s)
+            else:
+                received += peer.fetch(kind, round_, pairs, values, deadline_s)
+        if elements != values.size:
+            raise WireError(f"it has {elements} of {values.size} elements")
         if not np.isfinite(values).all():
             raise WireError(f"its {kind} are not finite")
         return values, received
+
+
+def _changes(peer: Peer, form: Format, pairs: Pairs, round_: int, into: Array, deadline_s: float) -> int:
+    """Fill the elements `pairs` of `into` from the blocks that hold them; returns the bytes that came."""
+    blocks = Blocks(pairs)
+    records = np.empty(blocks.count * form.record, np.uint8)
+    received = peer.fetch("changes", round_, blocks.wanted(form.record), records, deadline_s)
+    blocks.spread(decode(form, records), into)
+    return received

@@ -27,10 +27,11 @@ from llmtrain.dist.control import from_all, from_rank_0, together
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
 from llmtrain.errors import TrainingStopped
+from llmtrain.sites.compress import Feedback, format_of
 from llmtrain.sites.exchange import Exchange, Fetched
 from llmtrain.sites.ledger import Ledger, Request, steps_of
 from llmtrain.sites.members import Member, Members, MembersError, SitesError, TorchftMembers
-from llmtrain.sites.outer import Shard, outer_step
+from llmtrain.sites.outer import Array, Shard, outer_step
 from llmtrain.sites.told import Told, told_of
 from llmtrain.sites.wire import Server
 
@@ -90,6 +91,8 @@ class Site:
         self._shard = Shard(engine, frozen)
         self._anchor = self._shard.read()
         self._momentum = np.zeros_like(self._anchor)
+        form = format_of(settings.compress)
+        self._feedback = Feedback(form, self._shard.size) if form else None
         self._members: Members | None = None
         with together(ranks):
             host = settings.listen or _own_address(settings.coordinator)
@@ -99,7 +102,7 @@ class Site:
             if ranks.rank == 0:
                 self._members = members(settings.coordinator, self.id, settings.timeout_s)
         self._addresses = from_all(ranks, self._server.address)
-        self._exchange = Exchange(ranks, self._shard, self.id, self._run)
+        self._exchange = Exchange(ranks, self._shard, self.id, self._run, form)
         self._round = self._steps = 0
         self._ledger = Ledger(next=0)
         self._starts: list[int] = []
@@ -180,8 +183,7 @@ class Site:
     def _synchronise(self, step: int, deadline_s: float, least: int = 1) -> Told:
         """One round; returns what the site told whose state counts. Raises RoundFailed, or SitesError at the start."""
         began_s = time.monotonic()
-        values = self._shard.read()
-        self._server.publish(self._round, {"values": values, "anchor": self._anchor, "momentum": self._momentum})
+        own = self._publish()
         checksum = sum(from_all(self._ranks, self._shard.checksum(self._anchor))) % 2**64
         told = self._meet(step, checksum, deadline_s, least)
         met_s = time.monotonic()
@@ -192,7 +194,7 @@ class Site:
         got = self._exchange.fetch(
             {each.id: each for each in current.values() if each.weight},
             list(current.values()) if heals else [],
-            values,
+            own,
             leader.round,
             fetched_by_s,
         )
@@ -202,6 +204,13 @@ class Site:
         if not used and any(each.weight for each in current.values()):
             raise RoundFailed(f"no site's parameters have reached all others: {_listed(got.failed)}")
         anchor, momentum = got.outer or (self._anchor, self._momentum)
+        if self._feedback:
+            for each in used:
+                np.add(anchor, got.found[each], out=got.found[each])
+            if heals:
+                self._feedback.forget()
+            elif self.id in used:
+                self._feedback.delivered()
         self._anchor, self._momentum = outer_step(
             anchor, momentum, {each: got.found[each] for each in used}, {each.id: each.weight for each in told},
             method=self._settings.method, lr=self._settings.outer_lr, beta=self._settings.outer_momentum,
@@ -211,6 +220,17 @@ class Site:
         self._go_on(leader, told, committed, used)
         self._report(step, committed, used, got, began_s, met_s)
         return leader
+
+    def _publish(self) -> Array:
+        """Serve what this rank has; returns its own part of what is averaged, as the others read it."""
+        values = self._shard.read()
+        outer = {"anchor": self._anchor, "momentum": self._momentum}
+        if self._feedback is None:
+            self._server.publish(self._round, {"values": values, **outer})
+            return values
+        records, own = self._feedback.encode(values - self._anchor)
+        self._server.publish(self._round, {"changes": records, **outer})
+        return own
 
     def _meet(self, step: int, checksum: int, deadline_s: float, least: int) -> list[Told]:
         """What all sites of this run say that want to synchronise, this one included."""

@@ -5,7 +5,7 @@ the sites may differ in their number of ranks and in how they cut the model. One
 
     4 bytes, length of a JSON object: run, to, round, kind, take
     4 bytes, length of a JSON object: either error, or bytes
-    the elements, fp32, little-endian
+    the elements: fp32, little-endian; or bytes, of compressed blocks
     8 bytes, xxh3_64 of them
 
 Nothing is encrypted or signed.
@@ -29,7 +29,8 @@ import xxhash
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.tensors.region import Region, shared
 
-Array = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
+"""fp32, or uint8."""
 Rectangle = tuple[int, int, int, int]
 """(first element, elements from one row to the next, rows, elements of a row) of a flat array."""
 Pieces = Sequence[tuple[int, str, Region]]
@@ -110,7 +111,7 @@ class Server:
         size = sum(part.size for part in parts)
         if size > array.size:
             raise WireError(f"it asks for {size} of {array.size} elements")
-        return {"bytes": 4 * size}, parts
+        return {"bytes": array.itemsize * size}, parts
 
     def _send(self, line: _Line, header: dict[str, Any], parts: list[Array]) -> None:
         line.send_header(header)
@@ -161,7 +162,7 @@ class Peer:
         places = [_cut(into, here) for _, here in pairs]
 
         def receive(line: _Line, header: Mapping[str, Any]) -> int:
-            expected = 4 * sum(place.size for place in places)
+            expected = into.itemsize * sum(place.size for place in places)
             if header.get("bytes") != expected:
                 raise WireError(f"it announces {str(header.get('bytes'))[:20]} bytes instead of {expected}")
             hash_ = xxhash.xxh3_64()

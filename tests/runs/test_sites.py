@@ -128,6 +128,29 @@ def test_two_sites_train_what_the_definition_says(method, stage, coordinator, sm
     assert [event["received_bytes"] for event in events] == [0, *[4 * count] * 3]  # every element once a round
 
 
+def test_two_sites_send_four_bits(coordinator, small_data, tmp_path):
+    """Both end with the same bits, after an eighth of the bytes and 4 more for each 256 elements.
+
+    A synchronisation's error is half a step of 1/7 of what the largest of 256 elements has changed by: four of AdamW's
+    steps of 3e-3. Three of them, with outer steps of 0.7 and at most 1.9 of it kept by momentum, and what training
+    makes of it: less than 1e-2 for any element. local_sgd, a wrong outer step, is beyond that on the mean.
+    """
+    both = ("--sites.start_sites", "2", "--sites.compress", "int4")
+    a = start(recipe(tmp_path / "A", small_data), coordinator, *both)
+    b = start(recipe(tmp_path / "B", small_data, stage=2), coordinator, *both, ranks=2)
+    assert a.wait(90) == [0] and b.wait(30) == [0, 0], a.output() + b.output()
+    got = parameters(tmp_path / "A")
+    assert far(got, parameters(tmp_path / "B"))[0] == 0
+    setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
+    data = DataConfig(path=small_data, sequence_length=32)
+    right = far(got, simulated(MODEL, data, **setting, outer_lr=0.7, outer_momentum=0.9))
+    wrong = far(got, simulated(MODEL, data, **setting, outer_lr=None))
+    assert 1e-6 < right[1] < wrong[1] / 4 and right[0] < 1e-2, (right, wrong)
+    count = sum(each.numel() for each in got.values())
+    received = [event["received_bytes"] for event in synchronised(tmp_path / "A")]
+    assert received[0] == 0 and all(count / 2 * (1 + 8 / 256) <= each < count * 0.53 for each in received[1:]), received
+
+
 def test_a_site_alone_trains_as_without_sites(coordinator, small_data, tmp_path):
     """With an outer learning rate of 1 and no momentum the outer step is the inner one, to the last bit."""
     outer = ("--sites.outer_lr", "1.0", "--sites.outer_momentum", "0.0")
