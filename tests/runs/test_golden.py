@@ -70,12 +70,12 @@ def first_losses(path: Path, data: str, folder: Path) -> list[float]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_first_losses(path: Path, small_data: str, tmp_path: Path) -> None:
     table = json.loads(TABLE.read_text())
-    assert all(sorted(rows) == [each.stem for each in FILES] for rows in table.values())
+    known = {name: rows[path.stem] for name, rows in table.items() if path.stem in rows}
+    assert known, "of no machine: python -m tests.runs.test_golden"
     got = first_losses(path, small_data, tmp_path)
-    if machine() in table:
-        assert got == table[machine()][path.stem]
-    for name, rows in table.items():
-        assert all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(got, rows[path.stem], strict=True)), name
+    assert got == known.get(machine(), got)
+    for name, row in known.items():
+        assert all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(got, row, strict=True)), name
 
 
 def main() -> int:
