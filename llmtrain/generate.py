@@ -22,6 +22,7 @@ from llmtrain.errors import CheckpointError, ModelError
 from llmtrain.hub.model import model_folder
 from llmtrain.models.adapter import CONFIG, need_peft
 from llmtrain.models.build import load_config
+from llmtrain.models.score import gives_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,9 @@ def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "au
 
     transformers_logging.disable_progress_bar()
     base = _base(folder)
-    load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
+    config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
+    if gives_scores(config):
+        raise ModelError(f"{folder}: a reward model gives scores and no text. Name the folder of a language model.")
     tokenizer = _tokenizer(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, device_map=device)
     if base != folder:  # transformers by itself would take the base's newest commit, not the adapter's

@@ -32,6 +32,7 @@ from llmtrain.engine.moved import unmoved
 from llmtrain.errors import DataError, TrainingStopped
 from llmtrain.models.adapter import AdaptedSource, B
 from llmtrain.models.parallel.mesh import mesh_of
+from llmtrain.models.score_source import ScoredSource
 from llmtrain.models.source import SafetensorsSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.next_token import NEXT_TOKEN
@@ -115,6 +116,7 @@ class Training:
             checksums = write_weights(self.engine, source, self.ranks)
             self._check_reference(weights_hash(checksums))
             source = source.base if isinstance(source, AdaptedSource) else source
+            source = source.base if isinstance(source, ScoredSource) else source
             if isinstance(source, SafetensorsSource):
                 self.frozen_source = frozen_source(source, self.spec.frozen, checksums)
             return self._frozen_lines()

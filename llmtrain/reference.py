@@ -33,7 +33,8 @@ from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.head import Head
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
-from llmtrain.objectives.preference import answers_in, answers_of
+from llmtrain.objectives.answers import answers_in
+from llmtrain.objectives.preference import answers_of
 from llmtrain.start import start_engine, write_weights
 
 USAGE = """\
