@@ -78,8 +78,8 @@ def check_form(run: RunConfig, degrees: Degrees, path: str, problems: Problems) 
         for key, degree in (("pipeline.stages", degrees.pipeline), ("tensor_parallel.autotp_size", degrees.tensor),
                             ("expert_parallel.autoep_size", degrees.expert)):  # fmt: skip
             if degree > 1:
-                problems.add(key, degree, f"objective.name {run.objective.name} trains a score in place of the head "
-                             "that this form knows", "remove the section: ZeRO 1 to 3 shard the model", path)  # fmt: skip
+                rule = f"objective.name {run.objective.name} has a score in place of the head that this form knows"
+                problems.add(key, degree, rule, "remove the section: ZeRO 1 to 3 shard the model", path)
     if run.objective.name != NEXT_TOKEN and degrees.sequence > 1:
         problems.add("sequence_parallel_size", degrees.sequence,
                      f"objective.name {run.objective.name} sums the tokens of each answer, and the ranks of a group "

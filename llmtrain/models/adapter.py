@@ -155,7 +155,8 @@ def _name(path: str, layer: nn.Module) -> None:
 
 def plain_name(name: str) -> str:
     """The name that a tensor has everywhere else, from the one in a model with peft's layers."""
-    plain = name.replace(".base_layer.", ".").replace(".default", "")
+    plain = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".").replace(".original_module.", ".")
+    plain = plain.replace(".default", "")
     return plain.removesuffix(".weight") if plain.endswith(f"{MAGNITUDE}.weight") else plain
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.config.objective import UNPAIRED, options
+from llmtrain.config.objective import SCORED, UNPAIRED, options
 from llmtrain.config.run import ObjectiveConfig, RunConfig
 from llmtrain.data.packing import IGNORED, TrainData, Window
 from llmtrain.parity.tokens import SEED
@@ -74,8 +74,13 @@ class Answers(TrainData):
 
 def plain_loss(model: Any, config: ObjectiveConfig, answers: Answers, windows: list[int], z: float) -> Tensor:
     """Summed over the pairs, or answers, of some windows. Each row goes through the model alone."""
-    s, d, n, desired = _scored(model, answers, windows)
     o = options(config)
+    if config.name in SCORED:
+        rows = [torch.from_numpy(ids) for window in windows for ids, _, _, _ in answers.rows(window)]
+        each = [model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, 0].float() for ids in rows]
+        rw, rl = torch.stack(each).view(-1, 2).T  # transformers reads the last token where a row comes alone
+        return (torch.log1p((rl - rw).exp()) + o["centering"] * (rw + rl) ** 2).sum()
+    s, d, n, desired = _scored(model, answers, windows)
     beta = o["beta"]
     if config.name in UNPAIRED:
         wanted = o["desirable_weight"] * (1 - torch.sigmoid(beta * (d - z)))

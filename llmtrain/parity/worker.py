@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.config.objective import NEXT_TOKEN
+from llmtrain.config.objective import NEXT_TOKEN, SCORED
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import TrainLoader
 from llmtrain.dist.ranks import Ranks
@@ -48,7 +48,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     Raises: UserError, on all ranks alike.
     """
     run, mesh = resolved.run, mesh_of(resolved.degrees)
-    spec = ModelSpec.of(run.model, run.adapter)
+    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
     vocabulary, over_tokens = spec.facts.vocab_size, run.objective.name == NEXT_TOKEN
     tokens = Tokens(run.data, vocabulary) if over_tokens else Answers(run, vocabulary)
     engine = start_engine(resolved, spec, ranks, mesh)
