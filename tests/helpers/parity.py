@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.config.objective import filled
+from llmtrain.config.objective import SCORED, filled
 from llmtrain.config.run import (
     AdapterConfig,
     DataConfig,
@@ -108,7 +108,7 @@ def resolved(form: Form) -> ResolvedRun:
             train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),
         )
         user = wanted(run, {})
-        small, shrunk_by = small_model(user.run.model, user.degrees)
+        small, shrunk_by = small_model(user.run.model, user.degrees, scores=form.objective in SCORED)
         assert shrunk_by == 1.0, "the families are small already"
         run = small_run(user, small, 1e-3, form.ranks, form.steps, cpu=True)
         return resolve_in(Path(folder), user, run, 1e-3, form.ranks, form.precision)

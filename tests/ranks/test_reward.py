@@ -6,7 +6,9 @@ Both sides are fp32: 1e-5 is a few roundings of a loss near 1 after four steps.
 from __future__ import annotations
 
 import functools
+import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import AdapterConfig, ModelConfig, ScheduleConfig
 from llmtrain.data.loader import TrainLoader
 from llmtrain.data.packing import TrainData
@@ -102,7 +106,6 @@ def plainly(case: Case) -> tuple[Trace, Figures]:
 def trained(case: Case, folder: str = "", resumes: bool = False) -> tuple[Trace, Figures]:
     """As a run does it. `folder`: saves after two steps; `resumes`: begins with other weights from there."""
     from llmtrain.checkpoint.load import load_checkpoint
-    from llmtrain.checkpoint.reader import CheckpointReader
     from llmtrain.objectives.preference import objective_of
     from llmtrain.session import Session
 
@@ -123,7 +126,8 @@ def trained(case: Case, folder: str = "", resumes: bool = False) -> tuple[Trace,
                      data_parallel=batch.data_parallel, start_index=first * GLOBAL_BATCH) as loader:  # fmt: skip
         for step in range(first, STEPS):
             if step == 2 and folder and not resumes:
-                state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale()}
+                state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale(), "step": 2,
+                         "model_config": engine.module.config.to_dict(), "run": asdict(resolved.run)}  # fmt: skip
                 save_checkpoint(engine, Path(folder), 2, state, resolved, ranks)
             figures.append(session.figures(session.step(next(loader))))
     trace = Trace([each["loss"] for each in figures], [], assembled(engine, ranks))
@@ -162,3 +166,33 @@ def test_a_reward_model_is_its_definition_under_every_form(pools, pairs, tmp_pat
             assert all(math.isclose(have[key], value, abs_tol=2e-5) for key, value in wanted.items())
         assert resumed.losses == got.losses[2:]
         assert all(torch.equal(resumed.parameters[name], value) for name, value in got.parameters.items())
+    check_exports(next(tmp_path.glob("step-*")), tmp_path, adapted=bool(case.adapter))
+
+
+def check_exports(checkpoint: Path, folder: Path, *, adapted: bool) -> None:
+    """transformers and peft load them; scores of a few tokens are those of the other form."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    whole = export_hf(checkpoint, folder / "whole", merge=adapted)
+    assert any("65 x 1 logits agree" in line for line in whole.lines), whole.lines
+    hf: Any = AutoModelForSequenceClassification.from_pretrained(folder / "whole", dtype=torch.float32)
+    assert hf.config.architectures == ["LlamaForSequenceClassification"] and hf.config.num_labels == 1
+    score = CheckpointReader(checkpoint).read("score.weight", 0, 64)
+    assert torch.equal(hf.score.weight.detach().flatten(), score)
+    if not adapted:
+        return
+    report = export_hf(checkpoint, folder / "peft")
+    assert any(line.startswith("adapter") for line in report.lines), report.lines
+    config = json.loads((folder / "peft/adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["score"]
+    base = AutoModelForSequenceClassification.from_config(hf.config, dtype=torch.float32)
+    own, reader = {}, CheckpointReader(checkpoint)
+    for name, value in base.named_parameters():
+        own[name] = reader.read(name, 0, value.numel()).view_as(value).clone()
+    own["score.weight"].zero_()  # what the folder holds takes its place
+    base.load_state_dict(own)
+    peft, ids = PeftModel.from_pretrained(base, str(folder / "peft")), torch.arange(3, 40)[None]
+    with torch.no_grad():
+        ours, theirs = hf.eval()(input_ids=ids).logits, peft.eval()(input_ids=ids).logits
+    assert float((ours - theirs).abs()) < 1e-5 < float(ours.abs())
