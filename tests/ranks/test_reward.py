@@ -97,6 +97,7 @@ def plainly(case: Case) -> tuple[Trace, Figures]:
             group["lr"] = case.lr * learning_rate_factor(schedule, step, STEPS)
         optimizer.step()
         trace.losses.append(loss.item())
+        w, x = w.detach(), x.detach()
         figures.append({"pairs/margin": float((w - x).mean()), "pairs/accuracy": float((w > x).float().mean()),
                         "pairs/chosen_reward": float(w.mean()), "pairs/rejected_reward": float(x.mean())})  # fmt: skip
     trace.parameters = {plain_of[name]: p.detach().clone() for name, p in hf.named_parameters() if p.requires_grad}
@@ -127,6 +128,7 @@ def trained(case: Case, folder: str = "", resumes: bool = False) -> tuple[Trace,
         for step in range(first, STEPS):
             if step == 2 and folder and not resumes:
                 state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale(), "step": 2,
+                         "tokens": 0,
                          "model_config": engine.module.config.to_dict(), "run": asdict(resolved.run)}  # fmt: skip
                 save_checkpoint(engine, Path(folder), 2, state, resolved, ranks)
             figures.append(session.figures(session.step(next(loader))))
