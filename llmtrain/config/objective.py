@@ -42,6 +42,11 @@ def filled(config: ObjectiveConfig) -> ObjectiveConfig:
     return replace(config, **options(config))  # type: ignore[arg-type]  # none of them is the name
 
 
+def wants_column(config: ObjectiveConfig) -> bool:
+    """Whether it compares with log-probabilities that the data has to have."""
+    return config.name not in WITHOUT_REFERENCE and config.reference == "column"
+
+
 def check_objective(run: RunConfig, places: Places, problems: Problems) -> None:
     """Fields go with the name, and what is compared with is there."""
     config = run.objective
@@ -54,6 +59,8 @@ def check_objective(run: RunConfig, places: Places, problems: Problems) -> None:
     if config.name in SCORED and run.train.sample_prompt is not None:
         problems.add("train.sample_prompt", run.train.sample_prompt, f"a model of objective.name {config.name} gives "
                      "scores and no text", "remove it", places.get("train.sample_prompt"))  # fmt: skip
+    if config.reference == "online":
+        _check_online(run, places, problems)
     if config.name in WITHOUT_REFERENCE:
         return
     start = f"objective.name {config.name} compares with the model that training starts from"
@@ -61,6 +68,22 @@ def check_objective(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("resume_weights_only", True, f"{start}, and `llmtrain reference` reads model.pretrained",
                      "export the checkpoint (llmtrain checkpoint to-hf) and name the folder in model.pretrained",
                      places.get("resume_weights_only"))  # fmt: skip
+
+
+def _check_online(run: RunConfig, places: Places, problems: Problems) -> None:
+    """The base of an adapter that begins anew is what training starts from."""
+    key, place = "objective.reference", places.get("objective.reference")
+    if run.objective.name in WITHOUT_REFERENCE:
+        rule, remedy = f"objective.name {run.objective.name} compares with no reference", "remove it"
+    elif run.adapter.r is None:
+        rule = "is the model with its adapter switched off, and the run has none"
+        remedy = "set adapter.r; or leave it out and run `llmtrain reference RUN.yaml`"
+    elif run.adapter.start:
+        rule = "would be the base without the adapter of adapter.start, from which training starts"
+        remedy = "leave it out and run `llmtrain reference RUN.yaml`"
+    else:
+        return
+    problems.add(key, "online", rule, remedy, place)
 
 
 def check_start(run: RunConfig, places: Places, problems: Problems) -> None:

@@ -116,6 +116,9 @@ class ObjectiveConfig:
     """kto: factor on the loss of a desired answer. Default 1."""
     undesirable_weight: float | None = None
     """kto: factor on the loss of any other. Default 1."""
+    reference: Literal["column", "online"] = "column"
+    """What the reference's log-probabilities are read from: a column of the data that `llmtrain reference` has written;
+    or, with an adapter, the model with its adapter switched off, computed at each step."""
     centering: float | None = None
     """reward: factor on the square of the two scores' sum, which draws their mean to 0. Default 0."""
 

@@ -8,10 +8,11 @@ X.lora_magnitude_vector, where X is the map. The map's own weight keeps its Hugg
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -143,6 +144,21 @@ def put_around(
         setattr(hf.get_submodule(parent), name, layer)
         made.append(layer)
     return made
+
+
+@contextlib.contextmanager
+def without_adapter(module: nn.Module) -> Iterator[None]:
+    """In which a module with peft's layers computes what its base does, to the bit."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def _name(path: str, layer: nn.Module) -> None:

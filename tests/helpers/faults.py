@@ -390,7 +390,21 @@ def frozen_score() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def reference_with_adapter() -> Iterator[None]:
+    """The adapter stays on while the reference is computed."""
+    from llmtrain.objectives import online
+
+    with patch.object(online, "without_adapter", contextlib.nullcontext):
+        yield
+
+
 FAULTS: dict[str, Fault] = {
+    "reference_with_adapter": Fault(
+        reference_with_adapter,
+        {"zero": 3, "adapter": _LORA, "objective": "dpo", "reference": "online"},
+        "forward pass",
+    ),
     "score_of_next_token": Fault(score_of_next_token, {"zero": 2, "objective": "reward"}, "forward pass"),
     "rewards_per_micro_batch": Fault(
         mean_per_micro_batch, {"zero": 2, "accumulation": 2, "objective": "reward"}, "wrong weight in the mean"

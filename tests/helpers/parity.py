@@ -62,6 +62,7 @@ class Form:
     adapter: str = "{}"
     """The section of that name."""
     objective: str = "next_token"
+    reference: str = "column"
 
     @property
     def name(self) -> str:
@@ -101,7 +102,7 @@ def resolved(form: Form) -> ResolvedRun:
                 train_only=list(form.train_only),
             ),
             adapter=AdapterConfig(**json.loads(form.adapter)),
-            objective=filled(ObjectiveConfig(name=form.objective)),  # type: ignore[arg-type]
+            objective=filled(ObjectiveConfig(name=form.objective, reference=form.reference)),  # type: ignore[arg-type]
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
             optim=OptimConfig(name=form.optimizer),  # type: ignore[arg-type]
             schedule=ScheduleConfig(warmup_steps=100),
