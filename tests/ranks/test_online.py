@@ -52,8 +52,8 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, list[dict[str, 
     rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=STEPS)
     objective = with_reference(objective_of(config), config, engine.module)
     session = Session(engine, ranks, resolved.degrees, rate, seed=0, objective=objective)
-    with TrainLoader(data, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
-                     accumulation=batch.accumulation, rank=rank, data_parallel=batch.data_parallel) as loader:  # fmt: skip
+    shares = {"global_batch": batch.global_batch, "micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
+    with TrainLoader(data, **shares, rank=rank, data_parallel=batch.data_parallel) as loader:
         figures = [session.figures(session.step(next(loader))) for _ in range(STEPS)]
     last = list(validation_batches(data, sequences=3, micro_batch=2, rank=rank, data_parallel=batch.data_parallel))
     if isinstance(objective, LooksAhead):
