@@ -409,7 +409,7 @@ FAULTS: dict[str, Fault] = {
     "rewards_per_micro_batch": Fault(
         mean_per_micro_batch, {"zero": 2, "accumulation": 2, "objective": "reward"}, "wrong weight in the mean"
     ),
-    "frozen_score": Fault(frozen_score, {"zero": 3, "adapter": _LORA, "objective": "reward"}, "no gradient reaches"),
+    "frozen_score": Fault(frozen_score, {"zero": 3, "adapter": _LORA, "objective": "reward"}, "it is frozen"),
     "pairs_per_micro_batch": Fault(
         mean_per_micro_batch, {"zero": 2, "accumulation": 2, "objective": "dpo"}, "wrong weight in the mean"
     ),
