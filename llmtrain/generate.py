@@ -64,7 +64,7 @@ def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "au
     transformers_logging.disable_progress_bar()
     base = _base(folder)
     config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
-    if gives_scores(config):
+    if gives_scores(config) or _scores_beside(folder):
         raise ModelError(f"{folder}: a reward model gives scores and no text. Name the folder of a language model.")
     tokenizer = _tokenizer(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, device_map=device)
@@ -95,6 +95,12 @@ def _base(folder: Path) -> Path:
         return model_folder(config["base_model_name_or_path"], config.get("revision"), asked_by=str(folder / CONFIG))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder / CONFIG} names no model that the adapter belongs to ({error!r}).") from error
+
+
+def _scores_beside(folder: Path) -> bool:
+    """Whether it is a PEFT folder of a reward model."""
+    file = folder / CONFIG
+    return file.is_file() and foreign.loads(file.read_bytes()).get("task_type") == "SEQ_CLS"
 
 
 def _is_model(folder: Path) -> bool:
