@@ -13,7 +13,7 @@ from llmtrain.base import with_base
 from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.dump import dump
 from llmtrain.config.load import load
-from llmtrain.config.objective import WITHOUT_REFERENCE
+from llmtrain.config.objective import wants_column
 from llmtrain.config.problems import closest, stop
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
@@ -54,7 +54,7 @@ def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
     deep_check(resolved.deepspeed, run.deepspeed)
     spec, notes = check_model(resolved)
     data = TrainData(run.data)
-    if run.objective.name not in WITHOUT_REFERENCE:
+    if wants_column(run.objective):
         data.take_reference(resolved.precision)
     for manifest in data.manifests:
         check_vocabulary(manifest, spec.facts.vocab_size)

@@ -22,6 +22,7 @@ from llmtrain.errors import CheckpointError, ModelError
 from llmtrain.hub.model import model_folder
 from llmtrain.models.adapter import CONFIG, need_peft
 from llmtrain.models.build import load_config
+from llmtrain.models.score import gives_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,9 @@ def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "au
 
     transformers_logging.disable_progress_bar()
     base = _base(folder)
-    load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
+    config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
+    if gives_scores(config) or _scores_beside(folder):
+        raise ModelError(f"{folder}: a reward model gives scores and no text. Name the folder of a language model.")
     tokenizer = _tokenizer(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, device_map=device)
     if base != folder:  # transformers by itself would take the base's newest commit, not the adapter's
@@ -92,6 +95,12 @@ def _base(folder: Path) -> Path:
         return model_folder(config["base_model_name_or_path"], config.get("revision"), asked_by=str(folder / CONFIG))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder / CONFIG} names no model that the adapter belongs to ({error!r}).") from error
+
+
+def _scores_beside(folder: Path) -> bool:
+    """Whether it is a PEFT folder of a reward model."""
+    file = folder / CONFIG
+    return file.is_file() and foreign.loads(file.read_bytes()).get("task_type") == "SEQ_CLS"
 
 
 def _is_model(folder: Path) -> bool:

@@ -20,7 +20,7 @@ from llmtrain.checkpoint.frozen import NOWHERE, frozen_source
 from llmtrain.checkpoint.load import resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.config.objective import WITHOUT_REFERENCE
+from llmtrain.config.objective import wants_column
 from llmtrain.config.run import ResolvedRun
 from llmtrain.consistency import Consistency
 from llmtrain.data.loader import MicroBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
@@ -32,10 +32,12 @@ from llmtrain.engine.moved import unmoved
 from llmtrain.errors import DataError, TrainingStopped
 from llmtrain.models.adapter import AdaptedSource, B
 from llmtrain.models.parallel.mesh import mesh_of
+from llmtrain.models.score_source import ScoredSource
 from llmtrain.models.source import SafetensorsSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead
+from llmtrain.objectives.online import with_reference
 from llmtrain.objectives.preference import objective_of
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Outer, Requests, Session, Step
@@ -81,7 +83,7 @@ class Training:
             self.objective = objective_of(self.run.objective)
             self.references: list[str] | None = None
             """Of which weights the log-probabilities are that the objective compares with, by set of the data."""
-            if self.run.objective.name not in WITHOUT_REFERENCE:
+            if wants_column(self.run.objective):
                 self.references = self.data.take_reference(resolved.precision)
             self.model_facts = spec.facts
             for manifest in self.data.manifests:
@@ -89,6 +91,7 @@ class Training:
             if self.run.train.eval:
                 self.evaluation_batches()  # its data must be there now, not after days of training
         self.engine = start_engine(resolved, spec, ranks, self.mesh)
+        self.objective = with_reference(self.objective, self.run.objective, self.engine.module)
         self.notes: list[str] = self.engine.module.notes
         self.position = Position()
         self.wandb_id = from_rank_0(ranks, new_run_id)
@@ -115,6 +118,7 @@ class Training:
             checksums = write_weights(self.engine, source, self.ranks)
             self._check_reference(weights_hash(checksums))
             source = source.base if isinstance(source, AdaptedSource) else source
+            source = source.base if isinstance(source, ScoredSource) else source
             if isinstance(source, SafetensorsSource):
                 self.frozen_source = frozen_source(source, self.spec.frozen, checksums)
             return self._frozen_lines()

@@ -12,14 +12,13 @@ import warnings
 from dataclasses import replace
 
 import numpy as np
-from torch import Tensor
 
 from llmtrain import completion, log, units
 from llmtrain.check import examine
 from llmtrain.config.load import load
 from llmtrain.config.objective import WITHOUT_REFERENCE
 from llmtrain.config.run import DataConfig, ObjectiveConfig, ResolvedRun
-from llmtrain.data.loader import MicroBatch, UnpairedBatch, batches_of
+from llmtrain.data.loader import UnpairedBatch, batches_of
 from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.packing import TrainData
 from llmtrain.data.reference import numbers, weights_hash, write_reference
@@ -30,10 +29,9 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.errors import ConfigError, ModelError
-from llmtrain.models.head import Head
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
-from llmtrain.objectives.preference import answers_in, answers_of
+from llmtrain.objectives.online import LogProbs
 from llmtrain.start import start_engine, write_weights
 
 USAGE = """\
@@ -43,26 +41,6 @@ Write the log-probability of every answer of the run's preferences, under the mo
 data folders. On several ranks a launcher starts it, as it starts `llmtrain train`."""
 _AT_ONCE = 64
 """Micro-batches of one call of the engine: a pipeline takes them together."""
-
-
-class _Collect:
-    """An objective that keeps what an answer's log-probability is."""
-
-    figures: tuple[str, ...] = ("loss",)
-
-    def __init__(self) -> None:
-        self.found: list[tuple[Tensor, Tensor]] = []
-
-    def weight(self, micro: MicroBatch) -> int:
-        """Answers."""
-        return len(answers_in(micro).rows)
-
-    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1]."""
-        batch = answers_in(micro)
-        log_prob, _ = answers_of(head, hidden, batch)
-        self.found.append((batch.rows, log_prob))
-        return -log_prob.sum().unsqueeze(0)
 
 
 def main(argv: list[str]) -> int:
@@ -76,6 +54,8 @@ def main(argv: list[str]) -> int:
     resolved = load(["--config", argv[0], *argv[1:]], int(os.environ.get("WORLD_SIZE", "1")))
     if (name := resolved.run.objective.name) in WITHOUT_REFERENCE:
         raise ConfigError(f"objective.name {name}: compares with no reference; leave this command out")
+    if resolved.run.objective.reference == "online":
+        raise ConfigError("objective.reference online: is computed at each step; leave this command out")
     # What it trains for needs the column that is to be written here.
     resolved = replace(resolved, run=replace(resolved.run, objective=ObjectiveConfig()))
     resolved, spec = examine(resolved)
@@ -120,7 +100,7 @@ def column(
     train = split == "train"
     read = data.window_at if train else data.validation_window_at
     total = data.sequences_per_epoch if train else data.validation_sequences
-    collect = _Collect()
+    collect = LogProbs()
     batches = batches_of(read, total, *dealt)
     while some := list(itertools.islice(batches, _AT_ONCE)):
         engine.evaluate(some, collect)

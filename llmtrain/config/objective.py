@@ -20,11 +20,14 @@ OBJECTIVES: dict[str, dict[str, float]] = {
     "simpo": {"beta": 2.0, "gamma": 0.5},
     "orpo": {"beta": 0.1},
     "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    "reward": {"centering": 0.0},
 }
 """Name -> its fields. All but the first are of prepared preferences."""
 UNPAIRED = ("kto",)
 """Of answers judged alone. The others, but for the first, compare a chosen answer with a rejected one."""
-WITHOUT_REFERENCE = (NEXT_TOKEN, "simpo", "orpo")
+SCORED = ("reward",)
+"""Of a model that gives a score for an answer, in place of likelihoods. It is of pairs, too."""
+WITHOUT_REFERENCE = (NEXT_TOKEN, "simpo", "orpo", *SCORED)
 """The others ask for the log-probabilities of a reference."""
 
 
@@ -39,6 +42,11 @@ def filled(config: ObjectiveConfig) -> ObjectiveConfig:
     return replace(config, **options(config))  # type: ignore[arg-type]  # none of them is the name
 
 
+def wants_column(config: ObjectiveConfig) -> bool:
+    """Whether it compares with log-probabilities that the data has to have."""
+    return config.name not in WITHOUT_REFERENCE and config.reference == "column"
+
+
 def check_objective(run: RunConfig, places: Places, problems: Problems) -> None:
     """Fields go with the name, and what is compared with is there."""
     config = run.objective
@@ -48,6 +56,11 @@ def check_objective(run: RunConfig, places: Places, problems: Problems) -> None:
             problems.add(f"objective.{field}", getattr(config, field), f"is not of objective.name {config.name}",
                          f"remove it, or set objective.name to one of {owners}",
                          places.get(f"objective.{field}"))  # fmt: skip
+    if config.name in SCORED and run.train.sample_prompt is not None:
+        problems.add("train.sample_prompt", run.train.sample_prompt, f"a model of objective.name {config.name} gives "
+                     "scores and no text", "remove it", places.get("train.sample_prompt"))  # fmt: skip
+    if config.reference == "online":
+        _check_online(run, places, problems)
     if config.name in WITHOUT_REFERENCE:
         return
     start = f"objective.name {config.name} compares with the model that training starts from"
@@ -55,6 +68,22 @@ def check_objective(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("resume_weights_only", True, f"{start}, and `llmtrain reference` reads model.pretrained",
                      "export the checkpoint (llmtrain checkpoint to-hf) and name the folder in model.pretrained",
                      places.get("resume_weights_only"))  # fmt: skip
+
+
+def _check_online(run: RunConfig, places: Places, problems: Problems) -> None:
+    """The base of an adapter that begins anew is what training starts from."""
+    key, place = "objective.reference", places.get("objective.reference")
+    if run.objective.name in WITHOUT_REFERENCE:
+        rule, remedy = f"objective.name {run.objective.name} compares with no reference", "remove it"
+    elif run.adapter.r is None:
+        rule = "is the model with its adapter switched off, and the run has none"
+        remedy = "set adapter.r; or leave it out and run `llmtrain reference RUN.yaml`"
+    elif run.adapter.start:
+        rule = "would be the base without the adapter of adapter.start, from which training starts"
+        remedy = "leave it out and run `llmtrain reference RUN.yaml`"
+    else:
+        return
+    problems.add(key, "online", rule, remedy, place)
 
 
 def check_start(run: RunConfig, places: Places, problems: Problems) -> None:
@@ -67,7 +96,13 @@ def check_start(run: RunConfig, places: Places, problems: Problems) -> None:
 
 
 def check_form(run: RunConfig, degrees: Degrees, path: str, problems: Problems) -> None:
-    """A rank can sum an answer. `path`: of the DeepSpeed JSON."""
+    """A rank can sum an answer, and has its whole score. `path`: of the DeepSpeed JSON."""
+    if run.objective.name in SCORED:
+        for key, degree in (("pipeline.stages", degrees.pipeline), ("tensor_parallel.autotp_size", degrees.tensor),
+                            ("expert_parallel.autoep_size", degrees.expert)):  # fmt: skip
+            if degree > 1:
+                rule = f"objective.name {run.objective.name} has a score in place of the head that this form knows"
+                problems.add(key, degree, rule, "remove the section: ZeRO 1 to 3 shard the model", path)
     if run.objective.name != NEXT_TOKEN and degrees.sequence > 1:
         problems.add("sequence_parallel_size", degrees.sequence,
                      f"objective.name {run.objective.name} sums the tokens of each answer, and the ranks of a group "

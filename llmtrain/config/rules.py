@@ -40,6 +40,7 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "objective.beta": (_POSITIVE, "leave it out for the objective's default"),
     "objective.smoothing": ((lambda x: 0 <= x < 0.5, "must be from 0 to just under 0.5"), "0.1 is usual"),
     "objective.gamma": (_NOT_NEGATIVE, "0.5 is the default"),
+    "objective.centering": (_NOT_NEGATIVE, "0 is the default, 0.01 is usual"),
     "objective.alpha": (_NOT_NEGATIVE, "1 is the default"),
     "objective.desirable_weight": (_POSITIVE, "1 is the default"),
     "objective.undesirable_weight": (_POSITIVE, "1 is the default"),

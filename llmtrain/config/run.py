@@ -97,10 +97,12 @@ class DataConfig:
 class ObjectiveConfig:
     """What training minimises."""
 
-    name: Literal["next_token", "dpo", "robust", "ipo", "dpo_norm", "rpo", "simpo", "orpo", "kto"] = "next_token"
+    name: Literal["next_token", "dpo", "robust", "ipo", "dpo_norm", "rpo", "simpo", "orpo", "kto", "reward"] = (
+        "next_token"
+    )
     """next_token, or a loss over pairs of a chosen and a rejected answer, by the pair; kto: over single answers,
     desired or not. All but simpo and orpo compare with a reference; `llmtrain reference` prepares its
-    log-probabilities."""
+    log-probabilities. reward: a model that scores answers, over pairs; it needs no reference."""
     beta: float | None = None
     """Factor on the difference of the two answers (orpo: on its term). Default 0.1; dpo_norm 5, simpo 2."""
     smoothing: float | None = None
@@ -114,6 +116,11 @@ class ObjectiveConfig:
     """kto: factor on the loss of a desired answer. Default 1."""
     undesirable_weight: float | None = None
     """kto: factor on the loss of any other. Default 1."""
+    reference: Literal["column", "online"] = "column"
+    """What the reference's log-probabilities are read from: a column of the data that `llmtrain reference` has written;
+    or, with an adapter, the model with its adapter switched off, computed at each step."""
+    centering: float | None = None
+    """reward: factor on the square of the two scores' sum, which draws their mean to 0. Default 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

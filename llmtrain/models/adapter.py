@@ -8,10 +8,11 @@ X.lora_magnitude_vector, where X is the map. The map's own weight keeps its Hugg
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -145,6 +146,21 @@ def put_around(
     return made
 
 
+@contextlib.contextmanager
+def without_adapter(module: nn.Module) -> Iterator[None]:
+    """In which a module with peft's layers computes what its base does, to the bit."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
 def _name(path: str, layer: nn.Module) -> None:
     """Note at each parameter of an adapter's layer, and of the map within, the name that it has everywhere else."""
     for name, parameter in layer.named_parameters():
@@ -155,7 +171,8 @@ def _name(path: str, layer: nn.Module) -> None:
 
 def plain_name(name: str) -> str:
     """The name that a tensor has everywhere else, from the one in a model with peft's layers."""
-    plain = name.replace(".base_layer.", ".").replace(".default", "")
+    plain = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".").replace(".original_module.", ".")
+    plain = plain.replace(".default", "")
     return plain.removesuffix(".weight") if plain.endswith(f"{MAGNITUDE}.weight") else plain
 
 

@@ -15,6 +15,7 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models import patches, varlen
 from llmtrain.models.frozen import freeze
+from llmtrain.models.score import gives_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -77,11 +78,17 @@ def _refuse_endless(fields: dict[str, Any]) -> None:
             raise ModelError(f"model configuration: {key}: {value} is more than any model has (at most {_MOST}).")
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that makes and loads the models of this configuration: language models, or scores."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if gives_scores(config) else AutoModelForCausalLM
+
+
 def construct(
     config: PreTrainedConfig, attention: str, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The transformers model with parameters that nobody has initialised; `freeze` has seen it. Raises ModelError."""
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     none = f"model.attention {attention}: transformers has none for {config.model_type}; set model.attention to eager."
@@ -92,7 +99,7 @@ def construct(
         varlen.register()
     try:
         with no_init_weights():  # skips transformers' tying as well
-            hf = AutoModelForCausalLM.from_config(
+            hf = auto_class(config).from_config(
                 config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
             )
         hf.tie_weights()
@@ -100,7 +107,7 @@ def construct(
         if "does not support" in str(error):  # sdpa or flash attention, which not every family has
             raise ModelError(none) from error
         raise ModelError(
-            f"model.attention {attention}: transformers cannot build this causal language model: {error}"
+            f"model.attention {attention}: transformers cannot build this model: {error}"
             + (" If it is the attention, set model.attention to eager." if attention != "eager" else "")
         ) from error
     freeze(hf)

@@ -1,4 +1,4 @@
-"""A model's head as an objective sees it: the likelihoods of labels, whatever the ranks share."""
+"""A model's head as an objective sees it: the likelihoods of labels, whatever the ranks share; or a score."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
 from llmtrain.models.loss import HeadForm, chunked_nll_sum, token_nll
+from llmtrain.models.score import gives_scores, score_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +25,7 @@ class Head:
 
         Raises: ModelError, where it is no linear layer.
         """
-        layer = hf.get_output_embeddings()
+        layer = score_layer(hf) if gives_scores(hf.config) else hf.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
             raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(layer).__name__}).")
         self.form = HeadForm.of(hf.config)
@@ -62,6 +63,15 @@ class Head:
         Returns: under sequence parallelism this rank's columns.
         """
         return self._likelihoods(token_nll, hidden, labels)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """What a model that gives scores says of texts that end here: fp32 [...], for a `Loss`.
+
+        Args:
+            hidden: [..., H], chosen places of what the loss was given.
+        """
+        scores: Tensor = F.linear(hidden.float(), self._layer.weight.float())
+        return scores.squeeze(-1)
 
     def _likelihoods(self, compute: Callable[..., Tensor], hidden: Tensor, labels: Tensor) -> Tensor:
         index, of = self.columns

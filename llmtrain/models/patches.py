@@ -177,6 +177,14 @@ def loads_as_causal_model(config: PreTrainedConfig) -> bool:
     return type(config) in AutoModelForCausalLM._model_mapping
 
 
+def score_class(config: PreTrainedConfig) -> str | None:
+    """AutoModelForSequenceClassification._model_mapping: the class that a folder with this configuration loads as."""
+    from transformers import AutoModelForSequenceClassification
+
+    known: Any = AutoModelForSequenceClassification._model_mapping
+    return known[type(config)].__name__ if type(config) in known else None
+
+
 def names_not_saved(hf: PreTrainedModel) -> set[str]:
     """PreTrainedModel._keys_to_ignore_on_save."""
     return set(hf._keys_to_ignore_on_save or ())

@@ -6,18 +6,22 @@ import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from llmtrain.config.run import AdapterConfig, ModelConfig
+from llmtrain.errors import ModelError
 from llmtrain.models.adapter import AdaptedSource, adapted, read_peft
 from llmtrain.models.build import decoder_layers, layer_configs, load_config, skeleton
 from llmtrain.models.experts import idle_parameters
 from llmtrain.models.frozen import frozen_names, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.parameters import local_parameter
+from llmtrain.models.score import WEIGHT, gives_scores, with_score
+from llmtrain.models.score_source import ScoredSource
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
 
 if TYPE_CHECKING:
@@ -60,9 +64,19 @@ class ModelSpec:
     """The run's section."""
 
     @classmethod
-    def of(cls, model: ModelConfig, adapter: AdapterConfig | None = None) -> ModelSpec:
-        """Raises ModelError: transformers cannot build the model, or not with `model.attention`."""
+    def of(cls, model: ModelConfig, adapter: AdapterConfig | None = None, *, scores: bool = False) -> ModelSpec:
+        """`scores`: it gives a score for a text, as objective.name reward wants it.
+
+        Raises ModelError: transformers cannot build the model, or not with `model.attention`; it gives scores unasked.
+        """
         config = load_config(model)
+        if scores:
+            config = with_score(config)
+        elif gives_scores(config):
+            raise ModelError(
+                f"model: the architecture {config.architectures} is of a reward model, which has no likelihoods. Set "
+                "objective.name to reward, or name the folder of a language model."
+            )
         hf = skeleton(config, attention=_unless_flash(model.attention))
         return cls(model=model, config=config, skeleton=hf, adapter=adapter or AdapterConfig())
 
@@ -72,6 +86,11 @@ class ModelSpec:
         if attention != _unless_flash(attention):
             return skeleton(self.config, attention=attention)
         return copy.deepcopy(self.skeleton)
+
+    @property
+    def scores(self) -> bool:
+        """Whether it gives a score for a text, in place of likelihoods."""
+        return gives_scores(self.config)
 
     @cached_property
     def adapted(self) -> PreTrainedModel:
@@ -85,12 +104,13 @@ class ModelSpec:
 
     @cached_property
     def frozen(self) -> frozenset[str]:
-        """The parameters that the run does not train: beside an adapter all of the model's.
+        """The parameters that the run does not train: beside an adapter all of the model's but a score's.
 
         Raises ConfigError: see `frozen_names`.
         """
         if self.adapter.r is not None:
-            return frozenset(name for name, _ in self.skeleton.named_parameters())
+            trains = {WEIGHT} if self.scores else set()
+            return frozenset(name for name, _ in self.skeleton.named_parameters()) - trains
         return frozen_names(self.skeleton, self.model)
 
     @cached_property
@@ -104,7 +124,8 @@ class ModelSpec:
         hf, text = self.adapted, self.config.get_text_config()
         embedding: Any = hf.get_input_embeddings().weight
         every = set(hf.parameters())
-        looked_up = set() if hf.get_output_embeddings().weight is embedding else {embedding}
+        head = hf.get_output_embeddings()
+        looked_up = set() if head is not None and head.weight is embedding else {embedding}
         frozen = {p for name, p in hf.named_parameters() if local_parameter(name, p).name in self.frozen}
         below = _layers_below(hf, frozen)
         forward = {parameter for layer in below for parameter in layer.parameters()}
@@ -135,13 +156,20 @@ class ModelSpec:
         """
         source: ParameterSource
         if self.model.folder is not None:
-            source = SafetensorsSource(self.model.folder, self.layout)
+            source = self.folder_values(self.model.folder, seed, device)
         else:
             source = RandomSource(self.skeleton, seed, device)
         if self.adapter.r is None:
             return source
         given = read_peft(self.adapter, self.adapter_shapes) if self.adapter.start else None
         return AdaptedSource(source, self.adapter_shapes, seed, given)
+
+    def folder_values(
+        self, folder: Path, seed: int = 0, device: torch.device | None = None
+    ) -> SafetensorsSource | ScoredSource:
+        """Those of a Hugging Face folder. `seed`, `device`: of a score that it lacks. Raises ModelError."""
+        held = SafetensorsSource(folder, self.layout)
+        return ScoredSource(held, self.layout, seed, device or torch.device("cpu")) if self.scores else held
 
     @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.config.objective import NEXT_TOKEN as NEXT_TOKEN_NAME
-from llmtrain.config.objective import UNPAIRED, options
+from llmtrain.config.objective import SCORED, UNPAIRED, options
 from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.loader import AnswerBatch, MicroBatch, UnpairedBatch
 from llmtrain.models.head import Head
-from llmtrain.models.loss import IGNORE
+from llmtrain.objectives.answers import answers_in, counted_tokens
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Evaluate, Objective
+from llmtrain.objectives.reward import Reward
 
 
 @dataclass(frozen=True)
@@ -184,23 +185,18 @@ class Kto:
         return torch.stack([losses, same, (margins > 0).float(), log_prob, tokens]).sum(1)
 
 
-def answers_in(micro: MicroBatch) -> AnswerBatch:
-    """The micro-batch of a loader of preferences or of unpaired answers."""
-    assert isinstance(micro, AnswerBatch)
-    return micro
-
-
 def answers_of(head: Head, hidden: Tensor, micro: AnswerBatch) -> tuple[Tensor, Tensor]:
     """(log-probability, counted tokens) of each answer of a micro-batch, fp32 [A]. hidden: [B, T, H], whole rows."""
     nll, answers = head.token_nll(hidden, micro.labels).flatten(), micro.answers.flatten()
     none = nll.new_zeros(len(micro.rows) + 1)  # the last one is of tokens that belong to no answer
     sums = none.index_add(0, answers, nll)[:-1]
-    tokens = none.index_add(0, answers, (micro.labels != IGNORE).flatten().float())[:-1]
-    return -sums, tokens
+    return -sums, counted_tokens(micro)
 
 
 def objective_of(config: ObjectiveConfig) -> Objective:
     """What a run minimises."""
     if config.name in UNPAIRED:
         return Kto(config)
+    if config.name in SCORED:
+        return Reward(config)
     return NEXT_TOKEN if config.name == NEXT_TOKEN_NAME else Preference(config)

@@ -47,9 +47,13 @@ class LowRank(nn.Module):
         self.lora_A, self.lora_B = nn.Module(), nn.Module()
         self.lora_A.weight = nn.Parameter(linear.weight.new_empty(r, inputs))
         self.lora_B.weight = nn.Parameter(linear.weight.new_empty(outputs, r))
+        self.off = False
+        """Whether it is the linear map alone."""
         self.lora_magnitude_vector = nn.Parameter(linear.weight.new_empty(outputs)) if dora else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.off:
+            return F.linear(x, self.weight, self.bias)
         a: Any = self.lora_A.weight
         b: Any = self.lora_B.weight
         if self.lora_magnitude_vector is None and not self._summed:

@@ -18,6 +18,7 @@ import torch
 from llmtrain import completion
 from llmtrain.base import fetched
 from llmtrain.config.load import parse
+from llmtrain.config.objective import SCORED
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import UserError
@@ -70,7 +71,7 @@ def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool
     from llmtrain.models.run.check import check_model
     from llmtrain.parity.small import attention_here, patterns_here, small_model, targets_here
 
-    fields, shrunk_by = small_model(user.run.model, user.degrees)
+    fields, shrunk_by = small_model(user.run.model, user.degrees, scores=user.run.objective.name in SCORED)
     attention = attention_here(fields, user.run.model.attention, cpu=cpu)
     model = replace(user.run.model, attention=attention, **patterns_here(fields, user.run.model))
     adapter = targets_here(fields, user.run.adapter)

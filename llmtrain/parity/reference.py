@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.config.batch import Batch
-from llmtrain.config.objective import NEXT_TOKEN, UNPAIRED
+from llmtrain.config.objective import NEXT_TOKEN, SCORED, UNPAIRED
 from llmtrain.config.run import ModelConfig, ObjectiveConfig, ResolvedOptim, ResolvedRun, ScheduleConfig
 from llmtrain.models.build import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
@@ -60,11 +60,9 @@ def nudged(known: list[Order], count: int) -> list[Order]:
 
 def orders(model: ModelConfig, batch: Batch) -> list[Order]:
     """All rows at once; in as many pieces as the run has micro-batches, backwards; row by row."""
-    from transformers import AutoModelForCausalLM
-
     other, config = model.attention, load_config(model)
     if other.startswith("flash"):
-        family: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        family: Any = _kind(config)._model_mapping[type(config)]
         other = "sdpa" if family._supports_sdpa else "eager"
     if _balance_coefficient(config):  # that loss is not a sum over rows: pieces are micro-batches
         count = batch.accumulation
@@ -73,19 +71,25 @@ def orders(model: ModelConfig, batch: Batch) -> list[Order]:
     return [Order(1, False, "eager", False), Order(few, True, other, True), Order(rows, False, other, False)]
 
 
+def _kind(config: PreTrainedConfig) -> Any:
+    """transformers' class: language models, or what gives one score."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    scores = any("SequenceClassification" in name for name in config.architectures or [])
+    return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+
+
 def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch.device) -> Trace:
     """The same training in the run's precision: fp32 masters, model and gradients in that precision."""
-    from transformers import AutoModelForCausalLM
-
     run, optim = resolved.run, resolved.optim
     config = load_config(run.model)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=order.attention, dtype=torch.float32).to(
-        device
-    )
-    spec = ModelSpec.of(run.model, run.adapter)
+    model = _kind(config).from_config(config, attn_implementation=order.attention, dtype=torch.float32).to(device)
+    model.config.get_text_config().pad_token_id = None  # else a score is read before a last token that is this one
+    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
     source = loud_source(spec, run.train.seed)
     stays = run.adapter.r is not None
     chosen = {n for n, p in model.named_parameters() if p.requires_grad and (stays or not _trains(n, run.model))}
+    chosen -= {"score.weight"} if stays else set()  # a reward model's, new and trained whole beside an adapter
     for name in chosen:
         model.get_parameter(name).requires_grad_(False)
     adapt_plainly(model, run.adapter, summed=order.halves)
@@ -150,9 +154,7 @@ def _frozen(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 def _keep_buffers(model: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:
     """Rotary frequencies stay in fp32, as transformers keeps them when it loads a model in another precision."""
-    from transformers import AutoModelForCausalLM
-
-    exact = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_buffers())
+    exact = dict(_kind(config).from_config(config, dtype=torch.float32).named_buffers())
     for name, buffer in model.named_buffers():
         buffer.data = exact[name].to(device)
 

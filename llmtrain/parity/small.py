@@ -11,7 +11,8 @@ import torch
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models.adapter import ALL
-from llmtrain.models.build import construct, load_config
+from llmtrain.models.build import auto_class, construct, load_config
+from llmtrain.models.score import gives_scores, with_score
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.shrink import shrunk_config, without_dropout
 from llmtrain.topology import Degrees
@@ -19,13 +20,17 @@ from llmtrain.topology import Degrees
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+_NO_SCORE = ("architectures",)
 _SMALL = 5_000_000
 """Parameters of a model that is taken as it is where no smaller copy can be made of it."""
 
 
-def small_model(model: ModelConfig, degrees: Degrees) -> tuple[dict[str, Any], float]:
-    """(fields of its config.json, its parameters over those of the user's model). Raises ModelError."""
-    config = load_config(model)
+def small_model(model: ModelConfig, degrees: Degrees, *, scores: bool = False) -> tuple[dict[str, Any], float]:
+    """(fields of its config.json, its parameters over those of the user's model). `scores`: it gives a score.
+
+    Raises ModelError.
+    """
+    config = with_score(load_config(model)) if scores else load_config(model)
     parameters = _parameters(config)
     sizes = {
         "layers": max(4, 2 * degrees.pipeline),
@@ -58,7 +63,7 @@ def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
 
     Raises ModelError: none is left.
     """
-    spec = ModelSpec.of(ModelConfig(config=fields, attention="eager"))
+    spec = _spec(fields)
     names = [name for name, _ in spec.skeleton.named_parameters(remove_duplicate=False)]
     found = {}
     for key, patterns in {"freeze": model.freeze, "train_only": model.train_only}.items():
@@ -73,7 +78,7 @@ def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 def targets_here(fields: dict[str, Any], adapter: AdapterConfig) -> AdapterConfig:
     """`adapter` without the targets that the small model lacks, and without values. Raises ModelError: none is left."""
-    names = [name for name, _ in ModelSpec.of(ModelConfig(config=fields, attention="eager")).skeleton.named_modules()]
+    names = [name for name, _ in _spec(fields).skeleton.named_modules()]
     found = [pattern for pattern in adapter.targets if pattern == ALL or any(fnmatchcase(n, pattern) for n in names)]
     if adapter.r is not None and not found:
         raise ModelError(
@@ -81,6 +86,11 @@ def targets_here(fields: dict[str, Any], adapter: AdapterConfig) -> AdapterConfi
             f"targets of its own: --adapter.targets '[\"{ALL}\"]'."
         )
     return replace(adapter, targets=found, start=None)
+
+
+def _spec(fields: dict[str, Any]) -> ModelSpec:
+    model = ModelConfig(config=fields, attention="eager")
+    return ModelSpec.of(model, scores=gives_scores(load_config(model)))
 
 
 def attention_here(fields: dict[str, Any], attention: str, *, cpu: bool) -> Any:
@@ -101,20 +111,18 @@ def attention_here(fields: dict[str, Any], attention: str, *, cpu: bool) -> Any:
 
 def _fields(config: PreTrainedConfig, model_type: str) -> dict[str, Any]:
     fields = without_dropout(config).to_dict()
-    for key in ("architectures", "transformers_version", "dtype", "_name_or_path"):
+    for key in ("transformers_version", "dtype", "_name_or_path", *(() if gives_scores(config) else _NO_SCORE)):
         fields.pop(key, None)
     return {**fields, "model_type": model_type}
 
 
 def _prove(fields: dict[str, Any]) -> None:
     """It can be built, and a few tokens go through it, forth and back, the same way each time. Raises ModelError."""
-    from transformers import AutoModelForCausalLM
-
     config = load_config(ModelConfig(config=fields))
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # whether a router's noise is seen must not depend on what came before
-            hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+            hf = auto_class(config).from_config(config, attn_implementation="eager", dtype=torch.float32)
             ids = torch.arange(16).unsqueeze(0) % config.get_text_config().vocab_size
             hf(input_ids=ids, use_cache=False).logits.sum().backward()
             seen = []

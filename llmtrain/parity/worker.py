@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.config.objective import NEXT_TOKEN
+from llmtrain.config.objective import NEXT_TOKEN, SCORED
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import TrainLoader
 from llmtrain.dist.ranks import Ranks
@@ -29,6 +29,7 @@ from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.errors import UserError
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.online import with_reference
 from llmtrain.objectives.preference import objective_of
 from llmtrain.optimizers import PARAM
 from llmtrain.parity.adapter import loud_source
@@ -48,7 +49,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     Raises: UserError, on all ranks alike.
     """
     run, mesh = resolved.run, mesh_of(resolved.degrees)
-    spec = ModelSpec.of(run.model, run.adapter)
+    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
     vocabulary, over_tokens = spec.facts.vocab_size, run.objective.name == NEXT_TOKEN
     tokens = Tokens(run.data, vocabulary) if over_tokens else Answers(run, vocabulary)
     engine = start_engine(resolved, spec, ranks, mesh)
@@ -57,7 +58,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     prove_loss(engine, row, ranks, isolate_documents=run.data.isolate_documents)
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
     rate = functools.partial(learning_rate_factor, run.schedule, max_steps=resolved.max_steps)
-    objective = objective_of(run.objective)
+    objective = with_reference(objective_of(run.objective), run.objective, engine.module)
     session = Session(engine, ranks, resolved.degrees, rate, seed=run.train.seed, objective=objective)
     with TrainLoader(
         tokens,

@@ -59,6 +59,8 @@ METRICS: dict[str, Metric] = {
     "pairs/rejected_log_prob": _metric("nats/answer", "The same of the rejected answers."),
     "pairs/chosen_tokens": _metric("tokens/answer", "Counted tokens of a chosen answer, in the mean."),
     "pairs/rejected_tokens": _metric("tokens/answer", "The same of the rejected answers."),
+    "pairs/chosen_reward": _metric("1", "objective.name reward: score of the chosen answers, in the mean."),
+    "pairs/rejected_reward": _metric("1", "The same of the rejected answers."),
     "unpaired/kl": _metric(
         "nats/answer",
         "kto's z: mean log-ratio to the reference of the global batch's prompts, each with the answer to another one.",
@@ -83,6 +85,8 @@ METRICS: dict[str, Metric] = {
     "eval/pairs/rejected_log_prob": _metric("nats/answer", "Of the rejected answers."),
     "eval/pairs/chosen_tokens": _metric("tokens/answer", "Counted tokens of a chosen answer."),
     "eval/pairs/rejected_tokens": _metric("tokens/answer", "Of a rejected one."),
+    "eval/pairs/chosen_reward": _metric("1", "objective.name reward: of the chosen answers."),
+    "eval/pairs/rejected_reward": _metric("1", "Of the rejected answers."),
     "eval/unpaired/kl": _metric("nats/answer", "As `unpaired/kl`, of the validation answers; the next three likewise."),
     "eval/unpaired/accuracy": _metric("0 to 1", "Share of the validation answers."),
     "eval/unpaired/log_prob": _metric("nats/answer", "Of a validation answer."),

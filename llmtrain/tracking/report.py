@@ -217,6 +217,7 @@ _CHARTS = (
         False,
         (("pairs/chosen_log_prob", "chosen"), ("pairs/rejected_log_prob", "rejected")),
     ),
+    ("Rewards", "1", False, (("pairs/chosen_reward", "chosen"), ("pairs/rejected_reward", "rejected"))),
     (
         "Judged answers on the right side",
         "share",

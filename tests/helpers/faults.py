@@ -366,7 +366,50 @@ def divergence_of_a_micro_batch() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def score_of_next_token() -> Iterator[None]:
+    """The score is read at the token after an answer: of the next row, or what pads."""
+    from llmtrain.objectives import reward
+
+    last_tokens = reward.last_tokens
+
+    def late(batch: Any) -> torch.Tensor:
+        return (last_tokens(batch) + 1).clamp(max=batch.labels.numel() - 1)
+
+    with patch.object(reward, "last_tokens", late):
+        yield
+
+
+@contextlib.contextmanager
+def frozen_score() -> Iterator[None]:
+    """The head of a reward model is frozen with the model that an adapter is beside."""
+    from llmtrain.models.spec import ModelSpec
+
+    names = property(lambda self: frozenset(name for name, _ in self.skeleton.named_parameters()))
+    with patch.object(ModelSpec, "frozen", names):
+        yield
+
+
+@contextlib.contextmanager
+def reference_with_adapter() -> Iterator[None]:
+    """The adapter stays on while the reference is computed."""
+    from llmtrain.objectives import online
+
+    with patch.object(online, "without_adapter", contextlib.nullcontext):
+        yield
+
+
 FAULTS: dict[str, Fault] = {
+    "reference_with_adapter": Fault(
+        reference_with_adapter,
+        {"zero": 3, "adapter": _LORA, "objective": "dpo", "reference": "online"},
+        "forward pass",
+    ),
+    "score_of_next_token": Fault(score_of_next_token, {"zero": 2, "objective": "reward"}, "forward pass"),
+    "rewards_per_micro_batch": Fault(
+        mean_per_micro_batch, {"zero": 2, "accumulation": 2, "objective": "reward"}, "wrong weight in the mean"
+    ),
+    "frozen_score": Fault(frozen_score, {"zero": 3, "adapter": _LORA, "objective": "reward"}, "it is frozen"),
     "pairs_per_micro_batch": Fault(
         mean_per_micro_batch, {"zero": 2, "accumulation": 2, "objective": "dpo"}, "wrong weight in the mean"
     ),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.config.objective import filled
+from llmtrain.config.objective import SCORED, filled
 from llmtrain.config.run import (
     AdapterConfig,
     DataConfig,
@@ -62,6 +62,7 @@ class Form:
     adapter: str = "{}"
     """The section of that name."""
     objective: str = "next_token"
+    reference: str = "column"
 
     @property
     def name(self) -> str:
@@ -101,14 +102,14 @@ def resolved(form: Form) -> ResolvedRun:
                 train_only=list(form.train_only),
             ),
             adapter=AdapterConfig(**json.loads(form.adapter)),
-            objective=filled(ObjectiveConfig(name=form.objective)),  # type: ignore[arg-type]
+            objective=filled(ObjectiveConfig(name=form.objective, reference=form.reference)),  # type: ignore[arg-type]
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
             optim=OptimConfig(name=form.optimizer),  # type: ignore[arg-type]
             schedule=ScheduleConfig(warmup_steps=100),
             train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),
         )
         user = wanted(run, {})
-        small, shrunk_by = small_model(user.run.model, user.degrees)
+        small, shrunk_by = small_model(user.run.model, user.degrees, scores=form.objective in SCORED)
         assert shrunk_by == 1.0, "the families are small already"
         run = small_run(user, small, 1e-3, form.ranks, form.steps, cpu=True)
         return resolve_in(Path(folder), user, run, 1e-3, form.ranks, form.precision)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from llmtrain.data.manifest import Split
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.unpaired import partners
 from tests.helpers.chat import KINDS, Kind, write_tokenizer
@@ -92,9 +93,9 @@ def prepared_unpaired(folder: Path, count: int = 90) -> str:
 class Plain:
     """A model's answers, each row alone and padded at its end, in one batch."""
 
-    def __init__(self, hf: Any, folder: str | Path) -> None:
+    def __init__(self, hf: Any, folder: str | Path, split: Split = "train") -> None:
         self.hf, self.folder = hf, folder
-        stream = PreparedSet(folder).split("train")
+        stream = PreparedSet(folder).split(split)
         counted = stream.counted(0, stream.tokens)
         assert counted is not None
         ends = np.cumsum(stream.row_lengths())[:-1]
@@ -123,6 +124,12 @@ class Plain:
         logits = self.hf(input_ids=ids, use_cache=False).logits[:, :-1].float()
         every = -F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
         return (every * mask[:, 1:]).sum(1), mask[:, 1:].sum(1)
+
+    def scores(self) -> torch.Tensor:
+        """Of a reward model: [rows / 2, 2], the chosen answer's and the rejected one's; each row alone."""
+        with torch.no_grad():
+            found = [self.hf(input_ids=torch.from_numpy(ids[None])).logits[0, 0] for ids, _ in self.rows]
+        return torch.stack(found).view(-1, 2)
 
     def loss(self, name: str, rows: list[int], reference: dict[int, float], **options: float) -> torch.Tensor:
         """The mean over the pairs: rows are chosen and rejected in turn."""

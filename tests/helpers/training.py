@@ -18,11 +18,13 @@ from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
 from llmtrain.checkpoint.load import Resumed, resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.save import Saver
+from llmtrain.config.objective import SCORED
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import (
     AdapterConfig,
     DataConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimConfig,
     ResolvedRun,
     RunConfig,
@@ -95,6 +97,8 @@ class Case:
     decay: str = "matrices"
     freeze: tuple[str, ...] = ()
     adapter: dict[str, Any] = field(default_factory=dict)
+    """The section of that name."""
+    objective: dict[str, Any] = field(default_factory=dict)
     """The section of that name."""
 
 
@@ -170,6 +174,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
                 freeze=list(case.freeze),
             ),
             adapter=AdapterConfig(**case.adapter),
+            objective=ObjectiveConfig(**case.objective),
             data=case_data(case),
             optim=OptimConfig(
                 name=case.optimizer,  # type: ignore[arg-type]
@@ -230,7 +235,8 @@ def make_engine(case: Case) -> tuple[ZeroEngine, Ranks]:
     """An engine with the run's initial weights, after all proofs that a run makes before its first step."""
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    spec = ModelSpec.of(resolved.run.model, resolved.run.adapter)
+    scores = resolved.run.objective.name in SCORED
+    spec = ModelSpec.of(resolved.run.model, resolved.run.adapter, scores=scores)
     engine = start_engine(resolved, spec, ranks, mesh_of(resolved.degrees))
     assert isinstance(engine, ZeroEngine)
     write_weights(engine, spec.initial_weights(0, torch.device("cpu")), ranks)

@@ -111,7 +111,7 @@ def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path) -> None:
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in preferences(150)))
-    for name, text in zip(("sft", "dpo", "lora"), blocks("yaml"), strict=True):
+    for name, text in zip(("sft", "dpo", "reward", "lora"), blocks("yaml"), strict=True):
         (tmp_path / f"{name}.yaml").write_text(text)
     printed = ""
     for command in blocks("bash"):
@@ -136,6 +136,27 @@ def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path) -> None:
     for folder in (lora, merged):
         assert (folder / "tokenizer_config.json").read_bytes() == (export / "tokenizer_config.json").read_bytes()
     check_preferences(tmp_path)
+    check_reward(tmp_path)
+
+
+def check_reward(folder: Path) -> None:
+    """What reward.yaml has left: transformers loads it, and finds the run's own validation figures, each row alone."""
+    from transformers import AutoModelForSequenceClassification
+
+    export, found = folder / "runs/reward/export", losses(folder / "runs/reward")
+    assert found[STEPS] < found[1]
+    hf = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32)
+    assert hf.config.num_labels == 1 and not (export / "generation_config.json").exists()
+    w, x = Plain(hf, folder / "data/pairs", "validation").scores().T
+    last = [json.loads(line) for line in (folder / "runs/reward/metrics.jsonl").read_text().splitlines()][-1]
+    loss = (-F.logsigmoid(w - x) + 0.01 * (w + x) ** 2).mean()
+    want = {"loss": loss, "pairs/margin": (w - x).mean(), "pairs/accuracy": (w > x).float().mean(),
+            "pairs/chosen_reward": w.mean(), "pairs/rejected_reward": x.mean()}  # fmt: skip
+    for key, value in want.items():
+        assert last[f"eval/{key}"] == pytest.approx(float(value), rel=1e-5, abs=1e-6), key
+    done = subprocess.run(["llmtrain", "generate", "runs/reward", "--prompt", "yes"], cwd=folder, capture_output=True,
+                          text=True, env=environment(PYTHONPATH=str(ROOT)))  # fmt: skip
+    assert done.returncode == 2 and "a reward model gives scores and no text" in done.stderr, done.stderr
 
 
 def check_preferences(folder: Path) -> None:

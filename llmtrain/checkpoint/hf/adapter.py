@@ -19,6 +19,7 @@ from llmtrain.errors import CheckpointError
 from llmtrain.hub.names import is_name
 from llmtrain.models.adapter import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, A, B, lora_config, plain_name, scale
 from llmtrain.models.layout import FolderLayout
+from llmtrain.models.score import WEIGHT as SCORE
 from llmtrain.optimizers import PARAM
 from llmtrain.tensors.checksum import checksum
 from llmtrain.tensors.pieces import DTYPE_OF
@@ -57,6 +58,8 @@ class Merge:
         names = reader.order() if adapter is not None else []
         self.names = {name for name in names if name.endswith((A, B, MAGNITUDE))}
         """Of the adapter's tensors."""
+        self.saved = self.names | ({SCORE} & set(names))
+        """With the score of a reward model, which trains beside it: what a PEFT folder holds."""
         self.paths = [name.removesuffix(A) for name in names if name.endswith(A)]
         """Of the maps."""
         self._path_of = {f"{path}.weight": path for path in self.paths}
@@ -64,7 +67,7 @@ class Merge:
     def check(self) -> None:
         """The adapter's values are those that were saved. Raises CheckpointError."""
         sums = self._reader.manifest.checksums()
-        for name in sorted(self.names):
+        for name in sorted(self.saved):
             if checksum(self._reader.read(name, 0, numel(self._reader.shape(name)))) != sums[PARAM, name]:
                 raise CheckpointError(
                     f"{self._reader.folder}: the values of {name} are not those that were saved. Nothing was written. "
@@ -74,7 +77,7 @@ class Merge:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements of a flat tensor of the checkpoint, in fp32; the adapter's are rounded. Raises CheckpointError."""
         values = self._reader.read(name, start, stop)
-        return values.to(self._dtype).float() if name in self.names else values
+        return values.to(self._dtype).float() if name in self.saved else values
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
         """Elements of a flat parameter of the model, merged. Raises CheckpointError."""
@@ -177,7 +180,7 @@ def write_peft(
     from safetensors.torch import load_file, save_file
 
     merge, tensors = Merge(reader, adapter), {}
-    for name in sorted(merge.names):
+    for name in sorted(merge.saved):
         values = reader.read(name, 0, numel(reader.shape(name))).view(reader.shape(name))
         tensors[PREFIX + name] = values.to(DTYPE_OF[dtype])
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -186,6 +189,9 @@ def write_peft(
         raise ProofError(f"{folder / WEIGHTS}: {bad[0]} reads otherwise than it was written. Nothing was kept.")
     config = lora_config(layout.skeleton, adapter, merge.paths).to_dict()
     config["target_modules"] = sorted(config["target_modules"])
+    if merge.saved != merge.names:
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE.removesuffix(".weight")]}
+        report.add("head", "the score stands in the folder; load the base with num_labels=1")
     config |= {**base_fields(trainer["run"].get("model", {})), "inference_mode": True}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     unmoved = [name for name in merge.names if name.endswith(B) and not bool(tensors[PREFIX + name].any())]

@@ -11,10 +11,11 @@ from typing import Any
 from llmtrain import foreign
 from llmtrain.checkpoint.format import MANIFEST, hash_file
 from llmtrain.checkpoint.hf.proofs import Report
-from llmtrain.checkpoint.hf.special_tokens import configure, generation_settings, special_ids
+from llmtrain.checkpoint.hf.special_tokens import configure, generation_settings, pad_apart, special_ids
 from llmtrain.checkpoint.hf.weight_files import WeightFiles
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.models.layout import FolderLayout
+from llmtrain.models.score import gives_scores
 from llmtrain.models.source import INDEX, refuse_escape
 from llmtrain.tensors.tensorfile import numel
 
@@ -55,9 +56,12 @@ def write_others(
         ids = special_ids(beside, trainer.get("separator_id"))
         if ids:
             configure(config, ids)
-            if not (folder / "generation_config.json").exists():  # else an imported folder's own, with its sampling
-                settings = generation_settings(config, ids)
-                (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        if gives_scores(config):
+            pad_apart(config, report)
+            (folder / "generation_config.json").unlink(missing_ok=True)
+        elif ids and not (folder / "generation_config.json").exists():  # else an imported folder's own
+            settings = generation_settings(config, ids)
+            (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         (folder / "config.json").write_text(config.to_json_string())
     index = files.index(sum(map(numel, layout.shapes.values())))
     same_files = imported and files.shards.keys() == trainer["source"]["files"].keys() and (folder / INDEX).is_file()

@@ -57,7 +57,8 @@ def export_hf(
 ) -> Report:
     """Write `out` so that AutoModelForCausalLM.from_pretrained loads it; a tied weight is written once.
 
-    Of a run with an adapter it is a PEFT folder, which that loads as well where peft is installed.
+    Of a run with an adapter it is a PEFT folder, which that loads as well where peft is installed. A reward model is
+    for AutoModelForSequenceClassification.
 
     Args:
         dtype: fp32, bf16 or fp16; default: the precision of the training, or the types of the folder that the
@@ -198,7 +199,8 @@ def _check_names(reader: CheckpointReader, layout: FolderLayout, adapter: Collec
             f"({', '.join(lacking[:3])}) and holds {len(surplus)} others ({', '.join(surplus[:3])}). Was it made with "
             "another version of transformers? Convert with that one."
         )
-    ends = {id(m.weight) for m in (layout.skeleton.get_input_embeddings(), layout.skeleton.get_output_embeddings())}
+    outer: list[Any] = [layout.skeleton.get_input_embeddings(), layout.skeleton.get_output_embeddings()]
+    ends = {id(module.weight) for module in outer if module is not None}  # a reward model has no head of words
     padded = {name for name, parameter in layout.skeleton.named_parameters() if id(parameter) in ends}
     for name, shape in layout.shapes.items():
         if name in padded and held[name][1:] == shape[1:] and held[name][0] > shape[0]:

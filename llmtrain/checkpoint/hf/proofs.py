@@ -18,9 +18,10 @@ from llmtrain import log, units
 from llmtrain.checkpoint.memory import memory_available
 from llmtrain.engine.malloc import return_freed_memory
 from llmtrain.errors import CheckpointError, UserError
-from llmtrain.models.build import decoder_layers, skeleton
+from llmtrain.models.build import auto_class, decoder_layers, skeleton
 from llmtrain.models.frozen import freeze, frozen_tensors, named_tensors
 from llmtrain.models.layout import FolderLayout, Part
+from llmtrain.models.score import gives_scores
 from llmtrain.models.source import RandomSource
 from llmtrain.tensors.checksum import checksum
 from llmtrain.tensors.tensorfile import numel
@@ -156,11 +157,12 @@ def prove_logits(
         ProofError: they differ, or transformers does not take every parameter from the folder.
     """
     # transformers reads tensors of one type as they are; of several it would round some to the model's.
+    kind = auto_class(layout.skeleton.config)
     loads_as = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
     compare_logits(
         layout,
         lambda tokens: logits_of(layout.skeleton, values, tokens),
-        lambda tokens: _folder_logits(folder, tokens, loads_as, trust_remote_code=trust_remote_code),
+        lambda tokens: _folder_logits(folder, kind, tokens, loads_as, trust_remote_code=trust_remote_code),
         check,
         report,
         title="logits",
@@ -261,7 +263,21 @@ def logits_of(hf: nn.Module, values: Callable[[str, int, int], Tensor], tokens: 
             for hook in hooks:
                 stack.callback(hook.remove)
         stack.callback(empty, fill(rest))
-        return hf.eval()(input_ids=tokens, use_cache=False).logits.float()
+        return _said_of(hf.eval(), tokens)
+
+
+def _said_of(hf: Any, tokens: Tensor) -> Tensor:
+    """The logits of [1, T] tokens, [1, T, V]; of a model that gives scores those at all places, and the one it reads:
+    [1, T + 1, 1]."""
+    if not gives_scores(hf.config):
+        return hf(input_ids=tokens, use_cache=False).logits.float()
+    seen: list[Tensor] = []
+    hook = hf.score.register_forward_hook(lambda _module, _given, scores: seen.append(scores))
+    try:
+        read = hf(input_ids=tokens, use_cache=False).logits
+    finally:
+        hook.remove()
+    return torch.cat([seen[0], read.unsqueeze(0)], dim=1).float()
 
 
 def _copy(tensor: Tensor, name: str, values: Callable[[str, int, int], Tensor]) -> None:
@@ -271,13 +287,12 @@ def _copy(tensor: Tensor, name: str, values: Callable[[str, int, int], Tensor]) 
 
 
 @torch.no_grad()
-def _folder_logits(folder: Path, tokens: Tensor, dtype: torch.dtype, *, trust_remote_code: bool) -> Tensor:
-    from transformers import AutoModelForCausalLM
+def _folder_logits(folder: Path, kind: Any, tokens: Tensor, dtype: torch.dtype, *, trust_remote_code: bool) -> Tensor:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation="eager",

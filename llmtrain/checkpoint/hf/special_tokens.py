@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from llmtrain.checkpoint.hf.proofs import Report
 from llmtrain.data.tokenize import named_token
 from llmtrain.errors import DataError
 
@@ -46,6 +47,24 @@ def configure(config: Any, ids: dict[str, int | None]) -> None:
         config.bos_token_id = ids["bos_token_id"]
     if getattr(config, "pad_token_id", None) is None and ids.get("pad_token_id") != eos:
         config.pad_token_id = ids.get("pad_token_id")
+
+
+def pad_apart(config: Any, report: Report) -> None:
+    """Let a reward model's configuration name no padding token that also ends an answer.
+
+    transformers reads the score at the last token that is not the padding token: where that ends the answer, too, it
+    would read the one before, which no training has seen. Without one it takes rows singly, and refuses to guess.
+    """
+    text, ends = config.get_text_config(), getattr(config, "eos_token_id", None)
+    pad = text.pad_token_id
+    if pad is not None and pad in (ends if isinstance(ends, list) else [ends]):
+        for each in (config, text):
+            each.pad_token_id = None
+        report.add(
+            "padding",
+            f"pad_token_id {pad} left out: it ends answers, and transformers would read the score before it. For "
+            "batches set config.pad_token_id to a token that ends none",
+        )
 
 
 def generation_settings(config: Any, ids: dict[str, int | None]) -> dict[str, Any]:

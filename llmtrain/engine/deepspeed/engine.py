@@ -28,9 +28,11 @@ from llmtrain.models.head import Head
 from llmtrain.models.language import LanguageModel, compare_losses
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.score import gives_scores, last_read
 from llmtrain.models.varlen import Documents, set_documents
 from llmtrain.objectives.next_token import NEXT_TOKEN, NextToken
 from llmtrain.objectives.objective import Objective
+from llmtrain.objectives.reward import LastScore
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Which of them there are depends on fp16.loss_scale."""
@@ -187,7 +189,7 @@ class ZeroEngine:
         return [float(each) / max(1, weight) for each in total]
 
     def check_head(self, inputs: Tensor) -> None:
-        """Compare our loss on `inputs` [1, T] with the one of transformers' own logits.
+        """Compare our loss on `inputs` [1, T], or their score, with the one of transformers' own logits.
 
         A head that scales or caps its logits in a way that we do not know would train on a wrong loss in silence.
 
@@ -196,10 +198,12 @@ class ZeroEngine:
         """
         inputs = self._shareable(inputs)
         micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
-        ours, _ = self.evaluate([micro])
+        scores = gives_scores(self.module.config)
+        own: Objective = LastScore(last_read(self.module.config, inputs)) if scores else NEXT_TOKEN
+        ours, _ = self.evaluate([micro], own)
         self._want_logits(True)
         try:
-            theirs, _ = self.evaluate([micro], _OfLogits())
+            theirs, _ = self.evaluate([micro], LastScore(given=True) if scores else _OfLogits())
         finally:
             self._want_logits(False)
         compare_losses(self.module.hf, ours["loss"], theirs["loss"])
@@ -220,10 +224,11 @@ class ZeroEngine:
         labels[:, :half] = IGNORE
         other = inputs.clone()
         other[:, :half] = inputs[:, :half].flip(1).roll(1, dims=1)
+        last: Objective = LastScore() if gives_scores(self.module.config) else NEXT_TOKEN
         losses = []
         for tokens in (inputs, other):
             micro = MicroBatch(inputs=tokens, labels=labels, sample_indices=[], positions=positions)
-            losses.append(self.evaluate([micro])[0]["loss"])
+            losses.append(self.evaluate([micro], last)[0]["loss"])
         if not abs(losses[0] - losses[1]) <= 1e-5 * max(1.0, abs(losses[0])):
             raise ModelError(
                 "data.isolate_documents: with other tokens in a row's first document the loss of its second changes "

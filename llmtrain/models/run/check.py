@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from llmtrain.config.objective import SCORED
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
@@ -20,11 +21,13 @@ from llmtrain.models.build import decoder_layers, layer_configs, load_config
 from llmtrain.models.experts import check_stages
 from llmtrain.models.fields import check_fields
 from llmtrain.models.frozen import frozen_names, tensor_shapes
+from llmtrain.models.head import Head
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel import balance
 from llmtrain.models.patches import attention_is, loads_as_causal_model, takes_flash_attention
-from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
+from llmtrain.models.score import gives_scores, last_read
+from llmtrain.models.source import refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.probe import probe_copy
 
@@ -68,7 +71,7 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
         problems.raise_if_any()
     key = "model.pretrained" if model.pretrained else "model.config"
     _load_config(model, key, places, problems)
-    spec = ModelSpec.of(model, run.adapter)
+    spec = ModelSpec.of(model, run.adapter, scores=run.objective.name in SCORED)
     hf = spec.skeleton
     if model.attention in _FLASH_PACKAGES:
         _check_flash(hf, model.attention, places, problems)
@@ -109,7 +112,7 @@ def check_weights(spec: ModelSpec) -> None:
     Raises ModelError or ConfigError.
     """
     if spec.model.folder is not None:
-        with contextlib.closing(SafetensorsSource(spec.model.folder, spec.layout)) as source:
+        with contextlib.closing(spec.folder_values(spec.model.folder)) as source:
             refuse_other_shapes(source, tensor_shapes(spec.skeleton))
     if spec.adapter.r is not None and spec.adapter.start:
         read_peft(spec.adapter, spec.adapter_shapes)
@@ -195,6 +198,9 @@ def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
         other, labels = ids.clone(), ids.roll(-1, dims=1)
         other[0, -1] += 1
         with torch.no_grad():
+            if gives_scores(hf.config):
+                _check_scores(language, ids, other, key)
+                return
             logits, changed = (language.logits(each)[:, :-1] for each in (ids, other))
             counted = labels.masked_fill(labels == ids[0, 0], IGNORE)
             ours = float(language(ids, lambda head, hidden: head.nll_sum(hidden, counted))) / (ids.shape[1] - 1)
@@ -202,20 +208,37 @@ def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:
         raise
     except Exception:  # the copy's sizes do not go together, or it asks for more than tokens
         return
-    if not torch.allclose(logits, changed, atol=1e-5):
+    _refuse_both_directions(hf, logits, changed, key)
+    theirs = float(nn.functional.cross_entropy(logits.float().flatten(0, 1), labels[:, :-1].flatten()))
+    compare_losses(hf, ours, theirs)
+
+
+def _refuse_both_directions(hf: PreTrainedModel, before: torch.Tensor, after: torch.Tensor, key: str) -> None:
+    """Raises ModelError: a later token changes what the model says of earlier ones."""
+    if not torch.allclose(before, after, atol=1e-5):
         raise ModelError(
             f"{key}: {type(hf).__name__} reads in both directions, so it sees the token that it should predict. "
             "Take a decoder, such as llama or qwen3."
         )
-    theirs = float(nn.functional.cross_entropy(logits.float().flatten(0, 1), labels[:, :-1].flatten()))
-    compare_losses(hf, ours, theirs)
+
+
+def _check_scores(language: LanguageModel, ids: torch.Tensor, other: torch.Tensor, key: str) -> None:
+    """The same of a model that gives scores. `other`: `ids` [1, T] but for the last token. Raises ModelError."""
+
+    def every(head: Head, hidden: torch.Tensor) -> torch.Tensor:
+        return head.scores(hidden)
+
+    ours, changed = (language(each, every) for each in (ids, other))
+    _refuse_both_directions(language.hf, ours[:, :-1], changed[:, :-1], key)
+    place = last_read(language.config, ids)
+    compare_losses(language.hf, float(ours[0, place]), float(language.logits(ids)))
 
 
 def _check_export(spec: ModelSpec) -> None:
     """The folder that the run ends with can be written and loaded. Raises ModelError."""
     try:
         hf, _ = spec.skeleton, spec.layout
-        if not loads_as_causal_model(hf.config):
+        if not spec.scores and not loads_as_causal_model(hf.config):
             raise ModelError(
                 f"model: transformers makes a {type(hf).__name__} of a part of its configuration, "
                 f"{type(hf.config).__name__}, from which it loads no causal language model."

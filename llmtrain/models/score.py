@@ -1,0 +1,62 @@
+"""A decoder with a score in place of likelihoods: transformers' ForSequenceClassification with one label.
+
+What a configuration makes is told by the configuration itself, as in a folder's config.json: `architectures` names the
+class, and `id2label` has one entry. So checkpoints, exports and small copies need no other mark.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.errors import ModelError
+from llmtrain.models.patches import score_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+WEIGHT = "score.weight"
+"""The head: [1, H], no bias."""
+_SUFFIX = "ForSequenceClassification"
+
+
+def gives_scores(config: PreTrainedConfig) -> bool:
+    """Whether a model of this configuration gives one score for a text."""
+    names = getattr(config, "architectures", None) or []
+    return any(str(name).endswith(_SUFFIX) for name in names) and config.num_labels == 1
+
+
+def with_score(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy that makes a model of the same decoder with a score. Raises ModelError: transformers has no such class."""
+    kind = score_class(config)
+    if kind is None:
+        raise ModelError(
+            f"objective.name reward: transformers has no {_SUFFIX} for {config.model_type}, and a reward model is "
+            "saved as one. Take another family, such as llama or qwen3."
+        )
+    made = copy.deepcopy(config)
+    made.architectures = [kind]
+    made.num_labels = 1
+    return made
+
+
+def score_layer(hf: PreTrainedModel) -> nn.Linear:
+    """The head. Raises ModelError: it is no linear layer called `score`."""
+    layer = getattr(hf, "score", None)
+    if not isinstance(layer, nn.Linear) or layer.out_features != 1 or layer.bias is not None:
+        raise ModelError(
+            f"model: {type(hf).__name__} has no linear layer `score` without a bias and with one output "
+            f"({type(layer).__name__}), which a reward is read from. Take another family, such as llama or qwen3."
+        )
+    return layer
+
+
+def last_read(config: PreTrainedConfig, inputs: Tensor) -> int:
+    """Where transformers' classes read the score of `inputs` [1, T]: the last place, or the last that does not pad."""
+    pad = config.get_text_config().pad_token_id
+    if pad is None:
+        return inputs.shape[1] - 1
+    return int(((inputs[0] != pad) * torch.arange(inputs.shape[1])).argmax())

@@ -1,0 +1,88 @@
+"""The reference of an objective over answers, computed at each step: the model with its adapter switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from llmtrain.config.run import ObjectiveConfig
+from llmtrain.data.loader import AnswerBatch, MicroBatch, UnpairedBatch
+from llmtrain.models.adapter import without_adapter
+from llmtrain.models.head import Head
+from llmtrain.objectives.answers import answers_in
+from llmtrain.objectives.objective import Evaluate, LooksAhead, Objective
+from llmtrain.objectives.preference import answers_of
+
+
+class LogProbs:
+    """An objective that keeps the log-probabilities of answers, micro-batch by micro-batch."""
+
+    figures: tuple[str, ...] = ("loss",)
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Tensor, Tensor]] = []
+        """(rows of the split, int64 [A]; log-probabilities, fp32 [A]) of each, on the device; in a pipeline on the last
+        stage only."""
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Answers."""
+        return len(answers_in(micro).rows)
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[1]."""
+        batch = answers_in(micro)
+        log_prob, _ = answers_of(head, hidden, batch)
+        self.found.append((batch.rows, log_prob))
+        return -log_prob.sum().unsqueeze(0)
+
+
+class OnlineReference:
+    """An objective whose reference is the run's own base: before each step it goes over the global batch without a
+    gradient. A forward pass more a step, and neither a second model nor a column in the data."""
+
+    def __init__(self, objective: Objective, base: Callable[[], AbstractContextManager[None]]) -> None:
+        """`base`: a context in which the model computes as its base does."""
+        self.figures = objective.figures
+        self._objective, self._base = objective, base
+        self._known: dict[tuple[int, ...], Tensor] = {}
+        """By a micro-batch's samples: of its answers, fp32 [A]."""
+
+    def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
+        """The reference's log-probabilities; then what the objective itself wants to know."""
+        given = [answers_in(micro) for micro in micros]
+        others: list[AnswerBatch] = [micro.mismatched for micro in given if isinstance(micro, UnpairedBatch)]
+        with self._base():
+            known, of_others = (_log_probs(some, evaluate) for some in (given, others))
+        self._known = {tuple(micro.sample_indices): each for micro, each in zip(given, known, strict=False)}
+        if not isinstance(self._objective, LooksAhead):
+            return
+        there: list[MicroBatch] = list(given)
+        if of_others:  # else another stage of the pipeline has them, and computes
+            pairs = zip(given, others, known, of_others, strict=True)
+            there = [replace(m, reference=r, mismatched=replace(o, reference=q)) for m, o, r, q in pairs]  # type: ignore[call-arg]
+        self._objective.look(there, evaluate)
+
+    def weight(self, micro: MicroBatch) -> int:
+        """The objective's."""
+        return self._objective.weight(micro)
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """The objective's."""
+        known = self._known[tuple(micro.sample_indices)]
+        return self._objective.sums(head, hidden, replace(answers_in(micro), reference=known))
+
+
+def _log_probs(micros: list[AnswerBatch], evaluate: Evaluate) -> list[Tensor]:
+    collect = LogProbs()
+    if micros:
+        evaluate(micros, collect)
+    return [log_prob for _, log_prob in collect.found]
+
+
+def with_reference(objective: Objective, config: ObjectiveConfig, module: nn.Module) -> Objective:
+    """The objective as a run with this module minimises it."""
+    return OnlineReference(objective, partial(without_adapter, module)) if config.reference == "online" else objective

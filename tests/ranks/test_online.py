@@ -1,0 +1,96 @@
+"""The reference computed at each step, from the base of an adapter, against the column of the same numbers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmtrain.config.run import ObjectiveConfig
+from llmtrain.data.loader import TrainLoader, validation_batches
+from llmtrain.data.packing import TrainData
+from llmtrain.models.spec import ModelSpec
+from llmtrain.schedule import learning_rate_factor
+from tests.helpers.preference import prepared_preferences, prepared_unpaired
+from tests.helpers.training import (
+    LLAMA,
+    Case,
+    Trace,
+    assembled,
+    case_data,
+    largest_difference,
+    make_engine,
+    resolved_run,
+)
+
+ADAPTER = {"r": 4, "alpha": 8.0, "targets": ["all-linear"]}
+STEPS = 4
+
+
+def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, list[dict[str, float]]]:
+    """As a run does it, with its column where it has one; the last figures are of a validation."""
+    import torch.distributed as dist
+
+    from llmtrain.objectives.objective import LooksAhead
+    from llmtrain.objectives.online import with_reference
+    from llmtrain.objectives.preference import objective_of
+    from llmtrain.reference import write_columns
+    from llmtrain.session import Session
+    from tests.helpers.training import joined
+
+    ranks = joined()
+    resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
+    if config.reference == "column":
+        write_columns(resolved, ModelSpec.of(resolved.run.model, resolved.run.adapter), ranks)
+        dist.barrier(group=ranks.control)
+        data.take_reference(resolved.precision)
+    engine, ranks = make_engine(case)
+    batch, rank = resolved.batch, engine.mesh.place.data
+    rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=STEPS)
+    objective = with_reference(objective_of(config), config, engine.module)
+    session = Session(engine, ranks, resolved.degrees, rate, seed=0, objective=objective)
+    shares = {"global_batch": batch.global_batch, "micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
+    with TrainLoader(data, **shares, rank=rank, data_parallel=batch.data_parallel) as loader:
+        figures = [session.figures(session.step(next(loader))) for _ in range(STEPS)]
+    last = list(validation_batches(data, sequences=3, micro_batch=2, rank=rank, data_parallel=batch.data_parallel))
+    if isinstance(objective, LooksAhead):
+        objective.look(last, engine.evaluate)
+    figures.append(engine.evaluate(last, objective)[0])
+    trace = Trace([each["loss"] for each in figures], [], assembled(engine, ranks))
+    engine.close()
+    return trace, figures
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("dpo", {"stage": 3, "accumulation": 2, "extra": {"activation_checkpointing": {}}}),
+        pytest.param("dpo", {"stage": 1, "pipeline": 2, "accumulation": 3}, marks=pytest.mark.slow),
+        pytest.param("kto", {"stage": 1, "pipeline": 2, "accumulation": 3}, marks=pytest.mark.slow),
+        pytest.param("kto", {"stage": 2, "accumulation": 3}, marks=pytest.mark.slow),
+        pytest.param("ipo", {"stage": 0, "precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param("dpo", {"stage": 1, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: (
+        value if isinstance(value, str) else "-".join(f"{k}{v}" for k, v in value.items() if k != "extra")
+    ),
+)
+def test_the_base_of_an_adapter_is_the_reference(pools: Any, tmp_path: Any, name: str, form: dict[str, Any]) -> None:
+    """The first ratio is exactly 0; all that follows is that of the column, within 1e-6."""
+    folder = prepared_unpaired(tmp_path) if name == "kto" else prepared_preferences(tmp_path)
+    model = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    case = Case(data=folder, length=192, isolate_documents=True, steps=STEPS, model=model, adapter=ADAPTER,
+                lr=5e-3, **form)  # fmt: skip
+    column = ObjectiveConfig(name=name)  # type: ignore[arg-type]
+    want, _ = pools(2).run(trained, case, column)[0]
+    for got, figures in pools(2).run(trained, case, replace(column, reference="online")):
+        zero = "unpaired/kl" if name == "kto" else "pairs/margin"
+        assert figures[0][zero] == 0.0 and abs(figures[-2][zero]) > 1e-4
+        if name == "dpo":
+            assert math.isclose(figures[0]["loss"], math.log(2), abs_tol=1e-6)
+        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-6 * max(want.losses)
+        if got.parameters:
+            assert largest_difference(got.parameters, want.parameters) < 1e-6

@@ -1,0 +1,200 @@
+"""A reward model against its definition in plain PyTorch: ZeRO 0 to 3, whole and beside an adapter; resume.
+
+Both sides are fp32: 1e-5 is a few roundings of a loss near 1 after four steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.config.run import AdapterConfig, ModelConfig, ScheduleConfig
+from llmtrain.data.loader import TrainLoader
+from llmtrain.data.packing import TrainData
+from llmtrain.models.spec import ModelSpec
+from llmtrain.schedule import learning_rate_factor
+from tests.helpers.preference import Plain, prepared_preferences
+from tests.helpers.training import (
+    GLOBAL_BATCH,
+    LLAMA,
+    Case,
+    Trace,
+    assembled,
+    case_data,
+    largest_difference,
+    make_engine,
+    resolved_run,
+    save_checkpoint,
+)
+
+LENGTH, STEPS = 192, 4
+ADAPTER = {"r": 4, "alpha": 8.0, "targets": ["all-linear"]}
+Figures = list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return prepared_preferences(tmp_path_factory.mktemp("pairs"))
+
+
+def case_of(pairs: str, **form: Any) -> Case:
+    form = {"lr": 1e-3, "model": {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}, **form}
+    form = {"objective": {"name": "reward"}, **form}
+    return Case(data=pairs, length=LENGTH, isolate_documents=True, steps=STEPS, **form)
+
+
+def plainly(case: Case) -> tuple[Trace, Figures]:
+    """One process, each row alone through transformers' own class, which reads the score at its last token."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    fields = dict(case.model)
+    hf: Any = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), num_labels=1, **fields)
+    )
+    adapter = AdapterConfig(**case.adapter)
+    spec = ModelSpec.of(ModelConfig(config=dict(case.model)), adapter, scores=True)
+    source = spec.initial_weights(0, torch.device("cpu"))
+    if adapter.r is not None:
+        for name, parameter in hf.named_parameters():
+            parameter.requires_grad_(name == "score.weight")
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules=r".*layers.*_proj", init_lora_weights=False)
+        hf = inject_adapter_in_model(lora, hf, low_cpu_mem_usage=False)
+    plain_of = {n: n.replace(".base_layer.", ".").replace(".default", "") for n, _ in hf.named_parameters()}
+    with torch.no_grad():
+        for name, value in hf.named_parameters():
+            value.copy_(source.read(plain_of[name], 0, value.numel()).view_as(value))
+    rows, data = Plain(hf, case.data).rows, TrainData(case_data(case))
+    trained = [p for p in hf.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.dim() >= 2) is two] for two in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=case.lr, betas=(0.9, 0.95), eps=1e-8)
+    schedule, trace, figures = ScheduleConfig(name="cosine", warmup_steps=min(3, STEPS - 1)), Trace([], []), []
+    for step in range(STEPS):
+        windows = [data.window_at(step * GLOBAL_BATCH + at) for at in range(GLOBAL_BATCH)]
+        taken = [int(row) for window in windows if window.rows is not None for row in window.rows]
+        scores = []
+        for row in taken:
+            ids, counted = rows[row]
+            upto = int(counted.nonzero()[0][-1]) + 1
+            scores.append(hf(input_ids=torch.from_numpy(ids[None, :upto]), use_cache=False).logits[0, 0])
+        w, x = torch.stack(scores).view(-1, 2).T
+        loss = (-F.logsigmoid(w - x) + case.objective.get("centering", 0.0) * (w + x) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, case.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = case.lr * learning_rate_factor(schedule, step, STEPS)
+        optimizer.step()
+        trace.losses.append(loss.item())
+        w, x = w.detach(), x.detach()
+        figures.append({"pairs/margin": float((w - x).mean()), "pairs/accuracy": float((w > x).float().mean()),
+                        "pairs/chosen_reward": float(w.mean()), "pairs/rejected_reward": float(x.mean())})  # fmt: skip
+    trace.parameters = {plain_of[name]: p.detach().clone() for name, p in hf.named_parameters() if p.requires_grad}
+    return trace, figures
+
+
+def trained(case: Case, folder: str = "", resumes: bool = False) -> tuple[Trace, Figures]:
+    """As a run does it. `folder`: saves after two steps; `resumes`: begins with other weights from there."""
+    from llmtrain.checkpoint.load import load_checkpoint
+    from llmtrain.objectives.preference import objective_of
+    from llmtrain.session import Session
+
+    engine, ranks = make_engine(case)
+    resolved, data, first = resolved_run(case, ranks.world_size), TrainData(case_data(case)), 2 if resumes else 0
+    batch = resolved.batch
+    if resumes:
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.data.add_(1.0)
+        load_checkpoint(engine, CheckpointReader(next(Path(folder).glob("step-*"))), {}, ranks)
+    rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=STEPS)
+    objective = objective_of(resolved.run.objective)
+    session = Session(engine, ranks, resolved.degrees, rate, seed=0, step=first, objective=objective)
+    figures = []
+    with TrainLoader(data, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
+                     accumulation=batch.accumulation, rank=engine.mesh.place.data,
+                     data_parallel=batch.data_parallel, start_index=first * GLOBAL_BATCH) as loader:  # fmt: skip
+        for step in range(first, STEPS):
+            if step == 2 and folder and not resumes:
+                state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale(), "step": 2,
+                         "tokens": 0,
+                         "model_config": engine.module.config.to_dict(), "run": asdict(resolved.run)}  # fmt: skip
+                save_checkpoint(engine, Path(folder), 2, state, resolved, ranks)
+            figures.append(session.figures(session.step(next(loader))))
+    trace = Trace([each["loss"] for each in figures], [], assembled(engine, ranks))
+    engine.close()
+    return trace, figures
+
+
+FORMS: list[dict[str, Any]] = [
+    {"stage": 3, "accumulation": 2, "extra": {"activation_checkpointing": {}}, "objective": {"centering": 0.1}},
+    {"stage": 2, "accumulation": 3, "adapter": ADAPTER},
+    {"stage": 0},
+    {"stage": 1, "accumulation": 6},
+    {"stage": 2, "objective": {"centering": 0.1}},
+    {"stage": 3, "adapter": ADAPTER},
+]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [*FORMS[:2], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[2:])],
+    ids=lambda form: "-".join(f"{k}{v if isinstance(v, int) else ''}" for k, v in form.items() if k != "extra"),
+)
+def test_a_reward_model_is_its_definition_under_every_form(pools, pairs, tmp_path, form):
+    """And resumes bit for bit; figures are those of the global batch."""
+    case = case_of(pairs, **{**form, "objective": {"name": "reward", **form.get("objective", {})}})
+    want, expected = plainly(case)
+    assert want.losses[-1] < want.losses[0] - 0.01
+    whole = pools(2).run(trained, case, str(tmp_path))
+    again = pools(2).run(trained, case, str(tmp_path), True)
+    for (got, figures), (resumed, _) in zip(whole, again, strict=True):
+        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
+        assert set(want.parameters) <= set(got.parameters)
+        own = {name: got.parameters[name] for name in want.parameters}
+        assert largest_difference(own, want.parameters) < 1e-5
+        for have, wanted in zip(figures, expected, strict=True):
+            assert all(math.isclose(have[key], value, abs_tol=2e-5) for key, value in wanted.items())
+        assert resumed.losses == got.losses[2:]
+        assert all(torch.equal(resumed.parameters[name], value) for name, value in got.parameters.items())
+    check_exports(next(tmp_path.glob("step-*")), tmp_path, adapted=bool(case.adapter))
+
+
+def check_exports(checkpoint: Path, folder: Path, *, adapted: bool) -> None:
+    """transformers and peft load them; scores of a few tokens are those of the other form."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    whole = export_hf(checkpoint, folder / "whole", merge=adapted)
+    assert any(" x 1 logits agree" in line for line in whole.lines), whole.lines
+    hf: Any = AutoModelForSequenceClassification.from_pretrained(folder / "whole", dtype=torch.float32)
+    assert hf.config.architectures == ["LlamaForSequenceClassification"] and hf.config.num_labels == 1
+    score = CheckpointReader(checkpoint).read("score.weight", 0, 64)
+    assert torch.equal(hf.score.weight.detach().flatten(), score)
+    if not adapted:
+        return
+    report = export_hf(checkpoint, folder / "peft")
+    assert any(line.startswith("adapter") for line in report.lines), report.lines
+    config = json.loads((folder / "peft/adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["score"]
+    base = AutoModelForSequenceClassification.from_config(hf.config, dtype=torch.float32)
+    own, reader = {}, CheckpointReader(checkpoint)
+    for name, value in base.named_parameters():
+        own[name] = reader.read(name, 0, value.numel()).view_as(value).clone()
+    own["score.weight"].zero_()  # what the folder holds takes its place
+    base.load_state_dict(own)
+    peft, ids = PeftModel.from_pretrained(base, str(folder / "peft")), torch.arange(3, 40)[None]
+    with torch.no_grad():
+        ours, theirs = hf.eval()(input_ids=ids).logits, peft.eval()(input_ids=ids).logits
+    assert float((ours - theirs).abs()) < 1e-5 < float(ours.abs())
