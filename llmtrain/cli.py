@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sites": ("llmtrain.sites.command", "start the coordinator of sites that train one model, or show who is there"),
     "parity": ("llmtrain.parity.command", "hold a small copy of a run against plain PyTorch in one process"),
     "generate": ("llmtrain.generate", "print a continuation of a prompt"),
+    "chat": ("llmtrain.chat", "talk with a trained model in the terminal"),
     "report": ("llmtrain.tracking.report", "draw a run's loss, throughput and memory"),
     "checkpoint": ("llmtrain.checkpoints", "list, verify, compare, convert and delete checkpoints"),
 }

@@ -15,7 +15,8 @@ from llmtrain.config.objective import NEXT_TOKEN, UNPAIRED
 from llmtrain.config.run import RunConfig
 from llmtrain.data.baseline import ngram_baselines
 from llmtrain.data.loader import TrainData
-from llmtrain.generate import Sampling, generate
+from llmtrain.generate import generate
+from llmtrain.inference import Sampling
 from llmtrain.tracking.metrics import perplexity
 from llmtrain.tracking.tracker import Tracker
 

@@ -30,6 +30,7 @@ from llmtrain.data.options import options
 from llmtrain.data.pool import run_units
 from llmtrain.data.progress import Progress
 from llmtrain.data.records import Document, Rejection, read_piece
+from llmtrain.data.sample import CONVERSATIONS, write_sample
 from llmtrain.data.settings import PrepareSettings
 from llmtrain.data.shards import rows_path
 from llmtrain.data.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
@@ -63,6 +64,8 @@ def prepare(settings: PrepareSettings) -> Manifest:
             manifest = _manifest(settings, [files, validation], plan, records, out)
         finally:  # where a split is empty it tells why
             _write_rejected(out, records)
+        if settings.chat is not None:
+            write_sample(out, records)
         manifests.write_manifest(out, manifest)
         shutil.rmtree(out / UNFINISHED)
     if left_out := sum(record.get("left_out", 0) for record in records):
@@ -164,6 +167,7 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path) -> list[dict[st
         cut_bytes=sys.maxsize if settings.chat else cut_above(settings.fraction, sum(unit.bytes for unit in work)),
         reject_limit=settings.max_rejected + _LISTED,
         chat=settings.chat,
+        sample=math.ceil(CONVERSATIONS / max(1, sum(not unit.validation for unit in work))),
     )
     progress = Progress(sum(unit.bytes for unit in work), sum(unit.bytes for unit in work if unit.index in records))
 

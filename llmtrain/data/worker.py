@@ -24,6 +24,7 @@ from llmtrain.data.chat import ChatEncoder, ChatOptions, Row
 from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.messages import RefusedError
 from llmtrain.data.records import Document, Rejection, read_piece, reject
+from llmtrain.data.sample import kept
 from llmtrain.data.shards import rows_path
 from llmtrain.data.sources import Piece, Unit
 from llmtrain.data.split import draw, parts
@@ -53,6 +54,8 @@ class WorkerSettings:
     """Give a unit up after this many rejections: the run will stop anyway, and the list must not fill the memory."""
     chat: ChatOptions | None = None
     """The documents are conversations; None: they are texts."""
+    sample: int = 0
+    """Keep so many of each unit's conversations with the places of their rows."""
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> WorkerSettings:
@@ -169,6 +172,8 @@ class _Written:
     """Documents for training that are in --validation-source, too."""
     hashes: bytearray = field(default_factory=bytearray)
     """Of a unit for validation, 16 bytes each."""
+    sample: list[dict[str, Any]] = field(default_factory=list)
+    """Of conversations, `kept` for the first ones."""
     lowest_draw: float = 1.0
     """The smallest validation fraction that would hold one of the documents out whole."""
 
@@ -202,6 +207,7 @@ def process_unit(
         if isinstance(encoder, ChatEncoder):
             record["chat"] = {split: writers[split].of_chat() for split in SPLITS}
             record["too_long"] = encoder.too_long - too_long
+            record["sample"] = written.sample
         if unit.validation:
             _hashes_path(out, unit.index).write_bytes(written.hashes)
         replace_file(unit_record_path(out, unit.index), json.dumps(record).encode())
@@ -234,8 +240,11 @@ def _write_documents(
         for (piece, document, side, _), rows in zip(batch, _rows(encoder, [text for *_, text in batch]), strict=True):
             if isinstance(rows, str):
                 written.rejected.append(reject(piece, document, rows))
-            else:
-                chosen[side] += rows
+                continue
+            at = writers["train"].documents + len(chosen["train"])
+            if side == "train" and settings.chat is not None and len(written.sample) < settings.sample:
+                written.sample += filter(None, [kept(document.text, rows, at, settings.chat)])
+            chosen[side] += rows
         for split in SPLITS:
             writers[split].write(chosen[split], None if isinstance(encoder, ChatEncoder) else encoder.separator_id)
         progress(filled)

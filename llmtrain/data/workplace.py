@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import log, units
+from llmtrain.data import sample
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.worker import UNFINISHED
@@ -97,7 +98,7 @@ def start_or_continue(out: Path, plan: dict[str, Any]) -> None:
 
 def clear(out: Path) -> None:
     """Delete all that `prepare` has made in the folder."""
-    for leftover in (*out.glob("*-*.bin"), *out.glob("*-*.rows"), out / REJECTED):
+    for leftover in (*out.glob("*-*.bin"), *out.glob("*-*.rows"), out / REJECTED, out / sample.NAME):
         leftover.unlink(missing_ok=True)
     for folder in (UNFINISHED, "tokenizer"):
         shutil.rmtree(out / folder, ignore_errors=True)

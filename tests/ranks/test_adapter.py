@@ -25,7 +25,8 @@ from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.engine.moved import unmoved
 from llmtrain.engine.weights import prove_weights
 from llmtrain.errors import ConfigError
-from llmtrain.generate import Sampling, generate
+from llmtrain.generate import generate
+from llmtrain.inference import Sampling
 from llmtrain.models.adapter import PREFIX, WEIGHTS, B, plain_name, scale
 from llmtrain.models.parameters import local_parameter
 from llmtrain.models.spec import ModelSpec

@@ -14,7 +14,7 @@ from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cli import main
 from llmtrain.data.tokenize import train_bpe
-from llmtrain.generate import Sampling
+from llmtrain.inference import Sampling
 from tests.helpers import gpu_texts
 from tests.helpers.hf_folders import TOKENS, checkpoint_of, new_model
 

@@ -11,6 +11,7 @@ from typing import Any
 from llmtrain import foreign
 from llmtrain.checkpoint.format import MANIFEST, hash_file
 from llmtrain.checkpoint.hf.proofs import Report
+from llmtrain.checkpoint.hf.serving import chat_folders, ends_of
 from llmtrain.checkpoint.hf.special_tokens import configure, generation_settings, pad_apart, special_ids
 from llmtrain.checkpoint.hf.weight_files import WeightFiles
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -55,7 +56,7 @@ def write_others(
         config.dtype, config.architectures = dtype, [type(layout.skeleton).__name__]
         ids = special_ids(beside, trainer.get("separator_id"))
         if ids:
-            configure(config, ids)
+            configure(config, ids, ends_of(chat_folders(trainer)))
         if gives_scores(config):
             pad_apart(config, report)
             (folder / "generation_config.json").unlink(missing_ok=True)

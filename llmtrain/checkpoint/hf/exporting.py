@@ -27,6 +27,7 @@ from llmtrain.checkpoint.hf.proofs import (
     prove_logits,
     read_back,
 )
+from llmtrain.checkpoint.hf.serving import prove_serving
 from llmtrain.checkpoint.hf.weight_files import DTYPES, MAX_SHARD_BYTES, Shard, WeightFiles, as_described, cut
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -102,6 +103,7 @@ def export_hf(
         if check != "none":
             values = _Rounding(reader, layout, files, merged, rounded=False).value
             _prove(folder.partial, values, layout, files, rounded, check, report, trust_remote_code=trust_remote_code)
+            prove_serving(folder.partial, trainer, report)
         folder.commit()
     if target != out:
         _replace(out, target)
@@ -126,6 +128,8 @@ def _export_adapter(
     with OutputFolder(target, {"to-hf": str(reader.folder.resolve()), "adapter": kind}) as folder:
         size = write_peft(folder.partial, reader, trainer, layout, adapter, kind, check, report)
         copy_beside(folder.partial, trainer, reader.folder, report)
+        if check != "none":
+            prove_serving(folder.partial, trainer, report)
         write_mark(folder.partial, reader.folder, trainer)
         folder.commit()
     if target != out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ def special_ids(tokenizer: Path | None, separator: int | None) -> dict[str, int 
     return {f"{role}_token_id": read.token_to_id(name) if name else None for role, name in names.items()}
 
 
-def configure(config: Any, ids: dict[str, int | None]) -> None:
-    """Write `special_ids` into a transformers configuration.
+def configure(config: Any, ids: dict[str, int | None], ends: Sequence[int] = ()) -> None:
+    """Write `special_ids` into a transformers configuration, and `ends`, at which trained answers end.
 
     A family's own defaults (Llama: begin 1, end 2) are ordinary words of another vocabulary, and a server that reads
     config.json would stop there. Several ends of a chat model stay, if the tokenizer's is one of them. The padding
@@ -43,6 +44,9 @@ def configure(config: Any, ids: dict[str, int | None]) -> None:
     eos = ids.get("eos_token_id")
     if eos is not None and eos not in ends:
         config.eos_token_id = eos
+    named = config.eos_token_id if isinstance(getattr(config, "eos_token_id", None), list) else [eos]
+    if more := [number for number in ends if number not in named]:
+        config.eos_token_id = [*(number for number in named if number is not None), *more]
     if "bos_token_id" in ids:
         config.bos_token_id = ids["bos_token_id"]
     if getattr(config, "pad_token_id", None) is None and ids.get("pad_token_id") != eos:

@@ -1,0 +1,146 @@
+"""`llmtrain chat` of a pipe: what the model gets at each turn, where an answer ends, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.cli import main
+from tests.helpers.chat import KINDS, expected, write_tokenizer
+from tests.helpers.hf_folders import checkpoint_of
+from tests.helpers.talkers import write_adapter, write_talker
+
+END = "<|im_end|>"
+HI = {"\n": "h", "h": "i", "i": END}
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_talker(tmp_path_factory.mktemp("talker") / "model", HI)
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Calls the command with lines on standard input: (exit code, standard output, standard error)."""
+
+    def call(lines: list[str], *words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        capsys.readouterr()
+        code = main(["chat", *map(str, words), "--temperature", "0"])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The ids of every prompt that a model is given."""
+    from transformers import LlamaForCausalLM
+
+    given: list[list[int]] = []
+    generate = LlamaForCausalLM.generate
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given.append(kwargs["input_ids"][0].tolist())
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", watched)
+    return given
+
+
+def prompt(folder: Path, *said: tuple[str, str]) -> list[int]:
+    """By hand: the row of the messages up to where the answer, here one letter, begins."""
+    messages = [{"role": role, "content": text} for role, text in (*said, ("assistant", "?"))]
+    return expected(folder, KINDS["chatml"], messages)[-1][0][:-2]
+
+
+def test_each_turn_gets_all_before_it_and_ends_where_training_ends_it(talker, chat, prompts):
+    code, out, err = chat(["one", "", "two", "/clear", "three"], talker, "--system", "be")
+    assert (code, out) == (0, "hi\nhi\nhi\n") and "[cleared]" in err and "cut" not in err
+    first = [("system", "be"), ("user", "one")]
+    assert prompts == [
+        prompt(talker, *first),
+        prompt(talker, *first, ("assistant", "hi"), ("user", "two")),
+        prompt(talker, ("system", "be"), ("user", "three")),
+    ]
+
+
+def test_an_end_that_only_generation_config_names(tmp_path, chat):
+    """Gemma's <end_of_turn>: the tokenizer's eos_token is another."""
+    after = {"\n": "h", "h": "<end_of_turn>", "<end_of_turn>": "x"}
+    code, out, err = chat(["one"], write_talker(tmp_path / "gemma", after, KINDS["gemma"]), "--max-tokens", "9")
+    assert (code, out) == (0, "h\n") and "cut" not in err
+
+
+def test_an_answer_that_the_limit_cuts_is_said_to_be(talker, chat, prompts, tmp_path):
+    code, out, err = chat(["one", "/exit", "two"], talker, "--max-tokens", "2")
+    assert (code, out) == (0, "hi\n") and "[cut after 2 tokens: --max-tokens 2]" in err and len(prompts) == 1
+    few = write_talker(tmp_path / "few", HI)
+    settings = json.loads((few / "config.json").read_text())
+    room = len(prompts[0]) + 1
+    (few / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": room}))
+    code, out, err = chat(["one"], few)
+    assert (code, out) == (0, "h\n") and "[cut after 1 tokens: the model has no more positions]" in err
+    code, out, err = chat(["longer"], few)
+    assert code == 2 and out == "" and f"the model {room} positions" in err
+
+
+def test_with_its_adapter_and_without(talker, tmp_path, chat):
+    lora = write_adapter(tmp_path / "lora", talker, "\n", "i")
+    code, out, err = chat(["one", "/adapter", "two", "/adapter", "three"], lora)
+    assert (code, out) == (0, "i\nhi\ni\n") and err.index("adapter on") < err.index("adapter off")
+    assert chat(["one", "/adapter", "two"], lora, "--no-adapter")[1] == "hi\ni\n"
+    code, out, err = chat(["/adapter", "one"], talker)
+    assert (code, out) == (0, "hi\n") and "has no adapter" in err
+    code, _, err = chat(["one"], talker, "--no-adapter")
+    assert code == 2 and "is a whole model" in err
+
+
+def test_of_a_run_its_newest_state_answers(talker, tmp_path, chat):
+    from transformers import AutoModelForCausalLM
+
+    beside = {"tokenizer_dir": str(talker), "separator_id": 0}
+    other = write_talker(tmp_path / "other", {**HI, "h": END})
+    for step, folder in ((7, talker), (8, other)):
+        made = checkpoint_of(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "run", step=step, **beside)
+        if step == 7:
+            export_hf(made, tmp_path / "run" / "export", check="none")
+    code, out, err = chat(["one"], tmp_path / "run", "--max-tokens", "9")
+    assert (code, out) == (0, "h\n") and "step-00000008" in err
+
+
+def test_what_cannot_talk_is_refused(talker, tmp_path, chat):
+    def refused(*words: object) -> str:
+        code, out, err = chat(["one"], *words)
+        assert code == 2 and out == ""
+        return err
+
+    bare = write_talker(tmp_path / "bare", HI)
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    (bare / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    assert "no chat template" in refused(bare)
+    own = tmp_path / "own.jinja"
+    own.write_text(
+        "{{ messages[-1].content }}\n{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}"
+    )
+    code, out, err = chat(["one", "two"], bare, "--chat-template", own)
+    assert code == 2 and out == "hi\n" and "its chat template fails: too many" in err
+    assert "--chat-template" in refused(bare, "--chat-template", tmp_path / "none")
+    gemma = write_talker(tmp_path / "gemma", {}, KINDS["gemma"])
+    assert "System role not supported" in refused(gemma, "--system", "be")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    assert "no tokenizer that transformers can load" in refused(bare)
+    write_tokenizer(tmp_path / "empty", KINDS["chatml"])
+    assert "config.json" in refused(tmp_path / "empty")
+
+
+def test_a_text_may_begin_with_a_slash_and_an_unknown_command_is_none(talker, chat, prompts):
+    code, out, err = chat(["/etc/hosts is what", "/quit"], talker)
+    assert (code, out) == (0, "hi\n") and "there is no command /quit" in err and "/exit" in err
+    assert prompts == [prompt(talker, ("user", "/etc/hosts is what"))]
