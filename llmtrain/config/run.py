@@ -71,6 +71,8 @@ class AdapterConfig:
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Patterns (`*`, `?`, `[...]`) of modules, such as `*.q_proj`; all-linear: every linear map of the decoder
     layers."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Patterns of modules that train whole beside the adapter, such as `model.embed_tokens`, `lm_head` or `*norm`."""
     start: str | None = None
     """PEFT folder with the adapter to begin with; its rank, scale and targets must be those of this section."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -39,7 +39,7 @@ A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 """What follows a map's path in the names of its adapter's tensors."""
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 """The files of a PEFT folder, and what the names of its tensors begin with."""
-_OTHERS = ("bias", "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices", "target_parameters")
+_OTHERS = ("bias", "rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters")
 """Settings of peft that the section has no keys for."""
 
 
@@ -69,6 +69,48 @@ def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | N
     return [path for path in linear if any(p == ALL or fnmatchcase(path, p) for p in adapter.targets)]
 
 
+def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
+    """The modules that train whole beside the adapter, in the model's order; of modules that share their one tensor
+    the first.
+
+    Raises ConfigError: a pattern matches no module with parameters of its own, or one with a target.
+    """
+    key, place = "adapter.modules_to_save", (places or {}).get("adapter.modules_to_save")
+    own = {path: module for path, module in hf.named_modules() if dict(module.named_parameters(recurse=False))}
+    for pattern in adapter.modules_to_save:
+        if not any(fnmatchcase(path, pattern) for path in own):
+            near = closest(pattern, list(own)) or next(iter(own))
+            raise stop(key, pattern, "matches no module with parameters", f"correct it; one of them is {near}", place)
+    chosen = [path for path in own if any(fnmatchcase(path, pattern) for pattern in adapter.modules_to_save)]
+    targets = target_paths(hf, adapter, places) if chosen else []
+    for path in chosen:
+        if both := [target for target in targets if f"{target}.".startswith(f"{path}.")]:
+            rule = f"it names {path}, and adapter.targets names {both[0]}: a map has an adapter or trains whole"
+            raise stop(key, adapter.modules_to_save, rule, "name it in one of the two", place)
+        if [other for other in own if other.endswith(path) and other not in chosen]:
+            rule = f"peft, which goes by the ends of names, would take more modules than {path}"
+            raise stop(key, adapter.modules_to_save, rule, "name those as well, or none of them", place)
+    first: dict[int, str] = {}
+    for path, module in own.items():
+        for parameter in module.parameters():
+            first.setdefault(id(parameter), path)
+    return list(dict.fromkeys(first[id(p)] for path in chosen for p in own[path].parameters()))
+
+
+def saved_names(hf: PreTrainedModel, adapter: AdapterConfig) -> set[str]:
+    """The parameters of those modules; a tied one by its first name. Raises ConfigError."""
+    paths = saved_paths(hf, adapter)
+    chosen = {id(parameter) for path in paths for parameter in hf.get_submodule(path).parameters()}
+    return {name for name, parameter in hf.named_parameters() if id(parameter) in chosen}
+
+
+def aliases(hf: PreTrainedModel) -> dict[str, str]:
+    """The first name of each tied parameter by its other names."""
+    first = {id(parameter): name for name, parameter in hf.named_parameters()}
+    every = hf.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
+
+
 def need_peft(what: str) -> None:
     """Raises ConfigError: peft is not installed, and `what` (a key and its value, or a folder) needs it."""
     try:
@@ -80,9 +122,10 @@ def need_peft(what: str) -> None:
         ) from error
 
 
-def lora_config(hf: PreTrainedModel, adapter: AdapterConfig, paths: Iterable[str]) -> Any:
+def lora_config(hf: PreTrainedModel, adapter: AdapterConfig, paths: Iterable[str], saved: Collection[str] = ()) -> Any:
     """peft's LoraConfig of this adapter on these maps: by the last parts of their names where no other module has one
-    of those, as vLLM and others want it. Raises ConfigError: peft is not installed."""
+    of those, as vLLM and others want it. `saved`: modules that train whole. Raises ConfigError: peft is not installed.
+    """
     need_peft(f"adapter.r = {adapter.r}")
     from peft import LoraConfig
 
@@ -98,6 +141,8 @@ def lora_config(hf: PreTrainedModel, adapter: AdapterConfig, paths: Iterable[str
         use_dora=adapter.dora,
         target_modules=sorted(short if alike == wanted else wanted),
         init_lora_weights=False,
+        modules_to_save=sorted(saved) or None,
+        ensure_weight_tying=any(name.rpartition(".")[0] in saved for name in aliases(hf).values()),
         task_type="CAUSAL_LM",
     )
 
@@ -155,12 +200,19 @@ def _name(path: str, layer: nn.Module) -> None:
 
 def plain_name(name: str) -> str:
     """The name that a tensor has everywhere else, from the one in a model with peft's layers."""
-    plain = name.replace(".base_layer.", ".").replace(".default", "")
+    plain = name.replace(".base_layer.", ".").replace(".original_module.", ".").replace(".modules_to_save.", ".")
+    plain = plain.replace(".default.", ".").removesuffix(".default")
     return plain.removesuffix(".weight") if plain.endswith(f"{MAGNITUDE}.weight") else plain
 
 
-def read_peft(adapter: AdapterConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors of the folder `adapter.start` by name, flat, in fp32. `shapes`: those that the run's adapter has.
+def read_peft(
+    adapter: AdapterConfig, shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None
+) -> dict[str, Tensor]:
+    """The tensors of the folder `adapter.start` by name, flat, in fp32.
+
+    Args:
+        shapes: of the tensors that the run's adapter has, with those of modules that train whole.
+        tied: see `aliases`; peft writes such a tensor by each of its names.
 
     Raises ConfigError: the folder is none, or its adapter is another.
     """
@@ -187,10 +239,17 @@ def read_peft(adapter: AdapterConfig, shapes: dict[str, tuple[int, ...]]) -> dic
     for key in _OTHERS:
         if settings[key] not in (None, "none", {}, []):
             raise refuse(f"its {key} is {settings[key]!r}, which adapters here do not have", "merge it with peft first")
+    for other, name in (tied or {}).items():
+        if other in tensors and name in tensors and not torch.equal(tensors.pop(other), tensors[name]):
+            rule = f"its {other} and {name} differ, which are one tied tensor of the run's model"
+            raise refuse(rule, "set tie_word_embeddings to false in the model's config.json, where both are its own")
     held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if odd := sorted(name for name in held.keys() | shapes.keys() if held.get(name) != shapes.get(name)):
         rule = f"its {odd[0]} is {held.get(odd[0], 'not there')}, the run's is {shapes.get(odd[0], 'not there')}"
-        raise refuse(rule, "name its maps in adapter.targets, and in model.pretrained the model that it was made for")
+        remedy = (
+            "name its maps in adapter.targets, its other modules in adapter.modules_to_save, and in model.pretrained "
+        )
+        raise refuse(rule, remedy + "the model that it was made for")
     return {name: tensor.float().view(-1) for name, tensor in tensors.items()}
 
 
@@ -208,7 +267,7 @@ class AdaptedSource:
         seed: int,
         given: dict[str, Tensor] | None = None,
     ) -> None:
-        """`shapes`: of the adapter's tensors. `given`: their values, flat, where there are some."""
+        """`shapes`: of the adapter's tensors. `given`: their values, flat, and those of modules that train whole."""
         self.base, self.origin, self._given = base, base.origin, given or {}
         self._shapes, self._seed = shapes, seed
 
@@ -219,10 +278,13 @@ class AdaptedSource:
         return self._shapes[name] if name in self._shapes else self.base.shape(name)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        return self._first(name)[start:stop] if name in self._shapes else self.base.read(name, start, stop)
+        return self._first(name)[start:stop] if self._own(name) else self.base.read(name, start, stop)
 
     def read_region(self, name: str, region: Region) -> Tensor:
-        return pick(self._first(name), region) if name in self._shapes else self.base.read_region(name, region)
+        return pick(self._first(name), region) if self._own(name) else self.base.read_region(name, region)
+
+    def _own(self, name: str) -> bool:
+        return name in self._shapes or name in self._given
 
     def _first(self, name: str) -> Tensor:
         if name in self._given:

@@ -9,10 +9,10 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from llmtrain.config.run import AdapterConfig, ModelConfig
-from llmtrain.models.adapter import AdaptedSource, adapted, read_peft
+from llmtrain.models.adapter import AdaptedSource, adapted, aliases, read_peft, saved_names
 from llmtrain.models.build import decoder_layers, layer_configs, load_config, skeleton
 from llmtrain.models.experts import idle_parameters
 from llmtrain.models.frozen import frozen_names, named_tensors, tensor_shapes
@@ -85,13 +85,18 @@ class ModelSpec:
 
     @cached_property
     def frozen(self) -> frozenset[str]:
-        """The parameters that the run does not train: beside an adapter all of the model's.
+        """The parameters that the run does not train: beside an adapter the model's, but for modules that train whole.
 
-        Raises ConfigError: see `frozen_names`.
+        Raises ConfigError: see `frozen_names` and `saved_paths`.
         """
         if self.adapter.r is not None:
-            return frozenset(name for name, _ in self.skeleton.named_parameters())
+            return frozenset(name for name, _ in self.skeleton.named_parameters()) - self.saved
         return frozen_names(self.skeleton, self.model)
+
+    @cached_property
+    def saved(self) -> frozenset[str]:
+        """The model's own parameters that train beside its adapter. Raises ConfigError: see `saved_paths`."""
+        return frozenset(() if self.adapter.r is None else saved_names(self.skeleton, self.adapter))
 
     @cached_property
     def layout(self) -> FolderLayout:
@@ -140,8 +145,13 @@ class ModelSpec:
             source = RandomSource(self.skeleton, seed, device)
         if self.adapter.r is None:
             return source
-        given = read_peft(self.adapter, self.adapter_shapes) if self.adapter.start else None
+        given = self.given_adapter() if self.adapter.start else None
         return AdaptedSource(source, self.adapter_shapes, seed, given)
+
+    def given_adapter(self) -> dict[str, Tensor]:
+        """What `adapter.start` holds: see `read_peft`. Raises ConfigError: it is another adapter's."""
+        saved = {name: self.shapes[name] for name in self.saved}
+        return read_peft(self.adapter, self.adapter_shapes | saved, aliases(self.skeleton))
 
     @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:

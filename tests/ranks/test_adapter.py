@@ -72,11 +72,14 @@ def same(a: dict[str, dict[str, Tensor]], b: dict[str, dict[str, Tensor]]) -> bo
 
 @functools.cache
 def reference(data: str, kind: str) -> Trace:
-    case = Case(data=data, adapter=KINDS[kind], lr=LR)
+    case = Case(data=data, model=MODELS.get(kind, LLAMA), adapter=KINDS[kind], lr=LR)
     return plain_pytorch(case, model=plain_adapted(case))
 
 
-KINDS = {"lora": LORA, "dora": DORA, "rslora": RSLORA}
+WHOLE: dict[str, Any] = LORA | {"modules_to_save": ["model.embed_tokens", "lm_head", "*norm"]}
+TIED = {**LLAMA, "tie_word_embeddings": True}
+KINDS = {"lora": LORA, "dora": DORA, "rslora": RSLORA, "whole": WHOLE, "tied": WHOLE | {"modules_to_save": ["lm_head"]}}
+MODELS = {"tied": TIED}
 
 
 def trained(case: Case) -> tuple[Trace, set[str]]:
@@ -86,11 +89,14 @@ def trained(case: Case) -> tuple[Trace, set[str]]:
     trace = train_steps(case, engine, ranks, 0, case.steps)
     stepped = {piece.name for piece in engine.state() if piece.kind != PARAM}
     trace.parameters = assembled(engine, ranks)
-    assert all(torch.equal(before[name], value) for name, value in trace.parameters.items() if ".lora_" not in name)
+    spec = ModelSpec.of(resolved_run(case, ranks.world_size).run.model, AdapterConfig(**case.adapter))
+    assert all(torch.equal(before[name], trace.parameters[name]) for name in spec.frozen)
     engine.close()
     return trace, stepped
 
 
+BESIDE = {"whole": ("embed_tokens", "lm_head", "norm"), "tied": ("embed_tokens",)}
+"""Ends of the names of modules that train whole."""
 APART = {
     "stage": 3,
     "stage3_param_persistence_threshold": 0,
@@ -112,7 +118,18 @@ FORMS: list[tuple[str, int, dict[str, Any]]] = [
     ("dora", 2, {"stage": 2}),
     ("dora", 2, {"stage": 3, "extra": {"zero_optimization": APART, "activation_checkpointing": {}}}),
 ]
+FORMS += [
+    ("whole", 2, {"stage": 2, "accumulation": 2}),
+    ("tied", 2, {"stage": 3, "extra": {"zero_optimization": APART}}),
+    ("tied", 2, {"stage": 1, "pipeline": 2, "accumulation": 2}),
+    ("whole", 2, {"stage": 1, "tensor": 2}),
+]
 DOUBLES: list[tuple[str, int, dict[str, Any]]] = [
+    ("whole", 2, {"stage": 0}),
+    ("whole", 2, {"stage": 3, "sequence": 2}),
+    ("tied", 2, {"stage": 1}),
+    ("tied", 2, {"stage": 2, "tensor": 2}),
+    ("whole", 2, {"stage": 0, "pipeline": 2, "accumulation": 2}),
     ("lora", 1, {"stage": 0}),
     ("lora", 1, {"stage": 3}),
     ("lora", 2, {"stage": 1}),
@@ -138,13 +155,15 @@ DOUBLES: list[tuple[str, int, dict[str, Any]]] = [
 )
 def test_every_form_agrees_with_the_definition_in_plain_pytorch(pools, small_data, kind, ranks, form):
     want = reference(small_data, kind)
-    outcomes = pools(ranks).run(trained, Case(data=small_data, adapter=KINDS[kind], lr=LR, **form))
+    case = Case(data=small_data, model=MODELS.get(kind, LLAMA), adapter=KINDS[kind], lr=LR, **form)
+    outcomes = pools(ranks).run(trained, case)
     got, _ = outcomes[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-6
     assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
     assert largest_difference(got.parameters, want.parameters) < 1e-5
     adapter = {name for name in want.parameters if ".lora_" in name}
-    assert set().union(*(stepped for _, stepped in outcomes)) == adapter
+    beside = {name for name in want.parameters if name.removesuffix(".weight").endswith(BESIDE.get(kind, ()))}
+    assert set().union(*(stepped for _, stepped in outcomes)) == adapter | beside
     assert all(bool(got.parameters[name].any()) for name in adapter), "a lora_B has not moved"
 
 
@@ -201,7 +220,7 @@ def test_the_steps_are_those_of_peft_in_a_plain_loop(pools, small_data, tmp_path
     [
         ({"r": 8}, "its r is 8, the section adapter asks for 4"),
         ({"lora_alpha": 3}, "its lora_alpha is 3, the section adapter asks for 16.0"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"peft_type": "IA3"}, "IA3"),
         (None, "is no PEFT folder"),
         ({}, "its model.layers.0.mlp.down_proj.lora_A.weight is not there"),
@@ -253,19 +272,23 @@ def resumed(case: Case, folder: str) -> dict[str, dict[str, Tensor]]:
 RESUMED: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "lora": [(1, {"stage": 0}), (2, {"stage": 1}), (2, {"stage": 1, "pipeline": 2}), (2, {"stage": 2, "tensor": 2})],
     "dora": [(1, {"stage": 0}), (2, {"stage": 3}), (2, {"stage": 2, "sequence": 2})],
+    "whole": [(2, {"stage": 3})],
+    "tied": [(2, {"stage": 3}), (2, {"stage": 1, "pipeline": 2})],
 }
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("lora", 3), ("dora", 1)])
+@pytest.mark.parametrize(("kind", "stage"), [("lora", 3), ("dora", 1), ("whole", 3), ("tied", 1)])
 def test_a_checkpoint_holds_the_adapter_alone_and_goes_through_every_form_and_to_peft(
     pools, small_data, tmp_path, kind, stage
 ):
-    base = written(tmp_path / "hf", LLAMA)
-    case = Case(data=small_data, pretrained=base, adapter=KINDS[kind], lr=LR, stage=stage)
+    base = written(tmp_path / "hf", MODELS.get(kind, LLAMA))
+    model = MODELS.get(kind, LLAMA)
+    case = Case(data=small_data, model=model, pretrained=base, adapter=KINDS[kind], lr=LR, stage=stage)
     want = pools(2).run(saved, case, str(tmp_path / "run"))[0]
     (path,) = (tmp_path / "run" / "checkpoints").iterdir()
     manifest = Manifest.read(path)
     adapter = {name for name in want[PARAM] if ".lora_" in name}
+    adapter |= {name for name in want[PARAM] if name.removesuffix(".weight").endswith(BESIDE.get(kind, ()))}
     assert {piece.name for entry in manifest.files.values() for piece in entry.pieces} == adapter
     assert manifest.frozen.parts.keys() == want[PARAM].keys() - adapter
     for ranks, form in RESUMED[kind]:
@@ -285,7 +308,8 @@ def is_what_peft_loads(path: Path, out: Path, base: str, case: Case, values: dic
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     plain = plain_adapted(case)
-    plain.load_state_dict(values)
+    tied = case.model.get("tie_word_embeddings")
+    plain.load_state_dict(values | ({"lm_head.weight": values["model.embed_tokens.weight"]} if tied else {}))
     tokens = torch.arange(40).view(2, 20) * 7 % 512
     with torch.no_grad():
         want = plain(tokens).logits
@@ -293,6 +317,12 @@ def is_what_peft_loads(path: Path, out: Path, base: str, case: Case, values: dic
         model = PeftModel.from_pretrained(load(base), str(out / "peft"))
         assert sum(".lora_" in name for name, _ in model.named_parameters()) == sum(".lora_" in name for name in values)
         assert float((model(tokens).logits - want).abs().max()) < 1e-5
+        united = model.merge_and_unload()
+        assert float((united(tokens).logits - want).abs().max()) < 1e-5
+        assert (united.lm_head.weight is united.model.embed_tokens.weight) == bool(tied)
+        again = ModelSpec.of(ModelConfig(pretrained=base), AdapterConfig(**case.adapter, start=str(out / "peft")))
+        begun = again.initial_weights(1, torch.device("cpu"))
+        assert all(torch.equal(begun.read(name, 0, v.numel()).float(), v.view(-1)) for name, v in values.items())
         assert float((load(base)(tokens).logits - want).abs().max()) > 1e-3, "the adapter does nothing"
         assert proved(export_hf(path, out / "merged", merge=True), "adapter") < 1e-5
         assert float((load(str(out / "merged"))(tokens).logits - want).abs().max()) < 1e-5

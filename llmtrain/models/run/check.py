@@ -15,7 +15,7 @@ from torch import nn
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
-from llmtrain.models.adapter import lora_config, read_peft, target_paths
+from llmtrain.models.adapter import lora_config, saved_paths, target_paths
 from llmtrain.models.build import decoder_layers, layer_configs, load_config
 from llmtrain.models.experts import check_stages
 from llmtrain.models.fields import check_fields
@@ -76,7 +76,7 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     problems.raise_if_any()
     frozen_names(hf, model, places)
     if run.adapter.r is not None:
-        lora_config(hf, run.adapter, target_paths(hf, run.adapter, places))
+        lora_config(hf, run.adapter, target_paths(hf, run.adapter, places), saved_paths(hf, run.adapter, places))
     notes = _check_length(hf, run.data.sequence_length, key, places, problems)
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
@@ -112,7 +112,7 @@ def check_weights(spec: ModelSpec) -> None:
         with contextlib.closing(SafetensorsSource(spec.model.folder, spec.layout)) as source:
             refuse_other_shapes(source, tensor_shapes(spec.skeleton))
     if spec.adapter.r is not None and spec.adapter.start:
-        read_peft(spec.adapter, spec.adapter_shapes)
+        spec.given_adapter()
 
 
 def _check_heads(text: Any, key: str, places: Places, problems: Problems) -> None:
