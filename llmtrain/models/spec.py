@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from llmtrain.models.frozen import frozen_names, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.parameters import local_parameter
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
+from llmtrain.models.vocabulary import GrownSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -140,13 +142,21 @@ class ModelSpec:
         """
         source: ParameterSource
         if self.model.folder is not None:
-            source = SafetensorsSource(self.model.folder, self.layout)
+            source = self.folder_source(self.model.folder)
         else:
             source = RandomSource(self.skeleton, seed, device)
         if self.adapter.r is None:
             return source
         given = self.given_adapter() if self.adapter.start else None
         return AdaptedSource(source, self.adapter_shapes, seed, given)
+
+    def folder_source(self, folder: Path) -> SafetensorsSource:
+        """The weights of a folder of this model. Raises ModelError: its files are not whole."""
+        return (
+            SafetensorsSource(folder, self.layout)
+            if self.model.vocabulary is None
+            else GrownSource(folder, self.layout)
+        )
 
     def given_adapter(self) -> dict[str, Tensor]:
         """What `adapter.start` holds: see `read_peft`. Raises ConfigError: it is another adapter's."""

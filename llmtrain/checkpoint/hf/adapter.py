@@ -223,6 +223,8 @@ def write_peft(
     report.add("read back", f"{len(tensors)} tensors on {len(merge.paths)} maps{also}, equal bit by bit{moved}")
     if check != "none":
         prove_merge(merge, _as_peft_loads(folder, layout), layout, check, report, back)
+    if vocabulary := trainer["run"].get("model", {}).get("vocabulary"):
+        report.add("tokens", f"of the base, first resize_token_embeddings({vocabulary}); `llmtrain generate` does it")
     if adapter.dora:
         report.add("vLLM", "does not load DoRA: serve the whole model there (--merge)")
     elif whole:

@@ -15,7 +15,7 @@ from torch import nn
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
-from llmtrain.models.adapter import lora_config, saved_paths, target_paths
+from llmtrain.models.adapter import lora_config, other_maps, saved_paths, target_paths
 from llmtrain.models.build import decoder_layers, layer_configs, load_config
 from llmtrain.models.experts import check_stages
 from llmtrain.models.fields import check_fields
@@ -24,9 +24,10 @@ from llmtrain.models.language import LanguageModel, compare_losses, documents_in
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel import balance
 from llmtrain.models.patches import attention_is, loads_as_causal_model, takes_flash_attention
-from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
+from llmtrain.models.source import refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.probe import probe_copy
+from llmtrain.models.vocabulary import check_growth
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,7 +78,13 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     frozen_names(hf, model, places)
     if run.adapter.r is not None:
         lora_config(hf, run.adapter, target_paths(hf, run.adapter, places), saved_paths(hf, run.adapter, places))
-    notes = _check_length(hf, run.data.sequence_length, key, places, problems)
+    frozen_by = next((key for key in ("train_only", "freeze") if getattr(model, key)), "")
+    check_growth(hf, model, spec.frozen, f"model.{frozen_by}" if frozen_by else "adapter.modules_to_save", places)
+    beside = other_maps(hf) if run.adapter.r is not None else {}
+    notes = tuple(
+        f"adapter: {path} ({what}) gets none; one of {len(beside)} such" for path, what in [*beside.items()][:1]
+    )
+    notes += _check_length(hf, run.data.sequence_length, key, places, problems)
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
         _check_stages(hf, resolved.pipeline_partition, resolved.degrees.pipeline)
@@ -109,7 +116,7 @@ def check_weights(spec: ModelSpec) -> None:
     Raises ModelError or ConfigError.
     """
     if spec.model.folder is not None:
-        with contextlib.closing(SafetensorsSource(spec.model.folder, spec.layout)) as source:
+        with contextlib.closing(spec.folder_source(spec.model.folder)) as source:
             refuse_other_shapes(source, tensor_shapes(spec.skeleton))
     if spec.adapter.r is not None and spec.adapter.start:
         spec.given_adapter()
