@@ -8,10 +8,8 @@ from pathlib import Path
 from llmtrain import foreign
 from llmtrain.errors import ModelError
 from llmtrain.hub.fetch import Choose, Wrong, fetch
-from llmtrain.hub.names import Repository, is_name
+from llmtrain.hub.names import INDEX, SINGLE, Repository, is_name
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _SETTINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

@@ -10,6 +10,10 @@ from typing import Literal
 
 Kind = Literal["model", "dataset"]
 
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+"""Which file holds which weight, where there are several."""
+
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_PART}/{_PART}")
 COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from llmtrain import foreign
 from llmtrain.errors import ModelError
-from llmtrain.hub.model import INDEX, SINGLE
+from llmtrain.hub.names import INDEX, SINGLE
 from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout, Part, Placement
 from llmtrain.models.patches import initialise

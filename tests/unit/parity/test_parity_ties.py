@@ -13,6 +13,7 @@ import torch
 from llmtrain.config.run import RunConfig
 from llmtrain.parity import command, reference
 from llmtrain.parity.plan import Wanted
+from llmtrain.parity.ties import COUNT
 from llmtrain.parity.trace import Trace
 from llmtrain.topology import Degrees
 from tests.helpers.parity import Form, resolved
@@ -47,9 +48,14 @@ def trained(nudge: int) -> Trace:
     return reference.train_plainly(RUN, 3, order, CPU)
 
 
+def more(until: int) -> list[Trace]:
+    every = reference.nudged(reference.orders(RUN.run.model, RUN.batch), COUNT)
+    return [reference.train_plainly(RUN, until, order, CPU) for order in every]
+
+
 def told(got: Trace, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     want = [trained(0), trained(0), trained(0)]  # they agree: all chose alike
-    code = command._tell(USER, "fp32", RUN, got, want, CPU)
+    code = command._tell(USER, "fp32", got, want, more, split=False, clip_norm=RUN.run.optim.clip_norm)
     return code, capsys.readouterr().out
 
 

@@ -1,0 +1,263 @@
+"""Training over slow links: several sites in the lab's network, and plain data parallelism over the same links.
+
+    python tools/bench/sites.py --sites 2 --steps 200 --ways ddp diloco local_sgd
+
+Each site is a host of the lab (root and Debian's packages: tools/lab/README.md) with one thread, and a cable of so many
+Mbit/s and so many milliseconds of round trip. A small Llama learns the running Python's sources. All ways train the
+same number of tokens from the same seed: `ddp` is one run over all hosts, whose steps have as many sequences as those
+of all sites together; a word like `diloco:sites.sync_every=50` sets further keys of the configuration.
+
+A step takes at least `--pace-s` seconds, its CPU time included, so that sites that share this machine's cores do not
+wait for each other: the share of computing is that time over the time from the first step's end to the last's. Bytes
+are what the switch took from a host in between, headers included. A row of `ddp` has fewer steps over the network
+(`--ddp-steps`), and the loss of the same steps in one process: what is added up does not depend on the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from tools.lab.lab import Lab, LabHost, why_not  # noqa: E402
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+PORT = 29510
+LIMIT_S = 7200.0
+
+
+class Row(NamedTuple):
+    """What one way has shown."""
+
+    way: str
+    bytes_per_step: float
+    """That a site sends in a step, headers included."""
+    step_s: float
+    """Of a site, with what it waits."""
+    loss: float
+    """Of validation, after all steps."""
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", default=["ddp", "diloco", "local_sgd"], help="METHOD[:key=value...]")
+    parser.add_argument("--sites", type=int, default=2)
+    parser.add_argument("--rate-mbit", type=float, default=100.0)
+    parser.add_argument("--rtt-ms", type=float, default=50.0)
+    parser.add_argument("--steps", type=int, default=300, help="of each site")
+    parser.add_argument("--ddp-steps", type=int, default=12, help="of ddp over the network")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of 128 tokens a site and step")
+    parser.add_argument("--pace-s", type=float, default=1.0, help="seconds of computing a step")
+    parser.add_argument("--hidden", type=int, default=MODEL["hidden_size"])
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def train(pace_s: float, times: Path, words: Sequence[str]) -> int:
+    """`llmtrain train`, slowed down; writes when each step ended."""
+    from llmtrain.cli import main
+    from llmtrain.session import Session, Step
+
+    usual = Session.step
+
+    def paced(self: Session, *args: Any, **kwargs: Any) -> Step:
+        began_s = time.process_time()
+        done = usual(self, *args, **kwargs)
+        used_s = time.process_time() - began_s
+        time.sleep(max(0.0, pace_s - used_s))
+        with open(times, "a") as file:
+            file.write(f"{time.time()} {used_s}\n")
+        return done
+
+    Session.step = paced  # type: ignore[method-assign]
+    return main(["train", *words])
+
+
+class Rank:
+    """A training process, on a host of the lab or, without one, beside it. `words`: of `llmtrain train`."""
+
+    def __init__(self, host: LabHost | None, home: Path, name: str, words: Sequence[str], **variables: str) -> None:
+        self.name, self._times, self._log = name, home / f"{name}.times", home / f"{name}.log"
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled", "RUST_LOG": "warn",
+            "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29600",
+            "GLOO_SOCKET_IFNAME": "eth0" if host else "lo", "PYTHONPATH": str(ROOT), **variables,
+        }  # fmt: skip
+        pace_s = "0" if host is None else variables["PACE_S"]
+        command = [sys.executable, __file__, "--rank", pace_s, str(self._times), "--config", str(home / "recipe.yaml")]
+        run: Any = host.popen if host else subprocess.Popen
+        with open(self._log, "w") as log:
+            self.process = run([*command, *words], env=environment, cwd=str(home), stdout=log, stderr=log)
+
+    def steps(self) -> list[tuple[float, float]]:
+        """(when it ended, its CPU-seconds) of each step so far."""
+        lines = self._times.read_text().splitlines() if self._times.exists() else []
+        return [(float(ended), float(used)) for ended, used in map(str.split, lines)]
+
+    def said(self) -> str:
+        """The end of its output."""
+        return self._log.read_text()[-3000:]
+
+
+def recipe(home: Path, data: Path, options: argparse.Namespace, batch: int, steps: int) -> Path:
+    """Write the configuration of a run; returns its folder."""
+    home.mkdir(parents=True)
+    (home / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "communication_data_type": "bf16"}))
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), max(1, options.hidden // 64))
+    tree = {
+        "deepspeed": str(home / "ds.json"),
+        "model": {"config": {**MODEL, **heads, "hidden_size": options.hidden}},
+        "data": {"path": str(data), "sequence_length": 128},
+        "optim": {"lr": 1e-3},
+        "schedule": {"name": "cosine", "warmup_steps": min(20, options.steps // 4)},
+        "train": {"run_dir": str(home / "run"), "global_batch": batch, "micro_batch": options.batch,
+                  "max_steps": steps, "seed": options.seed, "log_every": 10, "export": False},
+        "checkpoint": {"every_steps": 10 * options.steps},
+        "tracking": {"wandb": "disabled"},
+    }  # fmt: skip
+    (home / "recipe.yaml").write_text(json.dumps(tree))
+    return home
+
+
+def wait(ranks: Sequence[Rank], until: int | None = None) -> None:
+    """Until all have done that many steps, or have ended. Raises SystemExit when one fails."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while any(rank.process.poll() is None for rank in ranks):
+        failed = [rank for rank in ranks if rank.process.poll()]
+        if failed or time.monotonic() > deadline_s:
+            break
+        if until is not None and all(len(rank.steps()) >= until for rank in ranks):
+            return
+        time.sleep(0.1)
+    if failed := [rank for rank in ranks if rank.process.poll() != 0]:
+        for rank in ranks:
+            rank.process.kill()
+        raise SystemExit(f"{failed[0].name} ended with {failed[0].process.poll()}:\n{failed[0].said()}")
+
+
+def loss_of(run: Path) -> float:
+    """The last validation's."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return float([row["eval/loss"] for row in rows if "eval/loss" in row][-1])
+
+
+def over_network(lab: Lab, ranks: Sequence[Rank], pace_s: float) -> tuple[float, float]:
+    """(bytes that a host sends in a step, seconds of a step), from the end of the first step to that of the last."""
+    wait(ranks, until=1)
+    first, before = min(len(rank.steps()) for rank in ranks), [host.bytes()[0] for host in lab.hosts]
+    wait(ranks)
+    sent = sum(host.bytes()[0] - already for host, already in zip(lab.hosts, before, strict=True)) / len(lab.hosts)
+    steps = [rank.steps() for rank in ranks]
+    done = min(map(len, steps)) - first
+    used_s = statistics.median(used for each in steps for _, used in each)
+    if used_s > pace_s:
+        print(f"  a step computes for {used_s:.2f} s: --pace-s {pace_s:g} is too short", flush=True)
+    return sent / done, max(each[-1][0] - each[first - 1][0] for each in steps) / done
+
+
+@contextmanager
+def shaped(options: argparse.Namespace, folder: Path) -> Iterator[Lab]:
+    """A lab with slow cables."""
+    with Lab(options.sites, folder=folder) as lab:
+        for host in lab.hosts:  # a frame passes two cables, and its answer two
+            host.shape(rate_mbit=options.rate_mbit, delay_ms=options.rtt_ms / 4)
+        yield lab
+
+
+def ddp(options: argparse.Namespace, folder: Path, data: Path) -> Row:
+    """One run over all hosts."""
+    batch, pace = options.batch * options.sites, {"PACE_S": str(options.pace_s)}
+    home = recipe(folder / "ddp", data, options, batch, options.ddp_steps)
+    with shaped(options, folder) as lab:
+        world = {"WORLD_SIZE": str(options.sites), "MASTER_ADDR": lab.hosts[0].address, **pace}
+        ranks = [
+            Rank(host, home, host.name, ["--train.eval", "false"], RANK=str(number), **world)
+            for number, host in enumerate(lab.hosts)
+        ]
+        sent, step_s = over_network(lab, ranks, options.pace_s)
+    home = recipe(folder / "alone", data, options, batch, options.steps)
+    wait([Rank(None, home, "alone", [])])
+    return Row("ddp", sent, step_s, loss_of(home / "run"))
+
+
+def sites(way: str, options: argparse.Namespace, folder: Path, data: Path) -> Row:
+    """A run a site."""
+    method, *more = way.split(":")
+    keys = [word for pair in more for word in ("--" + pair).split("=", 1)]
+    with shaped(options, folder) as lab:
+        address = f"{lab.hosts[0].address}:{PORT}"
+        command = [sys.executable, "-m", "llmtrain", "sites", "coordinator", "--bind", address]
+        with open(folder / "coordinator.log", "a") as log:
+            coordinator = lab.hosts[0].popen(command, cwd=str(ROOT), stdout=log, stderr=log)
+        try:
+            words = ["--sites.coordinator", address, "--sites.method", method, "--sites.start_sites",
+                     str(options.sites), *keys]  # fmt: skip
+            homes = [
+                recipe(folder / way / host.name, data, options, options.batch, options.steps) for host in lab.hosts
+            ]
+            ranks = [
+                Rank(host, home, host.name, ["--sites.name", host.name, *words], PACE_S=str(options.pace_s))
+                for host, home in zip(lab.hosts, homes, strict=True)
+            ]
+            sent, step_s = over_network(lab, ranks, options.pace_s)
+        finally:
+            coordinator.kill()
+            coordinator.wait()
+    return Row(way, sent, step_s, loss_of(homes[0] / "run"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run every way and print the table."""
+    options = arguments(argv)
+    if reason := why_not():
+        raise SystemExit(reason)
+    from train_speed import about
+
+    print(", ".join(f"{key} {value}" for key, value in about().items()), flush=True)
+    print(f"{options.sites} sites, {options.rate_mbit:g} Mbit/s, {options.rtt_ms:g} ms, {options.steps} steps of "
+          f"{options.batch * 128} tokens a site and {options.pace_s:g} s")  # fmt: skip
+    print(
+        f"{'way':40}{'bytes/step':>12}{'of ddp':>9}{'step, s':>9}{'computing':>11}{'loss':>8}{'of ddp':>8}", flush=True
+    )
+    with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as made:
+        folder, data = Path(made), Path(made) / "data"
+        words = ["prepare", "--source", "stdlib", "--vocab-size", "1024", "--out", str(data)]
+        subprocess.run([sys.executable, "-m", "llmtrain", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        plain = None
+        for way in options.ways:
+            row = ddp(options, folder, data) if way == "ddp" else sites(way, options, folder, data)
+            plain = row if way == "ddp" else plain
+            fewer = f"1/{plain.bytes_per_step / row.bytes_per_step:.0f}" if plain else ""
+            worse = f"{row.loss / plain.loss:.3f}" if plain else ""
+            print(f"{row.way:40}{row.bytes_per_step:>12,.0f}{fewer:>9}{row.step_s:>9.2f}"
+                  f"{options.pace_s / row.step_s:>11.1%}{row.loss:>8.4f}{worse:>8}", flush=True)  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        raise SystemExit(train(float(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))
+    raise SystemExit(main())
