@@ -99,7 +99,7 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
     """The modules that train whole beside the adapter, in the model's order; of modules that share their one tensor
     the first.
 
-    Raises ConfigError: a pattern matches no module with parameters of its own, or one with a target.
+    Raises ConfigError: a pattern matches no module with parameters of its own, a target, or one with modules within.
     """
     key, place = "adapter.modules_to_save", (places or {}).get("adapter.modules_to_save")
     own = {path: module for path, module in hf.named_modules() if dict(module.named_parameters(recurse=False))}
@@ -110,6 +110,9 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
     chosen = [path for path in own if any(fnmatchcase(path, pattern) for pattern in adapter.modules_to_save)]
     targets = target_paths(hf, adapter, places) if chosen else []
     for path in chosen:
+        if within := [name for name, _ in own[path].named_parameters() if "." in name]:
+            rule = f"it names {path}, which has parameters of its own and modules with others ({within[0]})"
+            raise stop(key, adapter.modules_to_save, rule, f"name modules within it, such as {path}.*", place)
         if both := [target for target in targets if f"{target}.".startswith(f"{path}.")]:
             rule = f"it names {path}, and adapter.targets names {both[0]}: a map has an adapter or trains whole"
             raise stop(key, adapter.modules_to_save, rule, "name it in one of the two", place)
@@ -118,7 +121,7 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
             raise stop(key, adapter.modules_to_save, rule, "name those as well, or none of them", place)
     first: dict[int, str] = {}
     for path, module in own.items():
-        for parameter in module.parameters():
+        for parameter in module.parameters(recurse=False):
             first.setdefault(id(parameter), path)
     return list(dict.fromkeys(first[id(p)] for path in chosen for p in own[path].parameters()))
 

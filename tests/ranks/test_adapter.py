@@ -337,7 +337,7 @@ def test_a_bf16_base_is_merged_in_fp32_and_rounded_once(pools, small_data, tmp_p
         Form(zero=3, adapter=json.dumps(DORA), accumulation=2),
         Form(zero=1, precision="bf16", adapter=json.dumps(RSLORA)),
         pytest.param(Form(zero=0, precision="bf16", adapter=json.dumps(DORA)), marks=pytest.mark.slow),
-        Form(zero=3, family="qwen2", tied=True, adapter=json.dumps(LORA)),
+        Form(zero=3, family="qwen2", tied=True, adapter=json.dumps(KINDS["tied"])),
         pytest.param(Form(zero=2, optimizer="muon", adapter=json.dumps(LORA)), marks=pytest.mark.slow),
         Form(zero=1, pipeline=2, accumulation=2, precision="bf16", tied=True, adapter=json.dumps(LORA)),
         pytest.param(Form(zero=2, sequence=2, adapter=json.dumps(DORA)), marks=pytest.mark.slow),

@@ -21,6 +21,10 @@ from tests.helpers.training import LLAMA, Case, resolved_run
 from tests.ranks.test_adapter import LORA, resumed, saved, written
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+MAMBA = {
+    "model_type": "mamba2", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4,
+    "head_dim": 8, "state_size": 4, "n_groups": 1, "expand": 2, "conv_kernel": 4,
+}  # fmt: skip
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -86,6 +90,11 @@ def test_a_target_that_is_none_and_a_missing_library_are_told(monkeypatch, tmp_p
         (MIXTRAL, {"targets": ["*.experts"]}, r"names model\.layers\.0\.mlp\.experts, the experts' weights in one"),
         (MIXTRAL, {"targets": ["model.layers.1.mlp.experts.0.w1"]}, r"names model\.layers\.1\.mlp\.experts, the exp"),
         (LLAMA, {"modules_to_save": ["embed_tokens"]}, r"matches no module(.|\n)*model\.embed_tokens"),
+        (
+            MAMBA,
+            {"targets": ["*.in_proj"], "modules_to_save": ["*.0.mixer"]},
+            r"names backbone\.layers\.0\.mixer, which",
+        ),
         (LLAMA, {"modules_to_save": ["*.q_proj"]}, r"names model\.layers\.0\.self_attn\.q_proj, and adapter\.targets"),
     ],
 )
