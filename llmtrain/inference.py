@@ -21,7 +21,7 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenize import refuse_code
 from llmtrain.errors import CheckpointError, ModelError
 from llmtrain.hub.model import model_folder
-from llmtrain.models.adapter import CONFIG, need_peft
+from llmtrain.models.adapter import CONFIG, PREFIX, WEIGHTS, need_peft
 from llmtrain.models.build import load_config
 from llmtrain.models.score import gives_scores
 
@@ -85,6 +85,8 @@ class Answerer:
         tokenizer = _tokenizer(folder)
         model: Any = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, device_map=device)
         if base != folder:  # transformers by itself would take the base's newest commit, not the adapter's
+            if rows := _rows(folder, model):
+                model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has all of them
             model.load_adapter(str(folder))
         return cls(model.eval(), tokenizer, folder, base != folder, _ends(base, folder, tokenizer))
 
@@ -128,6 +130,17 @@ def _base(folder: Path) -> Path:
         return model_folder(config["base_model_name_or_path"], config.get("revision"), asked_by=str(folder / CONFIG))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder / CONFIG} names no model that the adapter belongs to ({error!r}).") from error
+
+
+def _rows(folder: Path, model: Any) -> int:
+    """How many tokens the embedding or the head has that an adapter's folder holds; 0: it holds none."""
+    from safetensors import safe_open
+
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [f"{PREFIX}{path}.weight" for path, module in model.named_modules() if module in ends]
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        held = [name for name in names if name in set(file.keys())]
+        return int(file.get_slice(held[0]).get_shape()[0]) if held else 0
 
 
 def _scores_beside(folder: Path) -> bool:

@@ -335,8 +335,16 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
 
 
 def _refuse_other_adapter(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """With another scale the same matrices are another model, and no shape tells. Raises CheckpointError."""
+    """With another scale the same matrices are another model, and no shape tells; and the model of an adapter is the
+    folder that its run names, not a checkpoint. Raises CheckpointError."""
     there, here = ((state.get("run") or {}).get("adapter") or {} for state in (saved, now))
+    if bool(there.get("r")) != bool(here.get("r")):
+        holds, wants, merge = ("no adapter", "trains one", "") if here.get("r") else (
+            f"an adapter (adapter.r {there['r']})", "trains the model itself", " --merge")  # fmt: skip
+        raise CheckpointError(
+            f"{folder} holds {holds}, and this run {wants}. Export it (llmtrain checkpoint to-hf RUN FOLDER{merge}), "
+            "and begin with that: model.pretrained: FOLDER, resume: none."
+        )
     for key in ("r", "alpha", "rslora"):
         if there.get("r") and here.get("r") and there.get(key) != here[key]:
             raise CheckpointError(

@@ -19,6 +19,13 @@ def check_adapter(run: RunConfig, places: Places, problems: Problems) -> None:
         if patterns := getattr(run.model, key):
             rule = "beside an adapter (adapter.r) all parameters of the model are frozen"
             problems.add(f"model.{key}", patterns, rule, "remove it", places.get(f"model.{key}"))
+    if run.adapter.quantize is not None:
+        rule = (
+            "a model's values are written slice by slice and proved by their checksums, and bitsandbytes' blocks of 4 "
+            "bits have none of the folder's values: QLoRA does not train here"
+        )
+        remedy = "remove it: ZeRO 3 shards the frozen weights in bf16, offload_param keeps them on the host"
+        problems.add("adapter.quantize", run.adapter.quantize, rule, remedy, places.get("adapter.quantize"))
     if not run.adapter.targets:
         problems.add("adapter.targets", [], "names no module", 'write ["all-linear"]', places.get("adapter.targets"))
 

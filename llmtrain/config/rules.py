@@ -51,6 +51,7 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "optim.eps": (_POSITIVE, "1e-8 is the default"),
     "optim.weight_decay": (_NOT_NEGATIVE, "0.1 is the default, 0 turns it off"),
     "optim.clip_norm": (_NOT_NEGATIVE, "1.0 is the default, 0 turns it off"),
+    "model.vocabulary": (_AT_LEAST_1, "leave it out for the folder's own tokens"),
     "adapter.r": (_AT_LEAST_1, "16 is common; null means no adapter"),
     "adapter.alpha": (_POSITIVE, "16 is the default"),
     "adapter.dropout": ((lambda share: 0 <= share < 1, "must be from 0 to just under 1"), "0 is the default"),
@@ -137,6 +138,9 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
                      "so its output cannot be told from the rest", "set model.attention to sdpa, or remove it",
                      places.get("model.keep_attention"))  # fmt: skip
     check_adapter(run, places, problems)
+    if run.model.vocabulary is not None and run.model.config is not None:
+        problems.add("model.vocabulary", run.model.vocabulary, "is for the weights of a folder (model.pretrained)",
+                     "write model.config.vocab_size", places.get("model.vocabulary"))  # fmt: skip
     if run.model.freeze and run.model.train_only:
         problems.add("model.train_only", run.model.train_only, "says the opposite of model.freeze, which is given, too",
                      "keep one of them", places.get("model.train_only"))  # fmt: skip
@@ -268,14 +272,15 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.resume not in ("auto", "none") and not _has_checkpoints(run):
         _exists("resume", run.resume, "write auto, none or the path of a checkpoint", places, problems)
     _check_run_dir(run, places, problems)
-    model_vocab = (model or {}).get("vocab_size")
+    model_vocab = run.model.vocabulary or (model or {}).get("vocab_size")
+    room = "model.config.vocab_size" if run.model.config is not None else "model.vocabulary"
     for path, vocab in data_vocab.items():
         if isinstance(model_vocab, int) and model_vocab < vocab:
             problems.add(
                 "model.config.vocab_size" if run.model.config is not None else "model.pretrained",
                 model_vocab if run.model.config is not None else run.model.pretrained,
                 f"the tokenizer of {path} has {vocab} tokens, the model room for {model_vocab}",
-                f"set model.config.vocab_size to {vocab} or more, or prepare the data with the model's tokenizer",
+                f"set {room} to {vocab} or more, or prepare the data with the model's tokenizer",
                 places.get("model.config.vocab_size"),
             )
 

@@ -28,6 +28,9 @@ class ModelConfig:
     """With ORG/NAME in `pretrained`: branch, tag or commit; null = main. A run stays with the commit that it found."""
     config: dict[str, Any] | str | None = None
     """Random weights: the fields of a Hugging Face config.json, with model_type; or a folder or file that holds one."""
+    vocabulary: int | None = None
+    """Tokens that the model is to know, more than the folder of `pretrained` has: new rows of its embedding and its
+    head, which have to train, each begin as the mean of the folder's. null = those of the folder."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "sdpa"
     """Attention implementation. sdpa picks the fastest kernel of the device; varlen is for data.isolate_documents: it
     computes within documents only, and needs no mask, whose memory grows with the square of the length."""
@@ -71,6 +74,10 @@ class AdapterConfig:
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Patterns (`*`, `?`, `[...]`) of modules, such as `*.q_proj`; all-linear: every linear map of the decoder
     layers."""
+    quantize: str | None = None
+    """Refused: QLoRA's weights in 4 bits are not there yet. Under ZeRO 3 the ranks share them in bf16."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Patterns of modules that train whole beside the adapter, such as `model.embed_tokens`, `lm_head` or `*norm`."""
     start: str | None = None
     """PEFT folder with the adapter to begin with; its rank, scale and targets must be those of this section."""
 

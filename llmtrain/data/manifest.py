@@ -132,6 +132,7 @@ def check_vocabulary(manifest: Manifest, model_vocab_size: int) -> None:
     if manifest.vocab_size > model_vocab_size:
         raise DataError(
             f"model vocab_size {model_vocab_size} is smaller than the tokenizer's {manifest.vocab_size}: ids from "
-            f"{model_vocab_size} on would index past the embedding; set the model's vocab_size to at least "
-            f"{manifest.vocab_size}, or prepare the data with the model's own tokenizer (--tokenizer FOLDER)"
+            f"{model_vocab_size} on would index past the embedding; set the model's vocab_size (beside "
+            f"model.pretrained: model.vocabulary) to at least {manifest.vocab_size}, or prepare the data with the "
+            "model's own tokenizer (--tokenizer FOLDER)"
         )

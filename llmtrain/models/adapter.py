@@ -12,7 +12,7 @@ import contextlib
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,6 +27,7 @@ from llmtrain.config.run import AdapterConfig
 from llmtrain.errors import ConfigError
 from llmtrain.models.build import decoder_layers, materialise
 from llmtrain.models.parameters import Shard, local_parameter, set_shard
+from llmtrain.models.score import SCORE, WEIGHT, gives_scores
 from llmtrain.models.source import ParameterSource
 from llmtrain.tensors.pieces import pick
 from llmtrain.tensors.region import Region
@@ -40,7 +41,7 @@ A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 """What follows a map's path in the names of its adapter's tensors."""
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 """The files of a PEFT folder, and what the names of its tensors begin with."""
-_OTHERS = ("bias", "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices", "target_parameters")
+_OTHERS = ("bias", "rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters")
 """Settings of peft that the section has no keys for."""
 
 
@@ -60,14 +61,86 @@ def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | N
     linear = [path for path, module in hf.named_modules() if id(module) in inside]
     for pattern in adapter.targets:
         if pattern != ALL and not any(fnmatchcase(path, pattern) for path in linear):
+            _refuse_other_maps(hf, pattern, places or {})
             near = closest(pattern, linear)
             rule = "matches no linear map (torch.nn.Linear) of the decoder layers"
             remedy = f"correct it; one of them is {near or linear[0]}" if linear else "take a family that has some"
             raise stop("adapter.targets", pattern, rule, remedy, (places or {}).get("adapter.targets"))
     if not linear:
+        others = other_maps(hf)
         rule = f"the decoder layers of {type(hf).__name__} have no linear maps (torch.nn.Linear)"
+        rule += f": {next(iter(others))} is {next(iter(others.values()))}" if others else ""
         raise stop("adapter.targets", adapter.targets, rule, "train without the section adapter")
     return [path for path in linear if any(p == ALL or fnmatchcase(path, p) for p in adapter.targets)]
+
+
+def other_maps(hf: PreTrainedModel) -> dict[str, str]:
+    """Modules of the decoder layers that multiply and get no adapter: path -> what they are."""
+    inside = {id(module) for module in decoder_layers(hf).modules()}
+    found = {}
+    for path, module in hf.named_modules():
+        if id(module) not in inside:
+            continue
+        if type(module).__name__ == "Conv1D":
+            found[path] = "a Conv1D, which keeps its weight transposed"
+        elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)) and "expert" in path:
+            found[path] = "the experts' weights in one tensor"
+    return found
+
+
+def _refuse_other_maps(hf: PreTrainedModel, pattern: str, places: Places) -> None:
+    """Raises ConfigError: the pattern names a map that is none of torch.nn.Linear."""
+    for path, what in other_maps(hf).items():
+        if fnmatchcase(path, pattern) or pattern.startswith(f"{path}."):
+            rule = f"names {path}, {what}: adapters stand beside torch.nn.Linear"
+            remedy = "name other maps; in adapter.modules_to_save it would train whole"
+            raise stop("adapter.targets", pattern, rule, remedy, places.get("adapter.targets"))
+
+
+def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | None = None) -> list[str]:
+    """The modules that train whole beside the adapter, in the model's order; of modules that share their one tensor
+    the first. A reward model's score is one of them, asked for or not: it is new.
+
+    Raises ConfigError: a pattern matches no module with parameters of its own, a target, or one with modules within.
+    """
+    key, place = "adapter.modules_to_save", (places or {}).get("adapter.modules_to_save")
+    own = {path: module for path, module in hf.named_modules() if dict(module.named_parameters(recurse=False))}
+    patterns = [*adapter.modules_to_save, *([SCORE] if gives_scores(hf.config) else [])]
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in own):
+            near = closest(pattern, list(own)) or next(iter(own))
+            raise stop(key, pattern, "matches no module with parameters", f"correct it; one of them is {near}", place)
+    chosen = [path for path in own if any(fnmatchcase(path, pattern) for pattern in patterns)]
+    targets = target_paths(hf, adapter, places) if chosen else []
+    for path in chosen:
+        if within := [name for name, _ in own[path].named_parameters() if "." in name]:
+            rule = f"it names {path}, which has parameters of its own and modules with others ({within[0]})"
+            raise stop(key, adapter.modules_to_save, rule, f"name modules within it, such as {path}.*", place)
+        if both := [target for target in targets if f"{target}.".startswith(f"{path}.")]:
+            rule = f"it names {path}, and adapter.targets names {both[0]}: a map has an adapter or trains whole"
+            raise stop(key, adapter.modules_to_save, rule, "name it in one of the two", place)
+        if [other for other in own if other.endswith(path) and other not in chosen]:
+            rule = f"peft, which goes by the ends of names, would take more modules than {path}"
+            raise stop(key, adapter.modules_to_save, rule, "name those as well, or none of them", place)
+    first: dict[int, str] = {}
+    for path, module in own.items():
+        for parameter in module.parameters(recurse=False):
+            first.setdefault(id(parameter), path)
+    return list(dict.fromkeys(first[id(p)] for path in chosen for p in own[path].parameters()))
+
+
+def saved_names(hf: PreTrainedModel, adapter: AdapterConfig) -> set[str]:
+    """The parameters of those modules; a tied one by its first name. Raises ConfigError."""
+    paths = saved_paths(hf, adapter)
+    chosen = {id(parameter) for path in paths for parameter in hf.get_submodule(path).parameters()}
+    return {name for name, parameter in hf.named_parameters() if id(parameter) in chosen}
+
+
+def aliases(hf: PreTrainedModel) -> dict[str, str]:
+    """The first name of each tied parameter by its other names."""
+    first = {id(parameter): name for name, parameter in hf.named_parameters()}
+    every = hf.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if name != first[id(parameter)]}
 
 
 def need_peft(what: str) -> None:
@@ -81,9 +154,10 @@ def need_peft(what: str) -> None:
         ) from error
 
 
-def lora_config(hf: PreTrainedModel, adapter: AdapterConfig, paths: Iterable[str]) -> Any:
+def lora_config(hf: PreTrainedModel, adapter: AdapterConfig, paths: Iterable[str], saved: Collection[str] = ()) -> Any:
     """peft's LoraConfig of this adapter on these maps: by the last parts of their names where no other module has one
-    of those, as vLLM and others want it. Raises ConfigError: peft is not installed."""
+    of those, as vLLM and others want it. `saved`: modules that train whole. Raises ConfigError: peft is not installed.
+    """
     need_peft(f"adapter.r = {adapter.r}")
     from peft import LoraConfig
 
@@ -99,6 +173,8 @@ def lora_config(hf: PreTrainedModel, adapter: AdapterConfig, paths: Iterable[str
         use_dora=adapter.dora,
         target_modules=sorted(short if alike == wanted else wanted),
         init_lora_weights=False,
+        modules_to_save=sorted(saved) or None,
+        ensure_weight_tying=any(name.rpartition(".")[0] in saved for name in aliases(hf).values()),
         task_type="CAUSAL_LM",
     )
 
@@ -171,13 +247,19 @@ def _name(path: str, layer: nn.Module) -> None:
 
 def plain_name(name: str) -> str:
     """The name that a tensor has everywhere else, from the one in a model with peft's layers."""
-    plain = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".").replace(".original_module.", ".")
-    plain = plain.replace(".default", "")
+    plain = name.replace(".base_layer.", ".").replace(".original_module.", ".").replace(".modules_to_save.", ".")
+    plain = plain.replace(".default.", ".").removesuffix(".default")
     return plain.removesuffix(".weight") if plain.endswith(f"{MAGNITUDE}.weight") else plain
 
 
-def read_peft(adapter: AdapterConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors of the folder `adapter.start` by name, flat, in fp32. `shapes`: those that the run's adapter has.
+def read_peft(
+    adapter: AdapterConfig, shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None
+) -> dict[str, Tensor]:
+    """The tensors of the folder `adapter.start` by name, flat, in fp32.
+
+    Args:
+        shapes: of the tensors that the run's adapter has, with those of modules that train whole.
+        tied: see `aliases`; peft writes such a tensor by each of its names.
 
     Raises ConfigError: the folder is none, or its adapter is another.
     """
@@ -204,10 +286,18 @@ def read_peft(adapter: AdapterConfig, shapes: dict[str, tuple[int, ...]]) -> dic
     for key in _OTHERS:
         if settings[key] not in (None, "none", {}, []):
             raise refuse(f"its {key} is {settings[key]!r}, which adapters here do not have", "merge it with peft first")
+    for other, name in (tied or {}).items():
+        if other in tensors and name in tensors and not torch.equal(tensors.pop(other), tensors[name]):
+            rule = f"its {other} and {name} differ, which are one tied tensor of the run's model"
+            raise refuse(rule, "set tie_word_embeddings to false in the model's config.json, where both are its own")
     held = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {name: shape for name, shape in shapes.items() if name in held or name != WEIGHT}  # a new score is drawn
     if odd := sorted(name for name in held.keys() | shapes.keys() if held.get(name) != shapes.get(name)):
         rule = f"its {odd[0]} is {held.get(odd[0], 'not there')}, the run's is {shapes.get(odd[0], 'not there')}"
-        raise refuse(rule, "name its maps in adapter.targets, and in model.pretrained the model that it was made for")
+        remedy = (
+            "name its maps in adapter.targets, its other modules in adapter.modules_to_save, and in model.pretrained "
+        )
+        raise refuse(rule, remedy + "the model that it was made for")
     return {name: tensor.float().view(-1) for name, tensor in tensors.items()}
 
 
@@ -225,7 +315,7 @@ class AdaptedSource:
         seed: int,
         given: dict[str, Tensor] | None = None,
     ) -> None:
-        """`shapes`: of the adapter's tensors. `given`: their values, flat, where there are some."""
+        """`shapes`: of the adapter's tensors. `given`: their values, flat, and those of modules that train whole."""
         self.base, self.origin, self._given = base, base.origin, given or {}
         self._shapes, self._seed = shapes, seed
 
@@ -236,10 +326,13 @@ class AdaptedSource:
         return self._shapes[name] if name in self._shapes else self.base.shape(name)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        return self._first(name)[start:stop] if name in self._shapes else self.base.read(name, start, stop)
+        return self._first(name)[start:stop] if self._own(name) else self.base.read(name, start, stop)
 
     def read_region(self, name: str, region: Region) -> Tensor:
-        return pick(self._first(name), region) if name in self._shapes else self.base.read_region(name, region)
+        return pick(self._first(name), region) if self._own(name) else self.base.read_region(name, region)
+
+    def _own(self, name: str) -> bool:
+        return name in self._shapes or name in self._given
 
     def _first(self, name: str) -> Tensor:
         if name in self._given:

@@ -27,10 +27,17 @@ _COUNT = re.compile(r"^(?!.*size).*(layer|label|expert)")
 
 
 def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The transformers config of `model.pretrained` or `model.config`.
+    """The transformers config of `model.pretrained` or `model.config`, with the tokens of `model.vocabulary`.
 
     Code that a folder carries runs with `trust_remote_code` only; no key of a run sets it.
     """
+    config = _given_config(model, trust_remote_code=trust_remote_code)
+    if model.vocabulary is not None:
+        config.get_text_config().vocab_size = model.vocabulary
+    return config
+
+
+def _given_config(model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     given = model.pretrained or model.config

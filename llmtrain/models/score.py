@@ -18,8 +18,8 @@ from llmtrain.models.patches import score_class
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-WEIGHT = "score.weight"
-"""The head: [1, H], no bias."""
+SCORE, WEIGHT = "score", "score.weight"
+"""The head, and its one parameter: [1, H], no bias."""
 _SUFFIX = "ForSequenceClassification"
 
 

@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.errors import ModelError
-from llmtrain.models.adapter import AdaptedSource, adapted, read_peft
+from llmtrain.models.adapter import AdaptedSource, adapted, aliases, read_peft, saved_names
 from llmtrain.models.build import decoder_layers, layer_configs, load_config, skeleton
 from llmtrain.models.experts import idle_parameters
 from llmtrain.models.frozen import frozen_names, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.parameters import local_parameter
-from llmtrain.models.score import WEIGHT, gives_scores, with_score
+from llmtrain.models.score import gives_scores, with_score
 from llmtrain.models.score_source import ScoredSource
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
+from llmtrain.models.vocabulary import GrownSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -104,14 +105,18 @@ class ModelSpec:
 
     @cached_property
     def frozen(self) -> frozenset[str]:
-        """The parameters that the run does not train: beside an adapter all of the model's but a score's.
+        """The parameters that the run does not train: beside an adapter the model's, but for modules that train whole.
 
-        Raises ConfigError: see `frozen_names`.
+        Raises ConfigError: see `frozen_names` and `saved_paths`.
         """
         if self.adapter.r is not None:
-            trains = {WEIGHT} if self.scores else set()
-            return frozenset(name for name, _ in self.skeleton.named_parameters()) - trains
+            return frozenset(name for name, _ in self.skeleton.named_parameters()) - self.saved
         return frozen_names(self.skeleton, self.model)
+
+    @cached_property
+    def saved(self) -> frozenset[str]:
+        """The model's own parameters that train beside its adapter. Raises ConfigError: see `saved_paths`."""
+        return frozenset(() if self.adapter.r is None else saved_names(self.skeleton, self.adapter))
 
     @cached_property
     def layout(self) -> FolderLayout:
@@ -156,20 +161,29 @@ class ModelSpec:
         """
         source: ParameterSource
         if self.model.folder is not None:
-            source = self.folder_values(self.model.folder, seed, device)
+            source = self.folder_source(self.model.folder, seed, device)
         else:
             source = RandomSource(self.skeleton, seed, device)
         if self.adapter.r is None:
             return source
-        given = read_peft(self.adapter, self.adapter_shapes) if self.adapter.start else None
+        given = self.given_adapter() if self.adapter.start else None
         return AdaptedSource(source, self.adapter_shapes, seed, given)
 
-    def folder_values(
+    def folder_source(
         self, folder: Path, seed: int = 0, device: torch.device | None = None
     ) -> SafetensorsSource | ScoredSource:
-        """Those of a Hugging Face folder. `seed`, `device`: of a score that it lacks. Raises ModelError."""
-        held = SafetensorsSource(folder, self.layout)
+        """The weights of a folder of this model. `seed`, `device`: of a score that it lacks.
+
+        Raises ModelError: its files are not whole.
+        """
+        kind = SafetensorsSource if self.model.vocabulary is None else GrownSource
+        held = kind(folder, self.layout)
         return ScoredSource(held, self.layout, seed, device or torch.device("cpu")) if self.scores else held
+
+    def given_adapter(self) -> dict[str, Tensor]:
+        """What `adapter.start` holds: see `read_peft`. Raises ConfigError: it is another adapter's."""
+        saved = {name: self.shapes[name] for name in self.saved}
+        return read_peft(self.adapter, self.adapter_shapes | saved, aliases(self.skeleton))
 
     @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -64,6 +64,18 @@ class LowRank(nn.Module):
         return F.linear(x, weight, self.bias)
 
 
+def frozen_beside(model: nn.Module, adapter: AdapterConfig) -> set[str]:
+    """The parameters of a transformers model that stay as they are beside the run's adapter."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    whole = {
+        id(p)
+        for name, p in named
+        for pattern in (*adapter.modules_to_save, "score")  # a reward model's is new, and trains whole
+        if fnmatchcase(name.rpartition(".")[0], pattern)
+    }
+    return {name for name, parameter in named if id(parameter) not in whole}
+
+
 def adapt_plainly(model: nn.Module, adapter: AdapterConfig, *, summed: bool) -> None:
     """Put the run's adapter into a transformers model. It has no values yet."""
     if adapter.r is None:

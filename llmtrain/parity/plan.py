@@ -97,7 +97,8 @@ def small_run(
     if run.train.accumulation is None and run.train.micro_batch is not None and run.train.global_batch is not None:
         accumulation = max(1, run.train.global_batch // (micro * data_parallel))
     length = lcm(_LENGTH, degrees.sequence * degrees.tensor)
-    small = replace(run.model, pretrained=None, config=model, loss_chunk_tokens=min(40, run.model.loss_chunk_tokens))
+    small = replace(run.model, pretrained=None, vocabulary=None, config=model)
+    small = replace(small, loss_chunk_tokens=min(40, small.loss_chunk_tokens))
     if small.mlp_tile_tokens is not None:
         small = replace(small, mlp_tile_tokens=min(8, small.mlp_tile_tokens))
     if cpu:  # where the compiler takes a minute

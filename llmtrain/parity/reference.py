@@ -25,7 +25,7 @@ from llmtrain.models.build import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optimizers import OPTIMIZERS
-from llmtrain.parity.adapter import adapt_plainly, loud_source
+from llmtrain.parity.adapter import adapt_plainly, frozen_beside, loud_source
 from llmtrain.parity.answers import Answers, divergence, plain_loss
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
@@ -87,9 +87,9 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     model.config.get_text_config().pad_token_id = None  # else a score is read before a last token that is this one
     spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
     source = loud_source(spec, run.train.seed)
-    stays = run.adapter.r is not None
-    chosen = {n for n, p in model.named_parameters() if p.requires_grad and (stays or not _trains(n, run.model))}
-    chosen -= {"score.weight"} if stays else set()  # a reward model's, new and trained whole beside an adapter
+    beside = None if run.adapter.r is None else frozen_beside(model, run.adapter)
+    chosen = {n for n, p in model.named_parameters() if p.requires_grad and (
+        not _trains(n, run.model) if beside is None else n in beside)}  # fmt: skip
     for name in chosen:
         model.get_parameter(name).requires_grad_(False)
     adapt_plainly(model, run.adapter, summed=order.halves)

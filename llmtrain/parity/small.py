@@ -78,14 +78,16 @@ def patterns_here(fields: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 def targets_here(fields: dict[str, Any], adapter: AdapterConfig) -> AdapterConfig:
     """`adapter` without the targets that the small model lacks, and without values. Raises ModelError: none is left."""
-    names = [name for name, _ in _spec(fields).skeleton.named_modules()]
+    hf = _spec(fields).skeleton
+    names = [name for name, _ in hf.named_modules()]
+    whole = [p for p in adapter.modules_to_save if any(fnmatchcase(name, p) for name in names)]
     found = [pattern for pattern in adapter.targets if pattern == ALL or any(fnmatchcase(n, pattern) for n in names)]
     if adapter.r is not None and not found:
         raise ModelError(
             f"adapter.targets = {adapter.targets}: none of them matches a module of the small copy. Give the check "
             f"targets of its own: --adapter.targets '[\"{ALL}\"]'."
         )
-    return replace(adapter, targets=found, start=None)
+    return replace(adapter, targets=found, modules_to_save=whole, start=None)
 
 
 def _spec(fields: dict[str, Any]) -> ModelSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ class Adapted(nn.Module):
 def plain_adapted(case: Case) -> Any:
     """The case's model with its adapter, with the values that its run begins with."""
     model = plain_model(case).requires_grad_(False)
+    whole = case.adapter.get("modules_to_save", [])
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(fnmatchcase(name.rpartition(".")[0], pattern) for pattern in whole):
+            parameter.requires_grad_(True)
     resolved = resolved_run(case, 1)
     source = ModelSpec.of(resolved.run.model, resolved.run.adapter).initial_weights(0, torch.device("cpu"))
     values = {

@@ -83,6 +83,8 @@ class Case:
     model: dict[str, Any] = field(default_factory=lambda: dict(LLAMA))
     pretrained: str = ""
     """The folder of the model and its weights, in place of `model`."""
+    vocabulary: int | None = None
+    """More tokens than that folder's."""
     attention: str = "sdpa"
     partition: str | tuple[int, ...] = "parameters"
     """Of layers over pipeline stages."""
@@ -167,6 +169,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
             model=ModelConfig(
                 config=None if case.pretrained else dict(case.model),
                 pretrained=case.pretrained or None,
+                vocabulary=case.vocabulary,
                 attention=case.attention,  # type: ignore[arg-type]
                 loss_chunk_tokens=40,
                 compile_layers=case.compile_layers,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,7 +15,9 @@ from safetensors.torch import load_file
 
 from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, stale_folders, step_of
 from tests.helpers.forked import Launch
-from tests.helpers.launching import losses, rows, write_recipe
+from tests.helpers.launching import RECIPE, REPO, environment, losses, rows, write_recipe
+from tests.helpers.preference import preferences
+from tests.runs.test_chat import conversations, write_model
 
 SCHEDULE = ("--schedule.name", "constant")  # so that the losses do not depend on where the run will end
 OFTEN = ("--checkpoint.every_steps", "3")
@@ -67,7 +72,51 @@ def kill_a_writer(launch: Launch, run: Path, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("trials", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_kills_around_a_save_lose_nothing(small_data, tmp_path, trials):
-    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    (tmp_path / "undisturbed").mkdir()
+    recipe, other = (write_recipe(folder, small_data) for folder in (tmp_path, tmp_path / "undisturbed"))
+    assert_nothing_is_lost(recipe, other, trials)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("what", ["lora", "dpo"])
+def test_kills_of_a_post_training_lose_nothing(tmp_path, what):
+    """An adapter with dropout, whose checkpoints leave out the model; pairs, whose data has a column of a reference."""
+    recipe, other = post_training(tmp_path, what)
+    assert_nothing_is_lost(recipe, other, 20)
+
+
+def post_training(folder: Path, what: str) -> tuple[Path, Path]:
+    """Recipes of the same training, in folders of their own."""
+    write_model(folder / "model")
+    records = [{"messages": talk} for talk in conversations()] if what == "lora" else preferences(150)
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    section = {"lora": "adapter: {r: 4, dropout: 0.1}", "dpo": "objective: {name: dpo}"}[what]
+    recipes = []
+    for name in ("disturbed", "undisturbed"):
+        (folder / name).mkdir()
+        path = folder / name / "recipe.yaml"
+        model = f"model: {{pretrained: {folder / 'model'}}}\n{section}\n"
+        text = RECIPE.format(repo=REPO, data=folder / "data", run=folder / name / "run")
+        text = re.sub(r"model:\n(  .*\n)+", model, text).replace("sequence_length: 32", "sequence_length: 160")
+        path.write_text(text.replace("data:\n", "data:\n  isolate_documents: true\n"))
+        recipes.append(path)
+    form = {"lora": "chat", "dpo": "preference"}[what]
+    llmtrain(folder, "prepare", "--format", form, "--source", "records.jsonl", "--tokenizer", "model", "--out", "data")
+    if what == "dpo":
+        llmtrain(folder, "reference", str(recipes[0]))
+    return recipes[0], recipes[1]
+
+
+def llmtrain(folder: Path, *words: str) -> None:
+    done = subprocess.run(["llmtrain", *words], cwd=folder, env=environment(PYTHONPATH=str(REPO)), capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def assert_nothing_is_lost(recipe: Path, undisturbed: Path, trials: int) -> None:
+    """Kill the training of a recipe so often; then let it end, and the undisturbed one at the same step."""
+    run = recipe.parent / "run"
     rng = random.Random(trials)
     happened = dict.fromkeys(("all", "rank", "writer", "unfinished", "start-up"), 0)
     for trial in range(trials):
@@ -97,10 +146,9 @@ def test_kills_around_a_save_lose_nothing(small_data, tmp_path, trials):
 
     end = ("--train.max_steps", str(max(losses(run)) + 3))
     assert Launch(recipe, *SCHEDULE, *OFTEN, *end).wait(120) == [0, 0]
-    (tmp_path / "undisturbed").mkdir()
-    other = Launch(write_recipe(tmp_path / "undisturbed", small_data), *SCHEDULE, *OFTEN, *end)
+    other = Launch(undisturbed, *SCHEDULE, *OFTEN, *end)
     assert other.wait(300) == [0, 0], other.output()[-3000:]
-    want = tmp_path / "undisturbed" / "run"
+    want = undisturbed.parent / "run"
     assert losses(run) == losses(want)
     assert not stale_folders(run / "checkpoints")
     a, b = (_tensors(complete_checkpoints(folder / "checkpoints")[0]) for folder in (run, want))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,22 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import AdapterConfig
 from llmtrain.errors import CheckpointError
 from llmtrain.hub.names import is_name
-from llmtrain.models.adapter import CONFIG, MAGNITUDE, PREFIX, WEIGHTS, A, B, lora_config, plain_name, scale
+from llmtrain.models.adapter import (
+    CONFIG,
+    MAGNITUDE,
+    PREFIX,
+    WEIGHTS,
+    A,
+    B,
+    aliases,
+    lora_config,
+    plain_name,
+    saved_names,
+    saved_paths,
+    scale,
+)
 from llmtrain.models.layout import FolderLayout
-from llmtrain.models.score import WEIGHT as SCORE
+from llmtrain.models.score import gives_scores
 from llmtrain.optimizers import PARAM
 from llmtrain.tensors.checksum import checksum
 from llmtrain.tensors.pieces import DTYPE_OF
@@ -51,15 +64,24 @@ class Merge:
     """The model's own weights, each with its part of the adapter, in fp32. Threads may call it."""
 
     def __init__(
-        self, reader: CheckpointReader, adapter: AdapterConfig | None, dtype: torch.dtype = torch.float32
+        self,
+        reader: CheckpointReader,
+        adapter: AdapterConfig | None,
+        dtype: torch.dtype = torch.float32,
+        saved: Collection[str] = (),
     ) -> None:
-        """`adapter`: None leaves all values as they are. `dtype`: to which the adapter's values are rounded first."""
+        """
+        Args:
+            adapter: None leaves all values as they are.
+            dtype: to which the adapter's values are rounded first.
+            saved: parameters of the model that train beside it, which are rounded likewise.
+        """
         self._reader, self._adapter, self._dtype = reader, adapter, dtype
         names = reader.order() if adapter is not None else []
         self.names = {name for name in names if name.endswith((A, B, MAGNITUDE))}
         """Of the adapter's tensors."""
-        self.saved = self.names | ({SCORE} & set(names))
-        """With the score of a reward model, which trains beside it: what a PEFT folder holds."""
+        self.trained = self.names | set(saved)
+        """Also the model's own parameters that train beside it."""
         self.paths = [name.removesuffix(A) for name in names if name.endswith(A)]
         """Of the maps."""
         self._path_of = {f"{path}.weight": path for path in self.paths}
@@ -67,7 +89,7 @@ class Merge:
     def check(self) -> None:
         """The adapter's values are those that were saved. Raises CheckpointError."""
         sums = self._reader.manifest.checksums()
-        for name in sorted(self.saved):
+        for name in sorted(self.trained):
             if checksum(self._reader.read(name, 0, numel(self._reader.shape(name)))) != sums[PARAM, name]:
                 raise CheckpointError(
                     f"{self._reader.folder}: the values of {name} are not those that were saved. Nothing was written. "
@@ -77,7 +99,7 @@ class Merge:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements of a flat tensor of the checkpoint, in fp32; the adapter's are rounded. Raises CheckpointError."""
         values = self._reader.read(name, start, stop)
-        return values.to(self._dtype).float() if name in self.saved else values
+        return values.to(self._dtype).float() if name in self.trained else values
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
         """Elements of a flat parameter of the model, merged. Raises CheckpointError."""
@@ -179,29 +201,38 @@ def write_peft(
     """
     from safetensors.torch import load_file, save_file
 
-    merge, tensors = Merge(reader, adapter), {}
-    for name in sorted(merge.saved):
+    saved = saved_names(layout.skeleton, adapter)
+    merge, tensors = Merge(reader, adapter, DTYPE_OF[dtype], saved), {}
+    for name in sorted(merge.trained):
         values = reader.read(name, 0, numel(reader.shape(name))).view(reader.shape(name))
         tensors[PREFIX + name] = values.to(DTYPE_OF[dtype])
+    for other, name in aliases(layout.skeleton).items():
+        if name in saved:  # by each of its names, as peft writes and wants it
+            tensors[PREFIX + other] = tensors[PREFIX + name].clone()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     back = load_file(folder / WEIGHTS)
     if bad := [name for name, values in tensors.items() if not torch.equal(back[name], values)]:
         raise ProofError(f"{folder / WEIGHTS}: {bad[0]} reads otherwise than it was written. Nothing was kept.")
-    config = lora_config(layout.skeleton, adapter, merge.paths).to_dict()
+    whole = saved_paths(layout.skeleton, adapter)
+    config = lora_config(layout.skeleton, adapter, merge.paths, whole).to_dict()
     config["target_modules"] = sorted(config["target_modules"])
-    if merge.saved != merge.names:
-        config |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE.removesuffix(".weight")]}
+    if gives_scores(layout.skeleton.config):
+        config["task_type"] = "SEQ_CLS"
         report.add("head", "the score stands in the folder; load the base with num_labels=1")
     config |= {**base_fields(trainer["run"].get("model", {})), "inference_mode": True}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     unmoved = [name for name in merge.names if name.endswith(B) and not bool(tensors[PREFIX + name].any())]
     moved = f"; {len(unmoved)} of the lora_B are still zero" if unmoved else ""
-    report.add("read back", f"{len(tensors)} tensors on {len(merge.paths)} maps, equal bit by bit{moved}")
+    also = f" and of {len(whole)} whole modules" if whole else ""
+    report.add("read back", f"{len(tensors)} tensors on {len(merge.paths)} maps{also}, equal bit by bit{moved}")
     if check != "none":
-        rounded = Merge(reader, adapter, DTYPE_OF[dtype])
-        prove_merge(rounded, _as_peft_loads(folder, layout), layout, check, report, back)
+        prove_merge(merge, _as_peft_loads(folder, layout), layout, check, report, back)
+    if vocabulary := trainer["run"].get("model", {}).get("vocabulary"):
+        report.add("tokens", f"of the base, first resize_token_embeddings({vocabulary}); `llmtrain generate` does it")
     if adapter.dora:
         report.add("vLLM", "does not load DoRA: serve the whole model there (--merge)")
+    elif whole:
+        report.add("vLLM", "does not load modules_to_save: serve the whole model there (--merge)")
     elif (r := adapter.r or 0) > 16:
         report.add("vLLM", f"takes ranks up to 16 unless it is started with --max-lora-rank {r}")
     return (folder / WEIGHTS).stat().st_size

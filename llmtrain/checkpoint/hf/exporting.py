@@ -34,7 +34,7 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.errors import CheckpointError, ModelError, UserError
-from llmtrain.models.adapter import adapted
+from llmtrain.models.adapter import adapted, saved_names
 from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import SafetensorsSource
@@ -82,7 +82,7 @@ def export_hf(
     report, adapter = Report(out), adapter_of(reader, trainer)
     if merge and adapter is None:
         raise CheckpointError(f"{checkpoint}: it holds no adapter, so there is nothing to merge. Leave out --merge.")
-    merged = Merge(reader, adapter)
+    merged = Merge(reader, adapter, saved=saved_names(layout.skeleton, adapter) if adapter else ())
     merged.check()
     _check_names(reader, layout, merged.names, report)
     if adapter is not None and not merge:

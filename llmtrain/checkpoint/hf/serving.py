@@ -130,6 +130,7 @@ def _turns(record: str, prepared: PreparedSet) -> Iterator[tuple[Conversation, i
     """Conversations of a record, each with a message that was learnt."""
     chat, settings = prepared.manifest.chat or {}, prepared.manifest.settings
     name = settings["field"] if settings["field"] != "text" else "messages"
+    talks: tuple[Conversation, ...]
     if chat.get("pairs"):
         talks = preference(record, name)
     else:

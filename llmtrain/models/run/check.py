@@ -16,7 +16,7 @@ from llmtrain.config.objective import SCORED
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
-from llmtrain.models.adapter import lora_config, read_peft, target_paths
+from llmtrain.models.adapter import lora_config, other_maps, saved_paths, target_paths
 from llmtrain.models.build import decoder_layers, layer_configs, load_config
 from llmtrain.models.experts import check_stages
 from llmtrain.models.fields import check_fields
@@ -30,6 +30,7 @@ from llmtrain.models.score import gives_scores, last_read
 from llmtrain.models.source import refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.probe import probe_copy
+from llmtrain.models.vocabulary import check_growth
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,8 +80,14 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     problems.raise_if_any()
     frozen_names(hf, model, places)
     if run.adapter.r is not None:
-        lora_config(hf, run.adapter, target_paths(hf, run.adapter, places))
-    notes = _check_length(hf, run.data.sequence_length, key, places, problems)
+        lora_config(hf, run.adapter, target_paths(hf, run.adapter, places), saved_paths(hf, run.adapter, places))
+    frozen_by = next((key for key in ("train_only", "freeze") if getattr(model, key)), "")
+    check_growth(hf, model, spec.frozen, f"model.{frozen_by}" if frozen_by else "adapter.modules_to_save", places)
+    beside = other_maps(hf) if run.adapter.r is not None else {}
+    notes = tuple(
+        f"adapter: {path} ({what}) gets none; one of {len(beside)} such" for path, what in [*beside.items()][:1]
+    )
+    notes += _check_length(hf, run.data.sequence_length, key, places, problems)
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
         _check_stages(hf, resolved.pipeline_partition, resolved.degrees.pipeline)
@@ -112,10 +119,10 @@ def check_weights(spec: ModelSpec) -> None:
     Raises ModelError or ConfigError.
     """
     if spec.model.folder is not None:
-        with contextlib.closing(spec.folder_values(spec.model.folder)) as source:
+        with contextlib.closing(spec.folder_source(spec.model.folder)) as source:
             refuse_other_shapes(source, tensor_shapes(spec.skeleton))
     if spec.adapter.r is not None and spec.adapter.start:
-        read_peft(spec.adapter, spec.adapter_shapes)
+        spec.given_adapter()
 
 
 def _check_heads(text: Any, key: str, places: Places, problems: Problems) -> None:

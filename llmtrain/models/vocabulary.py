@@ -1,0 +1,99 @@
+"""More rows for the embedding and the head than a folder's files have: for tokens that its model does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from llmtrain.config.problems import Places, stop
+from llmtrain.config.run import ModelConfig
+from llmtrain.models.build import load_config
+from llmtrain.models.layout import FolderLayout
+from llmtrain.models.source import SafetensorsSource
+from llmtrain.tensors.region import Region
+from llmtrain.tensors.tensorfile import numel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CHUNK = 1 << 22
+"""Elements that are read at one time."""
+
+
+def grown_names(hf: PreTrainedModel) -> set[str]:
+    """The parameters with a row for each token: the embedding's and the head's; a tied one by its first name."""
+    ends = [module for module in (hf.get_input_embeddings(), hf.get_output_embeddings()) if module is not None]
+    grown = {id(parameter) for module in ends for parameter in module.parameters(recurse=False)}
+    return {name for name, parameter in hf.named_parameters() if id(parameter) in grown}
+
+
+def check_growth(
+    hf: PreTrainedModel, model: ModelConfig, frozen: Collection[str], key: str, places: Places | None = None
+) -> None:
+    """`model.vocabulary` has the folder's tokens and more, and what grows trains.
+
+    Args:
+        key: by which parameters would be named that are to train.
+        places: where the user wrote what, for messages.
+
+    Raises: ConfigError.
+    """
+    if model.vocabulary is None:
+        return
+    place = (places or {}).get("model.vocabulary")
+    there = load_config(replace(model, vocabulary=None)).get_text_config().vocab_size
+    if model.vocabulary < there:
+        rule = f"{model.pretrained} has {there} tokens, and none is taken away"
+        raise stop("model.vocabulary", model.vocabulary, rule, "leave it out, or write more", place)
+    if model.vocabulary > there and (still := sorted(grown_names(hf) & set(frozen))):
+        rule = f"the new rows of {still[0]} would never train: it is frozen"
+        modules = ", ".join(name.rpartition(".")[0] for name in still)
+        raise stop("model.vocabulary", model.vocabulary, rule, f"let {modules} train ({key})", place)
+
+
+class GrownSource(SafetensorsSource):
+    """A folder whose embedding and head have fewer rows than the model's: each new row is the mean of the folder's, in
+    their type (Hewitt, https://nlp.stanford.edu/~johnhew/vocab-expansion.html). A function of the files alone."""
+
+    def __init__(self, folder: Path, layout: FolderLayout) -> None:
+        super().__init__(folder, layout)
+        self.grown = {name: layout.shapes[name] for name in grown_names(layout.skeleton)}
+        """Shapes of the model's parameters with a row for each token."""
+        self._means: dict[str, Tensor] = {}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        there = super().shape(name)
+        here = self.grown.get(name, there)
+        return here if here[0] > there[0] and here[1:] == there[1:] else there
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        there = numel(super().shape(name))
+        if stop <= there:
+            return super().read(name, start, stop)
+        if name not in self._means:
+            self._means[name] = self._mean(name)
+        mean = self._means[name]
+        first = max(start, there)
+        new = mean[(torch.arange(first, stop) - there) % mean.numel()]
+        return new if start >= there else torch.cat([super().read(name, start, there), new])
+
+    def read_region(self, name: str, region: Region) -> Tensor:
+        if name not in self.grown:
+            return super().read_region(name, region)
+        spans = [self.read(name, start, start + count) for start, _, count in region.spans()]
+        return torch.cat(spans) if spans else super().read(name, 0, 0)
+
+    def _mean(self, name: str) -> Tensor:
+        """Of the folder's rows, flat; summed in fp64, so that its rounding is one."""
+        shape = super().shape(name)
+        width = numel(shape[1:])
+        total, rows = torch.zeros(width, dtype=torch.float64), max(1, _CHUNK // width)
+        for row in range(0, shape[0], rows):
+            values = super().read(name, row * width, min(row + rows, shape[0]) * width)
+            total += values.view(-1, width).double().sum(0)
+        return (total / shape[0]).to(values.dtype)

@@ -1,0 +1,124 @@
+"""What no adapter can do, and adapters that do not fit: refused by name, with a remedy, before training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llmtrain.checkpoint.load import _refuse_other_adapter
+from llmtrain.config.run import AdapterConfig, ModelConfig
+from llmtrain.errors import CheckpointError, ConfigError
+from llmtrain.generate import Sampling, generate
+from llmtrain.models.adapter import PREFIX, WEIGHTS
+from llmtrain.models.spec import ModelSpec
+from tests.helpers.ranks import RankFailed
+from tests.helpers.training import LLAMA, Case, resolved_run
+from tests.ranks.test_adapter import LORA, resumed, saved, written
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+MAMBA = {
+    "model_type": "mamba2", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4,
+    "head_dim": 8, "state_size": 4, "n_groups": 1, "expand": 2, "conv_kernel": 4,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"r": 8}, "its r is 8, the section adapter asks for 4"),
+        ({"lora_alpha": 3}, "its lora_alpha is 3, the section adapter asks for 16.0"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"peft_type": "IA3"}, "IA3"),
+        (None, "is no PEFT folder"),
+        ({}, "its model.layers.0.mlp.down_proj.lora_A.weight is not there"),
+    ],
+)
+def test_an_adapter_to_begin_with_that_is_another_is_refused_by_name(tmp_path, change, says):
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "use_rslora": False, "use_dora": False, "bias": "none"}
+    if change is not None:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings | change))
+        save_file({PREFIX + "model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, tmp_path / WEIGHTS)
+    spec = ModelSpec.of(ModelConfig(config=dict(LLAMA)), AdapterConfig(r=4, start=str(tmp_path)))
+    with pytest.raises(ConfigError, match=says):
+        spec.initial_weights(0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("form", "adapter", "says"),
+    [
+        ({"stage": 1, "tensor": 2}, {"r": 4, "dora": True}, "adapter.dora = true(.|\n)*autotp_size = 2"),
+        ({"stage": 1, "tensor": 2}, {"r": 4, "dropout": 0.1}, "adapter.dropout = 0.1(.|\n)*autotp_size = 2"),
+        ({"freeze": ("*norm*",)}, {"r": 4}, "all parameters of the model are frozen"),
+        ({}, {"r": 0}, "at least 1"),
+        ({}, {"alpha": 8.0}, "adapter.r = null(.|\n)*without a rank there is no adapter"),
+        ({}, {"r": 4, "targets": []}, "names no module"),
+        ({}, {"r": 4, "quantize": "nf4"}, r'adapter.quantize = "nf4"(.|\n)*QLoRA does not train here'),
+        ({"extra": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}, {"r": 4}, "keeps copies"),
+    ],
+)
+def test_what_no_adapter_can_do_is_refused_by_name(small_data, form, adapter, says):
+    with pytest.raises(ConfigError, match=says) as told:
+        resolved_run(Case(data=small_data, adapter=adapter, **form), 2)
+    assert "remedy" in str(told.value)
+
+
+def test_a_target_that_is_none_and_a_missing_library_are_told(monkeypatch, tmp_path):
+    model = ModelConfig(config=dict(LLAMA))
+    with pytest.raises(ConfigError, match=r'adapter.targets = "\*\.q_prj"(.|\n)*no linear map(.|\n)*q_proj'):
+        _ = ModelSpec.of(model, AdapterConfig(r=4, targets=["*.q_prj"])).adapted
+    with pytest.raises(ConfigError, match="no linear map"):
+        _ = ModelSpec.of(model, AdapterConfig(r=4, targets=["lm_head"])).adapted
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'llmtrain.adapters.'"):
+        _ = ModelSpec.of(model, AdapterConfig(r=4)).adapted
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"(?s)test_a_target.*pip install 'llmtrain.adapters.'"):
+        generate(tmp_path, "A prompt", Sampling())
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter", "says"),
+    [
+        (GPT2, {}, r"no linear maps(.|\n)*transformer\.h\.0\.attn\.c_attn is a Conv1D"),
+        (GPT2, {"targets": ["*.c_attn"]}, r"names transformer\.h\.0\.attn\.c_attn, a Conv1D"),
+        (MIXTRAL, {"targets": ["*.experts"]}, r"names model\.layers\.0\.mlp\.experts, the experts' weights in one"),
+        (MIXTRAL, {"targets": ["model.layers.1.mlp.experts.0.w1"]}, r"names model\.layers\.1\.mlp\.experts, the exp"),
+        (LLAMA, {"modules_to_save": ["embed_tokens"]}, r"matches no module(.|\n)*model\.embed_tokens"),
+        (
+            MAMBA,
+            {"targets": ["*.in_proj"], "modules_to_save": ["*.0.mixer"]},
+            r"names backbone\.layers\.0\.mixer, which",
+        ),
+        (LLAMA, {"modules_to_save": ["*.q_proj"]}, r"names model\.layers\.0\.self_attn\.q_proj, and adapter\.targets"),
+    ],
+)
+def test_maps_that_get_no_adapter_and_modules_that_cannot_train_whole_are_named(model, adapter, says):
+    with pytest.raises(ConfigError, match=says) as told:
+        spec = ModelSpec.of(ModelConfig(config=dict(model)), AdapterConfig(r=4, **adapter))
+        _ = spec.adapted, spec.frozen
+    assert "remedy" in str(told.value)
+
+
+def test_experts_train_whole_beside_an_adapter():
+    adapter = AdapterConfig(r=4, modules_to_save=["*.experts"])
+    spec = ModelSpec.of(ModelConfig(config=dict(MIXTRAL)), adapter)
+    assert {name for name in spec.shapes if ".experts." in name} == spec.saved
+    assert all(len(spec.shapes[name]) == 3 for name in spec.saved) and not spec.saved & spec.frozen
+
+
+def test_a_full_run_and_an_adapters_do_not_continue_each_other(pools, small_data, tmp_path):
+    """Not its parameters alone either: the model beside which an adapter trains is model.pretrained."""
+    base = written(tmp_path / "hf", LLAMA)
+    full, lora = (Case(data=small_data, pretrained=base, adapter=adapter, stage=2) for adapter in ({}, LORA))
+    pools(2).run(saved, full, str(tmp_path / "full"))
+    with pytest.raises(RankFailed, match=r"holds no adapter, and this run trains one(.|\n)*to-hf RUN FOLDER\)"):
+        pools(2).run(resumed, lora, str(tmp_path / "full"))
+    states: Any = ({"run": {"adapter": {"r": 4}}}, {"run": {"adapter": {"r": None}}})
+    with pytest.raises(CheckpointError, match=r"holds an adapter \(adapter.r 4\)(.|\n)*--merge"):
+        _refuse_other_adapter(*states, tmp_path)
