@@ -39,7 +39,7 @@ from llmtrain.objectives.objective import LooksAhead
 from llmtrain.objectives.preference import objective_of
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Outer, Requests, Session, Step
-from llmtrain.start import prove_loss, start_engine, write_weights
+from llmtrain.start import prove_loss, start_engine, teacher_hash, teacher_of, write_weights
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 
@@ -78,7 +78,8 @@ class Training:
         self.mesh = mesh_of(resolved.degrees)
         with together(ranks):
             self.data = TrainData(self.run.data)
-            self.objective = objective_of(self.run.objective)
+            teacher = teacher_of(self.run, resolved.precision, ranks, self.mesh)
+            self.objective = objective_of(self.run.objective, teacher)
             self.references: list[str] | None = None
             """Of which weights the log-probabilities are that the objective compares with, by set of the data."""
             if self.run.objective.name not in WITHOUT_REFERENCE:
@@ -88,6 +89,8 @@ class Training:
                 check_vocabulary(manifest, self.model_facts.vocab_size)
             if self.run.train.eval:
                 self.evaluation_batches()  # its data must be there now, not after days of training
+        self.teacher = teacher_hash(self.run, ranks)
+        """Of its weights, where the objective has a teacher."""
         self.engine = start_engine(resolved, spec, ranks, self.mesh)
         self.notes: list[str] = self.engine.module.notes
         self.position = Position()
@@ -167,6 +170,7 @@ class Training:
             "vocab_size": self.model_facts.vocab_size,
             "data_fingerprint": self.data.fingerprint,
             "reference": self.references,
+            "teacher": self.teacher,
             "separator_id": self.data.separator_id,
             "tokenizer_dir": str(self.data.tokenizer_dir.resolve()),  # to-hf may run anywhere
             "model_config": self.engine.module.config.to_dict(),
