@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.config.objective import NEXT_TOKEN
+from llmtrain.config.objective import BY_TOKEN
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import TrainLoader
 from llmtrain.dist.ranks import Ranks
@@ -37,7 +37,7 @@ from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Session
-from llmtrain.start import prove_loss, start_engine, write_weights
+from llmtrain.start import prove_loss, start_engine, teacher_of, write_weights
 
 PLAN = "plan.pickle"
 
@@ -49,7 +49,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     """
     run, mesh = resolved.run, mesh_of(resolved.degrees)
     spec = ModelSpec.of(run.model, run.adapter)
-    vocabulary, over_tokens = spec.facts.vocab_size, run.objective.name == NEXT_TOKEN
+    vocabulary, over_tokens = spec.facts.vocab_size, run.objective.name in BY_TOKEN
     tokens = Tokens(run.data, vocabulary) if over_tokens else Answers(run, vocabulary)
     engine = start_engine(resolved, spec, ranks, mesh)
     write_weights(engine, loud_source(spec, run.train.seed), ranks)
@@ -57,7 +57,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     prove_loss(engine, row, ranks, isolate_documents=run.data.isolate_documents)
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
     rate = functools.partial(learning_rate_factor, run.schedule, max_steps=resolved.max_steps)
-    objective = objective_of(run.objective)
+    objective = objective_of(run.objective, teacher_of(run, resolved.precision, ranks, mesh))
     session = Session(engine, ranks, resolved.degrees, rate, seed=run.train.seed, objective=objective)
     with TrainLoader(
         tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain import cli
+from llmtrain.config.objective import check_form
+from llmtrain.config.problems import Problems
+from llmtrain.config.run import ObjectiveConfig, RunConfig
 from llmtrain.models.distillation import Terms, distilled_sums
 from llmtrain.models.loss import HeadForm
+from llmtrain.topology import Degrees
+from tests.helpers.config_workplace import write
 
 N, H, V = 37, 16, 50
 
@@ -106,3 +113,44 @@ def test_the_ends_of_beta_are_the_two_directions() -> None:
     assert found(1e-3) / 1e-3 == pytest.approx(float(forward), rel=0.01)
     assert found(1 - 1e-3) / 1e-3 == pytest.approx(float(reverse), rel=0.01)
     assert found(0.5) <= math.log(2) * int(counted.sum())
+
+
+# --- the configuration
+
+
+DISTILL = ["--objective.name", "distill"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (DISTILL, "objective.teacher = null"),
+        ([*DISTILL, "--objective.teacher", "nowhere"], 'objective.teacher = "nowhere"'),
+        ([*DISTILL, "--objective.teacher", "data/x"], "no such folder with a config.json"),
+        (["--objective.teacher", "data/x"], "is not of objective.name next_token"),
+        ([*DISTILL, "--objective.beta", "1.5"], "must be from 0 to 1 of objective.name distill"),
+        ([*DISTILL, "--objective.alpha", "-0.5"], "must be from 0 to 1 of objective.name distill"),
+        ([*DISTILL, "--objective.temperature", "0"], "objective.temperature = 0.0"),
+        (["--objective.name", "dpo", "--objective.beta", "0"], "must be greater than 0"),
+        (["--objective.name", "rpo", "--objective.alpha", "-1"], "must be 0 or greater"),
+        (["--objective.temperature", "2"], "set objective.name to one of distill"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["config", "check", "run.yaml", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_ranks_that_share_a_row_are_refused() -> None:
+    problems = Problems()
+    run = RunConfig(deepspeed="ds.json", objective=ObjectiveConfig(name="distill", teacher="t"))
+    check_form(run, Degrees(sequence=2), "ds.json", problems)
+    assert "sequence_parallel_size = 2  (ds.json)\n    rule:   objective.name distill has a whole" in str(
+        problems.error()
+    )
+    check_form(run, Degrees(tensor=2, pipeline=2), "ds.json", other := Problems())
+    other.raise_if_any()
