@@ -18,8 +18,9 @@ from llmtrain.models.loss import IGNORE, HeadForm, Vocabulary, add_gradients, sc
 
 FIGURES = 4
 """Of a distillation: loss, divergence, next-token loss, entropy of the teacher."""
-_TABLES = 4
-"""[tokens, vocabulary] in fp32 that a chunk has at one time, so it has so many times fewer tokens than the loss's."""
+_TABLES = 8
+"""A chunk has about so many [tokens, vocabulary] in fp32 at one time, so it has so many times fewer tokens than the one
+of the next-token loss, which has one."""
 
 TeacherLogits = Callable[[slice], Tensor]
 """From some of a micro-batch's N tokens to the teacher's logits of them, fp32 [tokens, V], of the whole vocabulary."""
@@ -113,7 +114,7 @@ def _of_chunk(
     entropy_C1 = -(log_p_CV.exp() * log_p_CV).sum(1, keepdim=True)
     first, count = (0, log_p_CV.shape[1]) if vocabulary is None else (vocabulary.first, vocabulary.count)
     log_p_CV = log_p_CV[:, first : first + count]
-    values_CV = form.apply(student_CV.to(torch.float32, copy=True))
+    values_CV = form.apply(student_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (values_CV / form.softcap).square()
 
     counted_C1, word_C1 = (labels_C != IGNORE).unsqueeze(1), labels_C.unsqueeze(1) - first
@@ -159,7 +160,7 @@ def _divergence(
     sums_CK = _added_up(torch.cat(parts, dim=1), vocabulary)
     of_q_C1 = sums_CK[:, :1]
     divergence_C1 = share * of_q_C1 if beta == 1.0 else share * of_q_C1 + beta * sums_CK[:, 1:]
-    # dD/dq is share (log q - log m) but for a constant: what m contributes adds up to one, for p and for q.
+    # dD/dq is share (log q - log m): what is left of m's own derivative and those of p and q is 0.
     return divergence_C1, ratio_CV.sub_(of_q_C1).mul_(q_CV).mul_(share) if wants_gradient else None
 
 

@@ -79,8 +79,10 @@ METRICS: dict[str, Metric] = {
     "moe/idle_experts": _metric("experts", "Experts of all layers that got no token since the last log point."),
     "moe/tokens_per_expert": _metric("tokens", "Tokens that each expert got since then, summed over layers: a list."),
     "eval/loss": _metric("nats/token", "Validation loss: mean over all counted validation tokens, or pairs."),
-    "eval/perplexity": _metric("1", "exp(eval/loss); not of pairs."),
-    "eval/distill/divergence": _metric("nats/token", "As `distill/divergence`, of the validation tokens; likewise:"),
+    "eval/perplexity": _metric("1", "exp(eval/loss); of the next-token loss alone."),
+    "eval/distill/divergence": _metric(
+        "nats/token", "As `distill/divergence`, of the validation tokens; the next two too."
+    ),
     "eval/distill/next_token_loss": _metric("nats/token", "The student's next-token loss."),
     "eval/distill/teacher_entropy": _metric("nats/token", "The teacher's entropy."),
     "eval/pairs/margin": _metric("1", "As `pairs/margin`, of the validation pairs; the next three likewise."),

@@ -62,10 +62,12 @@ def test_a_teacher_of_the_same_words_is_taken(teacher: Path) -> None:
 
 
 def test_other_words_are_refused(teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"objective\.teacher = .*gives logits of 300 words, and the student of 400"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)objective\.teacher = .*gives logits of 300 words, and the student of 400"
+    ):
         check_teacher(str(teacher), student(vocab_size=400), teacher, {})
     other = write_tokenizer(tmp_path / "other", KINDS["llama3"])
-    with pytest.raises(ConfigError, match=r"its tokenizer has other ids for .* words, first .*--tokenizer"):
+    with pytest.raises(ConfigError, match=r"(?s)its tokenizer has other ids for .* words, first .*--tokenizer"):
         check_teacher(str(teacher), student(), other, {})
     (teacher / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):

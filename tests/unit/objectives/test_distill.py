@@ -66,7 +66,7 @@ def test_figures_and_gradients_are_those_of_float64(t: Terms, form: HeadForm) ->
     hidden, weight, bias, teacher, labels = drawn()
     leaves = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
     exact = [each.double().requires_grad_() for each in (hidden, weight, bias)]
-    got = distilled_sums(*leaves, labels, chunk=28, form=form, teacher=lambda rows: teacher[rows].clone(), terms=t)
+    got = distilled_sums(*leaves, labels, chunk=56, form=form, teacher=lambda rows: teacher[rows].clone(), terms=t)
     logits = F.linear(*exact) * form.scale
     if form.softcap is not None:
         logits = form.softcap * torch.tanh(logits / form.softcap)
@@ -84,7 +84,7 @@ def test_figures_and_gradients_are_those_of_float64(t: Terms, form: HeadForm) ->
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(beta: float, temperature: float) -> None:
     hidden, weight, bias, _, labels = drawn()
     weight.requires_grad_()
-    got = distilled_sums(hidden, weight, bias, labels, chunk=N * 4, form=HeadForm(), terms=terms(beta, temperature),
+    got = distilled_sums(hidden, weight, bias, labels, chunk=N * 8, form=HeadForm(), terms=terms(beta, temperature),
                          teacher=lambda rows: F.linear(hidden[rows], weight.detach(), bias))  # fmt: skip
     tolerance = 0.0 if beta in (0.0, 1.0) else 1e-5  # log m is rounded
     assert abs(float(got[0].detach())) <= tolerance and got[3] > 1
@@ -103,7 +103,7 @@ def test_the_ends_of_beta_are_the_two_directions() -> None:
     reverse = F.kl_div(log_p, log_q, log_target=True, reduction="sum")
 
     def found(beta: float) -> float:
-        given: dict[str, Any] = {"chunk": 64, "form": HeadForm(), "terms": terms(beta)}
+        given: dict[str, Any] = {"chunk": 256, "form": HeadForm(), "terms": terms(beta)}
         return float(distilled_sums(hidden.float(), weight.float(), bias.float(), labels,
                                     teacher=lambda rows: teacher[rows].float(), **given)[1])  # fmt: skip
 
@@ -113,6 +113,18 @@ def test_the_ends_of_beta_are_the_two_directions() -> None:
     assert found(1e-3) / 1e-3 == pytest.approx(float(forward), rel=0.01)
     assert found(1 - 1e-3) / 1e-3 == pytest.approx(float(reverse), rel=0.01)
     assert found(0.5) <= math.log(2) * int(counted.sum())
+
+
+def test_logits_exist_for_few_tokens_at_a_time() -> None:
+    hidden, weight, bias, teacher, labels = drawn()
+    seen: list[int] = []
+
+    def some(rows: slice) -> Tensor:
+        seen.append(len(teacher[rows]))
+        return teacher[rows].clone()
+
+    distilled_sums(hidden, weight, bias, labels, chunk=80, form=HeadForm(), teacher=some, terms=terms())
+    assert seen == [10, 10, 10, 7]
 
 
 # --- the configuration
