@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ConfigError
@@ -67,6 +68,7 @@ def load_teacher(folder: str, student: ModelConfig, precision: str, device: torc
     refuse_other_shapes(source, tensor_shapes(hf))
     tensors = dict(named_tensors(hf))
     for name in source.order():
+        heart.beat()
         tensors[name].copy_(source.read(name, 0, tensors[name].numel()).view(tensors[name].shape))
     return Teacher(LanguageModel(hf, spec.model.loss_chunk_tokens))
 
@@ -76,6 +78,7 @@ def teacher_checksums(folder: str, student: ModelConfig, index: int, of: int) ->
     source = SafetensorsSource(folder, teacher_spec(folder, student).layout, asked_by=KEY)
     found = {}
     for name in sorted(source.order())[index::of]:
+        heart.beat()
         values = source.read(name, 0, torch.Size(source.shape(name)).numel())
         found[name] = checksum(values)
     return found
