@@ -48,6 +48,7 @@ def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
     """
     from llmtrain.data.loader import TrainData, check_vocabulary
     from llmtrain.models.run.check import check_model, check_weights
+    from llmtrain.models.teacher import check_teacher
 
     run = resolved.run
     name_cpu()
@@ -58,6 +59,8 @@ def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
         data.take_reference(resolved.precision)
     for manifest in data.manifests:
         check_vocabulary(manifest, spec.facts.vocab_size)
+    if run.objective.teacher is not None:
+        check_teacher(run.objective.teacher, spec, data.tokenizer_dir, resolved.places)
     if starts_from_model(run):
         check_weights(spec)
     return replace(resolved, notes=(*resolved.notes, *notes)), spec

@@ -11,7 +11,7 @@ from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.explain.device import OUT_OF_MEMORY, device_fault
-from llmtrain.config.objective import NEXT_TOKEN, UNPAIRED
+from llmtrain.config.objective import BY_TOKEN, NEXT_TOKEN, UNPAIRED
 from llmtrain.config.run import RunConfig
 from llmtrain.data.baseline import ngram_baselines
 from llmtrain.data.loader import TrainData
@@ -49,7 +49,8 @@ def finish(
     if validation_loss is None:
         log.info("no validation loss: train.eval is off")
     elif run.objective.name != NEXT_TOKEN:
-        per = "per answer" if run.objective.name in UNPAIRED else "nats/pair"
+        name = run.objective.name
+        per = "nats/token" if name in BY_TOKEN else "per answer" if name in UNPAIRED else "nats/pair"
         log.info(f"validation loss {validation_loss:.4f} {per}")
     else:
         log.info(f"validation loss {validation_loss:.4f} nats/token (perplexity {perplexity(validation_loss):.2f})")

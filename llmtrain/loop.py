@@ -41,7 +41,7 @@ from llmtrain.objectives.online import with_reference
 from llmtrain.objectives.preference import objective_of
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Outer, Requests, Session, Step
-from llmtrain.start import prove_loss, start_engine, write_weights
+from llmtrain.start import prove_loss, start_engine, teacher_hash, teacher_of, write_weights
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 
@@ -80,7 +80,8 @@ class Training:
         self.mesh = mesh_of(resolved.degrees)
         with together(ranks):
             self.data = TrainData(self.run.data)
-            self.objective = objective_of(self.run.objective)
+            teacher = teacher_of(self.run, resolved.precision, ranks, self.mesh)
+            self.objective = objective_of(self.run.objective, teacher)
             self.references: list[str] | None = None
             """Of which weights the log-probabilities are that the objective compares with, by set of the data."""
             if wants_column(self.run.objective):
@@ -90,6 +91,8 @@ class Training:
                 check_vocabulary(manifest, self.model_facts.vocab_size)
             if self.run.train.eval:
                 self.evaluation_batches()  # its data must be there now, not after days of training
+        self.teacher = teacher_hash(self.run, ranks)
+        """Of its weights, where the objective has a teacher."""
         self.engine = start_engine(resolved, spec, ranks, self.mesh)
         self.objective = with_reference(self.objective, self.run.objective, self.engine.module)
         self.notes: list[str] = self.engine.module.notes
@@ -171,6 +174,7 @@ class Training:
             "vocab_size": self.model_facts.vocab_size,
             "data_fingerprint": self.data.fingerprint,
             "reference": self.references,
+            "teacher": self.teacher,
             "separator_id": self.data.separator_id,
             "tokenizer_dir": str(self.data.tokenizer_dir.resolve()),  # to-hf may run anywhere
             "model_config": self.engine.module.config.to_dict(),

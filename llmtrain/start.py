@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmtrain.config.run import ResolvedRun
+from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.data.reference import weights_hash
 from llmtrain.dist.control import from_all, together
 from llmtrain.dist.device import check_device
 from llmtrain.dist.ranks import Ranks
@@ -29,6 +30,7 @@ from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.run.forms import build_model
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
+from llmtrain.models.teacher import Teacher, load_teacher, teacher_checksums
 from llmtrain.topology import Mix
 
 _PROVED_TOKENS = 32
@@ -51,6 +53,25 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
     apply_group_timeout(resolved.run.fault.timeout_s)  # to the groups that DeepSpeed has made
     progress.tell_compilation()  # DeepSpeed has imported torch.compile by now
     return engine
+
+
+def teacher_of(run: RunConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teacher | None:
+    """The model that a run distils, on the ranks that compute a loss: a pipeline's last stages, or all.
+
+    Raises: ModelError, on this rank alone.
+    """
+    if run.objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
+        return None
+    return load_teacher(run.objective.teacher, run.model, precision, ranks.device)
+
+
+def teacher_hash(run: RunConfig, ranks: Ranks) -> str | None:
+    """Of the teacher's weights. All ranks call it: each reads a part. Raises AgreedError."""
+    if run.objective.teacher is None:
+        return None
+    with together(ranks):
+        mine = teacher_checksums(run.objective.teacher, run.model, ranks.rank, ranks.world_size)
+    return weights_hash({name: value for share in from_all(ranks, mine) for name, value in share.items()})
 
 
 def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks) -> bool:

@@ -366,6 +366,8 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -
         f"mixture and data.seed, or {_PARAMETERS_ALONE}",
         "reference": "The answers would be compared with another model than so far. Write the log-probabilities of the "
         "one that the run began from again: llmtrain reference RUN.yaml",
+        "teacher": "The student would learn from other weights than so far. Use the same objective.teacher, or "
+        f"{_PARAMETERS_ALONE}",
     }
     for key, remedy in remedies.items():
         if saved.get(key) not in (None, now.get(key)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,10 @@ from llmtrain.config.run import ObjectiveConfig, RunConfig
 from llmtrain.topology import Degrees
 
 NEXT_TOKEN = "next_token"
+DISTILL = "distill"
 OBJECTIVES: dict[str, dict[str, float]] = {
     NEXT_TOKEN: {},
+    DISTILL: {"beta": 0.0, "temperature": 1.0, "alpha": 0.0},
     "dpo": {"beta": 0.1, "smoothing": 0.0},
     "robust": {"beta": 0.1, "smoothing": 0.1},
     "ipo": {"beta": 0.1},
@@ -22,12 +25,14 @@ OBJECTIVES: dict[str, dict[str, float]] = {
     "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
     "reward": {"centering": 0.0},
 }
-"""Name -> its fields. All but the first are of prepared preferences."""
+"""Name -> its numbers."""
+BY_TOKEN = (NEXT_TOKEN, DISTILL)
+"""Of texts and conversations, a mean over tokens. The others are of prepared preferences."""
 UNPAIRED = ("kto",)
-"""Of answers judged alone. The others, but for the first, compare a chosen answer with a rejected one."""
+"""Of answers judged alone. The others over answers compare a chosen one with a rejected one."""
 SCORED = ("reward",)
 """Of a model that gives a score for an answer, in place of likelihoods. It is of pairs, too."""
-WITHOUT_REFERENCE = (NEXT_TOKEN, "simpo", "orpo", *SCORED)
+WITHOUT_REFERENCE = (*BY_TOKEN, "simpo", "orpo", *SCORED)
 """The others ask for the log-probabilities of a reference."""
 
 
@@ -61,6 +66,8 @@ def check_objective(run: RunConfig, places: Places, problems: Problems) -> None:
                      "scores and no text", "remove it", places.get("train.sample_prompt"))  # fmt: skip
     if config.reference == "online":
         _check_online(run, places, problems)
+    _check_ranges(config, places, problems)
+    _check_teacher(config, places, problems)
     if config.name in WITHOUT_REFERENCE:
         return
     start = f"objective.name {config.name} compares with the model that training starts from"
@@ -86,6 +93,41 @@ def _check_online(run: RunConfig, places: Places, problems: Problems) -> None:
     problems.add(key, "online", rule, remedy, place)
 
 
+def _check_ranges(config: ObjectiveConfig, places: Places, problems: Problems) -> None:
+    """Of fields that are another thing to another objective."""
+    share = config.name == DISTILL
+    for field, above in (("beta", not share), ("alpha", False)):
+        value, key = getattr(config, field), f"objective.{field}"
+        if value is None or field not in OBJECTIVES[config.name]:
+            continue
+        if share and not 0 <= value <= 1:
+            problems.add(key, value, f"must be from 0 to 1 of objective.name {DISTILL}", "0 is the default",
+                         places.get(key))  # fmt: skip
+        elif value < 0 or (above and value == 0):
+            rule = "must be greater than 0" if above else "must be 0 or greater"
+            problems.add(key, value, rule, "leave it out for the objective's default", places.get(key))
+
+
+def _check_teacher(config: ObjectiveConfig, places: Places, problems: Problems) -> None:
+    """It is there for a distillation, and for nothing else."""
+    key, folder = "objective.teacher", config.teacher
+    if config.name == DISTILL and folder is None:
+        problems.add(key, None, f"objective.name {DISTILL} learns from a teacher",
+                     "name the Hugging Face folder of one", places.get("objective.name"))  # fmt: skip
+    elif config.name != DISTILL and folder is not None:
+        problems.add(key, folder, f"is not of objective.name {config.name}",
+                     f"remove it, or set objective.name to {DISTILL}", places.get(key))  # fmt: skip
+
+
+def check_teacher_folder(run: RunConfig, places: Places, problems: Problems) -> None:
+    """Where its files should be."""
+    key, folder = "objective.teacher", run.objective.teacher
+    if folder is not None and not os.path.isfile(os.path.join(folder, "config.json")):
+        problems.add(key, folder, f"no such folder with a config.json (looked from {os.getcwd()})",
+                     "give a local Hugging Face folder; a model on the Hub has to be fetched first",
+                     places.get(key))  # fmt: skip
+
+
 def check_start(run: RunConfig, places: Places, problems: Problems) -> None:
     """What is compared with has learnt something. Not asked of a parity check, whose reference is made up."""
     name = run.objective.name
@@ -96,14 +138,18 @@ def check_start(run: RunConfig, places: Places, problems: Problems) -> None:
 
 
 def check_form(run: RunConfig, degrees: Degrees, path: str, problems: Problems) -> None:
-    """A rank can sum an answer, and has its whole score. `path`: of the DeepSpeed JSON."""
+    """A rank can sum an answer, has its whole score, or the teacher's logits. `path`: of the DeepSpeed JSON."""
     if run.objective.name in SCORED:
         for key, degree in (("pipeline.stages", degrees.pipeline), ("tensor_parallel.autotp_size", degrees.tensor),
                             ("expert_parallel.autoep_size", degrees.expert)):  # fmt: skip
             if degree > 1:
                 rule = f"objective.name {run.objective.name} has a score in place of the head that this form knows"
                 problems.add(key, degree, rule, "remove the section: ZeRO 1 to 3 shard the model", path)
-    if run.objective.name != NEXT_TOKEN and degrees.sequence > 1:
+    if run.objective.name == DISTILL and degrees.sequence > 1:
+        problems.add("sequence_parallel_size", degrees.sequence,
+                     f"objective.name {DISTILL} has a whole teacher on each rank, which computes whole sequences "
+                     "only", "use ZeRO, tensor or pipeline parallelism instead", path)  # fmt: skip
+    elif run.objective.name != NEXT_TOKEN and degrees.sequence > 1:
         problems.add("sequence_parallel_size", degrees.sequence,
                      f"objective.name {run.objective.name} sums the tokens of each answer, and the ranks of a group "
                      "would have parts of it", "use ZeRO, tensor or pipeline parallelism instead", path)  # fmt: skip
@@ -131,4 +177,4 @@ def check_data(run: RunConfig, key: str, path: str, manifest: dict[str, Any], pl
 
 
 def _kind(name: str) -> str:
-    return "" if name == NEXT_TOKEN else "unpaired" if name in UNPAIRED else "pairs"
+    return "" if name in BY_TOKEN else "unpaired" if name in UNPAIRED else "pairs"

@@ -13,7 +13,7 @@ from typing import Any
 from llmtrain import foreign
 from llmtrain.config.adapter import check_adapter
 from llmtrain.config.batch import Batch
-from llmtrain.config.objective import check_data, check_objective, check_start
+from llmtrain.config.objective import check_data, check_objective, check_start, check_teacher_folder
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
 from llmtrain.hub.names import REVISION, is_name
@@ -37,11 +37,10 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "model.mlp_tile_tokens": (_AT_LEAST_1, "leave it out to compute all tokens at once"),
     "data.sequence_length": ((lambda x: x >= 2, "must be at least 2"), "1024 is the default"),
     "data.seed": (_NOT_NEGATIVE, "write 0"),
-    "objective.beta": (_POSITIVE, "leave it out for the objective's default"),
     "objective.smoothing": ((lambda x: 0 <= x < 0.5, "must be from 0 to just under 0.5"), "0.1 is usual"),
     "objective.gamma": (_NOT_NEGATIVE, "0.5 is the default"),
     "objective.centering": (_NOT_NEGATIVE, "0 is the default, 0.01 is usual"),
-    "objective.alpha": (_NOT_NEGATIVE, "1 is the default"),
+    "objective.temperature": (_POSITIVE, "1 is the default"),
     "objective.desirable_weight": (_POSITIVE, "1 is the default"),
     "objective.undesirable_weight": (_POSITIVE, "1 is the default"),
     "optim.lr": (_POSITIVE, "3e-4 is the default"),
@@ -264,6 +263,7 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
         if manifest is not None:
             check_data(run, key, path, manifest, places.get(key), problems)
     check_start(run, places, problems)
+    check_teacher_folder(run, places, problems)
     model = _read_model_config(run, places, problems)
     if run.adapter.r is not None and run.model.pretrained is None:
         problems.add("adapter.r", run.adapter.r, "an adapter stands beside weights that stay as they are, and those of "

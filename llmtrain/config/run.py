@@ -104,21 +104,30 @@ class DataConfig:
 class ObjectiveConfig:
     """What training minimises."""
 
-    name: Literal["next_token", "dpo", "robust", "ipo", "dpo_norm", "rpo", "simpo", "orpo", "kto", "reward"] = (
-        "next_token"
-    )
-    """next_token, or a loss over pairs of a chosen and a rejected answer, by the pair; kto: over single answers,
-    desired or not. All but simpo and orpo compare with a reference; `llmtrain reference` prepares its
-    log-probabilities. reward: a model that scores answers, over pairs; it needs no reference."""
+    name: Literal[
+        "next_token", "distill", "dpo", "robust", "ipo", "dpo_norm", "rpo", "simpo", "orpo", "kto", "reward"
+    ] = "next_token"
+    """next_token; distill: the divergence from a teacher, by the token; a loss over pairs of a chosen and a rejected
+    answer, by the pair; kto: over single answers, desired or not. Of the last two kinds all but simpo and orpo compare
+    with a reference; `llmtrain reference` prepares its log-probabilities. reward: a model that scores answers, over
+    pairs; it needs no reference."""
     beta: float | None = None
-    """Factor on the difference of the two answers (orpo: on its term). Default 0.1; dpo_norm 5, simpo 2."""
+    """Factor on the difference of the two answers (orpo: on its term). Default 0.1; dpo_norm 5, simpo 2. distill: 0
+    (default) is KL(teacher || student), 1 is KL(student || teacher), between them the generalised Jensen-Shannon
+    divergence."""
     smoothing: float | None = None
     """dpo, robust: share of pairs taken to be labelled the wrong way round. Default 0 (robust: 0.1); above 0, dpo is
     the conservative one."""
     gamma: float | None = None
     """simpo: margin that the difference is to have. Default 0.5."""
     alpha: float | None = None
-    """rpo: factor on the chosen answer's negative log-likelihood per token. Default 1."""
+    """rpo: factor on the chosen answer's negative log-likelihood per token. Default 1. distill: share of the
+    next-token loss, from 0 (default) to 1; the divergence has the rest."""
+    temperature: float | None = None
+    """distill: what both models' logits are divided by in the divergence, which is then multiplied with its square.
+    Default 1."""
+    teacher: str | None = None
+    """distill: the Hugging Face folder of the model to learn from, of the student's vocabulary and tokenizer."""
     desirable_weight: float | None = None
     """kto: factor on the loss of a desired answer. Default 1."""
     undesirable_weight: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
+from llmtrain.models.distillation import TeacherLogits, Terms, distilled_sums
 from llmtrain.models.loss import HeadForm, chunked_nll_sum, token_nll
 from llmtrain.models.score import gives_scores, score_layer
 
@@ -72,6 +74,21 @@ class Head:
         """
         scores: Tensor = F.linear(hidden.float(), self._layer.weight.float())
         return scores.squeeze(-1)
+
+    def distilled_sums(self, hidden: Tensor, labels: Tensor, teacher: TeacherLogits, terms: Terms) -> Tensor:
+        """Sums over the counted tokens, nats, fp32 [4]: loss, divergence from the teacher, next-token loss, the
+        teacher's entropy. A gradient goes through the first. Not under sequence parallelism.
+
+        Args:
+            hidden, labels: as of `nll_sum`.
+            teacher: gives the logits of the same tokens.
+            terms: of the loss.
+        """
+        return self._likelihoods(functools.partial(distilled_sums, teacher=teacher, terms=terms), hidden, labels)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Logits as the loss sees them, fp32 [..., V], of [..., H]: of a model whose weights are whole here."""
+        return self.form.apply(F.linear(hidden, self._layer.weight, self._layer.bias).float())
 
     def _likelihoods(self, compute: Callable[..., Tensor], hidden: Tensor, labels: Tensor) -> Tensor:
         index, of = self.columns

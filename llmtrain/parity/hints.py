@@ -62,7 +62,7 @@ def _wrong_forward(got: Trace, want: Trace) -> str:
     return (
         "the forward pass of step 1 is another, with the same weights: a layer that is skipped, other rows, labels, "
         "positions or a mask (documents), experts that are left out or weighted otherwise, an adapter that is left out "
-        "or scaled otherwise"
+        "or scaled otherwise, another temperature or direction of a distillation"
     )
 
 

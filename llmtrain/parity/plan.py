@@ -13,7 +13,7 @@ from typing import Any
 from llmtrain.config import ds_json
 from llmtrain.config.deepspeed import DEGREE_KEYS, read_facts
 from llmtrain.config.join import join_values
-from llmtrain.config.objective import NEXT_TOKEN
+from llmtrain.config.objective import BY_TOKEN
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
@@ -110,7 +110,7 @@ def small_run(
             path="(synthetic tokens)",
             sequence_length=length,
             mask_document_starts=run.data.mask_document_starts,
-            isolate_documents=run.data.isolate_documents or run.objective.name != NEXT_TOKEN,
+            isolate_documents=run.data.isolate_documents or run.objective.name not in BY_TOKEN,
         ),
         optim=replace(run.optim, lr=LR),
         schedule=replace(run.schedule, warmup_steps=min(2, run.schedule.warmup_steps, steps - 1), decay_steps=None),

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.config.batch import Batch
-from llmtrain.config.objective import NEXT_TOKEN, SCORED, UNPAIRED
+from llmtrain.config.objective import BY_TOKEN, SCORED, UNPAIRED
 from llmtrain.config.run import ModelConfig, ObjectiveConfig, ResolvedOptim, ResolvedRun, ScheduleConfig
 from llmtrain.models.build import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
@@ -27,6 +27,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.optimizers import OPTIMIZERS
 from llmtrain.parity.adapter import adapt_plainly, frozen_beside, loud_source
 from llmtrain.parity.answers import Answers, divergence, plain_loss
+from llmtrain.parity.teacher import PlainTeacher
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
 
@@ -105,7 +106,8 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision), bf16=resolved.mix.bf16_moments
     )
     vocabulary = config.get_text_config().vocab_size
-    tokens = Tokens(run.data, vocabulary) if run.objective.name == NEXT_TOKEN else Answers(run, vocabulary)
+    tokens = Tokens(run.data, vocabulary) if run.objective.name in BY_TOKEN else Answers(run, vocabulary)
+    teacher = PlainTeacher.of(run.objective, order.attention, DTYPES[resolved.precision], device)
     trace = Trace(by_sign=OPTIMIZERS[optim.name].by_sign)
     trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
     for step in range(steps):
@@ -114,7 +116,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
             rows = list(range(step * resolved.batch.global_batch, (step + 1) * resolved.batch.global_batch))
             loss = _of_answers(model, run.objective, tokens, rows, order)
         else:
-            loss = _forward_backward(model, tokens, resolved.batch, step, order, device)
+            loss = _forward_backward(model, tokens, resolved.batch, step, order, device, teacher)
         norm = optimizer.step(rate_of_step(run.schedule, step + 1, resolved.max_steps or steps))
         trace.losses.append(loss)
         if not OPTIMIZERS[optim.name].norm_of_update:
@@ -187,7 +189,15 @@ def _copy(masters: dict[str, Tensor], model: nn.Module, nudge: int) -> None:
         parameter.grad = None
 
 
-def _forward_backward(model: Any, tokens: Tokens, batch: Batch, step: int, order: Order, device: torch.device) -> float:
+def _forward_backward(
+    model: Any,
+    tokens: Tokens,
+    batch: Batch,
+    step: int,
+    order: Order,
+    device: torch.device,
+    teacher: PlainTeacher | None,
+) -> float:
     """Gradients of the mean over all counted tokens of the global batch; returns that mean (nats)."""
     count = batch.global_batch
     rows = list(range(step * count, (step + 1) * count))
@@ -197,7 +207,7 @@ def _forward_backward(model: Any, tokens: Tokens, batch: Batch, step: int, order
     counted = int((labels >= 0).sum())
     total = 0.0
     for some_inputs, some_labels in zip(inputs.chunk(order.pieces), labels.chunk(order.pieces), strict=True):
-        passes = [_loss_sum(model, *document) for document in _documents(some_inputs, some_labels, tokens)]
+        passes = [_loss_sum(model, *document, teacher) for document in _documents(some_inputs, some_labels, tokens)]
         loss = torch.stack([loss for loss, _ in passes]).sum()
         part = loss / counted
         if coefficient := _balance_coefficient(model.config):
@@ -279,11 +289,16 @@ def _documents(inputs: Tensor, labels: Tensor, tokens: Tokens) -> Iterator[tuple
                 yield row[begin:end].unsqueeze(0), row_labels[begin:end].unsqueeze(0)
 
 
-def _loss_sum(model: Any, inputs: Tensor, labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _loss_sum(
+    model: Any, inputs: Tensor, labels: Tensor, teacher: PlainTeacher | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(summed loss, the routers' logits of each layer)"""
     out = model(input_ids=inputs, use_cache=False)
     logits = out.logits.float()
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    if teacher is None:
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    else:
+        loss = teacher.loss_sum(logits, inputs, labels)
     return loss, getattr(out, "router_logits", None) or ()
 
 

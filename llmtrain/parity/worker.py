@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.config.objective import NEXT_TOKEN, SCORED
+from llmtrain.config.objective import BY_TOKEN, SCORED
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import TrainLoader
 from llmtrain.dist.ranks import Ranks
@@ -38,7 +38,7 @@ from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Session
-from llmtrain.start import prove_loss, start_engine, write_weights
+from llmtrain.start import prove_loss, start_engine, teacher_of, write_weights
 
 PLAN = "plan.pickle"
 
@@ -50,7 +50,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     """
     run, mesh = resolved.run, mesh_of(resolved.degrees)
     spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
-    vocabulary, over_tokens = spec.facts.vocab_size, run.objective.name == NEXT_TOKEN
+    vocabulary, over_tokens = spec.facts.vocab_size, run.objective.name in BY_TOKEN
     tokens = Tokens(run.data, vocabulary) if over_tokens else Answers(run, vocabulary)
     engine = start_engine(resolved, spec, ranks, mesh)
     write_weights(engine, loud_source(spec, run.train.seed), ranks)
@@ -58,7 +58,8 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     prove_loss(engine, row, ranks, isolate_documents=run.data.isolate_documents)
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
     rate = functools.partial(learning_rate_factor, run.schedule, max_steps=resolved.max_steps)
-    objective = with_reference(objective_of(run.objective), run.objective, engine.module)
+    teacher = teacher_of(run, resolved.precision, ranks, mesh)
+    objective = with_reference(objective_of(run.objective, teacher), run.objective, engine.module)
     session = Session(engine, ranks, resolved.degrees, rate, seed=run.train.seed, objective=objective)
     with TrainLoader(
         tokens,

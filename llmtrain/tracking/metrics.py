@@ -51,6 +51,9 @@ METRICS: dict[str, Metric] = {
     "max_memory_gib": _metric("GiB", "Peak of rank 0: allocated device memory, or resident memory on CPU."),
     "data_wait_share": _metric("0 to 1", "Share of training time spent waiting for the next batch."),
     "checkpoint_stall_s": _metric("s", "Time since the last log point in which saving held up training."),
+    "distill/divergence": _metric("nats/token", "Distillation: the student's divergence from the teacher, by itself."),
+    "distill/next_token_loss": _metric("nats/token", "Distillation: the student's next-token loss."),
+    "distill/teacher_entropy": _metric("nats/token", "Entropy of the teacher's distribution at objective.temperature."),
     "pairs/margin": _metric(
         "1", "Objectives over pairs: what the loss wants to be large, such as beta times the difference of log-ratios."
     ),
@@ -78,7 +81,12 @@ METRICS: dict[str, Metric] = {
     "moe/idle_experts": _metric("experts", "Experts of all layers that got no token since the last log point."),
     "moe/tokens_per_expert": _metric("tokens", "Tokens that each expert got since then, summed over layers: a list."),
     "eval/loss": _metric("nats/token", "Validation loss: mean over all counted validation tokens, or pairs."),
-    "eval/perplexity": _metric("1", "exp(eval/loss); not of pairs."),
+    "eval/perplexity": _metric("1", "exp(eval/loss); of the next-token loss alone."),
+    "eval/distill/divergence": _metric(
+        "nats/token", "As `distill/divergence`, of the validation tokens; the next two too."
+    ),
+    "eval/distill/next_token_loss": _metric("nats/token", "The student's next-token loss."),
+    "eval/distill/teacher_entropy": _metric("nats/token", "The teacher's entropy."),
     "eval/pairs/margin": _metric("1", "As `pairs/margin`, of the validation pairs; the next three likewise."),
     "eval/pairs/accuracy": _metric("0 to 1", "Share of the validation pairs whose margin is above 0."),
     "eval/pairs/chosen_log_prob": _metric("nats/answer", "Of the chosen answers."),

@@ -399,6 +399,45 @@ def reference_with_adapter() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def teacher_without_temperature() -> Iterator[None]:
+    """The student's logits alone are divided by the temperature."""
+    from llmtrain.objectives.distill import Distill
+
+    right = Distill.sums
+
+    def sums(self: Any, head: Any, hidden: Any, micro: Any) -> Any:
+        asked, temperature = self._teacher.logits, self._terms.temperature
+
+        def hotter(*tokens: Any) -> Any:
+            found = asked(*tokens)
+            return lambda rows: temperature * found(rows)
+
+        with patch.object(self._teacher, "logits", hotter):
+            return right(self, head, hidden, micro)
+
+    with patch.object(Distill, "sums", sums):
+        yield
+
+
+def every_token_distilled() -> Context:
+    """Tokens that do not count are distilled as well."""
+    return patch("llmtrain.models.distillation.IGNORE", -1)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def other_direction() -> Iterator[None]:
+    """beta is taken for the student's share."""
+    from dataclasses import replace
+
+    from llmtrain.models import head
+
+    right = head.distilled_sums
+    with patch.object(head, "distilled_sums",
+                      lambda *a, terms, **k: right(*a, terms=replace(terms, beta=1 - terms.beta), **k)):  # fmt: skip
+        yield
+
+
 FAULTS: dict[str, Fault] = {
     "reference_with_adapter": Fault(
         reference_with_adapter,
@@ -410,6 +449,11 @@ FAULTS: dict[str, Fault] = {
         mean_per_micro_batch, {"zero": 2, "accumulation": 2, "objective": "reward"}, "wrong weight in the mean"
     ),
     "frozen_score": Fault(frozen_score, {"zero": 3, "adapter": _LORA, "objective": "reward"}, "it is frozen"),
+    "teacher_without_temperature": Fault(
+        teacher_without_temperature, {"zero": 2, "objective": "distill"}, "another temperature"
+    ),
+    "every_token_distilled": Fault(every_token_distilled, {"zero": 2, "objective": "distill"}, "forward pass"),
+    "other_direction": Fault(other_direction, {"zero": 2, "objective": "distill"}, "direction of a distillation"),
     "pairs_per_micro_batch": Fault(
         mean_per_micro_batch, {"zero": 2, "accumulation": 2, "objective": "dpo"}, "wrong weight in the mean"
     ),

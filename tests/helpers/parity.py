@@ -29,6 +29,7 @@ from llmtrain.parity.hints import hint
 from llmtrain.parity.plan import resolve_in, small_run, wanted
 from llmtrain.parity.reference import orders, train_plainly
 from llmtrain.parity.small import small_model
+from llmtrain.parity.teacher import small_teacher
 from llmtrain.parity.trace import Trace
 from tests.helpers.families import FAMILIES, FROZEN, VARIANTS
 from tests.helpers.processors import fp16, on_device
@@ -75,6 +76,24 @@ class Form:
         return "-".join([self.family, *tied, *optimizer, *objective, *parts, self.precision])
 
 
+def _objective(name: str, model: str, reference: str) -> ObjectiveConfig:
+    """As filled in by a run. `model`: fields of the student's config.json."""
+    if name != "distill":
+        return filled(ObjectiveConfig(name=name, reference=reference))  # type: ignore[arg-type]
+    return ObjectiveConfig(name="distill", teacher=_teacher(model).name, beta=0.3, temperature=2.0, alpha=0.25)
+
+
+@functools.cache
+def _teacher(model: str) -> tempfile.TemporaryDirectory[str]:
+    """Where the command puts a small teacher for that student; it lives as long as this process."""
+    where: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory()
+    with tempfile.TemporaryDirectory() as users:
+        fields = {**FAMILIES["llama"], "vocab_size": json.loads(model)["vocab_size"], "num_hidden_layers": 2}
+        (Path(users) / "config.json").write_text(json.dumps(fields))
+        small_teacher(users, json.loads(model), Path(where.name))
+    return where
+
+
 def resolved(form: Form) -> ResolvedRun:
     """As the command resolves it."""
     model = ({**FAMILIES, **VARIANTS, **FROZEN})[form.family] | json.loads(form.changes)
@@ -102,7 +121,7 @@ def resolved(form: Form) -> ResolvedRun:
                 train_only=list(form.train_only),
             ),
             adapter=AdapterConfig(**json.loads(form.adapter)),
-            objective=filled(ObjectiveConfig(name=form.objective, reference=form.reference)),  # type: ignore[arg-type]
+            objective=_objective(form.objective, json.dumps(model), form.reference),
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
             optim=OptimConfig(name=form.optimizer),  # type: ignore[arg-type]
             schedule=ScheduleConfig(warmup_steps=100),

@@ -70,8 +70,11 @@ TELLING = [
     Form(zero=3, accumulation=2, objective="orpo", steps=8),
     replace(FORMS["pp2"], objective="kto", steps=8),
     replace(FORMS["tp2"], objective="ipo", precision="bf16", steps=8),
+    replace(FORMS["tp2"], objective="distill", precision="bf16", steps=8),
+    Form(zero=3, objective="distill", adapter='{"r": 4, "alpha": 8.0}', isolate_documents=True, steps=8),
 ]
 TELLING_SLOW = [
+    replace(FORMS["pp2-dp2"], objective="distill"),
     replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"),
     replace(FORMS["dp4"], family="opt"),
     *(replace(FORMS[form], optimizer="lion") for form in ("pp2-dp2", "tp2", "sp2")),

@@ -56,7 +56,15 @@ def write_model(folder: Path) -> None:
     write_tokenizer(folder, KIND)
 
 
-def plain_losses(folder: Path, talks: list[list[dict[str, str]]]) -> list[float]:
+Losses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From logits [T, V] and a row's ids [T + 1] to the loss of each token [T]."""
+
+
+def next_token(logits: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, row[1:], reduction="none")
+
+
+def plain_losses(folder: Path, talks: list[list[dict[str, str]]], losses_of: Losses = next_token) -> list[float]:
     """By transformers and torch: each row alone, and its counted tokens as a hand wrote them. Only which rows a step
     takes is asked of us."""
     from transformers import AutoModelForCausalLM
@@ -75,7 +83,7 @@ def plain_losses(folder: Path, talks: list[list[dict[str, str]]]) -> list[float]
                     assert set(row.tolist()) == {data.separator_id}  # padding
                     continue
                 logits = hf(input_ids=torch.from_numpy(row)[None]).logits[0, :-1]
-                every = F.cross_entropy(logits, torch.from_numpy(row)[1:], reduction="none")
+                every = losses_of(logits, torch.from_numpy(row))
                 total, count = total + every[torch.tensor(counted[1:])].sum(), count + sum(counted[1:])
         return total / count
 
@@ -111,7 +119,7 @@ def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path) -> None:
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in preferences(150)))
-    for name, text in zip(("sft", "dpo", "reward", "lora"), blocks("yaml"), strict=True):
+    for name, text in zip(("sft", "dpo", "reward", "lora", "distill"), blocks("yaml"), strict=True):
         (tmp_path / f"{name}.yaml").write_text(text)
     printed = ""
     for command in blocks("bash"):
@@ -137,6 +145,7 @@ def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path) -> None:
         assert (folder / "tokenizer_config.json").read_bytes() == (export / "tokenizer_config.json").read_bytes()
     check_preferences(tmp_path)
     check_reward(tmp_path)
+    check_distillation(tmp_path, talks)
 
 
 def check_reward(folder: Path) -> None:
@@ -159,6 +168,30 @@ def check_reward(folder: Path) -> None:
     assert done.returncode == 2 and "a reward model gives scores and no text" in done.stderr, done.stderr
 
 
+def check_distillation(folder: Path, talks: list[list[dict[str, str]]]) -> None:
+    """What distill.yaml has left, against one process and the definition; and that another teacher is no resume."""
+    from transformers import AutoModelForCausalLM
+
+    teacher = AutoModelForCausalLM.from_pretrained(folder / "runs/sft/export", dtype=torch.float32)
+
+    def distilled(logits: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            p = (teacher(input_ids=row[None]).logits[0, :-1] / 2).softmax(-1)
+        apart = (p * (p.log() - (logits / 2).log_softmax(-1))).sum(-1)
+        return 0.8 * 4 * apart + 0.2 * next_token(logits, row)
+
+    ours = losses(folder / "runs/distill")
+    want = plain_losses(folder, talks, distilled)
+    assert [ours[step + 1] for step in range(STEPS)] == pytest.approx(want, rel=1e-5) and ours[STEPS] < ours[1]
+    rows = [json.loads(line) for line in (folder / "runs/distill/metrics.jsonl").read_text().splitlines()]
+    first = next(row for row in rows if row["step"] == 1)
+    assert first["distill/next_token_loss"] == pytest.approx(losses(folder / "runs/sft")[1], rel=1e-6)
+    assert first["loss"] == pytest.approx(3.2 * first["distill/divergence"] + 0.2 * first["distill/next_token_loss"])
+    assert 0 < rows[-1]["eval/distill/divergence"] < first["distill/divergence"] and "eval/perplexity" not in rows[-1]
+    other = ["--objective.teacher", "model", "--train.max_steps", "4"]
+    assert "teacher is" in refused(folder, "train", "--config", *other, recipe="distill.yaml")
+
+
 def check_preferences(folder: Path) -> None:
     """What dpo.yaml has left, against one process and the definition; and that another model's column is refused."""
     rows = [json.loads(line) for line in (folder / "runs/dpo/metrics.jsonl").read_text().splitlines()]
@@ -177,9 +210,9 @@ def check_preferences(folder: Path) -> None:
     assert "run `llmtrain reference RUN.yaml`" in refused(folder, "config", "check")
 
 
-def refused(folder: Path, *words: str) -> str:
-    """What a command that refuses dpo.yaml says; its first two words, the file, more words."""
-    done = subprocess.run(["llmtrain", *words[:2], "dpo.yaml", *words[2:]], cwd=folder, capture_output=True, text=True,
+def refused(folder: Path, *words: str, recipe: str = "dpo.yaml") -> str:
+    """What a command that refuses the recipe says; its first two words, the file, more words."""
+    done = subprocess.run(["llmtrain", *words[:2], recipe, *words[2:]], cwd=folder, capture_output=True, text=True,
                           env=environment(PYTHONPATH=str(ROOT)))  # fmt: skip
     assert done.returncode == 2, done.stderr
     return done.stderr

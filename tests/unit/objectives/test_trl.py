@@ -19,7 +19,9 @@ from llmtrain.data.packing import TrainData
 from llmtrain.data.reference import write_reference
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.unpaired import partners
+from llmtrain.models.distillation import Terms, distilled_sums
 from llmtrain.models.language import LanguageModel
+from llmtrain.models.loss import HeadForm
 from llmtrain.objectives.objective import Objective
 from llmtrain.objectives.preference import objective_of
 from tests.helpers.preference import Plain, prepared_preferences, prepared_unpaired
@@ -147,3 +149,25 @@ def test_kto_is_that_of_trl(tmp_path: Path, models: Any) -> None:
     got = ours(models[0], objective_of(filled(ObjectiveConfig(name="kto", undesirable_weight=2.0))), micro)
     print(f"kto: {got:.8f} here, {want:.8f} in TRL {trl.__version__}, {len(examples)} answers")
     assert got == pytest.approx(want, rel=DIFFERENCE)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_distillation_is_that_of_trl(beta: float) -> None:
+    """Of TRL's GKD, whose loss has no temperature^2; value and gradient."""
+    from trl.experimental.gkd import GKDTrainer
+
+    draw = torch.Generator().manual_seed(0)
+    logits, theirs = (torch.randn(1, 40, 64, generator=draw) for _ in range(2))
+    labels = torch.where(torch.rand(1, 40, generator=draw) < 0.4, -100, 7)
+    ours, trls = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    sums = distilled_sums(ours, torch.eye(64), None, labels, chunk=80, form=HeadForm(),
+                          teacher=lambda rows: theirs[0, rows].clone(),
+                          terms=Terms(beta=beta, temperature=2.0, alpha=0.0))  # fmt: skip
+    loss = sums[0] / int((labels != -100).sum()) / 4
+    want = GKDTrainer.generalized_jsd_loss(trls, theirs, labels, beta=beta, temperature=2.0)
+    print(f"beta {beta}: {loss.item():.7f} here, {want.item():.7f} TRL")
+    assert loss.item() == pytest.approx(want.item(), rel=DIFFERENCE)
+    loss.backward()
+    want.backward()
+    assert ours.grad is not None and trls.grad is not None
+    assert torch.allclose(ours.grad, trls.grad, rtol=1e-4, atol=1e-7)

@@ -1,0 +1,180 @@
+"""The divergence of a head's next-token distribution from a teacher's, without the [tokens, vocabulary] logits.
+
+As in loss.py, tokens go through both heads in chunks, and a chunk's gradients are computed in the forward pass, while
+its logits exist. All sums over the vocabulary are in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.models.loss import IGNORE, HeadForm, Vocabulary, add_gradients, scaled_gradients
+
+FIGURES = 4
+"""Of a distillation: loss, divergence, next-token loss, entropy of the teacher."""
+_TABLES = 8
+"""A chunk has about so many [tokens, vocabulary] in fp32 at one time, so it has so many times fewer tokens than the one
+of the next-token loss, which has one."""
+
+TeacherLogits = Callable[[slice], Tensor]
+"""From some of a micro-batch's N tokens to the teacher's logits of them, fp32 [tokens, V], of the whole vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The loss of a token: (1 - alpha) temperature^2 D + alpha (-log p(label)).
+
+    p is the teacher's distribution and q the student's, both of logits / temperature. D is KL(p || q) for beta 0,
+    KL(q || p) for beta 1, and between them beta KL(p || m) + (1 - beta) KL(q || m) of m = beta p + (1 - beta) q
+    (arXiv 2306.13649, section 3). The label's probability is that of temperature 1. temperature^2 keeps the gradient's
+    size (arXiv 1503.02531, section 2).
+    """
+
+    beta: float
+    temperature: float
+    alpha: float
+
+
+def distilled_sums(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    chunk: int,
+    form: HeadForm,
+    vocabulary: Vocabulary | None = None,
+    teacher: TeacherLogits,
+    terms: Terms,
+) -> Tensor:
+    """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p.
+
+    A gradient goes through the first alone. Arguments as of `chunked_nll_sum` in loss.py.
+    """
+    flat_NH = hidden.reshape(-1, hidden.shape[-1])
+    about = (max(1, chunk // _TABLES), form, vocabulary, teacher, terms)
+    total, others = _Distilled.apply(flat_NH, weight, bias, labels.reshape(-1), about)
+    return torch.cat([total.unsqueeze(0), others])
+
+
+class _Distilled(torch.autograd.Function):
+    """(loss, the other figures [3]); inputs hidden [N, H], weight [V, H], bias [V] or None, labels [N]."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, about):
+        chunk, form, vocabulary, teacher, terms = about
+        wanted = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+        # In fp32 over the chunks: bf16 would lose the small chunks' share.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None
+        sums = torch.zeros(FIGURES, dtype=torch.float32, device=hidden.device)
+        for low in range(0, hidden.shape[0], chunk):
+            rows = slice(low, low + chunk)
+            student_CV = F.linear(hidden[rows], weight, bias)
+            each_C4, grad_CV = _of_chunk(
+                student_CV, teacher(rows), labels[rows], form, vocabulary, terms, wants_gradient=any(wanted)
+            )
+            sums += each_C4.sum(0)
+            if grad_CV is not None:
+                own_hidden = None if grad_hidden is None else grad_hidden[rows]
+                add_gradients(grad_CV, hidden[rows], weight, own_hidden, grad_weight, grad_bias)
+            del student_CV, grad_CV  # before there are the next chunk's logits
+        ctx.grads = (grad_hidden, grad_weight, grad_bias, weight.dtype)
+        total, others = sums[0].clone(), sums[1:].clone()
+        ctx.mark_non_differentiable(others)
+        return total, others
+
+    @staticmethod
+    def backward(ctx, grad_output, _):
+        return (*scaled_gradients(ctx, grad_output), None, None)
+
+
+def _of_chunk(
+    student_CV: Tensor,
+    teacher_CW: Tensor,
+    labels_C: Tensor,
+    form: HeadForm,
+    vocabulary: Vocabulary | None,
+    terms: Terms,
+    *,
+    wants_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(the figures of each token [C, 4], the gradient of the student's logits [C, V] in fp32).
+
+    V is this rank's part of the W words.
+    """
+    log_p_CV = _log_softmax(teacher_CW, terms.temperature, None)
+    entropy_C1 = -(log_p_CV.exp() * log_p_CV).sum(1, keepdim=True)
+    first, count = (0, log_p_CV.shape[1]) if vocabulary is None else (vocabulary.first, vocabulary.count)
+    log_p_CV = log_p_CV[:, first : first + count]
+    values_CV = form.apply(student_CV.float())
+    slope_CV = None if form.softcap is None else 1.0 - (values_CV / form.softcap).square()
+
+    counted_C1, word_C1 = (labels_C != IGNORE).unsqueeze(1), labels_C.unsqueeze(1) - first
+    mine_C1 = counted_C1 & (word_C1 >= 0) & (word_C1 < count)
+    word_C1 = word_C1.masked_fill(~mine_C1, 0)
+    exact_CV = _log_softmax(values_CV, 1.0, vocabulary)
+    nll_C1 = _added_up(-exact_CV.gather(1, word_C1).masked_fill(~mine_C1, 0.0), vocabulary)
+    log_q_CV = exact_CV if terms.temperature == 1.0 else _log_softmax(values_CV, terms.temperature, vocabulary)
+    divergence_C1, pull_CV = _divergence(log_p_CV, log_q_CV, terms.beta, vocabulary, wants_gradient=wants_gradient)
+
+    soft = (1.0 - terms.alpha) * terms.temperature
+    loss_C1 = soft * terms.temperature * divergence_C1 + terms.alpha * nll_C1
+    each_C4 = torch.cat([loss_C1, divergence_C1, nll_C1, entropy_C1], dim=1)
+    each_C4 = torch.where(counted_C1, each_C4, 0.0)
+    if pull_CV is None:
+        return each_C4, None
+    grad_CV = pull_CV.mul_(soft)
+    if terms.alpha:
+        hard_CV = exact_CV.exp()
+        hard_CV.scatter_(1, word_C1, hard_CV.gather(1, word_C1) - mine_C1.float())
+        grad_CV.add_(hard_CV, alpha=terms.alpha)
+    grad_CV.mul_(counted_C1.float() * form.scale)
+    return each_C4, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
+
+
+def _divergence(
+    log_p_CV: Tensor, log_q_CV: Tensor, beta: float, vocabulary: Vocabulary | None, *, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(D [C, 1], its gradient to the student's logits / temperature [C, V])."""
+    if beta == 0.0:
+        p_CV = log_p_CV.exp()
+        divergence_C1 = _added_up((p_CV * (log_p_CV - log_q_CV)).sum(1, keepdim=True), vocabulary)
+        return divergence_C1, log_q_CV.exp().sub_(p_CV) if wants_gradient else None
+    q_CV = log_q_CV.exp()
+    if beta == 1.0:
+        log_m_CV, share = log_p_CV, 1.0
+    else:
+        log_m_CV, share = torch.logaddexp(log_p_CV + math.log(beta), log_q_CV + math.log1p(-beta)), 1.0 - beta
+    ratio_CV = log_q_CV - log_m_CV
+    parts = [(q_CV * ratio_CV).sum(1, keepdim=True)]
+    if beta != 1.0:
+        parts.append((log_p_CV.exp() * (log_p_CV - log_m_CV)).sum(1, keepdim=True))
+    sums_CK = _added_up(torch.cat(parts, dim=1), vocabulary)
+    of_q_C1 = sums_CK[:, :1]
+    divergence_C1 = share * of_q_C1 if beta == 1.0 else share * of_q_C1 + beta * sums_CK[:, 1:]
+    # dD/dq is share (log q - log m): what is left of m's own derivative and those of p and q is 0.
+    return divergence_C1, ratio_CV.sub_(of_q_C1).mul_(q_CV).mul_(share) if wants_gradient else None
+
+
+def _log_softmax(values_CV: Tensor, temperature: float, vocabulary: Vocabulary | None) -> Tensor:
+    """Log-probabilities of values / temperature. Student and teacher take the same roundings."""
+    most_C1 = values_CV.amax(1, keepdim=True)
+    if vocabulary is not None:
+        vocabulary.take_largest(most_C1)
+    logs_CV = (values_CV - most_C1).div_(temperature)
+    log_sum_C1 = _added_up(logs_CV.exp().sum(1, keepdim=True), vocabulary).log()
+    return logs_CV.sub_(log_sum_C1)
+
+
+def _added_up(each: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+    if vocabulary is not None:
+        vocabulary.add_up(each)
+    return each

@@ -1,0 +1,118 @@
+"""The model that another one learns from: frozen, whole on every rank that computes a loss."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.problems import Places, stop
+from llmtrain.config.run import ModelConfig
+from llmtrain.errors import ConfigError
+from llmtrain.models.build import DTYPES, construct, restore_buffers
+from llmtrain.models.distillation import TeacherLogits
+from llmtrain.models.frozen import named_tensors, tensor_shapes
+from llmtrain.models.language import LanguageModel
+from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
+from llmtrain.models.spec import ModelSpec
+from llmtrain.tensors.checksum import checksum
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+KEY = "objective.teacher"
+
+
+class Teacher:
+    """A transformers model in evaluation mode; no gradient, optimizer or checkpoint knows of it."""
+
+    def __init__(self, language: LanguageModel) -> None:
+        """`language`: with its values."""
+        self._language = language.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def logits(self, inputs: Tensor, positions: Tensor | None) -> TeacherLogits:
+        """What gives the logits of the tokens [B, T], which count as B x T.
+
+        `positions`: [B, T], beginning anew with each document that a row holds; None: a row is one sequence.
+        """
+        hidden_NH = self._language.hidden(inputs, positions).flatten(0, 1)
+        head = self._language.head
+
+        def of_some(rows: slice) -> Tensor:
+            with torch.no_grad():
+                return head.values(hidden_NH[rows])
+
+        return of_some
+
+
+def teacher_spec(folder: str, student: ModelConfig) -> ModelSpec:
+    """Of the teacher, which computes attention as the student does. Raises ModelError."""
+    return ModelSpec.of(ModelConfig(pretrained=folder, attention=student.attention,
+                                    loss_chunk_tokens=student.loss_chunk_tokens))  # fmt: skip
+
+
+@torch.no_grad()
+def load_teacher(folder: str, student: ModelConfig, precision: str, device: torch.device) -> Teacher:
+    """A teacher with its weights in the run's precision. Raises ModelError: the folder is not whole."""
+    spec = teacher_spec(folder, student)
+    with device:
+        hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[precision])
+    restore_buffers(hf, spec.skeleton, device)
+    hf.config.use_cache = False
+    source = SafetensorsSource(folder, spec.layout, asked_by=KEY)
+    refuse_other_shapes(source, tensor_shapes(hf))
+    tensors = dict(named_tensors(hf))
+    for name in source.order():
+        heart.beat()
+        tensors[name].copy_(source.read(name, 0, tensors[name].numel()).view(tensors[name].shape))
+    return Teacher(LanguageModel(hf, spec.model.loss_chunk_tokens))
+
+
+def teacher_checksums(folder: str, student: ModelConfig, index: int, of: int) -> dict[str, int]:
+    """Of one part in `of` of the teacher's tensors, as its files have them, by name. Raises ModelError."""
+    source = SafetensorsSource(folder, teacher_spec(folder, student).layout, asked_by=KEY)
+    found = {}
+    for name in sorted(source.order())[index::of]:
+        heart.beat()
+        values = source.read(name, 0, torch.Size(source.shape(name)).numel())
+        found[name] = checksum(values)
+    return found
+
+
+def check_teacher(folder: str, student: ModelSpec, tokenizer_dir: Path, places: Places) -> None:
+    """The teacher is whole, and gives logits of the words that the data and the student mean.
+
+    `tokenizer_dir`: of the data. Raises ConfigError or ModelError.
+    """
+    spec, place = teacher_spec(folder, student.model), places.get(KEY)
+    own, theirs = student.facts.vocab_size, spec.facts.vocab_size
+    if own != theirs:
+        raise stop(KEY, folder, f"gives logits of {theirs:,} words, and the student of {own:,}: they are compared word "
+                   "by word", "choose a teacher and a student of the same vocabulary", place)  # fmt: skip
+    refuse_other_shapes(SafetensorsSource(folder, spec.layout, asked_by=KEY), tensor_shapes(spec.skeleton))
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        raise stop(KEY, folder, "has no tokenizer.json, so nothing proves that its words are those of the data",
+                   f"put the one that it was trained with into the folder, and prepare the data with it (the data's "
+                   f"is {tokenizer_dir})", place)  # fmt: skip
+    mine, other = _tokenizer(file), _tokenizer(tokenizer_dir / "tokenizer.json")
+    words, known = (each.get_vocab(with_added_tokens=True) for each in (other, mine))
+    if wrong := sorted(word for word, number in words.items() if known.get(word) != number):
+        raise stop(KEY, folder, f"its tokenizer has other ids for {len(wrong):,} of the data's {len(words):,} words, "
+                   f"first {wrong[0]!r} ({known.get(wrong[0], 'none')}, and {words[wrong[0]]} in {tokenizer_dir})",
+                   f"prepare the data with the teacher's tokenizer (--tokenizer {folder}), or choose another teacher",
+                   place)  # fmt: skip
+
+
+def _tokenizer(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no class of its own
+        raise ConfigError(f"{KEY}: {file}: is no tokenizer: {error}. Copy the file again.") from error

@@ -1,0 +1,174 @@
+"""Distillation against its definition in plain PyTorch: ZeRO 0 to 3, a pipeline, tensor parallelism; and its resume.
+
+Both sides are fp32: 1e-5 is a few roundings of a loss near 1 after twenty steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmtrain.config.run import ObjectiveConfig
+from tests.helpers.training import (
+    LLAMA,
+    Case,
+    Trace,
+    assembled,
+    largest_difference,
+    make_engine,
+    plain_model,
+    plain_pytorch,
+    resolved_run,
+    save_checkpoint,
+    train_steps,
+)
+
+STEPS = 20
+TERMS: dict[str, float] = {"beta": 0.4, "temperature": 2.0, "alpha": 0.3}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of other sizes than the student, and sure of itself."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    sizes = {**LLAMA, "hidden_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
+    folder = tmp_path_factory.mktemp("teacher")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def case_of(data: str, **form: Any) -> Case:
+    model = {**LLAMA, "num_hidden_layers": 2}
+    return Case(data=data, isolate_documents=True, **{"steps": STEPS, "model": model, "lr": 1e-3, **form})
+
+
+class Both:
+    """The student as `plain_pytorch` calls it, while the teacher reads the same."""
+
+    def __init__(self, case: Case, folder: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.student = plain_model(case)
+        self.teacher = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.config, self.theirs = self.student.config, torch.empty(0)
+        self.parameters, self.named_parameters = self.student.parameters, self.student.named_parameters
+
+    def __call__(self, **given: Any) -> Any:
+        with torch.no_grad():
+            self.theirs = self.teacher(**given).logits
+        return self.student(**given)
+
+
+def definition(both: Both, logits: Tensor, labels: Tensor, *, beta: float, temperature: float, alpha: float) -> Tensor:
+    """(1 - alpha) T^2 JSD + alpha NLL, per counted token."""
+    counted = labels != -100
+    p, q = ((each[counted] / temperature).softmax(-1) for each in (both.theirs, logits))
+    m = beta * p + (1 - beta) * q
+    parts = beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()
+    nll = F.cross_entropy(logits[counted], labels[counted])
+    return (1 - alpha) * temperature**2 * parts.sum(-1).mean() + alpha * nll
+
+
+@functools.cache
+def plainly(data: str, folder: str) -> Trace:
+    case = case_of(data)
+    both = Both(case, folder)
+    return plain_pytorch(case, lambda logits, labels: definition(both, logits, labels, **TERMS), both)
+
+
+def objective_on(case: Case, folder: str, terms: dict[str, float]) -> Any:
+    """As a run makes it on this rank."""
+    from llmtrain.models.parallel.mesh import mesh_of
+    from llmtrain.objectives.preference import objective_of
+    from llmtrain.start import teacher_of
+    from tests.helpers.training import joined
+
+    ranks = joined()
+    resolved = resolved_run(case, ranks.world_size)
+    config = ObjectiveConfig(name="distill", teacher=folder, **terms)  # type: ignore[arg-type]
+    run = replace(resolved.run, objective=config)
+    return objective_of(config, teacher_of(run, resolved.precision, ranks, mesh_of(resolved.degrees)))
+
+
+def distilled(case: Case, folder: str, terms: dict[str, float]) -> tuple[Trace, dict[str, float]]:
+    """All steps, and the objective's figures of a validation batch at the end."""
+    from tests.helpers.training import batches
+
+    engine, ranks = make_engine(case)
+    objective = objective_on(case, folder, terms)
+    trace = train_steps(case, engine, ranks, 0, case.steps, objective=objective)
+    place = resolved_run(case, ranks.world_size).degrees.place(ranks.rank)
+    data_parallel = ranks.world_size // case.pipeline // case.tensor
+    batch = next(batches(case, (place.data, data_parallel), case.accumulation))
+    figures, _ = engine.evaluate(batch.micro_batches, objective)
+    trace.parameters = assembled(engine, ranks)
+    engine.close()
+    return trace, figures
+
+
+FORMS: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 1, "accumulation": 2},
+    {"stage": 2, "accumulation": 3},
+    {"stage": 3, "extra": {"activation_checkpointing": {}}},
+    {"stage": 1, "pipeline": 2, "accumulation": 3},
+    {"stage": 1, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [*FORMS[2:], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[:2])],
+    ids=lambda form: "-".join(f"{k}{v}" for k, v in form.items() if k != "extra"),
+)
+def test_distillation_is_its_definition_under_every_form(pools, small_data, teacher, form):
+    want = plainly(small_data, teacher)
+    assert want.losses[-1] < want.losses[0] - 0.3
+    tolerance = 2e-5 if "tensor" in form else 1e-5
+    for got, figures in pools(2).run(distilled, case_of(small_data, **form), teacher, TERMS):
+        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < tolerance
+        assert largest_difference(got.parameters, want.parameters) < 5 * tolerance
+        soft = 0.7 * 4 * figures["distill/divergence"] + 0.3 * figures["distill/next_token_loss"]
+        assert figures["loss"] == pytest.approx(soft, rel=1e-5) and 0 < figures["loss"] < want.losses[0]
+        assert 0 < figures["distill/teacher_entropy"] < 6.24  # log 512
+
+
+def resumed(case: Case, folder: str, terms: dict[str, float], where: str) -> tuple[Trace, Trace]:
+    """(steps 2 and 3 of a whole run, the same from its checkpoint in an engine with other weights)"""
+    from llmtrain.checkpoint.load import load_checkpoint
+    from llmtrain.checkpoint.reader import CheckpointReader
+
+    engine, ranks = make_engine(case)
+    objective = objective_on(case, folder, terms)
+    train_steps(case, engine, ranks, 0, 2, objective=objective)
+    state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale()}
+    path = save_checkpoint(engine, Path(where), 2, state, resolved_run(case, ranks.world_size), ranks)
+    whole = train_steps(case, engine, ranks, 2, 4, objective=objective)
+    whole.parameters = assembled(engine, ranks)
+    engine.close()
+    engine, ranks = make_engine(case)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.data.add_(1.0)
+    load_checkpoint(engine, CheckpointReader(path), {}, ranks)
+    again = train_steps(case, engine, ranks, 2, 4, objective=objective_on(case, folder, terms))
+    again.parameters = assembled(engine, ranks)
+    engine.close()
+    return whole, again
+
+
+def test_a_distillation_resumes_bit_for_bit(pools, small_data, teacher, tmp_path):
+    case = case_of(small_data, stage=2, precision="bf16", steps=4)
+    for want, got in pools(2).run(resumed, case, teacher, TERMS, str(tmp_path)):
+        assert got.losses == want.losses
+        assert all(torch.equal(got.parameters[name], value) for name, value in want.parameters.items())
