@@ -61,7 +61,7 @@ class PlainTeacher:
         from transformers import AutoModelForCausalLM
 
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            config.teacher, attn_implementation=attention, dtype=dtype
+            str(config.teacher), attn_implementation=attention, dtype=dtype
         )
         self._model: Any = model.to(device).eval()  # type: ignore[arg-type]
         self._options = options(config)
