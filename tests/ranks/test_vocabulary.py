@@ -46,7 +46,6 @@ def reference(case: Case) -> Trace:
     plain = plain_adapted(case)
     first = dict(grown(case).named_parameters())
     plain.load_state_dict(first, strict=False)
-    plain.tie_weights()
     return plain_pytorch(case, model=plain)
 
 

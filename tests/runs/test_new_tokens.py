@@ -49,7 +49,16 @@ def test_new_tokens_of_a_chat_format(tmp_path: Path) -> None:
     ):
         code, output = finish(recipe, *asked)
         assert code == 2 and re.search(says, output), output
-    asked = ("--model.vocabulary", str(tokens), "--adapter.modules_to_save", '["lm_head"]', "--train.export", "true")
+    asked = (
+        "--model.vocabulary",
+        str(tokens),
+        "--optim.lr",
+        "5e-3",
+        "--adapter.modules_to_save",
+        '["lm_head"]',
+        "--train.export",
+        "true",
+    )
     train(recipe, *asked, "--train.max_steps", "4")
     found = losses(tmp_path / "run")
     assert found[4] < found[1]
