@@ -1,6 +1,7 @@
 """What of the docs is generated: the fields, from the dataclasses and their docstrings (help text, too), and the mixes.
 
-`python -m llmtrain.config.reference docs` rewrites the parts between markers of configuration.md and parallelism.md.
+`python -m llmtrain.config.reference docs` rewrites the parts between markers of configuration.md, parallelism.md and
+posttraining.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from llmtrain import topology
 from llmtrain.config import run as run_module
+from llmtrain.config import together
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
 
@@ -107,7 +109,11 @@ def markdown() -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": markdown, "parallelism.md": topology.markdown}
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": markdown,
+    "parallelism.md": topology.markdown,
+    "posttraining.md": together.markdown,
+}
 
 
 def write_into(page: Path) -> None:

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from llmtrain.config import ds_json, rules
-from llmtrain.config.adapter import check_adapter_form
 from llmtrain.config.batch import Batch, solve
 from llmtrain.config.deepspeed import DEGREE_KEYS, exact_dict, read_facts
 from llmtrain.config.join import SHARED, check_scheduler, join_values
-from llmtrain.config.objective import check_form, filled
+from llmtrain.config.objective import filled
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.sites import check_sites
+from llmtrain.config.together import check_together
 from llmtrain.topology import Degrees
 
 
@@ -43,10 +43,9 @@ def resolve(
     _check_declared_ranks(tree, path, degrees.data, world, problems)
     rules.check_shared_heads(run, degrees, path, places, problems)
     rules.check_shared_rows(run, degrees, path, places, problems)
-    check_form(run, degrees, path, problems)
+    check_together(run, degrees, path, places, problems)
     rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, places, problems)
     check_sites(run, replace(facts.mix, degrees=degrees), path, places, problems)
-    check_adapter_form(run, degrees, path, places, problems)
     problems.raise_if_any()
 
     batch = _batch(run, degrees, world, places, problems)

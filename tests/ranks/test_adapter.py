@@ -113,6 +113,7 @@ FORMS: list[tuple[str, int, dict[str, Any]]] = [
     ("rslora", 4, {"stage": 1, "tensor": 2, "pipeline": 2, "accumulation": 2}),
     ("dora", 2, {"stage": 2}),
     ("dora", 2, {"stage": 3, "extra": {"zero_optimization": APART, "activation_checkpointing": {}}}),
+    ("lora", 2, {"stage": 3, "offload": "all"}),
 ]
 FORMS += [
     ("whole", 2, {"stage": 2, "accumulation": 2}),
@@ -129,6 +130,8 @@ DOUBLES: list[tuple[str, int, dict[str, Any]]] = [
     ("lora", 1, {"stage": 0}),
     ("lora", 1, {"stage": 3}),
     ("lora", 2, {"stage": 1}),
+    ("lora", 2, {"stage": 2}),
+    ("lora", 2, {"stage": 2, "offload": "optimizer"}),
     ("lora", 2, {"stage": 3}),
     ("lora", 2, {"stage": 3, "extra": {"activation_checkpointing": {}}}),
     ("lora", 2, {"stage": 3, "extra": {"zero_optimization": APART}}),

@@ -22,6 +22,8 @@ from llmtrain.data.reference import write_reference
 from llmtrain.data.shards import PreparedSet
 from llmtrain.models.spec import ModelSpec
 from llmtrain.schedule import learning_rate_factor
+from tests.helpers.adapters import plain_adapted
+from tests.helpers.families import FAMILIES
 from tests.helpers.preference import Plain, kto, prepared_preferences, prepared_unpaired
 from tests.helpers.training import (
     GLOBAL_BATCH,
@@ -54,10 +56,11 @@ def plainly(case: Case, name: str, **options: float) -> Trace:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = dict(case.model)
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    hf = plain_adapted(case) if case.adapter else AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields))  # fmt: skip
     source = ModelSpec.of(ModelConfig(config=dict(case.model))).initial_weights(0, torch.device("cpu"))
     with torch.no_grad():
-        for parameter, value in hf.named_parameters():
+        for parameter, value in () if case.adapter else hf.named_parameters():
             value.copy_(source.read(parameter, 0, value.numel()).view_as(value))
     plain, data = Plain(hf, case.data), TrainData(case_data(case))
     judged = name == "kto"
@@ -67,7 +70,8 @@ def plainly(case: Case, name: str, **options: float) -> Trace:
         desired = torch.from_numpy(PreparedSet(case.data).split("train").judged()["desirable"].astype(bool))
     with torch.no_grad():
         reference = dict(enumerate(plain.answers(list(range(len(plain.rows))))[0].tolist()))
-    matrices, vectors = ([p for p in hf.parameters() if (p.dim() >= 2) is two] for two in (True, False))
+    trains = [p for p in hf.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trains if (p.dim() >= 2) is two] for two in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8)
     schedule, trace = ScheduleConfig(name="cosine", warmup_steps=min(3, STEPS - 1)), Trace([], [])
@@ -131,6 +135,18 @@ FORMS: list[dict[str, Any]] = [
     {"stage": 1, "pipeline": 2, "accumulation": 3},
     {"stage": 1, "tensor": 2},
 ]
+DOUBLES: list[dict[str, Any]] = [
+    {"stage": 1},
+    {"stage": 2},
+    {"stage": 3},
+    {"stage": 2, "offload": "optimizer"},
+    {"stage": 3, "offload": "all"},
+]
+MIXTURE = {**FAMILIES["mixtral"], "vocab_size": LLAMA["vocab_size"], "max_position_embeddings": 256}
+OTHER_MODELS: list[dict[str, Any]] = [
+    {"stage": 2, "adapter": {"r": 4, "alpha": 16.0}, "lr": 3e-3},
+    {"stage": 2, "expert": 2, "model": MIXTURE},
+]
 
 
 @functools.cache
@@ -140,7 +156,7 @@ def plain_dpo(pairs: str) -> Trace:
 
 @pytest.mark.parametrize(
     "form",
-    [*FORMS[2:], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[:2])],
+    [*FORMS[2:], *(pytest.param(form, marks=pytest.mark.slow) for form in (*FORMS[:2], *DOUBLES))],
     ids=lambda form: "-".join(f"{k}{v}" for k, v in form.items() if k != "extra"),
 )
 def test_dpo_is_its_definition_under_every_form(pools, pairs, form):
@@ -154,6 +170,17 @@ def test_dpo_is_its_definition_under_every_form(pools, pairs, form):
         assert last["pairs/chosen_log_prob"] - first["pairs/chosen_log_prob"] != 0.0
         assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < tolerance
         assert largest_difference(got.parameters, want.parameters) < tolerance
+
+
+@pytest.mark.parametrize("form", OTHER_MODELS, ids=["adapter", "experts"])
+def test_dpo_of_an_adapter_and_of_shared_experts_is_its_definition(pools, pairs, form):
+    """The reference of an adapter is the model beside it, as lora_B begins at 0."""
+    want = plainly(case_of(pairs, **form), "dpo")
+    for got, figures in pools(2).run(trained, case_of(pairs, **form), ObjectiveConfig(name="dpo"), True):
+        assert figures[0]["pairs/margin"] == 0.0 and abs(figures[0]["loss"] - math.log(2)) < 1e-6
+        assert figures[-1]["loss"] < figures[0]["loss"] - 1e-3
+        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
+        assert largest_difference(got.parameters, want.parameters) < 1e-5
 
 
 OTHERS: list[tuple[str, dict[str, float], dict[str, Any]]] = [

@@ -1,0 +1,87 @@
+"""What goes with what: the table of docs/posttraining.md, the resolver and the tests on ranks tell the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.config.objective import OBJECTIVES
+from llmtrain.config.resolve import resolve
+from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainConfig
+from llmtrain.config.together import ADAPTERS, FORMS, markdown, refusals, rows
+from llmtrain.errors import ConfigError
+from llmtrain.topology import Mix
+from tests.ranks import test_adapter, test_preference
+
+ROWS = {**{name: row for name, row in rows().items() if name in ADAPTERS},
+        **{name: (name, AdapterConfig()) for name in OBJECTIVES},
+        **{f"{name} with LoRA": (name, AdapterConfig(r=8)) for name in OBJECTIVES}}  # fmt: skip
+
+
+def json_of(form: Mix) -> dict[str, Any]:
+    """A DeepSpeed JSON that asks for it."""
+    zero: dict[str, Any] = {"stage": form.zero_stage}
+    zero |= {"offload_optimizer": {"device": "cpu"}} if form.offload_optimizer else {}
+    zero |= {"offload_param": {"device": "cpu"}} if form.offload_param else {}
+    degrees = form.degrees
+    asked: dict[str, tuple[int, Any]] = {
+        "pipeline": (degrees.pipeline, {"stages": degrees.pipeline}),
+        "tensor_parallel": (degrees.tensor, {"autotp_size": degrees.tensor}),
+        "sequence_parallel_size": (degrees.sequence, degrees.sequence),
+        "expert_parallel": (degrees.expert, {"enabled": True, "autoep_size": degrees.expert}),
+    }
+    more = {"activation_checkpointing": {}} if form.recomputes else {}
+    return {"zero_optimization": zero, **{key: value for key, (degree, value) in asked.items() if degree > 1}, **more}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_resolver_refuses_what_the_table_refuses(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(json_of(FORMS[form])))
+    for name, (objective, adapter) in ROWS.items():
+        run = RunConfig(
+            deepspeed=str(path), adapter=adapter, model=ModelConfig(config={"model_type": "llama"}),
+            objective=ObjectiveConfig(name=objective), data=DataConfig(path="data", sequence_length=128),  # type: ignore[arg-type]
+            train=TrainConfig(global_batch=4, micro_batch=1, max_steps=10),
+        )  # fmt: skip
+        expected = [rule for rule, _ in refusals(objective, adapter, FORMS[form])]
+        try:
+            resolve(run, 2)
+        except ConfigError as error:
+            told = str(error).replace(str(path), "the JSON")
+            assert expected and all(rule in told for rule in expected), (name, told)
+        else:
+            assert not expected, (name, expected)
+
+
+def columns(form: dict[str, Any]) -> set[str]:
+    """Of a case on ranks: the columns that it is a training of."""
+    found = {way for way, key in (("pipeline", "pipeline"), ("tensor", "tensor"), ("sequence", "sequence"),
+                                  ("experts", "expert")) if form.get(key, 1) > 1}  # fmt: skip
+    found |= {"recomputation"} if "activation_checkpointing" in form.get("extra", {}) else set()
+    found |= (
+        {{"all": "parameter offload", "optimizer": "optimizer offload"}[form["offload"]]}
+        if "offload" in form
+        else set()
+    )
+    return found or {f"ZeRO {form['stage']}"}
+
+
+def test_lora_and_dpo_train_on_ranks_in_each_form_that_says_yes() -> None:
+    lora = [form for kind, ranks, form in (*test_adapter.FORMS, *test_adapter.DOUBLES) if kind == "lora" and ranks > 1]
+    dpo = [*test_preference.FORMS, *test_preference.DOUBLES, *test_preference.OTHER_MODELS]
+    for objective, adapter, forms in (("next_token", AdapterConfig(r=8), lora), ("dpo", AdapterConfig(), dpo)):
+        said = {name for name, form in FORMS.items() if not refusals(objective, adapter, form)}
+        trained = set().union(*map(columns, forms))
+        assert said <= trained, (objective, said - trained)
+        assert not trained - said, (objective, trained - said)
+    assert any("adapter" in form for form in dpo), "the column LoRA"
+
+
+def test_every_objective_has_one_row() -> None:
+    lines = [line for line in markdown().splitlines() if line.startswith("| ") and "`" in line.split(" | ")[0]]
+    told = [name for line in lines for name in line.split(" | ")[0].strip("| ").replace("`", "").split(", ")]
+    assert sorted(told) == sorted([*OBJECTIVES.keys() - {"next_token"}, "adapter.dropout"])
