@@ -333,6 +333,34 @@ def test_a_bf16_base_is_merged_in_fp32_and_rounded_once(pools, small_data, tmp_p
         assert value.dtype == torch.bfloat16 and torch.equal(value, exact.bfloat16()), name
 
 
+def test_a_tied_model_is_merged_on_both_sides(pools, small_data, tmp_path):
+    """Embedding and head are one matrix: beside an adapter it stays as it is, in the merged folder as well."""
+    from safetensors.torch import load_file
+
+    base = written(tmp_path / "hf", {**LLAMA, "tie_word_embeddings": True})
+    case = Case(data=small_data, pretrained=base, adapter=LORA, lr=LR, stage=3)
+    state = pools(2).run(saved, case, str(tmp_path / "run"))[0][PARAM]
+    (path,) = (tmp_path / "run" / "checkpoints").iterdir()
+    is_what_peft_loads(path, tmp_path, base, case, {**state, "lm_head.weight": state["model.embed_tokens.weight"]})
+    merged, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", tmp_path / "hf"))
+    assert merged.keys() == theirs.keys() and "lm_head.weight" not in merged
+    assert torch.equal(merged["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"])
+
+
+def test_masters_of_an_adapter_move_by_less_than_bf16_can_tell(pools, small_data):
+    """At a rate of 1e-6 eight steps change a value by 8e-6 at most: one near 0.1 in bf16 would stay for ever."""
+    for kind, stage in (("lora", 3), ("dora", 2)):
+        case = Case(data=small_data, adapter=KINDS[kind], lr=1e-6, stage=stage, precision="bf16")
+        begin = {name: p.detach() for name, p in plain_adapted(case).named_parameters() if ".lora_" in name}
+        got, _ = pools(2).run(trained, case)[0]
+        for name, value in begin.items():
+            moved = (got.parameters[name] - value).abs()
+            assert 0 < float(moved.max()) < 1.2e-5, name
+            if not name.endswith("lora_B.weight"):  # those begin at 0, where any value can be told
+                assert float((moved > 0).float().mean()) > 0.5, name
+                assert float(((value + moved).bfloat16() == value.bfloat16()).float().mean()) > 0.9, "bf16 tells it"
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.helpers.training import (
     case_data,
     largest_difference,
     make_engine,
+    plain_model,
     resolved_run,
     save_checkpoint,
 )
@@ -109,7 +111,7 @@ def trained(case: Case, config: ObjectiveConfig, column: bool) -> tuple[Trace, l
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
     if column:
-        write_columns(resolved, ModelSpec.of(resolved.run.model), ranks)
+        write_columns(resolved, ModelSpec.of(resolved.run.model, resolved.run.adapter), ranks)
         dist.barrier(group=ranks.control)
     engine, ranks = make_engine(case)
     data, batch = TrainData(case_data(case)), resolved.batch
@@ -181,6 +183,22 @@ def test_dpo_of_an_adapter_and_of_shared_experts_is_its_definition(pools, pairs,
         assert figures[-1]["loss"] < figures[0]["loss"] - 1e-3
         assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
         assert largest_difference(got.parameters, want.parameters) < 1e-5
+
+
+def test_the_reference_of_an_adapter_that_goes_on_is_that_adapter(pools, pairs, tmp_path):
+    """Preferences after an adapter of a fine-tuning: the first ratio is to that adapter's model, not to its base."""
+    from peft import LoraConfig, get_peft_model
+
+    case = case_of(pairs, stage=2, lr=3e-3)
+    torch.manual_seed(4)
+    config = LoraConfig(r=4, lora_alpha=16, init_lora_weights=False, target_modules="all-linear", task_type="CAUSAL_LM")
+    get_peft_model(plain_model(case), config).save_pretrained(str(tmp_path))
+    case = replace(case, adapter={"r": 4, "alpha": 16.0, "start": str(tmp_path)})
+    adapted, base = plainly(case, "dpo"), plainly(replace(case, adapter={}), "dpo")
+    got, figures = pools(2).run(trained, case, ObjectiveConfig(name="dpo"), True)[0]
+    assert figures[0]["pairs/margin"] == 0.0 and abs(figures[0]["loss"] - math.log(2)) < 1e-6
+    assert max(abs(a - b) for a, b in zip(got.losses, adapted.losses, strict=True)) < 1e-5
+    assert max(abs(a - b) for a, b in zip(got.losses, base.losses, strict=True)) > 1e-4
 
 
 OTHERS: list[tuple[str, dict[str, float], dict[str, Any]]] = [

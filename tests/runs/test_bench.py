@@ -23,7 +23,11 @@ SMALLER = {
     "train_speed.py": ["--rounds", "1", "--steps", "1", "--sequence", "32", "--micro-batch", "1"],
     "long_context.py": ["--tokens", "64", "--limit-gib", "4"],
     "start.py": ["--rounds", "1"],
-    "posttraining.py": ["--mb", "0.5", "--vocabularies", "1024", "--rounds", "1"],
+    "posttraining.py --only prepare": ["--mb", "0.5", "--vocabularies", "1024", "--rounds", "1"],
+    **{
+        f"posttraining.py --only {table}": ["--rounds", "1", "--steps", "1", "--hidden", "64", "--layers", "1"]
+        for table in ("lora", "dpo", "sft", "packing")
+    },
     "pipeline.py": ["--stages", "2", "--micro", "2", "--forward-ms", "5", "--steps", "1"],
     "watch.py": ["--hidden", "32", "--layers", "1", "--blocks", "6"],
     "watch.py --hosts": ["--hosts", "16"],
@@ -99,7 +103,7 @@ def smaller() -> list[str]:
     """The commands that are run, with sizes for a test; equal ones once."""
     found = []
     for command in RUN:
-        kind = command.split()[0] + (" --hosts" if "--hosts" in command else "")
+        kind = max((kind for kind in SMALLER if set(kind.split()) <= set(command.split())), key=len)
         found.append(" ".join([command, *SMALLER[kind]]))
     return sorted(set(found))
 

@@ -295,6 +295,12 @@ def test_the_readme() -> None:
         assert f"docs/{page.name}" in readme, "link the page"
 
 
+def test_the_tests_that_proofs_names_exist() -> None:
+    named = re.findall(r"\]\(\.\./(tests/[\w/]+\.py)\) `(test_\w+)`", TEXT["docs/proofs.md"])
+    assert len(named) >= 24
+    assert [pair for pair in named if f"def {pair[1]}(" not in (ROOT / pair[0]).read_text()] == []
+
+
 def test_the_file_tree_is_the_real_one() -> None:
     tree = TEXT["README.md"].partition("## What lies where")[2].partition("## ")[0]
     folder = ""

@@ -76,7 +76,7 @@ class Round:
 class Clock:
     """Cuts a training loop into rounds: waits for leave, times the round, reports it."""
 
-    def __init__(self, pipe: Connection, task: Task) -> None:
+    def __init__(self, pipe: Connection, task: Any) -> None:
         self._pipe, self._task = pipe, task
         self._losses: list[Tensor] = []
         self._began: tuple[float, float] = (0.0, 0.0)
@@ -123,17 +123,27 @@ def _peak_bytes() -> int:
 
 def serve(name: str, pipe: Connection, task: Task) -> None:
     """Entry of a contestant's process."""
-    sys.stdout = sys.stderr  # stdout is the parent's, for its table
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if task.device.type == "cpu":
-        torch.set_num_threads(task.threads)
-    logging.disable(logging.WARNING)
+    enter(task.threads)
     {"llmtrain": run_llmtrain, "plain": run_plain, "trainer": run_trainer}[name](Clock(pipe, task), task)
     pipe.send("end")
 
 
+def enter(threads: int) -> None:
+    """The first lines of a contestant's process."""
+    sys.stdout = sys.stderr  # stdout is the parent's, for its table
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if not torch.cuda.is_available():
+        torch.set_num_threads(threads)
+    logging.disable(logging.WARNING)
+
+
 def run_llmtrain(clock: Clock, task: Task) -> None:
     """The loop that `llmtrain train` runs, from the YAML on, without checkpoints and W&B."""
+    timed_run(clock, _write_yaml(task))
+
+
+def timed_run(clock: Clock, path: Path) -> None:
+    """That of a YAML."""
     from llmtrain.checkpoint.folder import find_folder
     from llmtrain.checkpoint.rundir import RunDirectory
     from llmtrain.config.load import load
@@ -145,12 +155,12 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
     from llmtrain.session import Session, Step
     from llmtrain.tracking.tracker import Tracker
 
-    resolved = load(["--config", str(_write_yaml(task))], 1, "the benchmark")
+    resolved = load(["--config", str(path)], 1, "the benchmark")
     run = resolved.run
     ranks = join_process_group(run.fault.timeout_s)
     with StopRequests() as requests, RunDirectory(str(run.train.run_dir)) as folder:
         checkpoints = find_folder(folder.checkpoints, ranks)
-        training = Training(resolved, ModelSpec.of(run.model), ranks, folder, checkpoints, requests)
+        training = Training(resolved, ModelSpec.of(run.model, run.adapter), ranks, folder, checkpoints, requests)
         training.resume_or_start()
         training.check_loss()  # as a run: what it leaves behind in compiled layers is in the figures
         tracker = Tracker(
@@ -165,7 +175,7 @@ def run_llmtrain(clock: Clock, task: Task) -> None:
 
         def timed_step(session: Session, *arguments: Any) -> Step:
             done = step(session, *arguments)
-            clock.step_done(torch.stack(done.sums).sum() / done.agreed.weight)
+            clock.step_done(torch.stack(done.sums).sum(0)[0] / done.agreed.weight)
             return done
 
         Session.step = timed_step  # type: ignore[method-assign, assignment]
@@ -317,11 +327,12 @@ def run_trainer(clock: Clock, task: Task) -> None:
 
     micro_losses: list[Tensor] = []
     trainer = TimedTrainer(model=model, args=arguments, train_dataset=Sequences(task))
-    trainer.add_callback(_after_each_step(clock, micro_losses))
+    trainer.add_callback(after_each_step(clock, micro_losses))
     trainer.train()
 
 
-def _after_each_step(clock: Clock, micro_losses: list[Tensor]) -> Any:
+def after_each_step(clock: Clock, micro_losses: list[Tensor]) -> Any:
+    """A callback of transformers.Trainer: the clock gets the sum of the losses since the last step."""
     from transformers import TrainerCallback
 
     class AfterEachStep(TrainerCallback):

@@ -1,17 +1,27 @@
 """Figures of post-training and of the data that it reads.
 
     python tools/bench/posttraining.py --only prepare  # the whole command against the tokenizers library, one core each
+    python tools/bench/posttraining.py --only lora     # a step of LoRA, of all weights, of peft in a plain loop
+    python tools/bench/posttraining.py --only dpo      # a prepared reference, one in the loop, TRL's DPOTrainer
+    python tools/bench/posttraining.py --only sft      # against TRL's SFTTrainer
+    python tools/bench/posttraining.py --only packing  # rows of skewed lengths, packed against padded
 
 `prepare`: code and prose of the running Python's folders as one jsonl, with byte-level BPEs of several sizes that cut
 as Qwen2's does. The library's side reads the same lines and calls encode_batch_fast. They take turns; a second is a
 CPU-second of the process and of what it started, starts included, and the ratio is taken within a round.
+
+The others train one model in processes of their own that take turns, round by round, as in train_speed.py; the losses
+of every step are compared. But for `packing` rows are equally long, so that nothing is padded. TRL takes part where it
+is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import resource
 import statistics
 import subprocess
@@ -19,7 +29,13 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from contestants import Round
+    from tuners import Tuning
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
@@ -123,13 +139,157 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """A table of trainings."""
+
+    contestants: tuple[str, ...]
+    """The first is ours, and the ratios are of its seconds."""
+    pairs: bool = False
+    skewed: bool = False
+    targets: dict[str, float] = field(default_factory=dict)
+    """Contestant -> the largest share of its seconds that ours is to take."""
+    other_loss: tuple[str, ...] = ()
+    """Contestants that train something else: their losses are not compared."""
+
+
+RACES = {
+    "lora": Race(contestants=("llmtrain lora", "llmtrain full", "peft lora"),
+                 targets={"llmtrain full": 0.72, "peft lora": 1.03}, other_loss=("llmtrain full",)),
+    "dpo": Race(contestants=("llmtrain dpo", "plain online", "trl online", "trl prepared"), pairs=True,
+                targets={"plain online": 0.76, "trl online": 0.9}),
+    "sft": Race(contestants=("llmtrain full", "plain full", "trl sft"), targets={"trl sft": 0.9}),
+    "packing": Race(contestants=("llmtrain full", "plain padded"), skewed=True),
+}  # fmt: skip
+VOCABULARY = 4096
+
+
+def records(race: Race, count: int, sequence: int) -> Iterator[dict[str, object]]:
+    """Conversations of one question; a byte is a token. Two rows fill a sequence; skewed: many short ones, few long."""
+    draw = random.Random(0)
+
+    def text(length: int) -> str:
+        return "".join(draw.choices("abcdefgh ijkl", k=length - 1)) + "."
+
+    # Of a row: 7 control tokens and line ends of ChatML around a question, 12 bytes of its roles' names.
+    room = sequence // 2 - 24
+    for _ in range(count):
+        length = min(2 * room, max(8, int(draw.lognormvariate(math.log(room / 2), 0.9)))) if race.skewed else room
+        question, answer = text(length // 4), length - length // 4
+        if race.pairs:
+            yield {"prompt": question, "chosen": text(answer), "rejected": text(answer)}
+        else:
+            yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": text(answer)}]}
+
+
+def write_workplace(race: Race, options: argparse.Namespace, folder: Path, steps: int) -> None:
+    """model/, data/ and deepspeed.json for the contestants."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.helpers.chat import KINDS, write_tokenizer
+
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": options.hidden,
+        "intermediate_size": options.hidden * 11 // 4,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden // 64 or 1,
+        "num_key_value_heads": options.hidden // 64 or 1,
+        "max_position_embeddings": options.sequence,
+        "tie_word_embeddings": True,
+    }
+    config = AutoConfig.for_model("llama", **fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    write_tokenizer(folder / "model", KINDS["chatml"])
+    config_of_deepspeed = {
+        "train_batch_size": options.batch, "train_micro_batch_size_per_gpu": options.batch,
+        "gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    (folder / "deepspeed.json").write_text(json.dumps(config_of_deepspeed))
+    source = folder / "records.jsonl"
+    count = steps * options.batch * (1 if race.pairs else 5 if race.skewed else 2) + 40
+    with open(source, "w") as file:
+        file.writelines(json.dumps(each) + "\n" for each in records(race, count, options.sequence))
+    kind = "preference" if race.pairs else "chat"
+    words = ["prepare", "--format", kind, "--source", str(source), "--tokenizer", str(folder / "model")]
+    seconds([sys.executable, "-m", "llmtrain", *words, "--out", str(folder / "data"), "--processes", "1"])
+
+
+def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
+    """Write the workplace, let the contestants take turns, print the table."""
+    import importlib.util
+
+    import yaml
+    from train_speed import race as take_turns
+    from tuners import Tuning, padding_share, serve_tuning, write_adapter
+
+    race = RACES[name]
+    there = importlib.util.find_spec("trl") is not None
+    contestants = tuple(each for each in race.contestants if there or not each.startswith("trl"))
+    if contestants != race.contestants:
+        print("TRL is not installed: it does not take part")
+    task = Tuning(folder=str(folder), sequence=options.sequence, global_batch=options.batch, contestants=contestants,
+                  threads=1, steps_per_round=options.steps, rounds=options.rounds + 1)  # fmt: skip
+    write_workplace(race, options, folder, task.total_steps)
+    if any(each.endswith("lora") for each in contestants):
+        write_adapter(folder)
+    if race.pairs:
+        run = {"deepspeed": str(folder / "deepspeed.json"), "model": {"pretrained": str(folder / "model")},
+               "data": {"path": str(folder / "data"), "sequence_length": task.sequence, "isolate_documents": True},
+               "objective": {"name": "dpo"}, "train": {"max_steps": 1, "run_dir": str(folder / "column")}}  # fmt: skip
+        (folder / "column.yaml").write_text(yaml.safe_dump(run))
+        seconds([sys.executable, "-m", "llmtrain", "reference", str(folder / "column.yaml")])
+    shape = f"hidden size {options.hidden}, {options.layers} layers, fp32, ZeRO 1"
+    batch = f"{options.batch} sequences of {options.sequence} tokens a step"
+    print(f"{name}: {batch}, {shape}, {options.rounds} rounds of {options.steps} steps", flush=True)
+    rounds = take_turns(task, lambda _: None, serve_tuning)
+    print(race_table(race, task, rounds))
+    if race.skewed:
+        share = padding_share(task)
+        ratio = statistics.median(b.cpu_s / a.cpu_s for a, b in zip(*rounds.values(), strict=True))
+        print(f"padding share of the padded batches {share:.3f}: counted tokens per CPU-s {ratio:.2f} x padded, "
+              f"target 0.95 / (1 - share) = {0.95 / (1 - share):.2f}")  # fmt: skip
+
+
+def race_table(race: Race, task: Tuning, rounds: dict[str, list[Round]]) -> str:
+    """Medians over the rounds; ratios are taken within a round, losses compared in every step."""
+    ours, *peers = task.contestants
+    lines = [
+        f"{'':<15}{'CPU-ms/step':>12}{'peak GiB':>10}{'held MB':>9}   ours over it (quartiles), target; loss difference"
+    ]
+    for name in task.contestants:
+        step = statistics.median(1000 * one.cpu_s / task.steps_per_round for one in rounds[name])
+        peak = max(one.peak_bytes for one in rounds[name]) / 2**30
+        held = int(Path(task.folder, f"{name}.bytes").read_text()) / 1e6
+        line = f"{name:<15}{step:>12.1f}{peak:>10.2f}{held:>9.1f}"
+        if name in peers:
+            ratios = sorted(a.cpu_s / b.cpu_s for a, b in zip(rounds[ours], rounds[name], strict=True))
+            low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+            target = f", {race.targets[name]}" if name in race.targets else ""
+            line += f"   {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}){target}"
+            if name not in race.other_loss:
+                both = [(x, y) for a, b in zip(rounds[ours], rounds[name], strict=True)
+                        for x, y in zip(a.losses, b.losses, strict=True)]  # fmt: skip
+                line += f"; {max(abs(x - y) for x, y in both):.1e}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["prepare"], help="this table alone")
+    parser.add_argument("--only", choices=["prepare", *RACES], help="this table alone")
     parser.add_argument("--mb", type=float, default=30, help="megabytes of text (default 30)")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[1024, 32768, 131072])
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (default 3)")
+    parser.add_argument("--steps", type=int, default=3, help="timed optimizer steps of a turn (default 3)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a step (default 4)")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence (default 256)")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model that trains (default 512)")
+    parser.add_argument("--layers", type=int, default=4, help="its layers (default 4)")
     return parser.parse_args(argv)
 
 
@@ -139,8 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from train_speed import about
 
     print(", ".join(f"{key} {value}" for key, value in about().items()), flush=True)
-    with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as made:
-        prepare(options, Path(made))
+    for name in [options.only] if options.only else ["prepare", *RACES]:
+        with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as made:
+            prepare(options, Path(made)) if name == "prepare" else run_race(name, options, Path(made))
     return 0
 
 

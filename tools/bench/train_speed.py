@@ -181,7 +181,9 @@ def _write_deepspeed(task: Task, stage: int, recompute: bool) -> None:
     (Path(task.folder) / "deepspeed.json").write_text(json.dumps(config, indent=2))
 
 
-def race(task: Task, after_round: Callable[[dict[str, list[Round]]], None]) -> dict[str, list[Round]]:
+def race(
+    task: Any, after_round: Callable[[dict[str, list[Round]]], None], entry: Callable[..., None] = serve
+) -> dict[str, list[Round]]:
     """All rounds of all contestants, taking turns. The warm-up round is dropped; `after_round` gets those so far."""
     context = mp.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = str(task.threads)  # read when torch is imported
@@ -190,7 +192,7 @@ def race(task: Task, after_round: Callable[[dict[str, list[Round]]], None]) -> d
     try:
         for name in results:
             pipes[name], theirs = context.Pipe()
-            processes[name] = context.Process(target=serve, args=(name, theirs, task), daemon=True)
+            processes[name] = context.Process(target=entry, args=(name, theirs, task), daemon=True)
             processes[name].start()
             theirs.close()
             _answer(name, pipes[name])  # one after another: building two at a time would set the peak memory

@@ -1,0 +1,315 @@
+"""The training loops of posttraining.py, each in a process of its own: llmtrain, plain PyTorch, TRL.
+
+All start from the same folder, take the same rows in each optimizer step, use AdamW and clip to the same norm. Peers
+get rows of ids with a mask, padded at their ends to a batch; ours reads the prepared folder.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from contestants import BETAS, CLIP_NORM, EPS, WEIGHT_DECAY, Clock, Round, enter, timed_run
+from torch import Tensor, nn
+
+LR = 1e-4
+BETA = 0.1
+R, ALPHA = 8, 16
+MICRO_ROWS = 4
+"""Rows of skewed lengths that are padded to the longest of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What every contestant trains; plain values, as it travels to a subprocess."""
+
+    folder: str
+    """Holds model/ (weights and tokenizer), data/ (prepared) and deepspeed.json."""
+    sequence: int
+    global_batch: int
+    """Sequences of a step: one micro-batch."""
+    contestants: tuple[str, ...]
+    threads: int
+    steps_per_round: int
+    rounds: int
+    """The first one warms up and is not counted."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.rounds * (self.steps_per_round + 1)
+
+
+Row = tuple[list[int], list[bool]]
+"""ids, and which of them are counted."""
+
+
+def steps_of(task: Tuning) -> Iterator[list[Row]]:
+    """The rows of each optimizer step: of pairs, the chosen and the rejected one in turn."""
+    import numpy as np
+
+    from llmtrain.config.run import DataConfig
+    from llmtrain.data.packing import TrainData
+    from llmtrain.data.shards import PreparedSet
+
+    path = str(Path(task.folder) / "data")
+    stream = PreparedSet(path).split("train")
+    counted = stream.counted(0, stream.tokens)
+    assert counted is not None
+    ends = np.cumsum(stream.row_lengths())[:-1]
+    ids = np.split(stream.read(0, stream.tokens).astype(np.int64), ends)
+    rows = [(a.tolist(), b.tolist()) for a, b in zip(ids, np.split(counted, ends), strict=True)]
+    data = TrainData(DataConfig(path=path, sequence_length=task.sequence, isolate_documents=True))
+    known = {tuple(row[0]): row for row in rows}
+    for step in range(task.total_steps):
+        found: list[Row] = []
+        for at in range(task.global_batch):
+            window = data.window_at(step * task.global_batch + at)
+            if window.rows is not None:
+                found += [rows[int(row)] for row in window.rows]
+            else:  # what is packed is told by its positions; what fills the sequence is no row
+                assert window.positions is not None
+                parts = np.split(window.inputs, np.flatnonzero(window.positions == 0)[1:])
+                found += [known[key] for part in parts if (key := tuple(part.tolist())) in known]
+        yield found
+
+
+def padded(rows: list[Row]) -> tuple[Tensor, Tensor]:
+    """(ids, counted) [rows, longest]"""
+    longest = max(len(ids) for ids, _ in rows)
+    ids, counted = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest)
+    for at, (row, mask) in enumerate(rows):
+        ids[at, : len(row)] = torch.tensor(row)
+        counted[at, : len(mask)] = torch.tensor(mask, dtype=torch.float32)
+    return ids, counted
+
+
+def padding_share(task: Tuning) -> float:
+    """Of the padded batches of all steps: tokens that are padding."""
+    shapes = [
+        (sum(len(ids) for ids, _ in rows), len(rows) * max(len(ids) for ids, _ in rows)) for rows in steps_of(task)
+    ]
+    return 1 - sum(real for real, _ in shapes) / sum(whole for _, whole in shapes)
+
+
+def serve_tuning(name: str, pipe: Connection, task: Tuning) -> None:
+    """Entry of a contestant's process."""
+    enter(task.threads)
+    kind, _, how = name.partition(" ")
+    clock = _Counting(pipe, task, Path(task.folder, f"{name}.bytes"))
+    {"llmtrain": run_ours, "plain": run_plain, "peft": run_plain, "trl": run_trl}[kind](clock, task, how)
+    pipe.send("end")
+
+
+class _Counting(Clock):
+    """Writes how much is held between two steps, after the first round."""
+
+    def __init__(self, pipe: Connection, task: Tuning, path: Path) -> None:
+        super().__init__(pipe, task)
+        self._path = path
+
+    def _wait(self, done: Round | None) -> None:
+        if done is not None and not self._path.exists():
+            self._path.write_text(str(_held_bytes()))
+        super()._wait(done)
+
+
+def _held_bytes() -> int:
+    """Of all tensors that are alive: parameters, gradients, masters, moments, the engine's buffers."""
+    found = {}
+    for thing in gc.get_objects():
+        kind = type(thing)  # isinstance asks a lazy module for its class, and that imports or warns
+        if issubclass(kind, Tensor) and thing.device.type == "cpu" and "Fake" not in kind.__name__:
+            for each in (thing, thing.grad if thing.is_leaf else None):
+                if each is not None:
+                    found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def write_adapter(folder: Path) -> None:
+    """adapter/: what the contestants with LoRA begin with."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    config = LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(str(folder / "adapter"))
+
+
+def run_ours(clock: Clock, task: Tuning, how: str) -> None:
+    """The loop of `llmtrain train`. how: full, lora, dpo."""
+    folder = Path(task.folder)
+    fields: dict[str, Any] = {
+        "deepspeed": str(folder / "deepspeed.json"),
+        "model": {"pretrained": str(folder / "model")},
+        "data": {"path": str(folder / "data"), "sequence_length": task.sequence, "isolate_documents": True},
+        "optim": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "clip_norm": CLIP_NORM},
+        "schedule": {"name": "constant"},
+        "train": {
+            "run_dir": str(folder / f"run-{how}"),
+            "global_batch": task.global_batch,
+            "micro_batch": task.global_batch,
+            "max_steps": task.total_steps,
+        },
+        "tracking": {"wandb": "disabled"},
+    }
+    if how == "lora":
+        fields["adapter"] = {"r": R, "alpha": ALPHA, "start": str(folder / "adapter")}
+    if how == "dpo":
+        fields["objective"] = {"name": "dpo", "beta": BETA}
+    path = folder / f"{how}.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    timed_run(clock, path)
+
+
+def _model(task: Tuning) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        Path(task.folder) / "model", dtype=torch.float32, attn_implementation="sdpa", use_cache=False
+    )
+
+
+def _log_probs(model: nn.Module, rows: list[Row]) -> Tensor:
+    """Log-probability of each row's counted tokens, summed, [rows]."""
+    ids, counted = padded(rows)
+    logits = model(input_ids=ids).logits[:, :-1]
+    each = -F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    return (each * counted[:, 1:]).sum(1)
+
+
+def run_plain(clock: Clock, task: Tuning, how: str) -> None:
+    """A loop as one writes it. how: full, padded (in micro-batches of rows), lora (by peft), online (DPO with a second
+    model)."""
+    model = _model(task).train()
+    if how == "lora":
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, Path(task.folder) / "adapter", is_trainable=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+    steps = list(steps_of(task))
+    reference = _model(task).eval() if how == "online" else None
+    clock.ready()
+    for rows in steps:
+        total = torch.zeros(())
+        at_once = MICRO_ROWS if how == "padded" else len(rows)
+        for at in range(0, len(rows), at_once):
+            s = _log_probs(model, rows[at : at + at_once])
+            if reference is None:
+                loss = -s.sum() / sum(sum(mask[1:]) for _, mask in rows)
+            else:
+                with torch.no_grad():
+                    d = _log_probs(reference, rows)
+                d = s - d
+                loss = -F.logsigmoid(BETA * (d[::2] - d[1::2])).mean()
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(trained, CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.step_done(total)
+
+
+def run_trl(clock: Clock, task: Tuning, how: str) -> None:
+    """TRL's trainer with the same DeepSpeed JSON and otherwise its defaults, but for recomputation. how: sft, online
+    (DPO with a second model), prepared (DPO with the reference's log-probabilities as columns)."""
+    import deepspeed
+    from contestants import after_each_step
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    steps = list(steps_of(task))
+    pairs = how != "sft"
+    share = len(steps[0]) // (2 if pairs else 1)
+    assert all(len(rows) == len(steps[0]) for rows in steps), "TRL's batches have equally many rows"
+    rows = [row for step in steps for row in step]
+    options = {
+        "output_dir": str(Path(task.folder) / f"trl-{how}"),
+        "max_length": task.sequence,
+        "deepspeed": json.loads((Path(task.folder) / "deepspeed.json").read_text()),
+        "per_device_train_batch_size": share,
+        "max_steps": task.total_steps,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "adam_beta1": BETAS[0],
+        "adam_beta2": BETAS[1],
+        "adam_epsilon": EPS,
+        "weight_decay": WEIGHT_DECAY,
+        "max_grad_norm": CLIP_NORM,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 10,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    tokenizer = AutoTokenizer.from_pretrained(Path(task.folder) / "model")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    trainer = (
+        _trl_dpo(task, how, rows, options, tokenizer) if pairs else _trl_sft(task, rows, options, tokenizer, Dataset)
+    )
+    losses: list[Tensor] = []
+    step = trainer.training_step
+
+    def training_step(*given: Any, **named: Any) -> Tensor:
+        losses.append(step(*given, **named).detach())
+        return losses[-1]
+
+    trainer.training_step = training_step
+    trainer.add_callback(after_each_step(clock, losses))
+    trainer.train()
+
+
+def _trl_sft(task: Tuning, rows: list[Row], options: dict[str, Any], tokenizer: Any, dataset: Any) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    given = [{"input_ids": ids, "completion_mask": [int(bit) for bit in mask]} for ids, mask in rows]
+    return SFTTrainer(
+        model=_model(task), args=SFTConfig(completion_only_loss=True, **options), processing_class=tokenizer,
+        train_dataset=dataset.from_list(given),
+    )  # fmt: skip
+
+
+def _trl_dpo(task: Tuning, how: str, rows: list[Row], options: dict[str, Any], tokenizer: Any) -> Any:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    prepared = how == "prepared"
+    given = []
+    policy = _model(task)
+    with torch.no_grad():
+        reference = [_log_probs(policy, rows[at : at + 8]) for at in range(0, len(rows), 8)] if prepared else []
+    known = torch.cat(reference).tolist() if prepared else []
+    for at in range(0, len(rows), 2):
+        (chosen, mask), (rejected, _) = rows[at], rows[at + 1]
+        begin = mask.index(True)
+        one: dict[str, Any] = {"prompt_ids": chosen[:begin], "chosen_ids": chosen[begin:]}
+        one["rejected_ids"] = rejected[begin:]
+        if prepared:
+            one |= {"ref_chosen_logps": known[at], "ref_rejected_logps": known[at + 1]}
+        given.append(one)
+    text = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2)  # it renders text, and takes no ids
+    trainer = DPOTrainer(
+        model=policy, ref_model=None if prepared else _model(task), processing_class=tokenizer, train_dataset=text,
+        args=DPOConfig(beta=BETA, precompute_ref_log_probs=prepared, remove_unused_columns=False, **options),
+    )  # fmt: skip
+    trainer.train_dataset = Dataset.from_list(given)
+    return trainer
