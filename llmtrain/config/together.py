@@ -49,17 +49,18 @@ def refusals(objective: str, adapter: AdapterConfig, form: Mix) -> list[tuple[st
     problems = _Kept()
     run = RunConfig(deepspeed="the JSON", adapter=adapter, objective=ObjectiveConfig(name=objective))  # type: ignore[arg-type]
     check_together(run, form.degrees, run.deepspeed, {}, problems)
-    return [*((rule.reason, rule.remedy) for rule in clashes(form)), *problems.told]
+    told = [(rule.replace(f"objective.name {objective}", "the objective"), remedy) for rule, remedy in problems.told]
+    return [*((rule.reason, rule.remedy) for rule in clashes(form)), *told]
 
 
 def rows() -> dict[str, tuple[str, AdapterConfig]]:
     """Name of a row -> (objective, adapter): adapters, then objectives. What all forms treat alike shares a row."""
     found = {name: (NEXT_TOKEN, adapter) for name, adapter in ADAPTERS.items()}
-    alike: dict[tuple[bool, ...], list[str]] = {}
+    alike: dict[str, list[str]] = {}
     for name in OBJECTIVES:
         if name != NEXT_TOKEN:
-            answers = tuple(bool(refusals(name, AdapterConfig(), form)) for form in FORMS.values())
-            alike.setdefault(answers, []).append(name)
+            answers = [refusals(name, AdapterConfig(), form) for form in FORMS.values()]
+            alike.setdefault(str(answers), []).append(name)
     found |= {", ".join(f"`{name}`" for name in names): (names[0], AdapterConfig()) for names in alike.values()}
     return found
 
