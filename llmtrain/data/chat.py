@@ -54,6 +54,8 @@ class Row:
     counted: np.ndarray
     desirable: bool | None = None
     """Of unpaired answers: what the label says."""
+    whole: bool = True
+    """False where it is a part of a row that was too long."""
 
 
 @dataclass
@@ -319,7 +321,7 @@ class ChatEncoder:
             more = "" if self._options.labelled else "; --too-long cut or split takes it"
             raise RefusedError(f"it has {len(ids)} tokens, --max-tokens is {limit}{more}")
         starts = range(0, len(ids), limit) if how == "split" else [0]
-        parts = [Row(ids[at : at + limit], counted[at : at + limit]) for at in starts]
+        parts = [Row(ids[at : at + limit], counted[at : at + limit], whole=False) for at in starts]
         for part in parts:
             part.counted[0] = False
         parts = [part for part in parts if part.counted.any()]
