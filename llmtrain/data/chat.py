@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from llmtrain.data.messages import Conversation, RefusedError, conversation, preference, unpaired
+from llmtrain.data.messages import Conversation, RefusedError, conversation, preference, prompt_only, unpaired
 from llmtrain.data.tokenize import as_ids, refuse_code
 from llmtrain.data.written import SPLIT, check_written, plain
 from llmtrain.errors import DataError
@@ -44,6 +45,8 @@ class ChatOptions:
     both together."""
     labelled: bool = False
     """Records are unpaired: one answer, and whether it is desired."""
+    prompts: bool = False
+    """Records are prompts: a row is what a server feeds before it generates, and nothing of it is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Row:
     counted: np.ndarray
     desirable: bool | None = None
     """Of unpaired answers: what the label says."""
+    whole: bool = True
+    """False where it is a part of a row that was too long."""
 
 
 @dataclass
@@ -113,6 +118,8 @@ class ChatEncoder:
         if self._options.labelled:
             given, label = unpaired(text, self._options.field)
             return [replace(_only(self._rows(given), "it"), desirable=label)]
+        if self._options.prompts:
+            return self._prompt(self._as_texts(prompt_only(text, self._options.field)))
         return self._rows(conversation(text, self._options.field))
 
     def _pair(self, chosen: list[Row], rejected: list[Row]) -> list[Row]:
@@ -128,10 +135,24 @@ class ChatEncoder:
             raise RefusedError(f"its two rows have {both} tokens, --max-tokens is {limit}")
         return pair
 
-    def _rows(self, given: Conversation) -> list[Row]:
+    def _as_texts(self, given: Conversation) -> Conversation:
         messages = [self._defused(message) for message in given.messages]
         tools = None if given.tools is None else [self._as_text(tool, answer=False) for tool in given.tools]
-        defused = Conversation(messages=messages, tools=tools, turns=given.turns)
+        return Conversation(messages=messages, tools=tools, turns=given.turns)
+
+    def _prompt(self, given: Conversation) -> list[Row]:
+        """The row of the messages and the generation prompt."""
+        until = len(given.messages)
+        text, _ = self._render(given, until, prompt=True)
+        check_written(
+            given, until, text, text, lambda marked: self._marked(replace(given, messages=marked), until, True)
+        )
+        ids = self._encode(text)
+        self._check_text(ids, text, self._loose, until)
+        return self._finished(_Growing(text=text, ids=ids, counted=[False] * len(ids), end=""))
+
+    def _rows(self, given: Conversation) -> list[Row]:
+        defused = self._as_texts(given)
         rows: list[_Growing] = []
         for turn in given.turns[-1:] if self._options.count == "last" else given.turns:
             self._add_turn(rows, defused, turn)
@@ -185,6 +206,13 @@ class ChatEncoder:
         except Exception as error:  # the template is foreign code
             raise RefusedError(f"the chat template fails: {_first_line(error)}") from error
 
+    def _marked(self, given: Conversation, until: int, prompt: bool) -> str:
+        """The rendered text of messages with marks; "" where the template fails at them."""
+        try:
+            return self._render(given, until, prompt=prompt)[0]
+        except RefusedError:
+            return ""
+
     def _ids(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
@@ -234,11 +262,8 @@ class ChatEncoder:
             begins = len(header) if prompt.startswith(header) else len(prompt)
             _check_generation(whole, spans, (begins, len(prompt), len(text)), turn)
 
-        def render(messages: list[dict[str, Any]]) -> str:
-            try:
-                return self._render(replace(given, messages=messages), turn + 1, prompt=False)[0]
-            except RefusedError:
-                return ""
+        def render(marked: list[dict[str, Any]]) -> str:
+            return self._marked(replace(given, messages=marked), turn + 1, False)
 
         check_written(given, turn, prompt, whole, render)
         row = rows[-1] if rows and not rows[-1].joins and prompt.startswith(rows[-1].text) else None
@@ -294,10 +319,13 @@ class ChatEncoder:
                 f"message {turn}: {plain(answer)[-20:]!r} does not end with a token where generation stops"
             )
         # White space beside them some control tokens take for theirs (Phi-3), and no id tells of it.
-        for some, wanted, form in ((new, text, self._loose), (counted, answer, str.strip)):
-            found = self._backend.decode(some, skip_special_tokens=False)
-            if _composed(form(found)) != _composed(form(plain(wanted))):
-                raise RefusedError(f"message {turn}: the tokenizer changes the text: {_differs(found, wanted)}")
+        self._check_text(new, text, self._loose, turn)
+        self._check_text(counted, answer, str.strip, turn)
+
+    def _check_text(self, ids: list[int], text: str, form: Callable[[str], str], turn: int) -> None:
+        found = self._backend.decode(ids, skip_special_tokens=False)
+        if _composed(form(found)) != _composed(form(plain(text))):
+            raise RefusedError(f"message {turn}: the tokenizer changes the text: {_differs(found, text)}")
 
     def _loose(self, text: str) -> str:
         """Without white space beside control tokens, and one space for any other."""
@@ -316,10 +344,10 @@ class ChatEncoder:
         if limit is None or len(ids) <= limit or self._options.pairs:
             return [Row(ids, counted)]
         if how == "reject":
-            more = "" if self._options.labelled else "; --too-long cut or split takes it"
+            more = "" if self._options.labelled or self._options.prompts else "; --too-long cut or split takes it"
             raise RefusedError(f"it has {len(ids)} tokens, --max-tokens is {limit}{more}")
         starts = range(0, len(ids), limit) if how == "split" else [0]
-        parts = [Row(ids[at : at + limit], counted[at : at + limit]) for at in starts]
+        parts = [Row(ids[at : at + limit], counted[at : at + limit], whole=False) for at in starts]
         for part in parts:
             part.counted[0] = False
         parts = [part for part in parts if part.counted.any()]

@@ -70,7 +70,8 @@ class Manifest:
     chat: dict[str, Any] | None = None
     """Of conversations, each of which is a row (a document): `counted` tokens per split, tokens of the `longest` row,
     the `stop_tokens` that end an answer. Nothing stands between rows. `pairs`: rows 2i and 2i + 1 are a chosen and a
-    rejected answer, and `longest` is of both. `unpaired`: each row is an answer that was judged alone."""
+    rejected answer, and `longest` is of both. `unpaired`: each row is an answer that was judged alone.
+    `prompts`: each row is what is fed before an answer is generated, and nothing is counted."""
 
 
 def data_fingerprint(

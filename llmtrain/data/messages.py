@@ -105,6 +105,20 @@ def unpaired(text: str, field: str) -> tuple[Conversation, bool]:
     return (given if prompt else replace(given, turns=given.turns[-1:])), label
 
 
+def prompt_only(text: str, field: str) -> Conversation:
+    """The messages of a record that ask for an answer: `prompt` (a text or messages), messages that end with a question
+    or a tool's result, or an instruction without its output.
+
+    Raises: RefusedError.
+    """
+    record = _record(text)
+    raw = _prompt(record, field)
+    if not raw:
+        names = ", ".join(sorted(map(str, record))[:8]) or "none"
+        raise RefusedError(f"no prompt in it: prompt, messages or instruction (its fields: {names})")
+    return _conversation(record, raw, len(raw), asks=True)
+
+
 def _record(text: str) -> dict[str, Any]:
     try:
         record: dict[str, Any] = foreign.loads(text)
@@ -113,8 +127,11 @@ def _record(text: str) -> dict[str, Any]:
     return record
 
 
-def _conversation(record: dict[str, Any], raw: list[Any], prompt: int) -> Conversation:
-    """Of messages with roles as transformers names them; the first `prompt` ones are not there to be learnt."""
+def _conversation(record: dict[str, Any], raw: list[Any], prompt: int, *, asks: bool = False) -> Conversation:
+    """Of messages with roles as transformers names them; the first `prompt` ones are not there to be learnt.
+
+    `asks`: it is a prompt alone, and the answer is what comes next.
+    """
     raw = [_object(message, place) for place, message in enumerate(raw)]
     if other := [name for name in _MEDIA if record.get(name)]:
         raise RefusedError(f"it has {other[0]}; only text is learnt")
@@ -129,12 +146,17 @@ def _conversation(record: dict[str, Any], raw: list[Any], prompt: int) -> Conver
         raise RefusedError(f"weights {weights}: each is 0 or 1")
     messages = [_message(message, place) for place, message in enumerate(raw)]
     _check_order(messages)
+    if asks == (messages[-1]["role"] == "assistant"):
+        rule = "a prompt ends with what is asked" if asks else "an answer must be the last"
+        raise RefusedError(f"its last message is of the role {messages[-1]['role']!r}: {rule}")
+    if messages[-1]["role"] == "system":
+        raise RefusedError("it has a system message alone, and nothing asks for an answer")
     turns = [
         place
         for place, message in enumerate(messages)
         if message["role"] == "assistant" and place >= prompt and weights[place]
     ]
-    if not turns:
+    if not turns and not asks:
         raise RefusedError("it has no message of the assistant to learn from")
     return Conversation(messages=messages, tools=_tools(record.get("tools")), turns=turns)
 
@@ -326,8 +348,6 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
             open_calls = {call["id"] for call in message["tool_calls"] if "id" in call}
         else:
             open_calls = None
-    if messages[-1]["role"] != "assistant":
-        raise RefusedError(f"its last message is of the role {messages[-1]['role']!r}: an answer must be the last")
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:

@@ -31,9 +31,9 @@ def options() -> argparse.ArgumentParser:
     add(
         "--format",
         default="auto",
-        choices=["auto", "text", "jsonl", "parquet", "chat", "preference", "unpaired"],
+        choices=["auto", "text", "jsonl", "parquet", "chat", "preference", "unpaired", "prompt"],
         help="auto: by the file name; chat: conversations, preference: a chosen and a rejected answer, unpaired: one "
-        "and whether it is desired, see below",
+        "and whether it is desired, prompt: questions alone, see below",
     )
     add(
         "--validation-fraction",
@@ -61,7 +61,7 @@ def options() -> argparse.ArgumentParser:
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
-        "conversations (--format chat, preference, unpaired)",
+        "conversations (--format chat, preference, unpaired, prompt)",
         "jsonl or parquet with messages, sharegpt, alpaca, or prompt + completion; preferences with chosen and "
         "rejected, as text or messages; unpaired with label, true or false",
     ).add_argument

@@ -342,6 +342,11 @@ def _open_member(folder: Path, config: DataConfig) -> _Member:
     prepared = PreparedSet(folder)
     chat = prepared.manifest.chat
     kind = _Texts if chat is None else _kind(chat)
+    if chat is not None and chat.get("prompts"):
+        raise DataError(
+            f"{folder} holds prompts, of which nothing is counted, so there is nothing to learn; they are for what "
+            "generates answers. Prepare conversations, with --format chat"
+        )
     if chat is not None and not config.isolate_documents:
         raise DataError(
             f"data.isolate_documents is false, and {folder} holds conversations: those that share a sequence would "

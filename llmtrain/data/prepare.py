@@ -288,6 +288,7 @@ def _chat(options: ChatOptions, records: list[dict[str, Any]]) -> dict[str, Any]
         "stop_tokens": list(options.stop_tokens),
         "pairs": options.pairs,
         "unpaired": options.labelled,
+        **({"prompts": True} if options.prompts else {}),
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import foreign
-from llmtrain.data.chat import ChatOptions, Row
+from llmtrain.data.chat import Row
 from llmtrain.errors import DataError
 from llmtrain.files import replace_file
 
@@ -30,10 +30,9 @@ class Kept:
     rows: int
 
 
-def kept(text: str, rows: list[Row], first: int, options: ChatOptions) -> dict[str, Any] | None:
-    """The entry of a record whose rows are the shard's from `first` on; None where it is long, or may have been cut."""
-    may_be_cut = options.max_tokens is not None and sum(len(row.ids) for row in rows) >= options.max_tokens
-    if len(text) > _LONGEST or (options.too_long != "reject" and may_be_cut):
+def kept(text: str, rows: list[Row], first: int) -> dict[str, Any] | None:
+    """The entry of a record whose rows are the shard's from `first` on; None where it is long, or its rows were."""
+    if len(text) > _LONGEST or not all(row.whole for row in rows):
         return None
     return {"record": text, "row": first, "rows": len(rows)}
 

@@ -12,7 +12,7 @@ from llmtrain.data import tokenize
 from llmtrain.data.chat import ChatOptions
 from llmtrain.errors import DataError
 
-CHAT_FORMATS = ("chat", "preference", "unpaired")
+CHAT_FORMATS = ("chat", "preference", "unpaired", "prompt")
 """Values of --format whose records a chat template renders."""
 
 
@@ -54,6 +54,7 @@ class PrepareSettings:
             too_long=self.too_long,  # type: ignore[arg-type]
             pairs=self.format == "preference",
             labelled=self.format == "unpaired",
+            prompts=self.format == "prompt",
         )
 
     @property
@@ -79,7 +80,7 @@ class PrepareSettings:
             if (chat := self.chat) is not None:
                 template = tokenize.chat_template(Path(self.tokenizer), self.chat_template)
                 values |= {**asdict(chat), "stop_tokens": list(chat.stop_tokens)}
-                del values["pairs"], values["labelled"]  # `format` says it
+                del values["pairs"], values["labelled"], values["prompts"]  # `format` says it
                 values["chat_template"] = xxhash.xxh3_128_hexdigest(template.encode())
             return values
         return {**values, "vocab_size": self.vocab_size}
@@ -99,6 +100,9 @@ class PrepareSettings:
         if given and self.format not in CHAT_FORMATS:
             option = {"stop_tokens": "stop-token"}.get(given[0], given[0].replace("_", "-"))
             raise DataError(f"--{option}: is for conversations; add --format chat")
+        if self.format == "prompt" and (self.count != "assistant" or self.too_long != "reject"):
+            option = f"--count {self.count}" if self.count != "assistant" else f"--too-long {self.too_long}"
+            raise DataError(f"{option}: a prompt is whole, and nothing of it is counted; leave it out")
         if self.format in ("preference", "unpaired") and (self.count != "assistant" or self.too_long != "reject"):
             option = f"--count {self.count}" if self.count != "assistant" else f"--too-long {self.too_long}"
             answers = "its two answers" if self.format == "preference" else "its answer"

@@ -150,7 +150,7 @@ def _file(path: str, label: str, kind: Kind) -> SourceFile:
 
 def _kind(path: str, form: str) -> Kind:
     name = os.path.basename(path).lower()
-    if form in ("chat", "preference", "unpaired"):
+    if form in ("chat", "preference", "unpaired", "prompt"):
         return "parquet" if name.endswith(".parquet") else "jsonl"
     if form != "auto":
         return form  # type: ignore[return-value]  # argparse has checked it

@@ -243,7 +243,7 @@ def _write_documents(
                 continue
             at = writers["train"].documents + len(chosen["train"])
             if side == "train" and settings.chat is not None and len(written.sample) < settings.sample:
-                written.sample += filter(None, [kept(document.text, rows, at, settings.chat)])
+                written.sample += filter(None, [kept(document.text, rows, at)])
             chosen[side] += rows
         for split in SPLITS:
             writers[split].write(chosen[split], None if isinstance(encoder, ChatEncoder) else encoder.separator_id)

@@ -34,7 +34,9 @@ def chat_folders(trainer: Mapping[str, Any]) -> list[Path]:
     data = trainer.get("run", {}).get("data", {})
     others = map(Path, data.get("mixture") or {})  # the first one's place is known wherever this runs
     folders = {folder.resolve(): None for folder in (Path(tokenizer).parent, *others)}
-    return [folder for folder in folders if (folder / manifests.NAME).is_file() and _chat(folder) is not None]
+    return [
+        folder for folder in folders if (folder / manifests.NAME).is_file() and (_chat(folder) or {}).get("stop_tokens")
+    ]
 
 
 def _chat(folder: Path) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.checkpoint.hf.serving import prove_serving
 from llmtrain.data import prepare as preparing
 from llmtrain.data.chat import ChatEncoder
-from llmtrain.data.manifest import SPLITS
 from llmtrain.data.sample import CONVERSATIONS, NAME
 from llmtrain.data.worker import process_unit
-from tests.helpers.chat import KINDS, write_tokenizer
+from tests.helpers.chat import CHATML, KINDS, write_tokenizer
 from tests.helpers.chat_families import FAMILIES
 from tests.helpers.chat_oracle import conversations, write_family
 from tests.helpers.hf_folders import checkpoint_of, new_model
@@ -61,7 +61,7 @@ def told(folder: Path, data: Path) -> str:
 
 
 def exported(tmp_path: Path, data: Path, **model: Any) -> Path:
-    beside = {"tokenizer_dir": str(data / "tokenizer"), "separator_id": 0, "run": {}}
+    beside = {"tokenizer_dir": str(data / "tokenizer"), "separator_id": 0}
     checkpoint = checkpoint_of(new_model("llama", vocab_size=270, **model), tmp_path / "run", **beside)
     export_hf(checkpoint, tmp_path / "out")
     return tmp_path / "out"
@@ -132,7 +132,7 @@ def test_what_is_counted_and_what_is_cut_change_nothing(tmp_path: Path, prepare:
     assert f"of {kept} conversations" in told(model, data)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_families(tmp_path: Path, prepare: Any) -> None:
     """With hostile contents, tools and thoughts: what spells control tokens is set aside by number."""
     compared = 0
@@ -144,7 +144,7 @@ def test_all_families(tmp_path: Path, prepare: Any) -> None:
         found = told(model, data)
         compared += int(found.split()[1])
         assert "generation stops at the trained end" in found, name
-    assert compared > 1500
+    assert compared > 700
 
 
 def test_data_that_keeps_none_is_said(tmp_path: Path, prepare: Any) -> None:
@@ -153,4 +153,19 @@ def test_data_that_keeps_none_is_said(tmp_path: Path, prepare: Any) -> None:
     (data / NAME).unlink()
     assert "not compared" in told(model, data)
     assert told(model, tmp_path / "gone") == ""
-    assert all(split in SPLITS for split in ("train", "validation"))
+
+
+def test_every_set_of_a_mixture_is_compared(tmp_path: Path, prepare: Any) -> None:
+    """Their tokenizers are one, their templates need not be."""
+    records = [{"messages": talk} for talk in talks(20)]
+    models = [write_tokenizer(tmp_path / name, KINDS["chatml"]) for name in "ab"]
+    first, other = (prepare(model, records, "--format", "chat") for model in models)
+    trainer = {"tokenizer_dir": str(first / "tokenizer"), "run": {"data": {"mixture": {str(first): 1, str(other): 1}}}}
+    report = Report(tmp_path / "a")
+    prove_serving(tmp_path / "a", trainer, report)
+    assert sum("transformers makes" in line for line in report.lines) == 2
+    model = write_tokenizer(tmp_path / "b2", replace(KINDS["chatml"], template=CHATML.replace("assistant", "model")))
+    third = prepare(model, records, "--format", "chat")
+    trainer["run"]["data"]["mixture"] = {str(first): 1, str(third): 1}
+    with pytest.raises(ProofError, match=r"b2-data.*other ids"):
+        prove_serving(tmp_path / "a", trainer, report)
