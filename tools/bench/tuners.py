@@ -93,11 +93,10 @@ def padded(rows: list[Row]) -> tuple[Tensor, Tensor]:
 
 
 def padding_share(task: Tuning) -> float:
-    """Of the padded batches of all steps: tokens that are padding."""
-    shapes = [
-        (sum(len(ids) for ids, _ in rows), len(rows) * max(len(ids) for ids, _ in rows)) for rows in steps_of(task)
-    ]
-    return 1 - sum(real for real, _ in shapes) / sum(whole for _, whole in shapes)
+    """Of the padded micro-batches of all steps: tokens that are padding."""
+    lengths = [[len(ids) for ids, _ in rows] for rows in steps_of(task)]
+    micros = [each[at : at + MICRO_ROWS] for each in lengths for at in range(0, len(each), MICRO_ROWS)]
+    return 1 - sum(map(sum, micros)) / sum(len(micro) * max(micro) for micro in micros)
 
 
 def serve_tuning(name: str, pipe: Connection, task: Tuning) -> None:
