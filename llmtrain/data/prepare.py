@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from llmtrain import completion, log, units
-from llmtrain.data import hub, tokenize
+from llmtrain.data import hub, lessons, tokenize
 from llmtrain.data import manifest as manifests
 from llmtrain.data.chat import ChatOptions
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
@@ -45,6 +45,7 @@ _LISTED = 1000  # rejections beyond the allowed number that are still listed bef
 
 def prepare(settings: PrepareSettings) -> Manifest:
     """Make (or finish, or find complete) the prepared folder `settings.out`; returns its manifest. Raises DataError."""
+    settings = lessons.completed(settings)
     settings.check()
     settings = hub.fetched(settings)
     started = time.monotonic()
