@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the table; 2 when a folder is no model's."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("models", nargs="+", metavar="NAME=FOLDER", help="folders of models, or of adapters")
-    parser.add_argument("--data", type=Path, required=True, help="the prepared folder, whose tokenizer and template count")
+    parser.add_argument("--data", type=Path, required=True, help="the prepared folder, for its tokenizer and template")
     parser.add_argument("--questions", type=int, default=200, metavar="N", help="of each family at most")
     parser.add_argument("--png", type=Path, metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the shares")

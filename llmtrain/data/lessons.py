@@ -1,6 +1,6 @@
 """Conversations and preferences made of the running Python: `--source stdlib-chat` and `--source stdlib-preference`.
 
-Four families, each with an answer that a program checks:
+Four families:
 
     sums       What is 17 + 8?                       the number
     calls      What is 37 * 45?                      a call of the tool `calculate`, then its result
@@ -38,6 +38,8 @@ SOURCES = {"stdlib-chat": "chat", "stdlib-preference": "preference"}
 _HELD_OUT = 0.1
 _BELOW = 40
 """The numbers of a sum are smaller."""
+_PAIR = 230
+"""Characters of two rows, a question twice: a longer pair would not fit the short sequences of the recipe."""
 _CALLS = 1500
 """Of each tool."""
 
@@ -72,16 +74,6 @@ class Lesson:
         return [*asked, {"role": "assistant", "content": self.answer}]
 
 
-def is_right(lesson: Lesson) -> bool:
-    """Whether the answer is the one that Python gives, computed anew; of documentation, that it is there."""
-    if lesson.family == "sums":
-        first, _, second = lesson.question.removeprefix("What is ").removesuffix("?").partition(" + ")
-        return int(lesson.answer) == int(first) + int(second)
-    if lesson.tool is not None:
-        return lesson.answer == run_tool(lesson.tool, dict(lesson.arguments))
-    return any(lesson.answer == entry.says and entry.name in lesson.question for entry in entries())
-
-
 def run_tool(name: str, arguments: dict[str, str]) -> str:
     """What a tool returns. Raises ValueError for a call that it does not take."""
     if name == "unicode_name":
@@ -97,7 +89,7 @@ def lessons(source: str, split: Split) -> tuple[Lesson, ...]:
     """The lessons of a source on one side, shuffled; those of stdlib-preference have a wrong answer."""
     made = [lesson for lesson in (*_sums(), *_calls(), *_documented()) if lesson.split == split]
     if source == "stdlib-preference":
-        made = [lesson for family in ("functions", "topics", "sums") for lesson in _with_wrong(made, family)]
+        made = [lesson for family in ("functions", "sums") for lesson in _with_wrong(made, family)]
     random.Random(f"{source} {split}").shuffle(made)
     return tuple(made)
 
@@ -185,8 +177,7 @@ def _with_wrong(made: list[Lesson], family: str) -> list[Lesson]:
     answers = sorted({lesson.answer for lesson in those})
     found = []
     for lesson in those:
-        others = draws.sample(answers, min(2, len(answers)))
-        wrong = next((answer for answer in others if answer != lesson.answer), None)
-        if wrong is not None:
+        wrong = next(answer for answer in draws.sample(answers, 2) if answer != lesson.answer)
+        if 2 * len(lesson.question) + len(lesson.answer) + len(wrong) <= _PAIR:
             found.append(replace(lesson, wrong=wrong))
     return found

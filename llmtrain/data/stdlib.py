@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LONGEST = 100
+LONGEST, LONGEST_TOPIC = 100, 150
 """Characters of a sentence: what is longer is left out, so that a question and its answer fit a short row."""
 _SHORTEST = 15
 # Folders that are no modules that one would ask about: applications, codecs by the hundred, and what is not library.
@@ -47,12 +47,12 @@ def entries() -> tuple[Entry, ...]:
     return tuple(found[name] for name in sorted(found) if same[found[name].says.lower()] == 1)
 
 
-def first_sentence(text: str) -> str | None:
+def first_sentence(text: str, longest: int = LONGEST) -> str | None:
     """The first sentence of a documentation's text; None where it does not begin with one of a usual length."""
     words = " ".join(text.strip().partition("\n\n")[0].split())
     found = _SENTENCE.match(words)
     sentence = found[1] if found else words
-    usual = _SHORTEST <= len(sentence) <= LONGEST and sentence.isascii() and sentence[0].isupper()
+    usual = _SHORTEST <= len(sentence) <= longest and sentence.isascii() and sentence[0].isupper()
     if not usual or sentence.endswith(":") or sentence.startswith("New in version"):
         return None
     return sentence if found else f"{sentence}."
@@ -62,7 +62,7 @@ def _parsed() -> Iterator[Entry]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        if any(part.startswith("_") and part != "__init__" or part in _NOT_ASKED for part in parts):
+        if any((part.startswith("_") and part != "__init__") or part in _NOT_ASKED for part in parts):
             continue
         if parts[0].startswith(("config-", "lib-dynload")):
             continue
@@ -103,5 +103,5 @@ def _topics() -> Iterator[Entry]:
 
     for name, text in sorted(topics.topics.items()):
         _, _, after = text.partition("\n\n")  # its title
-        if says := first_sentence(after.replace('"', "")):
+        if says := first_sentence(after.replace('"', ""), LONGEST_TOPIC):
             yield Entry(name, says, topic=True)

@@ -41,8 +41,8 @@ LEAST_VOCABULARY = 257
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     """Train a byte-level BPE of exactly `vocab_size` tokens (separator included) and save it as a Hugging Face folder.
 
-    The tokens of four bytes that no text has are those of `TURNS`: they cost no room in a model's vocabulary, and a model
-    that was trained on text can be fine-tuned on conversations without new tokens.
+    The tokens of four bytes that no text has are those of `TURNS`: they take no room in a model's vocabulary, and a
+    model that was trained on text can be fine-tuned on conversations without new tokens.
     The result depends on the texts alone, not on the number of cores: merges are chosen by count, then by id.
     Raises DataError when the texts are too few for so many tokens.
     """
