@@ -24,7 +24,8 @@ _SHORTEST = 15
 # Folders that are no modules that one would ask about: applications, codecs by the hundred, and what is not library.
 _NOT_ASKED = {"encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "dist-packages", "test",
               "tests", "turtledemo", "distutils"}  # fmt: skip
-_COMPILED_IN = ("builtins", "cmath", "itertools", "math", "sys", "time")
+# Not sys: a process may have put hooks of its own in place of its functions.
+_COMPILED_IN = ("builtins", "cmath", "itertools", "math", "time")
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)")
 
 
