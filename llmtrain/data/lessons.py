@@ -38,7 +38,7 @@ SOURCES = {"stdlib-chat": "chat", "stdlib-preference": "preference"}
 _HELD_OUT = 0.1
 _BELOW = 40
 """The numbers of a sum are smaller."""
-_PAIR = 230
+_PAIR = 200
 """Characters of two rows, a question twice: a longer pair would not fit the short sequences of the recipe."""
 _CALLS = 1500
 """Of each tool."""

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.data.lessons import lessons
+from llmtrain.data.lessons import lessons, lines
+from llmtrain.data.manifest import SPLITS
 from llmtrain.data.tokenize import train_bpe
 from tests.helpers.launching import environment
 
@@ -55,7 +56,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_chain_in_few_steps(place: Path) -> None:
-    """The commands of the Makefile, in their order, without the launcher; its data whole."""
+    """The commands of the Makefile, in their order, without the launcher and the adapter; the first 200 records of each source."""
     commands = [line for line in of_make() if "--source stdlib " not in line and "quickstart.yaml" not in line]
     kinds = [re.sub(r".*(prepare|launch|reference|right_answers).*", r"\1", command) for command in commands]
     assert kinds == ["prepare", "prepare", "launch", "launch", "reference", "launch", "right_answers"]
@@ -65,6 +66,11 @@ def test_the_chain_in_few_steps(place: Path) -> None:
             if "lora" in recipe:
                 continue  # as sft.yaml, but for the section that tests/ranks tests
             command = f"llmtrain train --config {recipe} {FEW}"
+        elif found := re.search(r"--source (stdlib-(chat|preference))", command):
+            for split in SPLITS:
+                (place / f"{found[1]}-{split}.jsonl").write_text("\n".join(lines(found[1], split)[:200]) + "\n")
+            files = f"--source {found[1]}-train.jsonl --validation-source {found[1]}-validation.jsonl"
+            command = command.replace(found[0], f"--format {found[2]} {files}")
         elif "right_answers" in command:
             command = command.replace("lora=runs/lora/export ", "") + " --questions 3"
         printed = run(place, command)
@@ -77,8 +83,8 @@ def test_the_chain_in_few_steps(place: Path) -> None:
     assert abs(next(row["loss"] for row in rows if "loss" in row) - 0.6931472) < 1e-6
 
 
-def test_right_answers_counts_what_is_right(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that answers as it is told: all, none, and a call that another order of the factors makes."""
+def test_right_answers_counts_what_is_right() -> None:
+    """Of a model that answers as it is told: all, or none."""
     from tools import right_answers
 
     class Told:

@@ -99,7 +99,7 @@ def test_the_answers_are_what_python_says_of_its_functions() -> None:
         name = lesson.question.removeprefix("What does ").removesuffix(" do?")
         text = inspect.getdoc(described(name)) if described(name) is not None else None
         if text:
-            assert " ".join(text.split()).startswith(lesson.answer.removesuffix(".")), name
+            assert lesson.answer.removesuffix(".") in " ".join(text.split()), name
             checked += 1
     assert checked > 500
 
@@ -129,9 +129,9 @@ def test_a_question_is_held_out_of_both_sources() -> None:
     def subjects(split: str) -> Iterator[tuple[str, str]]:
         for source in SOURCES:
             for lesson in lessons(source, split):  # type: ignore[arg-type]
-                numbers = " ".join(sorted(re.findall(r"\d+", lesson.question)))
+                numbers = re.fullmatch(r"What is (\d+) [+*] (\d+)\?", lesson.question)
                 last = lesson.question.removesuffix(" do?").removesuffix("?").split(" ")[-1].rpartition(".")[2]
-                yield lesson.family, numbers or last
+                yield lesson.family, " ".join(sorted(numbers.groups())) if numbers else last
 
     trained, held_out = set(subjects("train")), set(subjects("validation"))
     assert not trained & held_out
@@ -181,8 +181,14 @@ def prepare(source: str, out: Path, tokenizer: Path, *more: str) -> int:
     return main([*given, "--max-tokens", "128", *more])
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_prepared(source: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("stdlib-chat", marks=pytest.mark.long),
+        pytest.param("stdlib-preference", marks=pytest.mark.slow),
+    ],
+)
+def test_prepared(source: str, tmp_path: Path, tokenizer: Path) -> None:
     """All of it, by the command: what is held out is validation, and nothing is rejected."""
     assert prepare(source, tmp_path / "out", tokenizer) == 0
     data = PreparedSet(tmp_path / "out")
