@@ -56,7 +56,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_chain_in_few_steps(place: Path) -> None:
-    """The commands of the Makefile, in their order, without the launcher and the adapter; the first 200 records of each source."""
+    """The commands of the Makefile in their order, without launcher and adapter; 200 records of each side."""
     commands = [line for line in of_make() if "--source stdlib " not in line and "quickstart.yaml" not in line]
     kinds = [re.sub(r".*(prepare|launch|reference|right_answers).*", r"\1", command) for command in commands]
     assert kinds == ["prepare", "prepare", "launch", "launch", "reference", "launch", "right_answers"]
