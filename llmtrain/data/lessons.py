@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
 import sys
 import unicodedata
@@ -35,6 +36,8 @@ Family = Literal["sums", "calls", "functions", "topics"]
 
 SOURCES = {"stdlib-chat": "chat", "stdlib-preference": "preference"}
 """What --source names -> the --format of its records."""
+_VALIDATION = "/validation"
+"""After a source's name: what it holds out."""
 _HELD_OUT = 0.1
 _BELOW = 40
 """The numbers of a sum are smaller."""
@@ -108,16 +111,27 @@ def lines(source: str, split: Split) -> list[str]:
     return [json.dumps(record, ensure_ascii=False) for record in records(source, split)]
 
 
+def is_made(source: str) -> bool:
+    """Whether a name that a user gives is a source of this module; a file of that name comes first."""
+    return source.removesuffix(_VALIDATION) in SOURCES and not os.path.exists(source)
+
+
+def parts(source: str) -> tuple[str, Split]:
+    """`stdlib-chat/validation` -> (stdlib-chat, validation); without an end it is what is for training."""
+    name = source.removesuffix(_VALIDATION)
+    return name, "validation" if name != source else "train"
+
+
 def completed(settings: PrepareSettings) -> PrepareSettings:
     """`settings` with what a made source decides: its format, and that its held-out questions are validation.
 
     Raises DataError for an option that would decide otherwise.
     """
-    made = [source for source in (*settings.sources, *settings.validation_sources) if source in SOURCES]
+    made = [source for source in (*settings.sources, *settings.validation_sources) if is_made(source)]
     if not made:
         return settings
-    name = made[0]
-    if settings.sources != (name,) or settings.validation_sources not in ((), (name,)):
+    name, held_out = parts(made[0])[0], parts(made[0])[0] + _VALIDATION
+    if settings.sources != (name,) or settings.validation_sources not in ((), (held_out,)):
         raise DataError(f"--source {name}: stands alone, since it holds questions out by itself; prepare others apart")
     if settings.validation_fraction is not None:
         raise DataError(
@@ -126,7 +140,7 @@ def completed(settings: PrepareSettings) -> PrepareSettings:
         )
     if settings.format not in ("auto", SOURCES[name]):
         raise DataError(f"--format {settings.format}: --source {name} has the format {SOURCES[name]}; leave it out")
-    return replace(settings, format=SOURCES[name], validation_sources=(name,))
+    return replace(settings, format=SOURCES[name], validation_sources=(held_out,))
 
 
 # --- the families ---------------------------------------------------------------------------------

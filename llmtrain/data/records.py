@@ -281,8 +281,7 @@ def _skip_line(stream: BinaryIO) -> int:
 
 
 def _read_made(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
-    source, _, split = piece.path.partition("/")
-    for number, line in enumerate(lessons.lines(source, split), 1):  # type: ignore[arg-type]  # sources.py wrote it
+    for number, line in enumerate(lessons.lines(*lessons.parts(piece.path)), 1):
         yield _check(line, piece, "line", number, max_bytes, field)
 
 

@@ -19,7 +19,6 @@ import xxhash
 
 from llmtrain import foreign
 from llmtrain.data import hub, lessons
-from llmtrain.data.manifest import Split
 from llmtrain.errors import DataError
 from llmtrain.hub.fetch import known_files
 
@@ -49,7 +48,7 @@ class SourceFile:
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A range of one file: bytes (text, jsonl), row groups (parquet) or record batches (arrow) [start, stop). Made
-    records have no file: their path is the source's name and the split."""
+    records have no file: their path is the source's name."""
 
     path: str
     label: str
@@ -102,8 +101,8 @@ def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--s
 def _expand(source: str, form: str, option: str) -> list[SourceFile]:
     if source == STDLIB and not os.path.exists(source):
         return _stdlib_files()
-    if source in lessons.SOURCES:
-        return [_made(source, "validation" if option == "--validation-source" else "train")]
+    if lessons.is_made(source):
+        return [_made(source)]
     if (found := hub.parts_of(source)) is not None:
         return _hub_files(found, form)
     if os.path.isdir(source):
@@ -180,12 +179,11 @@ def _stdlib_files() -> list[SourceFile]:
     return sorted(files, key=lambda file: file.label)
 
 
-def _made(source: str, split: Split) -> SourceFile:
-    """The records that a source makes for one split, as if they were a file; their time is what they say."""
-    data = "\n".join(lessons.lines(source, split)).encode()
-    path = f"{source}/{split}"
+def _made(source: str) -> SourceFile:
+    """The records that a source makes, as if they were a file; their time is what they say."""
+    data = "\n".join(lessons.lines(*lessons.parts(source))).encode()
     content = xxhash.xxh3_64_intdigest(data)
-    return SourceFile(path=path, label=path, kind="made", bytes=len(data), mtime_ns=content)
+    return SourceFile(path=source, label=source, kind="made", bytes=len(data), mtime_ns=content)
 
 
 # --- saved `datasets` folders: Arrow IPC streams next to a state.json that lists them -------------
