@@ -82,7 +82,7 @@ def _find_files(settings: PrepareSettings, out: Path) -> tuple[list[SourceFile],
     files = [
         file
         for file in find_files(settings.sources, settings.format)
-        if (path := os.path.realpath(file.path)) not in taken and not path.startswith(inside)
+        if (path := os.path.realpath(file.path)) not in taken and (file.kind == "made" or not path.startswith(inside))
     ]
     if not files:
         raise DataError(
