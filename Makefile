@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 # With it every one of the tests' thousand processes compiles what it imports of this clone.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train check test test-launches test-ranks test-units test-slow test-oldest test-newest lint install gpu-check clean launch/hostfile.local
+.PHONY: train tune check test test-launches test-ranks test-units test-slow test-oldest test-newest lint install gpu-check clean launch/hostfile.local
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -49,6 +49,29 @@ data/stdlib/manifest.json: | $(VENV)/.run
 train: $(VENV)/.run launch/hostfile.local data/stdlib/manifest.json
 	@llmtrain launch --hostfile launch/hostfile.local --max-restarts 0 $(if $(VERBOSE),--verbose) -- \
 	  launch/recipes/quickstart.yaml
+
+LAUNCH = llmtrain launch --hostfile launch/hostfile.local --max-restarts 0 $(if $(VERBOSE),--verbose) --
+
+runs/quickstart/export/config.json:
+	@$(MAKE) --no-print-directory train
+
+data/stdlib-chat/manifest.json: data/stdlib/manifest.json
+	llmtrain prepare --source stdlib-chat --tokenizer data/stdlib/tokenizer \
+	  --chat-template launch/templates/turns.jinja --max-tokens 128 --out data/stdlib-chat
+
+data/stdlib-preference/manifest.json: data/stdlib-chat/manifest.json
+	llmtrain prepare --source stdlib-preference --tokenizer data/stdlib-chat/tokenizer --max-tokens 128 \
+	  --out data/stdlib-preference
+
+# Conversations, adapters and preferences on the model of `make train`, and how many held-out questions each answers.
+tune: $(VENV)/.run launch/hostfile.local runs/quickstart/export/config.json data/stdlib-chat/manifest.json \
+  data/stdlib-preference/manifest.json
+	@$(LAUNCH) launch/recipes/sft.yaml
+	@$(LAUNCH) launch/recipes/lora.yaml
+	@llmtrain reference launch/recipes/dpo.yaml
+	@$(LAUNCH) launch/recipes/dpo.yaml
+	@python tools/right_answers.py --data data/stdlib-chat --png runs/answers.png --json runs/answers.json \
+	  before=runs/quickstart/export sft=runs/sft/export lora=runs/lora/export dpo=runs/dpo/export
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -20,7 +20,8 @@ def options() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         metavar="SOURCE",
         help="files, folders or globs (text, code, jsonl, parquet; .gz and .zst too), a saved `datasets` folder, "
-        "hf:ORG/NAME[@REVISION][/FILES] of a dataset on the Hub, or stdlib: the running Python's own standard library",
+        "hf:ORG/NAME[@REVISION][/FILES] of a dataset on the Hub, stdlib: the running Python's own standard library, or "
+        "stdlib-chat or stdlib-preference: questions about it, some of them held out",
     )
     add("--out", required=True, default=argparse.SUPPRESS, metavar="FOLDER", help="the prepared folder")
     given = "Hugging Face folder with a tokenizer.json, or ORG/NAME[@REVISION] on the Hub"

@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from llmtrain import completion, log, units
-from llmtrain.data import hub, tokenize
+from llmtrain.data import hub, lessons, tokenize
 from llmtrain.data import manifest as manifests
 from llmtrain.data.chat import ChatOptions
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
@@ -46,6 +46,7 @@ _LISTED = 1000  # rejections beyond the allowed number that are still listed bef
 
 def prepare(settings: PrepareSettings) -> Manifest:
     """Make (or finish, or find complete) the prepared folder `settings.out`; returns its manifest. Raises DataError."""
+    settings = lessons.completed(settings)
     settings.check()
     settings = hub.fetched(settings)
     started = time.monotonic()
@@ -84,7 +85,7 @@ def _find_files(settings: PrepareSettings, out: Path) -> tuple[list[SourceFile],
     files = [
         file
         for file in find_files(settings.sources, settings.format)
-        if (path := os.path.realpath(file.path)) not in taken and not path.startswith(inside)
+        if (path := os.path.realpath(file.path)) not in taken and (file.kind == "made" or not path.startswith(inside))
     ]
     if not files:
         raise DataError(

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
+from llmtrain.data import lessons
 from llmtrain.data.messages import no_repeats
 from llmtrain.data.sources import Piece
 from llmtrain.errors import DataError
@@ -55,7 +56,14 @@ def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
 
     Raises: DataError, when the file cannot be opened at all (gone, no permission).
     """
-    reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "arrow": _read_arrow}[piece.kind]
+    readers = {
+        "text": _read_text,
+        "jsonl": _read_jsonl,
+        "parquet": _read_parquet,
+        "arrow": _read_arrow,
+        "made": _read_made,
+    }
+    reader = readers[piece.kind]
     try:
         for item in reader(piece, field, max_bytes):
             yield replace(item, number=_in_file(piece, item.number)) if isinstance(item, Rejection) else item
@@ -267,6 +275,14 @@ def _skip_line(stream: BinaryIO) -> int:
         if chunk.endswith(b"\n"):
             break
     return skipped
+
+
+# --- made here ------------------------------------------------------------------------------------
+
+
+def _read_made(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
+    for number, line in enumerate(lessons.lines(*lessons.parts(piece.path)), 1):
+        yield _check(line, piece, "line", number, max_bytes, field)
 
 
 # --- columns: parquet and Arrow -------------------------------------------------------------------

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import xxhash
 
 from llmtrain import foreign
-from llmtrain.data import hub
+from llmtrain.data import hub, lessons
 from llmtrain.errors import DataError
 from llmtrain.hub.fetch import known_files
 
-Kind = Literal["text", "jsonl", "parquet", "arrow"]
+Kind = Literal["text", "jsonl", "parquet", "arrow", "made"]
 
 STDLIB = "stdlib"
 # Folders of the standard library that are not library code. The name decides: `test` is the big one,
@@ -47,7 +47,8 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A range of one file: bytes (text, jsonl), row groups (parquet) or record batches (arrow) [start, stop)."""
+    """A range of one file: bytes (text, jsonl), row groups (parquet) or record batches (arrow) [start, stop). Made
+    records have no file: their path is the source's name."""
 
     path: str
     label: str
@@ -100,6 +101,8 @@ def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--s
 def _expand(source: str, form: str, option: str) -> list[SourceFile]:
     if source == STDLIB and not os.path.exists(source):
         return _stdlib_files()
+    if lessons.is_made(source):
+        return [_made(source)]
     if (found := hub.parts_of(source)) is not None:
         return _hub_files(found, form)
     if os.path.isdir(source):
@@ -174,6 +177,13 @@ def _stdlib_files() -> list[SourceFile]:
             if name.endswith(".py") and os.path.getsize(path) > 0:
                 files.append(_file(path, os.path.join(STDLIB, os.path.relpath(path, root)), "text"))
     return sorted(files, key=lambda file: file.label)
+
+
+def _made(source: str) -> SourceFile:
+    """The records that a source makes, as if they were a file; their time is what they say."""
+    data = "\n".join(lessons.lines(*lessons.parts(source))).encode()
+    content = xxhash.xxh3_64_intdigest(data)
+    return SourceFile(path=source, label=source, kind="made", bytes=len(data), mtime_ns=content)
 
 
 # --- saved `datasets` folders: Arrow IPC streams next to a state.json that lists them -------------

@@ -18,6 +18,10 @@ from llmtrain.data.words import Words, cut_of
 from llmtrain.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
+TURNS = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "tool"))
+"""Tokens that a chat template may begin a turn with."""
+_NO_BYTES = ("\u00c0", "\u00c1", "\u00fe", "\u00ff")
+"""How a byte-level BPE writes bytes that UTF-8 never uses (0xC0, 0xC1, 0xFE, 0xFF): no text has their tokens."""
 _TEMPLATE = "chat_template.jinja"
 # Everything a Hugging Face folder may hold that belongs to its tokenizer, and nothing that is code.
 _FILES = (
@@ -37,6 +41,8 @@ LEAST_VOCABULARY = 257
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     """Train a byte-level BPE of exactly `vocab_size` tokens (separator included) and save it as a Hugging Face folder.
 
+    The tokens of four bytes that no text has are those of `TURNS`: they take no room in a model's vocabulary, and a
+    model that was trained on text can be fine-tuned on conversations without new tokens.
     The result depends on the texts alone, not on the number of cores: merges are chosen by count, then by id.
     Raises DataError when the texts are too few for so many tokens.
     """
@@ -67,10 +73,24 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     }
 
     def write(target: Path) -> None:
-        tokenizer.save(str(target / "tokenizer.json"))
+        _with_turns(tokenizer).save(str(target / "tokenizer.json"))
         (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     _write_folder(folder, write)
+
+
+def _with_turns(tokenizer: Any) -> Any:
+    """The same tokenizer with `TURNS` under the ids of bytes that no text has."""
+    from tokenizers import AddedToken, Tokenizer
+
+    values = json.loads(tokenizer.to_str())
+    vocabulary = values["model"]["vocab"]
+    for byte, turn in zip(_NO_BYTES, TURNS, strict=True):
+        vocabulary[turn] = vocabulary.pop(byte)
+    values["model"]["vocab"] = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
+    renamed = Tokenizer.from_str(json.dumps(values, ensure_ascii=False))
+    renamed.add_special_tokens([AddedToken(turn, special=True, normalized=False) for turn in TURNS])
+    return renamed
 
 
 def copy_tokenizer(source: Path, folder: Path, chat_template: Path | None = None) -> None:

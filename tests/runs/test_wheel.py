@@ -69,6 +69,7 @@ def test_the_wheel_holds_all_modules_the_shipped_files_the_licence_and_the_readm
         for pattern in (
             "launch/train.py",
             "launch/recipes/*.yaml",
+            "launch/templates/*.jinja",
             "launch/*.example",
             "launch/*.sbatch",
             "ds_configs/*",

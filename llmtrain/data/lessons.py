@@ -1,0 +1,197 @@
+"""Conversations and preferences made of the running Python: `--source stdlib-chat` and `--source stdlib-preference`.
+
+Four families:
+
+    sums       What is 17 + 8?                       the number
+    calls      What is 37 * 45?                      a call of the tool `calculate`, then its result
+               What is the Unicode name of X?        a call of the tool `unicode_name`, then its result
+    functions  What does os.path.join do?            the first sentence of its documentation
+    topics     What does Python say about lambda?    the same
+
+A question is for training or held out by its subject alone: 17 + 8 and 8 + 17 are one subject, and so are all functions
+called `join`. So a question that is held out of one source is held out of the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import sys
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmtrain.data.manifest import Split
+from llmtrain.data.split import draw
+from llmtrain.data.stdlib import entries
+from llmtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from llmtrain.data.settings import PrepareSettings
+
+Family = Literal["sums", "calls", "functions", "topics"]
+
+SOURCES = {"stdlib-chat": "chat", "stdlib-preference": "preference"}
+"""What --source names -> the --format of its records."""
+_VALIDATION = "/validation"
+"""After a source's name: what it holds out."""
+_HELD_OUT = 0.1
+_BELOW = 40
+"""The numbers of a sum are smaller."""
+_PAIR = 200
+"""Characters of two rows, a question twice: a longer pair would not fit the short sequences of the recipe."""
+_CALLS = 1500
+"""Of each tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A question with its answer."""
+
+    family: Family
+    subject: str
+    """What decides whether it is held out."""
+    question: str
+    answer: str
+    tool: str | None = None
+    """The tool that is asked for the answer."""
+    arguments: tuple[tuple[str, str], ...] = ()
+    wrong: str | None = None
+    """Another lesson's answer."""
+
+    @property
+    def split(self) -> Split:
+        """Which side it is on."""
+        return "validation" if draw(f"{self.family} {self.subject}".encode()) < _HELD_OUT else "train"
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation."""
+        asked: list[dict[str, Any]] = [{"role": "user", "content": self.question}]
+        if self.tool is not None:
+            call = {"type": "function", "function": {"name": self.tool, "arguments": dict(self.arguments)}}
+            asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            asked.append({"role": "tool", "content": self.answer})
+        return [*asked, {"role": "assistant", "content": self.answer}]
+
+
+def run_tool(name: str, arguments: dict[str, str]) -> str:
+    """What a tool returns. Raises ValueError for a call that it does not take."""
+    if name == "unicode_name":
+        return unicodedata.name(arguments["character"])
+    first, times, second = arguments["expression"].split(" ")
+    if name != "calculate" or times != "*":
+        raise ValueError(f"no tool {name!r} with {arguments!r}")
+    return str(int(first) * int(second))
+
+
+@functools.cache
+def lessons(source: str, split: Split) -> tuple[Lesson, ...]:
+    """The lessons of a source on one side, shuffled; those of stdlib-preference have a wrong answer."""
+    made = [lesson for lesson in (*_sums(), *_calls(), *_documented()) if lesson.split == split]
+    if source == "stdlib-preference":
+        made = [lesson for family in ("functions", "sums") for lesson in _with_wrong(made, family)]
+    random.Random(f"{source} {split}").shuffle(made)
+    return tuple(made)
+
+
+def records(source: str, split: Split) -> Iterator[dict[str, Any]]:
+    """The records that `prepare` reads, in the forms of jsonl."""
+    for lesson in lessons(source, split):
+        if lesson.wrong is None:
+            yield {"messages": lesson.messages()}
+        else:
+            yield {"prompt": lesson.question, "chosen": lesson.answer, "rejected": lesson.wrong}
+
+
+def lines(source: str, split: Split) -> list[str]:
+    """`records` as lines of JSON."""
+    return [json.dumps(record, ensure_ascii=False) for record in records(source, split)]
+
+
+def is_made(source: str) -> bool:
+    """Whether a name that a user gives is a source of this module; a file of that name comes first."""
+    return source.removesuffix(_VALIDATION) in SOURCES and not os.path.exists(source)
+
+
+def parts(source: str) -> tuple[str, Split]:
+    """`stdlib-chat/validation` -> (stdlib-chat, validation); without an end it is what is for training."""
+    name = source.removesuffix(_VALIDATION)
+    return name, "validation" if name != source else "train"
+
+
+def completed(settings: PrepareSettings) -> PrepareSettings:
+    """`settings` with what a made source decides: its format, and that its held-out questions are validation.
+
+    Raises DataError for an option that would decide otherwise.
+    """
+    made = [source for source in (*settings.sources, *settings.validation_sources) if is_made(source)]
+    if not made:
+        return settings
+    name, held_out = parts(made[0])[0], parts(made[0])[0] + _VALIDATION
+    if settings.sources != (name,) or settings.validation_sources not in ((), (held_out,)):
+        raise DataError(f"--source {name}: stands alone, since it holds questions out by itself; prepare others apart")
+    if settings.validation_fraction is not None:
+        raise DataError(
+            f"--validation-fraction {settings.validation_fraction}: --source {name} holds a tenth of its questions "
+            "out by itself; leave it out"
+        )
+    if settings.format not in ("auto", SOURCES[name]):
+        raise DataError(f"--format {settings.format}: --source {name} has the format {SOURCES[name]}; leave it out")
+    return replace(settings, format=SOURCES[name], validation_sources=(held_out,))
+
+
+# --- the families ---------------------------------------------------------------------------------
+
+
+def _sums() -> Iterator[Lesson]:
+    for first in range(_BELOW):
+        for second in range(_BELOW):
+            subject = f"{min(first, second)} {max(first, second)}"
+            yield Lesson("sums", subject, f"What is {first} + {second}?", str(first + second))
+
+
+def _calls() -> Iterator[Lesson]:
+    draws = random.Random("calls")
+    numbers = range(10, 100)
+    pairs = [(first, second) for first in numbers for second in numbers]
+    for first, second in draws.sample(pairs, _CALLS):
+        product = f"{first} * {second}"
+        subject = f"{min(first, second)} {max(first, second)}"
+        arguments = (("expression", product),)
+        yield Lesson("calls", subject, f"What is {product}?", str(first * second), "calculate", arguments)
+    letters = [chr(code) for code in range(0xA1, min(0x3000, sys.maxunicode)) if _has_short_name(chr(code))]
+    for letter in draws.sample(letters, min(_CALLS, len(letters))):
+        question = f"What is the Unicode name of {letter}?"
+        name = unicodedata.name(letter)
+        yield Lesson("calls", letter, question, name, "unicode_name", (("character", letter),))
+
+
+def _has_short_name(character: str) -> bool:
+    """A letter that is always written in the same way, with a name that fits a short row."""
+    plain = unicodedata.category(character)[0] == "L" and unicodedata.normalize("NFKC", character) == character
+    return plain and 0 < len(unicodedata.name(character, "")) <= 45
+
+
+def _documented() -> Iterator[Lesson]:
+    for entry in entries():
+        if entry.topic:
+            yield Lesson("topics", entry.name, f"What does Python say about {entry.name}?", entry.says)
+        else:
+            # `get` of a class and of its parent are described much alike.
+            yield Lesson("functions", entry.name.rpartition(".")[2], f"What does {entry.name} do?", entry.says)
+
+
+def _with_wrong(made: list[Lesson], family: str) -> list[Lesson]:
+    """The family's lessons, each with the answer to another question of it."""
+    those = [lesson for lesson in made if lesson.family == family]
+    draws = random.Random(f"wrong {family}")
+    answers = sorted({lesson.answer for lesson in those})
+    found = []
+    for lesson in those:
+        wrong = next(answer for answer in draws.sample(answers, 2) if answer != lesson.answer)
+        if 2 * len(lesson.question) + len(lesson.answer) + len(wrong) <= _PAIR:
+            found.append(replace(lesson, wrong=wrong))
+    return found

@@ -1,0 +1,126 @@
+"""`make tune`: conversations, an adapter, preferences on the quickstart's model; what it answers before and after."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.data.lessons import lessons, lines
+from llmtrain.data.manifest import SPLITS
+from llmtrain.data.tokenize import train_bpe
+from tests.helpers.launching import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = {
+    "model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+FEW = "--train.max_steps 2 --schedule.warmup_steps 1 --train.eval_every 1 --train.eval_sequences 4 --train.log_every 1"
+
+
+def of_make() -> list[str]:
+    """The lines that `make tune` runs in a clone where nothing has been made, but for the environment."""
+    done = subprocess.run(["make", "-nB", "tune"], cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = (" ".join(line.split()) for line in done.stdout.replace("\\\n", " ").replace(".venv/bin/", "").splitlines())
+    return [line for line in dict.fromkeys(lines) if re.match(r"llmtrain|python tools", line)]
+
+
+def run(folder: Path, command: str) -> str:
+    done = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True,
+                          env=environment(PYTHONPATH=str(ROOT), WANDB_MODE="disabled"))  # fmt: skip
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as after `make train`, with a smaller model that has seen nothing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("tune")
+    for name in ("launch", "ds_configs", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    texts = (lesson.answer for lesson in lessons("stdlib-chat", "train"))
+    train_bpe(texts, MODEL["vocab_size"], folder / "data/stdlib/tokenizer")  # type: ignore[arg-type]
+    fields = dict(MODEL)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    model.save_pretrained(folder / "runs/quickstart/export")
+    return folder
+
+
+def test_the_chain_in_few_steps(place: Path) -> None:
+    """The commands of the Makefile in their order, without launcher and adapter; 200 records of each side."""
+    commands = [line for line in of_make() if "--source stdlib " not in line and "quickstart.yaml" not in line]
+    kinds = [re.sub(r".*(prepare|launch|reference|right_answers).*", r"\1", command) for command in commands]
+    assert kinds == ["prepare", "prepare", "launch", "launch", "reference", "launch", "right_answers"]
+    for command in commands:
+        if " -- " in command:
+            recipe = command.partition(" -- ")[2]
+            if "lora" in recipe:
+                continue  # as sft.yaml, but for the section that tests/ranks tests
+            command = f"llmtrain train --config {recipe} {FEW}"
+        elif found := re.search(r"--source (stdlib-(chat|preference))", command):
+            for split in SPLITS:
+                (place / f"{found[1]}-{split}.jsonl").write_text("\n".join(lines(found[1], split)[:200]) + "\n")
+            files = f"--source {found[1]}-train.jsonl --validation-source {found[1]}-validation.jsonl"
+            command = command.replace(found[0], f"--format {found[2]} {files}")
+        elif "right_answers" in command:
+            command = command.replace("lora=runs/lora/export ", "") + " --questions 3"
+        printed = run(place, command)
+    told = json.loads((place / "runs/answers.json").read_text())
+    assert list(told["shares"]) == ["before", "sft", "dpo"]
+    assert told["questions"] == dict.fromkeys(("sums", "calls", "results", "functions"), 3)
+    assert "| functions (3) |" in printed
+    assert (place / "runs/answers.png").read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in (place / "runs/dpo/metrics.jsonl").read_text().splitlines()]
+    assert abs(next(row["loss"] for row in rows if "loss" in row) - 0.6931472) < 1e-6
+
+
+def test_right_answers_counts_what_is_right() -> None:
+    """Of a model that answers as it is told: all, or none."""
+    from tools import right_answers
+
+    class Told:
+        def __init__(self, say: str) -> None:
+            self.say = say
+
+        def answers(self, conversations: list[list[dict[str, object]]]) -> list[str | None]:
+            known = {lesson.question: lesson for lesson in lessons("stdlib-chat", "validation")}
+            found: list[str | None] = []
+            for messages in conversations:
+                lesson = known[str(messages[0]["content"])]
+                call = json.dumps({"arguments": dict(lesson.arguments), "name": lesson.tool})
+                whole = f"call {call}" if lesson.tool and len(messages) == 1 else lesson.answer
+                found.append({"right": whole, "bare": call, "more": whole + ".", "none": None}[self.say])
+            return found
+
+        def likelihood(self, question: str, answer: str) -> float:
+            known = {lesson.question: lesson for lesson in lessons("stdlib-chat", "validation")}
+            return float((answer == known[question].answer) == (self.say == "right"))
+
+    for family in right_answers.FAMILIES:
+        questions = right_answers.asked(family, 40)
+        assert len(questions) == 40 and all(lesson.split == "validation" for lesson in questions)
+        for say, share in (("right", 1), ("bare", 0), ("more", 0), ("none", 0)):
+            got = right_answers.right(Told(say), family, questions)  # type: ignore[arg-type]
+            assert sum(got) == 40 * share, (family, say)
+
+
+@pytest.mark.slow
+def test_the_whole_chain_works(tmp_path: Path) -> None:
+    """`make train` and `make tune` as they are, but in this environment: about half an hour on two cores."""
+    for name in ("launch", "ds_configs", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for command in of_make():
+        if " -- " in command:
+            command = "llmtrain train --config " + command.partition(" -- ")[2]
+        run(tmp_path, command)
+    shares = json.loads((tmp_path / "runs/answers.json").read_text())["shares"]
+    assert shares["before"]["calls"] == 0.0

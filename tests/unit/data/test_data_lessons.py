@@ -1,0 +1,234 @@
+"""Conversations and preferences of the running Python: the same each time, every answer right, held out by subject."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from llmtrain.data import lessons as made
+from llmtrain.data.lessons import SOURCES, Lesson, lessons, lines
+from llmtrain.data.manifest import SPLITS
+from llmtrain.data.prepare import main
+from llmtrain.data.shards import PreparedSet
+from llmtrain.data.tokenize import SEPARATOR, TURNS, Encoder, train_bpe
+
+ROOT = Path(__file__).parents[3]
+TEMPLATE = ROOT / "launch/templates/turns.jinja"
+TEXT = "The quick brown fox called os.path.join(a, b) for 17 + 25 lazy dogs; ünïcödé, Ж, \N{SNOWMAN}."
+
+
+def of(source: str) -> list[Lesson]:
+    return [lesson for split in SPLITS for lesson in lessons(source, split)]
+
+
+HASHES = """
+import hashlib
+from llmtrain.data.lessons import SOURCES, lines
+from llmtrain.data.manifest import SPLITS
+for source in SOURCES:
+    for split in SPLITS:
+        print(hashlib.sha256("\\n".join(lines(source, split)).encode()).hexdigest())
+"""
+
+
+def test_the_same_in_another_process() -> None:
+    env = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", HASHES], env=env, capture_output=True, text=True, check=True)
+    own = [hashlib.sha256("\n".join(lines(s, split)).encode()).hexdigest() for s in SOURCES for split in SPLITS]
+    assert done.stdout.split() == own and len(set(own)) == 4
+
+
+def test_every_sum_call_and_name_is_right() -> None:
+    """By Python itself, from the texts of the records."""
+    seen: Counter[str] = Counter()
+    for split in SPLITS:
+        for record in map(json.loads, lines("stdlib-chat", split)):
+            question, *middle, answer = record["messages"]
+            if found := re.fullmatch(r"What is (\d+) ([+*]) (\d+)\?", question["content"]):
+                value = {"+": int.__add__, "*": int.__mul__}[found[2]](int(found[1]), int(found[3]))
+                wanted, arguments = str(value), {"expression": f"{found[1]} * {found[3]}"}
+                assert bool(middle) == (found[2] == "*")
+            elif found := re.fullmatch(r"What is the Unicode name of (.)\?", question["content"]):
+                wanted, arguments = unicodedata.name(found[1]), {"character": found[1]}
+            else:
+                assert not middle
+                continue
+            seen[found[0].rpartition(" ")[0][:20]] += 1
+            assert answer == {"role": "assistant", "content": wanted}
+            if middle:
+                (call,) = middle[0]["tool_calls"]
+                assert call["function"]["arguments"] == arguments
+                assert middle[1] == {"role": "tool", "content": wanted}
+    assert sum(seen.values()) == 1600 + 2 * 1500
+
+
+def described(name: str) -> Any:
+    """What a name of the documentation means, if its module is imported already; else None."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:length]))
+        if found is None:
+            continue
+        for part in parts[length:]:
+            found = inspect.getattr_static(found, part, None)
+        return found
+    found = vars(sys.modules["builtins"]).get(parts[0])
+    return getattr(found, parts[1], None) if found is not None and len(parts) == 2 else found
+
+
+def test_the_answers_are_what_python_says_of_its_functions() -> None:
+    """As inspect finds it in the imported modules; the sources parse files."""
+    checked = 0
+    for lesson in of("stdlib-chat"):
+        if lesson.family != "functions":
+            continue
+        name = lesson.question.removeprefix("What does ").removesuffix(" do?")
+        text = inspect.getdoc(described(name)) if described(name) is not None else None
+        if text:
+            assert lesson.answer.removesuffix(".") in " ".join(text.split()), name
+            checked += 1
+    assert checked > 500
+
+
+def test_the_answers_about_topics_are_pydocs() -> None:
+    from pydoc_data import topics
+
+    about = [lesson for lesson in of("stdlib-chat") if lesson.family == "topics"]
+    assert len(about) > 20
+    for lesson in about:
+        text = topics.topics[lesson.question.removeprefix("What does Python say about ").removesuffix("?")]
+        assert lesson.answer.removesuffix(".") in " ".join(text.replace('"', "").split())
+
+
+def test_no_two_questions_have_one_answer_where_one_is_preferred() -> None:
+    """Then the wrong answer is wrong. No pair teaches an answer that is held out."""
+    answers = {lesson.question: lesson.answer for lesson in of("stdlib-chat")}
+    held_out = {lesson.answer for lesson in lessons("stdlib-chat", "validation") if lesson.family == "functions"}
+    for split in SPLITS:
+        for lesson in lessons("stdlib-preference", split):
+            assert lesson.wrong != lesson.answer == answers[lesson.question]
+            assert split == "validation" or not {lesson.wrong, lesson.answer} & held_out
+    assert sum(lesson.family == "functions" for lesson in of("stdlib-preference")) > 1500
+
+
+def test_a_question_is_held_out_of_both_sources() -> None:
+    def subjects(split: str) -> Iterator[tuple[str, str]]:
+        for source in SOURCES:
+            for lesson in lessons(source, split):  # type: ignore[arg-type]
+                numbers = re.fullmatch(r"What is (\d+) [+*] (\d+)\?", lesson.question)
+                last = lesson.question.removesuffix(" do?").removesuffix("?").split(" ")[-1].rpartition(".")[2]
+                yield lesson.family, " ".join(sorted(numbers.groups())) if numbers else last
+
+    trained, held_out = set(subjects("train")), set(subjects("validation"))
+    assert not trained & held_out
+    assert 0.07 < len(held_out) / (len(trained) + len(held_out)) < 0.13
+
+
+# --- turns: tokens of bytes that no text has ------------------------------------------------------
+
+
+def test_the_turns_take_the_place_of_bytes_that_no_text_has(tmp_path: Path) -> None:
+    """Every character that UTF-8 can write has the tokens that the tokenizers library gives without turns."""
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[SEPARATOR], initial_alphabet=alphabet)
+    plain.train_from_iterator([TEXT], trainer)
+    train_bpe([TEXT], 300, tmp_path / "tokenizer")
+    encoder = Encoder(tmp_path / "tokenizer")
+    assert encoder.vocab_size == 300
+    every = [chr(code) for code in (*range(0xD800), *range(0xE000, 0x110000, 37))]
+    texts = [TEXT, *TURNS, f"a{TURNS[1]}b", "".join(every)]
+    own = {plain.token_to_id(byte) for byte in "ÀÁþÿ"}
+    for text, ids in zip(texts, encoder.encode(texts), strict=True):
+        assert ids.tolist() == plain.encode(text).ids
+        assert not own & set(ids.tolist())
+        assert encoder.decode(ids.tolist()) == text
+    turns = Tokenizer.from_file(str(tmp_path / "tokenizer/tokenizer.json"))
+    assert {turns.token_to_id(turn) for turn in TURNS} == own
+    assert turns.encode("".join(TURNS)).tokens == list(TURNS)
+
+
+# --- through prepare ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("turns") / "tokenizer"
+    texts = (json.loads(line)["messages"][-1]["content"] for line in lines("stdlib-chat", "train"))
+    train_bpe(texts, 1024, folder)
+    return folder
+
+
+def prepare(source: str, out: Path, tokenizer: Path, *more: str) -> int:
+    given = ["--source", source, "--out", str(out), "--tokenizer", str(tokenizer), "--chat-template", str(TEMPLATE)]
+    return main([*given, "--max-tokens", "128", *more])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("stdlib-chat", marks=pytest.mark.long),
+        pytest.param("stdlib-preference", marks=pytest.mark.slow),
+    ],
+)
+def test_prepared(source: str, tmp_path: Path, tokenizer: Path) -> None:
+    """All of it, by the command: what is held out is validation, and nothing is rejected."""
+    assert prepare(source, tmp_path / "out", tokenizer) == 0
+    data = PreparedSet(tmp_path / "out")
+    rows = 2 if source == "stdlib-preference" else 1
+    read = Encoder(tmp_path / "out/tokenizer")
+    for split in SPLITS:
+        wanted = lessons(source, split)
+        assert data.manifest.documents[split] == rows * len(wanted) and data.manifest.rejected == 0
+        stream = data.split(split)
+        ids = stream.read(0, stream.tokens)
+        texts = [read.decode(row.tolist()) for row in np.split(ids, np.cumsum(stream.row_lengths())[:-1])]
+        for number, lesson in enumerate(wanted):
+            shown = texts[rows * number]
+            assert shown.startswith(f"<|user|>{lesson.question}<|assistant|>")
+            assert shown.endswith(f"{lesson.answer}{SEPARATOR}")
+            if lesson.tool is not None:
+                call = json.dumps({"name": lesson.tool, "arguments": dict(lesson.arguments)}, ensure_ascii=False)
+                assert f"<|assistant|>call {call}{SEPARATOR}<|tool|>{lesson.answer}<|assistant|>" in shown
+            if rows == 2:
+                assert texts[2 * number + 1] == f"<|user|>{lesson.question}<|assistant|>{lesson.wrong}{SEPARATOR}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--validation-fraction", "0.1"], "holds a tenth of its questions out by itself"),
+        (["--validation-source", "README.md"], "stands alone"),
+        (["--format", "preference"], "has the format chat"),
+    ],
+)
+def test_what_the_source_decides_no_option_does(
+    words: list[str], said: str, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare("stdlib-chat", tmp_path / "out", tokenizer, *words) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_call_that_no_tool_takes() -> None:
+    assert made.run_tool("calculate", {"expression": "12 * 12"}) == "144"
+    for name, arguments in (("calculate", {"expression": "12 + 12"}), ("open", {"expression": "1 * 1"})):
+        with pytest.raises(ValueError, match="no tool"):
+            made.run_tool(name, arguments)
