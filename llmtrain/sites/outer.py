@@ -7,12 +7,14 @@ Nesterov's momentum, in the form of torch.optim.SGD.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.optimizers import PARAM
@@ -64,6 +66,12 @@ class Shard:
         """Of `values` [size]; the sum over a site's ranks does not depend on how they share the model."""
         sums = (checksum_part_array(values[at : at + r.numel], r) for at, _, r in self.regions())
         return sum(sums) % 2**64
+
+
+def shapes(engine: Engine) -> dict[str, str]:
+    """What sites of a run have in common of their models, by a name for people."""
+    text = json.dumps({name: list(shape) for name, shape in engine.shapes().items()}, sort_keys=True)
+    return {"shapes of the parameters": xxhash.xxh3_64_hexdigest(text.encode())}
 
 
 def outer_step(

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,14 @@ from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import SitesConfig
 from llmtrain.dist.control import from_all, from_rank_0, together
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.api import Engine
+from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.errors import TrainingStopped
 from llmtrain.sites.compress import Feedback, format_of
 from llmtrain.sites.exchange import Exchange, Fetched
+from llmtrain.sites.kept import COMMON, MOMENTUM, RESIDUAL, pieces, read_back, standing
 from llmtrain.sites.ledger import Ledger, Request, steps_of
 from llmtrain.sites.members import Member, Members, MembersError, SitesError, TorchftMembers
-from llmtrain.sites.outer import Array, Shard, outer_step
+from llmtrain.sites.outer import Array, Shard, outer_step, shapes
 from llmtrain.sites.told import Told, told_of
 from llmtrain.sites.wire import Server
 
@@ -85,7 +87,7 @@ class Site:
         """
         assert settings.name is not None and settings.coordinator is not None
         self._ranks, self._settings, self._share, self._tell = ranks, settings, share, tell
-        self._common = json.loads(json.dumps({**common, **_shapes(engine)}))
+        self._common = json.loads(json.dumps({**common, **shapes(engine)}))
         self._run = xxhash.xxh3_64_hexdigest(json.dumps(self._common, sort_keys=True).encode())
         self.id = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
         self._shard = Shard(engine, frozen)
@@ -104,7 +106,9 @@ class Site:
         self._addresses = from_all(ranks, self._server.address)
         self._exchange = Exchange(ranks, self._shard, self.id, self._run, form)
         self._round = self._steps = 0
-        self._ledger = Ledger(next=0)
+        self._trained = self._weight = 0  # sequences and tokens since the last synchronisation
+        self._was = self.id
+        self._ledger: Ledger | None = None
         self._starts: list[int] = []
         self._before: list[str] = []
         self._missed = False
@@ -130,7 +134,7 @@ class Site:
         Raises:
             SitesError: there is nobody to begin with, or they train something else. On all ranks alike.
         """
-        self._ledger = Ledger(next=sample_index)
+        self._ledger = self._ledger or Ledger(next=sample_index)
         deadline_s = time.monotonic() + limit_s
         while True:
             try:
@@ -147,6 +151,36 @@ class Site:
                 time.sleep(_AGAIN_S)
         return leader.step if leader.id != self.id else step, self._starts.pop()
 
+    def state(self) -> list[StateTensor]:
+        """What checkpoints keep of it, beside `to_json`."""
+        found = pieces(self._shard, COMMON, lambda: self._anchor)
+        if self._settings.method == "diloco":
+            found += pieces(self._shard, MOMENTUM, lambda: self._momentum)
+        if (feedback := self._feedback) is not None:
+            found += pieces(self._shard, RESIDUAL, lambda: feedback.residual)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Where this site is between two synchronisations."""
+        return {
+            "was": self._was, "round": self._round, "trained": self._trained, "weight": self._weight,
+            "ledger": None if self._ledger is None else self._ledger.to_json(),
+        }  # fmt: skip
+
+    def restore(self, folder: Path, kept: Mapping[str, Any]) -> None:
+        """Before `begin`: go on where a checkpoint's site was. `kept`: what its `to_json` gave.
+
+        Raises:
+            AgreedError: the checkpoint is damaged.
+        """
+        found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL), self._ranks)
+        with together(self._ranks):
+            self._ledger, self._was, self._round, self._trained, self._weight = standing(kept, folder)
+        self._anchor = found.get(COMMON, self._anchor)
+        self._momentum = found.get(MOMENTUM, self._momentum)
+        if self._feedback is not None and RESIDUAL in found:
+            self._feedback.residual = found[RESIDUAL]
+
     def after_update(self, step: int, *, complete: bool) -> int:
         """Count an optimizer step, and synchronise if it is time.
 
@@ -160,6 +194,8 @@ class Site:
             TrainingStopped: too many steps without the others. On all ranks alike.
         """
         self._steps += 1
+        self._trained += self._share.batch
+        self._weight += self._share.tokens
         if complete or self._steps % self._settings.sync_every == 0:
             deadline_s = time.monotonic() + self._settings.timeout_s
             try:
@@ -184,7 +220,8 @@ class Site:
         """One round; returns what the site told whose state counts. Raises RoundFailed, or SitesError at the start."""
         began_s = time.monotonic()
         own = self._publish()
-        checksum = sum(from_all(self._ranks, self._shard.checksum(self._anchor))) % 2**64
+        sums = from_all(self._ranks, [self._shard.checksum(each) for each in (self._anchor, self._momentum)])
+        checksum = "-".join(f"{sum(parts) % 2**64:016x}" for parts in zip(*sums, strict=True))
         told = self._meet(step, checksum, deadline_s, least)
         met_s = time.monotonic()
         fetched_by_s = (met_s + deadline_s) / 2  # a site that sends nothing leaves time to agree on going without it
@@ -232,20 +269,17 @@ class Site:
         self._server.publish(self._round, {"changes": records, **outer})
         return own
 
-    def _meet(self, step: int, checksum: int, deadline_s: float, least: int) -> list[Told]:
+    def _meet(self, step: int, checksum: str, deadline_s: float, least: int) -> list[Told]:
         """What all sites of this run say that want to synchronise, this one included."""
         said = {
             "phase": "meet",
             "run": self._run,
             "common": self._common,
-            "round": self._round,
-            "checksum": f"{checksum:016x}",
+            "checksum": checksum,
             "step": step,
             "batch": self._share.batch,
-            "steps": self._steps,
-            "tokens": self._share.tokens,
+            **self.to_json(),
             "addresses": self._addresses,
-            "ledger": self._ledger.to_json(),
         }
         while True:
             told = [each for each in map(told_of, self._ask(said, deadline_s)) if each is not None]
@@ -266,12 +300,7 @@ class Site:
 
     def _refuse(self, other: Told) -> None:
         """Somebody trains something else at this coordinator: whoever was here first stays."""
-        differing = sorted(key for key in {*self._common, *other.common} if
-                           self._common.get(key) != other.common.get(key))  # fmt: skip
-        text = (
-            f"site {other.site} trains something else: its {', '.join(differing) or 'configuration'} differ(s). Sites "
-            "of a run have the same model, data, seeds and outer optimizer, and a coordinator of their own."
-        )
+        text = other.difference(self._common)
         if self._round:
             log.warn_once(text)
             return
@@ -310,7 +339,7 @@ class Site:
 
     def _go_on(self, leader: Told, told: list[Told], committed: list[str], used: list[str]) -> None:
         by_id = {each.id: each for each in told}
-        trained = {site: by_id[site].steps * by_id[site].batch for site in used}
+        trained = {by_id[site].was: by_id[site].trained for site in used}
         requests = [
             Request(site=site, batch=by_id[site].batch, steps=self._settings.sync_every,
                     reserve=self._settings.max_alone_steps)
@@ -319,6 +348,8 @@ class Site:
         self._ledger = leader.ledger.settled(trained, requests)
         self._starts = list(steps_of(self._ledger.dealt[self.id], self._share.batch))[::-1]
         self._round, self._steps, self._missed = leader.round + 1, 0, False
+        self._trained = self._weight = 0
+        self._was = self.id
         self._exchange.forget_all_but(committed)
 
     def _report(
@@ -338,11 +369,6 @@ class Site:
         if come := sorted(set(names) - set(self._before) - {self._settings.name}):
             log.info(f"step {step}: training with {', '.join(come)}")
         self._before = names
-
-
-def _shapes(engine: Engine) -> dict[str, str]:
-    shapes = json.dumps({name: list(shape) for name, shape in engine.shapes().items()}, sort_keys=True)
-    return {"shapes of the parameters": xxhash.xxh3_64_hexdigest(shapes.encode())}
 
 
 def _own_address(coordinator: str) -> str:

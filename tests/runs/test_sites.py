@@ -151,6 +151,34 @@ def test_two_sites_send_four_bits(coordinator, small_data, tmp_path):
     assert received[0] == 0 and all(count / 2 * (1 + 8 / 256) <= each < count * 0.53 for each in received[1:]), received
 
 
+def test_sites_go_on_with_other_hardware_and_one_without_the_other(coordinator, small_data, tmp_path):
+    """Two rounds; two more after both have changed ranks and ZeRO stage; then a run without sites.
+
+    The common parameters, the outer momentum and the data go on: the definition's 12 steps, to the bound of
+    `test_two_sites_train_what_the_definition_says`. Without the momentum they would be 100 times as far from it.
+    """
+    both = ("--sites.start_sites", "2", "--train.max_steps")
+    files = [recipe(tmp_path / name, small_data, stage) for name, stage in (("A", 1), ("B", 2))]
+    first = [start(files[0], coordinator, *both, "8", ranks=1), start(files[1], coordinator, *both, "8", ranks=2)]
+    assert [launch.wait(90) for launch in first] == [[0], [0, 0]], first[0].output() + first[1].output()
+    manifest = json.loads((complete_checkpoints(tmp_path / "B/run/checkpoints")[0] / "manifest.json").read_text())
+    shapes = manifest["manifest"]["tensors"].values()
+    held = [piece for file in manifest["manifest"]["files"].values() for piece in file.get("pieces", [])]
+    count = sum(int(torch.Size(shape).numel()) for shape in shapes)
+    for kind in ("outer.common", "outer.momentum"):
+        assert sum(piece[3] for piece in held if piece[0] == kind) == count  # once
+    (tmp_path / "A/ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    then = [start(files[0], coordinator, *both, "12", ranks=2), start(files[1], coordinator, *both, "12", ranks=1)]
+    assert [launch.wait(90) for launch in then] == [[0, 0], [0]], then[0].output() + then[1].output()
+    got = parameters(tmp_path / "A")
+    setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
+    data = DataConfig(path=small_data, sequence_length=32)
+    largest, mean = far(got, simulated(MODEL, data, **setting, outer_lr=0.7, outer_momentum=0.9))
+    assert far(got, parameters(tmp_path / "B"))[0] == 0 and largest < 1e-4 and mean < 1e-6, (largest, mean)
+    forked.train(files[0], "--train.micro_batch", "2", "--train.max_steps", "13", world_size=1)
+    assert max(losses(tmp_path / "A/run")) == 13
+
+
 def test_a_site_alone_trains_as_without_sites(coordinator, small_data, tmp_path):
     """With an outer learning rate of 1 and no momentum the outer step is the inner one, to the last bit."""
     outer = ("--sites.outer_lr", "1.0", "--sites.outer_momentum", "0.0")

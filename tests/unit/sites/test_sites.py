@@ -461,14 +461,14 @@ def test_a_site_that_trains_something_else_does_not_get_in(joined) -> None:
 
 
 SENSE = {
-    "phase": "meet", "common": {}, "round": 9, "checksum": "0", "step": 0, "batch": 2, "steps": 2, "tokens": 8,
-    "addresses": ["127.0.0.1:9"], "ledger": {"next": 0, "free": [], "dealt": {}},
+    "phase": "meet", "common": {}, "round": 9, "checksum": "0", "step": 0, "batch": 2, "trained": 4, "weight": 16,
+    "was": "b:0", "addresses": ["127.0.0.1:9"], "ledger": {"next": 0, "free": [], "dealt": {}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"phase": "commit", "have": "x"}, {"phase": 3}, {"round": -1}, {"round": "1e9"}, {"steps": 1 << 80}, {"batch": 0},
+    [{"phase": "commit", "have": "x"}, {"phase": 3}, {"round": -1}, {"round": "1e9"}, {"weight": 1 << 80}, {"batch": 0},
      {"addresses": 5}, {"common": 1}, {"ledger": {}}, {"ledger": {"next": 0, "free": [1], "dealt": {}}}],
     ids=str,
 )  # fmt: skip
