@@ -130,6 +130,8 @@ def _site(training: Training, tracker: Tracker) -> Site:
         "sites.outer_lr": run.sites.outer_lr,
         "sites.outer_momentum": run.sites.outer_momentum,
         "sites.compress": run.sites.compress,
+        "sites.fragments": run.sites.fragments,
+        "sites.mix": run.sites.mix,
     }
     resumed = training.resumed
     site = Site(
@@ -140,6 +142,7 @@ def _site(training: Training, tracker: Tracker) -> Site:
         Share(batch=batch.global_batch, tokens=batch.tokens),
         tracker.event,
         frozen=training.spec.frozen,
+        last_step=training.resolved.max_steps,
     )
     if resumed is not None and (kept := resumed.trainer.get("outer")):
         site.restore(resumed.folder, kept)

@@ -57,7 +57,7 @@ def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) 
     expected: dict[str, int] = {}
     with together(ranks), contextlib.closing(CheckpointReader(folder)) as reader:
         for kind in sorted(reader.kinds() & set(kinds)):
-            found[kind] = np.empty(shard.size, np.float32)
+            found[kind] = np.zeros(shard.size, np.float32)
             for at, name, region in shard.regions():
                 found[kind][at : at + region.numel] = reader.read_kind_region(kind, name, region).numpy()
             sums = reader.manifest.checksums()
@@ -73,10 +73,17 @@ def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) 
     return found
 
 
-def standing(kept: Mapping[str, Any], folder: Path) -> tuple[Ledger, str, int, int, int]:
-    """(ledger, id, round, sequences and tokens since) that a site kept in trainer.json. Raises CheckpointError."""
+def standing(kept: Mapping[str, Any], folder: Path) -> tuple[Ledger, str, int, int, list[int]]:
+    """(ledger, id, round, sequences since it, tokens since that of each fragment), as trainer.json has them.
+
+    Raises:
+        CheckpointError: they make no sense.
+    """
     try:
-        round_, trained, weight = (natural(kept[key]) for key in ("round", "trained", "weight"))
-        return Ledger.from_json(kept["ledger"]), str(kept["was"]), round_, trained, weight
+        round_, trained = natural(kept["round"]), natural(kept["trained"])
+        weights = [natural(weight) for weight in kept["weights"]]
+        if not weights:
+            raise ValueError("no weights")
+        return Ledger.from_json(kept["ledger"]), str(kept["was"]), round_, trained, weights
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: the sites' part of its trainer.json makes no sense: {error}") from error

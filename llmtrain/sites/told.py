@@ -29,9 +29,9 @@ class Told:
     batch: int
     """Sequences of one of its steps."""
     trained: int
-    """Sequences since its last synchronisation."""
+    """Sequences since its last synchronisation, and those that it trains during this one."""
     weight: int
-    """Tokens of them."""
+    """Tokens behind what it sends."""
     was: str
     """The id under which it was dealt them: that of the process whose checkpoint it goes on from, or its own."""
     addresses: tuple[str, ...]

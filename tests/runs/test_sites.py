@@ -18,6 +18,7 @@ from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import DataConfig
 from llmtrain.sites.command import seen
+from llmtrain.sites.fragments import fragment_of
 from tests.helpers import forked
 from tests.helpers.launching import (
     REPO,
@@ -149,6 +150,30 @@ def test_two_sites_send_four_bits(coordinator, small_data, tmp_path):
     count = sum(each.numel() for each in got.values())
     received = [event["received_bytes"] for event in synchronised(tmp_path / "A")]
     assert received[0] == 0 and all(count / 2 * (1 + 8 / 256) <= each < count * 0.53 for each in received[1:]), received
+
+
+def test_two_sites_stream_their_fragments_while_they_train(coordinator, small_data, tmp_path):
+    """Two fragments, each every four steps, on the way during one; one site has a rank, the other two at ZeRO 3.
+
+    Both end with the same bits. A synchronisation brings a fragment: one of the layers, with the embedding and norm or
+    without. The model learns: its last losses are below its first.
+    """
+    both = ("--sites.start_sites", "2", "--sites.method", "streaming", "--sites.fragments", "2")
+    both += ("--sites.overlap_steps", "1", "--sites.mix", "0.5", "--train.max_steps", "24")
+    a = start(recipe(tmp_path / "A", small_data), coordinator, *both)
+    b = start(recipe(tmp_path / "B", small_data, stage=3), coordinator, *both, ranks=2)
+    assert a.wait(90) == [0] and b.wait(30) == [0, 0], a.output() + b.output()
+    got = parameters(tmp_path / "A")
+    assert far(got, parameters(tmp_path / "B"))[0] == 0
+    _, *events = synchronised(tmp_path / "A")
+    assert [event["used"] for event in events] == [["A", "B"]] * 13, events
+    assert [event["overlapped_steps"] for event in events] == [1] * 11 + [0, 0]
+    assert [event["step"] for event in events] == [*range(3, 24, 2), 24, 24]
+    fragment = fragment_of({name: tuple(each.shape) for name, each in got.items()}, 2)
+    sizes = [4 * sum(each.numel() for name, each in got.items() if fragment[name] == number) for number in (0, 1)]
+    assert [event["received_bytes"] for event in events] == [sizes[event["round"] % 2 - 1] for event in events]
+    trained = losses(tmp_path / "A/run")
+    assert sum(trained[step] for step in range(19, 25)) < sum(trained[step] for step in range(1, 7))
 
 
 def test_sites_go_on_with_other_hardware_and_one_without_the_other(coordinator, small_data, tmp_path):

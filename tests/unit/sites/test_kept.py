@@ -59,9 +59,9 @@ def test_sites_go_on_in_the_middle_of_a_round_with_all_that_they_had(joined, mon
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("wrong", [{}, {"round": -1}, {"ledger": None}, {"trained": "x"}, 5])
+@pytest.mark.parametrize("wrong", [{}, {"round": -1}, {"ledger": None}, {"trained": "x"}, {"weights": []}, 5])
 def test_nonsense_in_trainer_json_is_named(wrong) -> None:
-    right = {"round": 1, "trained": 0, "weight": 0, "was": "a:0", "ledger": {"next": 0, "free": [], "dealt": {}}}
+    right = {"round": 1, "trained": 0, "weights": [0], "was": "a:0", "ledger": {"next": 0, "free": [], "dealt": {}}}
     assert standing(right, Path("step-1"))[2] == 1
     kept = {**right, **wrong} if isinstance(wrong, dict) and wrong else wrong
     with pytest.raises(CheckpointError, match=r"step-1: the sites' part of its trainer\.json makes no sense"):
