@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from llmtrain.sites import site as site_module
 from llmtrain.sites.fragments import Background, fragment_of
 from llmtrain.sites.ledger import Ledger
 from llmtrain.sites.meeting import RoundFailed
@@ -137,3 +141,62 @@ def test_a_site_that_is_not_used_gives_up_what_it_has_in_all_fragments(joined) -
     assert made[0][2][-1][1]["used"] == ["a"]
     assert made[0][1].values.tolist() == [1.0] * 6  # w is in common now; v is still a's own
     assert made[1][1].values.tolist() == [1.0] * 3 + [0.0] * 3
+
+
+STREAMS = {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1}
+
+
+def advance(site: Any, engine: Any, first: int, count: int) -> Callable[[], None]:
+    def run() -> None:
+        for step in range(first, first + count):
+            engine.values += 1
+            site.after_update(step, complete=False)
+
+    return run
+
+
+def test_a_site_that_is_lost_while_a_round_is_on_its_way_holds_nobody_up(joined) -> None:  # noqa: F811
+    """b sets off and is gone: the others' training goes on meanwhile, and the round arrives without it."""
+    meeting = Meeting("a", "b", "c")
+    made = {name: joined(meeting, name, timeout_s=2.0, **STREAMS) for name in "abc"}
+    begin_all(*(site for site, _, _ in made.values()))
+
+    def dies(*_: Any) -> None:
+        meeting.leave("b")
+        raise RoundFailed("it is dead")
+
+    made["b"][0]._meetings.meet = dies
+    at_once(*(advance(site, engine, 1, 3) for name, (site, engine, _) in made.items() if name != "b"),
+            advance(*made["b"][:2], 1, 2))  # fmt: skip
+    for name in "ac":
+        _, engine, events = made[name]
+        told = events[-1][1]
+        assert (told["step"], told["used"], told["overlapped_steps"]) == (3, ["a", "c"], 1), events[-1]
+        assert engine.values.tolist()[3:] == [3.0] * 3
+
+
+def test_a_run_that_stops_while_a_round_is_on_its_way_goes_on_before_it(joined, monkeypatch) -> None:  # noqa: F811
+    """Nothing of that round is in the checkpoint: the site has all its samples and weights to send again."""
+    made = [joined(Meeting("a"), "a", **STREAMS) for _ in range(2)]
+    (first, engine, _), (second, other, _) = made
+    first.begin(0, 0, 5.0)
+    advance(first, engine, 1, 2)()
+    assert first._flight is not None
+    kept = json.loads(json.dumps(first.to_json()))
+    arrays = {}
+    for piece in first.state():
+        with piece.open() as values:
+            arrays[piece.kind] = np.append(arrays.get(piece.kind, np.zeros(0, np.float32)), values.numpy())
+    assert kept["trained"] == 4 and kept["weights"] == [16, 16] and kept["round"] == 1
+    advance(first, engine, 3, 1)()  # it arrives, and is in no checkpoint
+    size = second._shard.size
+    padded = {kind: np.zeros(size, np.float32) for kind in arrays}  # what lies between fragments is not kept
+    for kind, values in padded.items():
+        for (at, _, region), low in zip(second._shard.regions(), (0, 3), strict=True):
+            values[at : at + region.numel] = arrays[kind][low : low + region.numel]
+    monkeypatch.setattr(site_module, "read_back", lambda *_: padded)
+    other.values += 2
+    second.restore(Path("step-2"), kept)
+    assert second.begin(2, 99, 5.0) == (2, 4)  # the first sample that was not trained
+    assert second._weights == [16, 0] and second._trained == 0
+    assert other.values.tolist() != [2.0] * 6 and other.values.tolist()[3:] == [2.0] * 3  # w has made its outer step
