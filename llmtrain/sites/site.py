@@ -205,14 +205,13 @@ class Site:
         self._steps += 1
         self._trained += self._share.batch
         self._weights = [weight + self._share.tokens for weight in self._weights]
-        with heart.during("compare"):
-            if self._flight is not None and self._steps >= self._flight[0].steps + self._flight[0].overlap:
-                self._land(step, *self._flight)
-            if complete:
-                for _ in self._shard.parts:  # the last time each
-                    self._try(step, lambda: self._synchronise(step, self._deadline()))
-            elif self._flight is None and self._steps % self._every == 0 and self._steps:
-                self._set_off(step)
+        if self._flight is not None and self._steps >= self._flight[0].steps + self._flight[0].overlap:
+            self._land(step, *self._flight)
+        if complete:
+            for _ in self._shard.parts:  # the last time each
+                self._try(step, lambda: self._synchronise(step, self._deadline()))
+        elif self._flight is None and self._steps % self._every == 0:
+            self._set_off(step)
         if not self._starts:
             raise TrainingStopped(
                 f"site {self._settings.name} has trained {self._steps} steps without the other sites; "
@@ -226,7 +225,8 @@ class Site:
 
     def _try(self, step: int, synchronise: Callable[[], object]) -> None:
         try:
-            synchronise()
+            with heart.during("compare"):
+                synchronise()
         except RoundFailed as error:
             self._meetings.missed = True
             self._tell("synchronise_failed", step=step, round=self._round, reason=str(error))
