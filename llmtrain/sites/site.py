@@ -208,8 +208,9 @@ class Site:
         if self._flight is not None and self._steps >= self._flight[0].steps + self._flight[0].overlap:
             self._land(step, *self._flight)
         if complete:
-            for _ in self._shard.parts:  # the last time each
-                self._try(step, lambda: self._synchronise(step, self._deadline()))
+            for _ in self._shard.parts:  # the last time each; who is not there for one is not waited for again
+                if not self._try(step, lambda: self._synchronise(step, self._deadline())):
+                    break
         elif self._flight is None and self._steps % self._every == 0:
             self._set_off(step)
         if not self._starts:
@@ -223,7 +224,7 @@ class Site:
     def _deadline(self) -> float:
         return time.monotonic() + self._settings.timeout_s
 
-    def _try(self, step: int, synchronise: Callable[[], object]) -> None:
+    def _try(self, step: int, synchronise: Callable[[], object]) -> bool:
         try:
             with heart.during("compare"):
                 synchronise()
@@ -231,6 +232,8 @@ class Site:
             self._meetings.missed = True
             self._tell("synchronise_failed", step=step, round=self._round, reason=str(error))
             log.warn(f"step {step}: no synchronisation with the other sites, training goes on without: {error}")
+            return False
+        return True
 
     def _set_off(self, step: int) -> None:
         """Synchronise now, or while the next steps are trained."""

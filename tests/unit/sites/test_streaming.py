@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,14 @@ def test_a_run_that_stops_while_a_round_is_on_its_way_goes_on_before_it(joined, 
     assert second.begin(2, 99, 5.0) == (2, 4)  # the first sample that was not trained
     assert second._weights == [16, 0] and second._trained == 0
     assert other.values.tolist() != [2.0] * 6 and other.values.tolist()[3:] == [2.0] * 3  # w has made its outer step
+
+
+def test_the_last_step_waits_for_a_lost_site_once(joined) -> None:  # noqa: F811
+    """Not for each fragment."""
+    meeting = Meeting("a", "b")
+    (a, engine, events), (b, _, _) = (joined(meeting, name, **{**STREAMS, "timeout_s": 0.5}) for name in "ab")
+    begin_all(a, b)
+    engine.values += 1
+    began_s = time.monotonic()
+    a.after_update(1, complete=True)
+    assert time.monotonic() - began_s < 0.9 and [kind for kind, _ in events] == ["synchronise", "synchronise_failed"]
