@@ -17,7 +17,7 @@ import torch
 from llmtrain import log, units
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.frozen import NOWHERE, frozen_source
-from llmtrain.checkpoint.load import resume
+from llmtrain.checkpoint.load import Resumed, resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.objective import wants_column
@@ -103,6 +103,9 @@ class Training:
         self.saved_step: int | None = None
         self.began_from: dict[str, Any] | None = None  # the checkpoint of another run, see checkpoint/load.py
         self.frozen_source = NOWHERE
+        self.resumed: Resumed | None = None
+        """What the run goes on from, if with all of its state."""
+        self.outer: Outer | None = None
         self.uncounted_steps = 0
         """Steps of the optimizer beyond those that this run's position counts: a foreign checkpoint may have some."""
 
@@ -128,6 +131,7 @@ class Training:
         self.frozen_source = resumed.frozen.only(self.spec.frozen)
         self.began_from = resumed.began_from
         if not resumed.weights_only:
+            self.resumed = resumed
             saved = resumed.trainer  # made by other tools, it may lack what they do not know
             self.position = Position(**{key: saved.get(key) or 0 for key in asdict(self.position)})
             heart.at_step(self.position.step)
@@ -162,6 +166,7 @@ class Training:
             "loss_scale": self.engine.loss_scale(),
             "wandb_id": self.wandb_id,
             "began_from": self.began_from,
+            **({"outer": self.outer.to_json()} if self.outer is not None else {}),
             **self._settings,
         }
 
@@ -188,6 +193,7 @@ class Training:
         """Train until the run is over (True) or someone asks to stop (False)."""
         run, ranks = self.run, self.ranks
         if outer is not None:
+            self.outer = outer
             self._begin(outer)
         rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
         self.session = Session(

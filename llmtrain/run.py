@@ -76,22 +76,11 @@ def _train(training: Training, stack: contextlib.ExitStack) -> None:
     experts = getattr(training.engine.module, "routing", None) is not None
     describe(resolved.run.tracking, resolved.mix, training.wandb_id, experts)
     tracker = _tracker(training, environment)
-    saving = stack.enter_context(
-        Saving(
-            training.engine,
-            training.checkpoints,
-            resolved.run.checkpoint,
-            resolved.mix,
-            ranks,
-            tracker,
-            saved_step=training.saved_step,
-            frozen=training.frozen_source,
-        )
-    )
     status: Status = "failed"
     try:
         tracker.event("resume" if training.position.step else "start", step=training.position.step, lines=lines)
         site = stack.enter_context(_site(training, tracker)) if resolved.run.sites.name else None
+        saving = stack.enter_context(_saving(training, tracker, site))
         lines = [*resolved.notes, *training.notes, *lines]
         announce(resolved.batch, resolved.mix, folder, training.model_facts, ranks.device, lines)
         try:
@@ -112,6 +101,20 @@ def _train(training: Training, stack: contextlib.ExitStack) -> None:
     log.info(told)  # the last words: closing W&B may have printed
 
 
+def _saving(training: Training, tracker: Tracker, site: Site | None) -> Saving:
+    return Saving(
+        training.engine,
+        training.checkpoints,
+        training.run.checkpoint,
+        training.resolved.mix,
+        training.ranks,
+        tracker,
+        saved_step=training.saved_step,
+        frozen=training.frozen_source,
+        more=site.state if site else list,
+    )
+
+
 def _site(training: Training, tracker: Tracker) -> Site:
     """This launch among the sites that train the run's model. Raises AgreedError."""
     run, batch = training.run, training.resolved.batch
@@ -127,8 +130,11 @@ def _site(training: Training, tracker: Tracker) -> Site:
         "sites.outer_lr": run.sites.outer_lr,
         "sites.outer_momentum": run.sites.outer_momentum,
         "sites.compress": run.sites.compress,
+        "sites.fragments": run.sites.fragments,
+        "sites.mix": run.sites.mix,
     }
-    return Site(
+    resumed = training.resumed
+    site = Site(
         training.engine,
         training.ranks,
         run.sites,
@@ -136,7 +142,11 @@ def _site(training: Training, tracker: Tracker) -> Site:
         Share(batch=batch.global_batch, tokens=batch.tokens),
         tracker.event,
         frozen=training.spec.frozen,
+        last_step=training.resolved.max_steps,
     )
+    if resumed is not None and (kept := resumed.trainer.get("outer")):
+        site.restore(resumed.folder, kept)
+    return site
 
 
 def _tracker(training: Training, environment: dict[str, Any]) -> Tracker:

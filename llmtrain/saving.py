@@ -17,7 +17,7 @@ from llmtrain.cluster import messages
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.dist.control import Agreement
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.api import Engine
+from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.errors import CheckpointError
 from llmtrain.topology import Mix
 
@@ -42,13 +42,14 @@ class Saving:
         *,
         saved_step: int | None,
         frozen: FrozenSource = NOWHERE,
+        more: Callable[[], list[StateTensor]] = list,
     ) -> None:
         """`mix`: how the run computes. `saved_step`: the step whose checkpoint the folder holds already. `frozen`:
-        parameters that checkpoints name and do not hold."""
+        parameters that checkpoints name and do not hold. `more`: what they hold beside the engine's state."""
         self._settings = settings
         self._ranks, self._tracker = ranks, tracker
         self._folder = folder
-        self._saver = Saver(engine, folder, settings, mix, ranks, frozen)
+        self._saver = Saver(engine, folder, settings, mix, ranks, frozen, more)
         self._saved_step = saved_step
         self._began_s = time.monotonic()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,10 @@ class Step:
 
 class Outer(Protocol):
     """What changes the parameters between steps, and says where the data goes on. All ranks call it together."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint's trainer.json keeps of it."""
+        ...
 
     def begin(self, step: int, sample_index: int, limit_s: float) -> tuple[int, int]:
         """Before the first step: (optimizer steps done, index of the next sequence) to go on with."""

@@ -31,6 +31,8 @@ from llmtrain.tensors.tensorfile import TensorFile
 
 FORMATS = (1, 2)
 """2 where frozen parameters are in a folder of their own: a reader of 1 would miss them."""
+OUTER = "outer."
+"""Begins the kinds of what sites hold in common (sites/): a run without sites ignores them."""
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 HOSTS = "hosts"
@@ -42,7 +44,7 @@ _JSON_LIMIT = 1 << 30  # bytes; 1,000 ranks with 6,000 pieces each stay below it
 
 _TRAINER_TYPES: dict[str, type] = {
     **dict.fromkeys(("sample_index", "skipped_steps", "optimizer_step", "vocab_size"), int),
-    **dict.fromkeys(("model_config", "run", "deepspeed", "versions", "layout", "loss_scale"), dict),
+    **dict.fromkeys(("model_config", "run", "deepspeed", "versions", "layout", "loss_scale", "outer"), dict),
     **dict.fromkeys(("optimizer", "data_fingerprint", "tokenizer_dir", "wandb_id"), str),
 }
 """What trainer.json holds where it holds it."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from llmtrain.checkpoint.choice import agreed_candidates, origin
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import (
+    OUTER,
     TRAINER,
     DamagedCheckpoint,
     Manifest,
@@ -131,11 +132,13 @@ def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
     except CheckpointError:
         return set()
     held = reader.tensors()
+    outer = [kind for kind in reader.kinds() if kind.startswith(OUTER)]
     return {
         file
         for f in engine.state()
-        if (f.kind, f.name) in held and (f.kind == PARAM or not weights_only)
-        for file in reader.files_of(f.kind, f.name, f.region)
+        for kind in (f.kind, *(outer if f.kind == PARAM else ()))
+        if (kind, f.name) in held and (kind == PARAM or not weights_only)
+        for file in reader.files_of(kind, f.name, f.region)
     }
 
 
@@ -238,6 +241,7 @@ def load_checkpoint(
         engine.set_loss_scale(trainer.get("loss_scale") or {})
     engine.refresh()
     sums = reader.manifest.checksums()
+    sums = {key: value for key, value in sums.items() if not key[0].startswith(OUTER)}
     expected = {key: value for key, value in sums.items() if key[0] == PARAM or not weights_only}
     bad = differing_tensors(engine, expected, ranks, rounded)
     if bad:
@@ -282,18 +286,19 @@ def _refuse_other_state(live: list[StateTensor], reader: CheckpointReader, ranks
             f"{reader.folder} holds parameters alone, without an optimizer's state. Begin a new run from it: --resume "
             f"{reader.folder} --resume-weights-only, with a train.run_dir of its own."
         )
-    there = sorted(reader.tensors())
+    there = sorted(key for key in reader.tensors() if not key[0].startswith(OUTER))
+    held_kinds = {kind for kind, _ in there}
     here = {(piece.kind, piece.name) for piece in live}
     held = torch.tensor([int(key in here) for key in there], dtype=torch.int64)
     dist.all_reduce(held, group=ranks.control)
     unwanted = [key for key, count in zip(there, held.tolist(), strict=True) if count == 0]
-    surplus = sorted(here - reader.tensors())
+    surplus = sorted(here.difference(there))
     shares = from_all(ranks, ({kind for kind, _ in here}, surplus))
     kinds = set().union(*(kinds for kinds, _ in shares))
     missing = sorted({key for _, keys in shares for key in keys})
-    if kinds != reader.kinds():
+    if kinds != held_kinds:
         raise CheckpointError(
-            f"{reader.folder}: it holds {', '.join(sorted(reader.kinds()))}, this run's optimizer keeps "
+            f"{reader.folder}: it holds {', '.join(sorted(held_kinds))}, this run's optimizer keeps "
             f"{', '.join(sorted(kinds))}. Use the optimizer that the checkpoint was made with (optim.name), or "
             f"{_PARAMETERS_ALONE}."
         )

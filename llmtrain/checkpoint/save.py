@@ -14,6 +14,7 @@ import json
 import math
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -78,9 +79,12 @@ class Saver:
         mix: Mix,
         ranks: Ranks,
         frozen: FrozenSource = NOWHERE,
+        more: Callable[[], list[StateTensor]] = list,
     ) -> None:
-        """`mix`: how the run computes; the checkpoint tells it. `frozen`: what it names and does not hold."""
+        """`mix`: how the run computes; the checkpoint tells it. `frozen`: what it names and does not hold. `more`: what
+        it holds beside the engine's state; nobody changes it between a step and the next one's update."""
         self._engine, self._folder, self._ranks, self._frozen = engine, folder, ranks, frozen
+        self._more = more
         self._keep = settings.keep
         self.asynchronous = settings.mode == "async"
         self._layout = {
@@ -246,7 +250,7 @@ class Saver:
 
     def _pieces(self) -> list[StateTensor]:
         """What this rank writes, in the order of its file: the largest elements first, so that each is aligned."""
-        held = [piece for piece in self._engine.state() if piece.own.stop > piece.own.start]
+        held = [piece for piece in (*self._engine.state(), *self._more()) if piece.own.stop > piece.own.start]
         found = [piece for piece in held if piece.kind != PARAM or piece.name not in self._frozen.parts]
         return sorted(found, key=lambda piece: -piece.dtype.itemsize)
 

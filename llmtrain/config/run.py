@@ -278,15 +278,22 @@ class SitesConfig:
     """This site's name; with it the run trains together with the other sites of its coordinator."""
     coordinator: str | None = None
     """HOST:PORT of `llmtrain sites coordinator`."""
-    method: Literal["local_sgd", "diloco"] = "diloco"
+    method: Literal["local_sgd", "diloco", "streaming"] = "diloco"
     """What a synchronisation does: local_sgd averages the sites' parameters; diloco takes their difference from the
-    last common ones as a gradient for Nesterov's momentum."""
+    last common ones as a gradient for Nesterov's momentum; streaming does so for one fragment of the model after the
+    other, while training goes on."""
     sync_every: int = 100
     """Optimizer steps between two synchronisations."""
     outer_lr: float = 0.7
     """Learning rate of diloco's outer step."""
     outer_momentum: float = 0.9
     """Nesterov momentum of diloco's outer step."""
+    fragments: int = 4
+    """Parts of the model that streaming synchronises in turn, each every sync_every steps."""
+    overlap_steps: int = 5
+    """Optimizer steps that streaming trains while a synchronisation is on its way; 0 waits for it."""
+    mix: float = 0.5
+    """Share of this site's own parameters when such a synchronisation arrives; the rest is the common ones'."""
     compress: Literal["none", "bf16", "int8", "int4", "topk", "sign"] = "none"
     """How sites write what they send: fp32 parameters; or what these have changed by since the last synchronisation, as
     bf16, 8 or 4 bits with a scale for 256 elements, the 16 largest of 256, or signs. What a synchronisation loses, the

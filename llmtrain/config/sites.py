@@ -6,7 +6,7 @@ import ipaddress
 import re
 
 from llmtrain.config.problems import Places, Problems
-from llmtrain.config.run import RunConfig
+from llmtrain.config.run import RunConfig, SitesConfig
 from llmtrain.topology import Mix
 
 
@@ -29,6 +29,8 @@ def check_sites(run: RunConfig, mix: Mix, path: str, places: Places, problems: P
         problems.add("sites.listen", sites.listen, "must be an IP address of this host, and no public one: what sites "
                      "send is neither encrypted nor signed", "join the sites by a tunnel, and give its address",
                      places.get("sites.listen"))  # fmt: skip
+    if sites.method == "streaming":
+        _check_streaming(sites, places, problems)
     longest = min(run.fault.stall_timeout_s, 0.75 * run.fault.timeout_s)
     if sites.timeout_s >= longest:
         problems.add("sites.timeout_s", sites.timeout_s, "must be less than fault.stall_timeout_s and 3/4 of "
@@ -42,6 +44,18 @@ def check_sites(run: RunConfig, mix: Mix, path: str, places: Places, problems: P
     if mix.zero_stage == 0 and degrees.world_size > 1:
         problems.add("zero_optimization.stage", 0, "every rank holds the whole model, and the ranks of a site share it "
                      "when they talk to other sites", "set it to 1, 2 or 3", path)  # fmt: skip
+
+
+def _check_streaming(sites: SitesConfig, places: Places, problems: Problems) -> None:
+    """Each fragment's round has steps of its own, and ends before the next one's begins."""
+    if sites.sync_every % sites.fragments:
+        problems.add("sites.sync_every", sites.sync_every, f"must be a multiple of sites.fragments, {sites.fragments}",
+                     "change one of them", places.get("sites.sync_every"))  # fmt: skip
+    most = min(sites.sync_every // sites.fragments - 1, sites.max_alone_steps)
+    if sites.overlap_steps > most:
+        problems.add("sites.overlap_steps", sites.overlap_steps, f"must be at most {most}: less than sites.sync_every "
+                     "/ sites.fragments, and no more than sites.max_alone_steps", "lower it, or raise "
+                     "sites.sync_every", places.get("sites.overlap_steps"))  # fmt: skip
 
 
 def _private(address: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from llmtrain.cluster.hosts.interfaces import GLOO, NCCL
 from llmtrain.cluster.watch.explain.device import device_fault, with_reason
 from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.dist.ranks import Ranks
 from llmtrain.dist.rendezvous import Meeting, RendezvousError
 
 
@@ -31,6 +33,11 @@ def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: f
         return dist.new_group(backend="gloo", timeout=limit)
     except RuntimeError as error:  # gloo raises no class of its own
         raise _not_connected(f"rank {rank} on {meeting.seats[rank].host}", connecting, str(error)) from error
+
+
+def another_group(ranks: Ranks, limit_s: float) -> Ranks:
+    """The same ranks with a gloo group of their own, for another thread's collectives. All ranks call it together."""
+    return replace(ranks, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s)))
 
 
 def _not_connected(who: str, backend: str, said: str) -> RendezvousError:

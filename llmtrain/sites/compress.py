@@ -174,14 +174,19 @@ class Feedback:
         self.form = form
         self.residual: Array = np.zeros(size, np.float32)
         """What has not been delivered, fp32 [size]."""
-        self._after = self.residual
+        self._after = slice(0, 0), self.residual[:0]
 
-    def encode(self, difference: Array) -> tuple[Bytes, Array]:
-        """(records of difference [size] + residual, what everybody decodes from them [size])."""
-        wanted = difference + self.residual
-        records = encode(self.form, wanted)
-        decoded = decode(self.form, records)[: len(wanted)]
-        self._after = wanted - decoded
+    def encode(self, difference: Array, part: slice) -> tuple[Bytes, Array]:
+        """(records of all `size` elements, those of a part being difference + residual; what everybody decodes from
+        them for the part). The part begins with a block."""
+        assert part.start % BLOCK == 0
+        wanted = difference + self.residual[part]
+        written = encode(self.form, wanted)
+        decoded = decode(self.form, written)[: len(wanted)]
+        self._after = part, wanted - decoded
+        records = np.zeros(-(-len(self.residual) // BLOCK) * self.form.record, np.uint8)
+        low = part.start // BLOCK * self.form.record
+        records[low : low + len(written)] = written
         return records, decoded
 
     def forget(self) -> None:
@@ -190,7 +195,9 @@ class Feedback:
 
     def delivered(self) -> None:
         """What was encoded last has become part of the model: its loss is the residual now."""
-        self.residual = self._after
+        part, lost = self._after
+        self.residual = self.residual.copy()  # a save may be reading it
+        self.residual[part] = lost
 
 
 def _steps(values: Array, most: int) -> tuple[Array, npt.NDArray[np.int8]]:

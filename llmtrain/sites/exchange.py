@@ -41,7 +41,13 @@ class Exchange:
         self._peers: dict[str, list[Peer]] = {}
 
     def fetch(
-        self, sources: Mapping[str, Told], healers: Sequence[Told], own: Array, round_: int, deadline_s: float
+        self,
+        sources: Mapping[str, Told],
+        healers: Sequence[Told],
+        own: Array,
+        round_: int,
+        part: slice,
+        deadline_s: float,
     ) -> Fetched:
         """Fetch in this round, with all ranks of the site.
 
@@ -50,6 +56,7 @@ class Exchange:
             healers: who has the common state; empty if this site has it.
             own: this rank's parameters, or its changes as others read them.
             round_: the round.
+            part: of the array, what it is about.
             deadline_s: time.monotonic() by which all must be there.
         """
         found: dict[str, Array] = {}
@@ -59,7 +66,7 @@ class Exchange:
         for name in sorted(sources):
             try:
                 found[name], size = (
-                    (own, 0) if name == self._site else self._values(sources[name], kind, round_, deadline_s)
+                    (own, 0) if name == self._site else self._values(sources[name], kind, round_, part, deadline_s)
                 )
             except WireError as error:
                 failed[name] = str(error)
@@ -67,8 +74,8 @@ class Exchange:
             received += size
         for each in healers:
             try:
-                anchor, size = self._values(each, "anchor", round_, deadline_s)
-                momentum, more = self._values(each, "momentum", round_, deadline_s)
+                anchor, size = self._values(each, "anchor", round_, None, deadline_s)
+                momentum, more = self._values(each, "momentum", round_, None, deadline_s)
             except WireError as error:
                 failed[each.id] = str(error)
                 continue
@@ -93,11 +100,13 @@ class Exchange:
             received_bytes=sum(size for _, _, size in reports),
         )
 
-    def _values(self, site: Told, kind: str, round_: int, deadline_s: float) -> tuple[Array, int]:
-        """(this rank's elements as another site has them, bytes). Raises WireError."""
+    def _values(self, site: Told, kind: str, round_: int, part: slice | None, deadline_s: float) -> tuple[Array, int]:
+        """(this rank's elements, or those of a part, as another site has them; bytes). Raises WireError."""
         peers = self._peers.setdefault(site.id, [Peer(a, run=self._run, member=site.id) for a in site.addresses])
-        mine = self._shard.regions()
-        values = np.empty(self._shard.size, np.float32)
+        first, end = (part.start, part.stop) if part else (0, self._shard.size)
+        mine = [(at - first, name, region) for at, name, region in self._shard.regions(part)]
+        values = np.zeros(end - first, np.float32)
+        wanted = sum(region.numel for _, _, region in mine)
         elements = received = 0
         for peer in peers:
             pairs = peer.covers(mine, deadline_s)
@@ -106,8 +115,8 @@ class Exchange:
                 received += _changes(peer, self._form, pairs, round_, values, deadline_s)
             else:
                 received += peer.fetch(kind, round_, pairs, values, deadline_s)
-        if elements != values.size:
-            raise WireError(f"it has {elements} of {values.size} elements")
+        if elements != wanted:
+            raise WireError(f"it has {elements} of {wanted} elements")
         if not np.isfinite(values).all():
             raise WireError(f"its {kind} are not finite")
         return values, received

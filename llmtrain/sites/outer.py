@@ -7,20 +7,24 @@ Nesterov's momentum, in the form of torch.optim.SGD.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.optimizers import PARAM
+from llmtrain.sites.compress import BLOCK
+from llmtrain.sites.fragments import fragment_of
 from llmtrain.tensors.checksum import checksum_part_array
 from llmtrain.tensors.region import Region
 
 Array = npt.NDArray[np.float32]
-Method = Literal["local_sgd", "diloco"]
+Method = Literal["local_sgd", "diloco", "streaming"]
 _CHUNK = 1 << 18
 """Elements updated at a time: the fp64 temporaries stay in the cache."""
 
@@ -28,42 +32,62 @@ _CHUNK = 1 << 18
 class Shard:
     """The parameters that a rank owns, one after another in a flat fp32 array."""
 
-    def __init__(self, engine: Engine, frozen: Collection[str]) -> None:
-        """`frozen`: names of parameters that do not train: they are the same everywhere, and never sent."""
+    def __init__(self, engine: Engine, frozen: Collection[str], fragments: int = 1) -> None:
+        """`frozen`: names of parameters that do not train: they are the same everywhere, and never sent. `fragments`:
+        how many parts of the model synchronise one by one; each begins with a block of its own."""
         self._engine = engine
         pieces = [piece for piece in engine.state() if piece.kind == PARAM and piece.name not in frozen]
         assert all(piece.own == slice(0, piece.region.numel) for piece in pieces), "replicas within a site"
         self._pieces: list[tuple[int, StateTensor]] = []
         """(first element in the array, piece)."""
+        self.parts: list[slice] = []
+        """Of the array, by fragment."""
         self.size = 0
-        for piece in pieces:
-            self._pieces.append((self.size, piece))
-            self.size += piece.region.numel
+        fragment = fragment_of(engine.shapes(), fragments)
+        for number in range(fragments):
+            begin = self.size
+            for piece in pieces:
+                if fragment[piece.name] == number:
+                    self._pieces.append((self.size, piece))
+                    self.size += piece.region.numel
+            self.parts.append(slice(begin, self.size))
+            if number + 1 < fragments:
+                self.size = -(-self.size // BLOCK) * BLOCK
 
-    def regions(self) -> list[tuple[int, str, Region]]:
-        """(first element in the array, Hugging Face name, which elements of the tensor) of each piece."""
-        return [(at, piece.name, piece.region) for at, piece in self._pieces]
+    def regions(self, part: slice | None = None) -> list[tuple[int, str, Region]]:
+        """(first element in the array, Hugging Face name, elements of the tensor) of each piece, or of a part's."""
+        return [(at, piece.name, piece.region) for at, piece in self._of(part)]
 
-    def read(self) -> Array:
-        """The live values, [size]."""
-        values = np.empty(self.size, np.float32)
-        for at, piece in self._pieces:
+    def read(self, part: slice | None = None) -> Array:
+        """The live values, [size]; of a part alone, with zeros elsewhere."""
+        values = np.zeros(self.size, np.float32)
+        for at, piece in self._of(part):
             with piece.open() as live:
                 values[at : at + live.numel()] = live.detach().float().cpu().numpy()
         return values
 
     @torch.no_grad()
-    def write(self, values: Array) -> None:
-        """Make `values` [size] the live ones."""
-        for at, piece in self._pieces:
+    def write(self, values: Array, part: slice | None = None) -> None:
+        """Make `values` the live ones: [size], or those of a part."""
+        first = part.start if part else 0
+        for at, piece in self._of(part):
             with piece.open() as live:
-                live.copy_(torch.from_numpy(values[at : at + live.numel()]))
+                live.copy_(torch.from_numpy(values[at - first : at - first + live.numel()]))
         self._engine.refresh()
+
+    def _of(self, part: slice | None) -> list[tuple[int, StateTensor]]:
+        return [(at, piece) for at, piece in self._pieces if part is None or part.start <= at < part.stop]
 
     def checksum(self, values: Array) -> int:
         """Of `values` [size]; the sum over a site's ranks does not depend on how they share the model."""
         sums = (checksum_part_array(values[at : at + r.numel], r) for at, _, r in self.regions())
         return sum(sums) % 2**64
+
+
+def shapes(engine: Engine) -> dict[str, str]:
+    """What sites of a run have in common of their models, by a name for people."""
+    text = json.dumps({name: list(shape) for name, shape in engine.shapes().items()}, sort_keys=True)
+    return {"shapes of the parameters": xxhash.xxh3_64_hexdigest(text.encode())}
 
 
 def outer_step(
@@ -80,7 +104,7 @@ def outer_step(
 
     With mean = sum of weight x values / sum of weights:
         local_sgd   anchor <- mean
-        diloco      g = anchor - mean;  momentum <- beta momentum + g;  anchor <- anchor - lr (g + beta momentum)
+        others      g = anchor - mean;  momentum <- beta momentum + g;  anchor <- anchor - lr (g + beta momentum)
 
     numpy's operators round after each operation, on every processor alike; sums run in the order of the names.
 

@@ -8,6 +8,7 @@ result from the others in the next round. No rank waits for another site longer 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import secrets
@@ -15,30 +16,31 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from llmtrain import log, units
+from llmtrain import log
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import SitesConfig
+from llmtrain.dist.connect import another_group
 from llmtrain.dist.control import from_all, from_rank_0, together
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.api import Engine
+from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.errors import TrainingStopped
-from llmtrain.sites.compress import Feedback, format_of
-from llmtrain.sites.exchange import Exchange, Fetched
+from llmtrain.sites.compress import Bytes, Feedback, format_of
+from llmtrain.sites.exchange import Exchange
+from llmtrain.sites.fragments import Background
+from llmtrain.sites.kept import COMMON, MOMENTUM, RESIDUAL, pieces, read_back, standing
 from llmtrain.sites.ledger import Ledger, Request, steps_of
-from llmtrain.sites.members import Member, Members, MembersError, SitesError, TorchftMembers
-from llmtrain.sites.outer import Array, Shard, outer_step
-from llmtrain.sites.told import Told, told_of
+from llmtrain.sites.meeting import AGAIN_S, Meetings, RoundFailed
+from llmtrain.sites.members import Members, SitesError, TorchftMembers
+from llmtrain.sites.outer import Array, Shard, outer_step, shapes
+from llmtrain.sites.round import Round, Sent
+from llmtrain.sites.told import Told
 from llmtrain.sites.wire import Server
-
-_AGAIN_S = 0.5
-"""Between two looks for sites that the run's start waits for."""
-_HEARD_S = 2.0
-"""After it a coordinator that was away has heard of every living site, and a meeting waits for them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +51,6 @@ class Share:
     """Sequences of an optimizer step."""
     tokens: int
     """Tokens of one."""
-
-
-class RoundFailed(Exception):
-    """The sites have not synchronised; all ranks of this site know it with the same words."""
 
 
 class Site:
@@ -68,6 +66,7 @@ class Site:
         tell: Callable[..., None],
         *,
         frozen: Collection[str] = (),
+        last_step: int | None = None,
         members: Callable[[str, str, float], Members] = TorchftMembers,
     ) -> None:
         """
@@ -78,6 +77,7 @@ class Site:
             share: of this site.
             tell: takes the kind of an event and its fields.
             frozen: parameters that do not train.
+            last_step: after it the run is complete.
             members: from the coordinator's address, this site's id and seconds to connect.
 
         Raises:
@@ -85,34 +85,45 @@ class Site:
         """
         assert settings.name is not None and settings.coordinator is not None
         self._ranks, self._settings, self._share, self._tell = ranks, settings, share, tell
-        self._common = json.loads(json.dumps({**common, **_shapes(engine)}))
-        self._run = xxhash.xxh3_64_hexdigest(json.dumps(self._common, sort_keys=True).encode())
+        common = json.loads(json.dumps({**common, **shapes(engine)}))
+        run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
+        streams = settings.method == "streaming"
+        fragments = settings.fragments if streams else 1
+        self._every = settings.sync_every // fragments
+        self._overlap, self._last_step = settings.overlap_steps if streams else 0, last_step
         self.id = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
-        self._shard = Shard(engine, frozen)
+        self._shard = Shard(engine, frozen, fragments)
         self._anchor = self._shard.read()
         self._momentum = np.zeros_like(self._anchor)
         form = format_of(settings.compress)
         self._feedback = Feedback(form, self._shard.size) if form else None
         self._members: Members | None = None
+        net = another_group(ranks, 2 * settings.timeout_s) if self._overlap else ranks
         with together(ranks):
             host = settings.listen or _own_address(settings.coordinator)
             self._server = Server(
-                host, run=self._run, member=self.id, pieces=self._shard.regions(), limit_s=settings.timeout_s
+                host, run=run, member=self.id, pieces=self._shard.regions(), limit_s=settings.timeout_s
             )
             if ranks.rank == 0:
                 self._members = members(settings.coordinator, self.id, settings.timeout_s)
         self._addresses = from_all(ranks, self._server.address)
-        self._exchange = Exchange(ranks, self._shard, self.id, self._run, form)
+        self._exchange = Exchange(net, self._shard, self.id, run, form)
+        self._meetings = Meetings(net, self._members, self.id, run, common)
         self._round = self._steps = 0
-        self._ledger = Ledger(next=0)
+        self._trained = 0  # sequences since the last synchronisation
+        self._weights = [0] * fragments  # tokens since that of each fragment
+        self._flight: tuple[Sent, Background[Round]] | None = None
+        self._was = self.id
+        self._ledger: Ledger | None = None
         self._starts: list[int] = []
-        self._before: list[str] = []
-        self._missed = False
 
     def __enter__(self) -> Site:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._flight is not None and kind is None:  # its collectives must not outlive their group
+            with contextlib.suppress(RoundFailed):
+                self._flight[1].result()
         self._server.close()
         if self._members is not None:
             self._members.close()
@@ -130,22 +141,54 @@ class Site:
         Raises:
             SitesError: there is nobody to begin with, or they train something else. On all ranks alike.
         """
-        self._ledger = Ledger(next=sample_index)
+        self._ledger = self._ledger or Ledger(next=sample_index)
         deadline_s = time.monotonic() + limit_s
         while True:
             try:
                 leader = self._synchronise(step, deadline_s, least=self._settings.start_sites)
                 break
             except RoundFailed as error:
-                if from_rank_0(self._ranks, lambda: time.monotonic() + _AGAIN_S > deadline_s):
+                if from_rank_0(self._ranks, lambda: time.monotonic() + AGAIN_S > deadline_s):
                     failed = SitesError(
                         f"site {self._settings.name} has not joined the run within {limit_s:g} s: {error}. Start the "
                         "other sites, or lower sites.start_sites; fault.start_timeout_s says how long to wait."
                     )
                     failed.everywhere = failed.passing = True
                     raise failed from error
-                time.sleep(_AGAIN_S)
+                time.sleep(AGAIN_S)
         return leader.step if leader.id != self.id else step, self._starts.pop()
+
+    def state(self) -> list[StateTensor]:
+        """What checkpoints keep of it, beside `to_json`."""
+        found = pieces(self._shard, COMMON, lambda: self._anchor)
+        if self._settings.method != "local_sgd":
+            found += pieces(self._shard, MOMENTUM, lambda: self._momentum)
+        if (feedback := self._feedback) is not None:
+            found += pieces(self._shard, RESIDUAL, lambda: feedback.residual)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Where this site is between two synchronisations."""
+        return {
+            "was": self._was, "round": self._round, "trained": self._trained, "weights": self._weights,
+            "ledger": None if self._ledger is None else self._ledger.to_json(),
+        }  # fmt: skip
+
+    def restore(self, folder: Path, kept: Mapping[str, Any]) -> None:
+        """Before `begin`: go on where a checkpoint's site was. `kept`: what its `to_json` gave.
+
+        Raises:
+            AgreedError: the checkpoint is damaged.
+        """
+        found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL), self._ranks)
+        with together(self._ranks):
+            self._ledger, self._was, self._round, self._trained, weights = standing(kept, folder)
+        same = len(weights) == len(self._weights)
+        self._weights = weights if same else [max(weights)] * len(self._weights)
+        self._anchor = found.get(COMMON, self._anchor)
+        self._momentum = found.get(MOMENTUM, self._momentum)
+        if self._feedback is not None and RESIDUAL in found:
+            self._feedback.residual = found[RESIDUAL]
 
     def after_update(self, step: int, *, complete: bool) -> int:
         """Count an optimizer step, and synchronise if it is time.
@@ -160,13 +203,16 @@ class Site:
             TrainingStopped: too many steps without the others. On all ranks alike.
         """
         self._steps += 1
-        if complete or self._steps % self._settings.sync_every == 0:
-            deadline_s = time.monotonic() + self._settings.timeout_s
-            try:
-                with heart.during("compare"):
-                    self._synchronise(step, deadline_s)
-            except RoundFailed as error:
-                self._failed(step, str(error))
+        self._trained += self._share.batch
+        self._weights = [weight + self._share.tokens for weight in self._weights]
+        if self._flight is not None and self._steps >= self._flight[0].steps + self._flight[0].overlap:
+            self._land(step, *self._flight)
+        if complete:
+            for _ in self._shard.parts:  # the last time each; who is not there for one is not waited for again
+                if not self._try(step, lambda: self._synchronise(step, self._deadline())):
+                    break
+        elif self._flight is None and self._steps % self._every == 0:
+            self._set_off(step)
         if not self._starts:
             raise TrainingStopped(
                 f"site {self._settings.name} has trained {self._steps} steps without the other sites; "
@@ -175,17 +221,43 @@ class Site:
             )
         return self._starts.pop()
 
-    def _failed(self, step: int, reason: str) -> None:
-        self._missed = True
-        self._tell("synchronise_failed", step=step, round=self._round, reason=reason)
-        log.warn(f"step {step}: no synchronisation with the other sites, training goes on without: {reason}")
+    def _deadline(self) -> float:
+        return time.monotonic() + self._settings.timeout_s
+
+    def _try(self, step: int, synchronise: Callable[[], object]) -> bool:
+        try:
+            with heart.during("compare"):
+                synchronise()
+        except RoundFailed as error:
+            self._meetings.missed = True
+            self._tell("synchronise_failed", step=step, round=self._round, reason=str(error))
+            log.warn(f"step {step}: no synchronisation with the other sites, training goes on without: {error}")
+            return False
+        return True
+
+    def _set_off(self, step: int) -> None:
+        """Synchronise now, or while the next steps are trained."""
+        overlap = self._overlap if self._last_step is None else min(self._overlap, self._last_step - step)
+        if overlap <= 0:
+            self._try(step, lambda: self._synchronise(step, self._deadline()))
+            return
+        sent, deadline_s = self._publish(step, overlap), self._deadline()
+        self._flight = sent, Background(lambda: self._travel(sent, deadline_s))
+
+    def _land(self, step: int, sent: Sent, travelling: Background[Round]) -> None:
+        self._flight = None
+        self._try(step, lambda: self._apply(travelling.result(), sent, step))
 
     def _synchronise(self, step: int, deadline_s: float, least: int = 1) -> Told:
         """One round; returns what the site told whose state counts. Raises RoundFailed, or SitesError at the start."""
-        began_s = time.monotonic()
-        own = self._publish()
-        checksum = sum(from_all(self._ranks, self._shard.checksum(self._anchor))) % 2**64
-        told = self._meet(step, checksum, deadline_s, least)
+        sent = self._publish(step)
+        done = self._travel(sent, deadline_s, least)
+        self._apply(done, sent, step)
+        return done.leader
+
+    def _travel(self, sent: Sent, deadline_s: float, least: int = 1) -> Round:
+        """All of a round that waits for others. It changes nothing of this site. Raises as `_synchronise`."""
+        told = self._meetings.meet(sent.said, deadline_s, least)
         met_s = time.monotonic()
         fetched_by_s = (met_s + deadline_s) / 2  # a site that sends nothing leaves time to agree on going without it
         leader = min(told, key=lambda each: (-each.round, each.id))
@@ -194,155 +266,106 @@ class Site:
         got = self._exchange.fetch(
             {each.id: each for each in current.values() if each.weight},
             list(current.values()) if heals else [],
-            own,
+            sent.own,
             leader.round,
+            self._part(leader.round),
             fetched_by_s,
         )
-        committed, used = self._commit(leader.round, sorted(got.found) if got.outer or not heals else None, deadline_s)
+        have = sorted(got.found) if got.outer or not heals else None
+        committed, used = self._meetings.commit(leader.round, have, deadline_s)
         if heals and got.outer is None:
             raise RoundFailed(f"the common state has not come: {_listed(got.failed)}")
         if not used and any(each.weight for each in current.values()):
             raise RoundFailed(f"no site's parameters have reached all others: {_listed(got.failed)}")
-        anchor, momentum = got.outer or (self._anchor, self._momentum)
+        return Round(leader=leader, told=told, committed=committed, used=used, got=got, heals=heals, met_s=met_s)
+
+    def _apply(self, done: Round, sent: Sent, step: int) -> None:
+        """The outer step of a round, and what it changes here."""
+        leader, used, found = done.leader, done.used, done.got.found
+        part = self._part(leader.round)
+        anchor, momentum = (array.copy() for array in done.got.outer or (self._anchor, self._momentum))
         if self._feedback:
             for each in used:
-                np.add(anchor, got.found[each], out=got.found[each])
-            if heals:
+                np.add(anchor[part], found[each], out=found[each])
+            if done.heals:
                 self._feedback.forget()
             elif self.id in used:
                 self._feedback.delivered()
-        self._anchor, self._momentum = outer_step(
-            anchor, momentum, {each: got.found[each] for each in used}, {each.id: each.weight for each in told},
+        anchor[part], momentum[part] = outer_step(
+            anchor[part], momentum[part], {each: found[each] for each in used},
+            {each.id: each.weight for each in done.told},
             method=self._settings.method, lr=self._settings.outer_lr, beta=self._settings.outer_momentum,
         )  # fmt: skip
-        self._shard.write(self._anchor)
+        self._anchor, self._momentum = anchor, momentum
+        if self.id not in used:  # what it has trained is somebody else's now
+            self._shard.write(anchor)
+            self._trained, self._weights = 0, [0] * len(self._weights)
+        else:
+            kept = np.float32(self._settings.mix if sent.overlap else 0)
+            mixed = anchor[part] if not kept else kept * self._shard.read(part)[part] + (1 - kept) * anchor[part]
+            self._shard.write(mixed, part)
+            self._trained -= sent.said["trained"]
+            self._weights[leader.round % len(self._weights)] -= sent.said["weight"]
         self._server.publish(leader.round + 1, {})
-        self._go_on(leader, told, committed, used)
-        self._report(step, committed, used, got, began_s, met_s)
-        return leader
+        self._steps -= sent.steps
+        self._go_on(leader, done.told, done.committed, used)
+        self._report(step, done, sent)
 
-    def _publish(self) -> Array:
-        """Serve what this rank has; returns its own part of what is averaged, as the others read it."""
-        values = self._shard.read()
-        outer = {"anchor": self._anchor, "momentum": self._momentum}
-        if self._feedback is None:
-            self._server.publish(self._round, {"values": values, **outer})
-            return values
-        records, own = self._feedback.encode(values - self._anchor)
-        self._server.publish(self._round, {"changes": records, **outer})
-        return own
+    def _part(self, round_: int) -> slice:
+        return self._shard.parts[round_ % len(self._shard.parts)]
 
-    def _meet(self, step: int, checksum: int, deadline_s: float, least: int) -> list[Told]:
-        """What all sites of this run say that want to synchronise, this one included."""
+    def _publish(self, step: int, overlap: int = 0) -> Sent:
+        """Serve what this rank has of the fragment whose turn it is."""
+        began_s, part = time.monotonic(), self._part(self._round)
+        sums = from_all(self._ranks, [self._shard.checksum(each) for each in (self._anchor, self._momentum)])
+        values = self._shard.read(part)
+        own = values[part]
+        served: dict[str, Array | Bytes] = {"values": values}
+        if self._feedback is not None:
+            records, own = self._feedback.encode(own - self._anchor[part], part)
+            served = {"changes": records}
+        self._server.publish(self._round, {**served, "anchor": self._anchor, "momentum": self._momentum})
         said = {
-            "phase": "meet",
-            "run": self._run,
-            "common": self._common,
-            "round": self._round,
-            "checksum": f"{checksum:016x}",
+            **self.to_json(),
+            "checksum": "-".join(f"{sum(parts) % 2**64:016x}" for parts in zip(*sums, strict=True)),
             "step": step,
             "batch": self._share.batch,
-            "steps": self._steps,
-            "tokens": self._share.tokens,
+            "trained": self._trained + overlap * self._share.batch,  # nobody else is dealt what is trained meanwhile
+            "weight": self._weights[self._round % len(self._weights)],
             "addresses": self._addresses,
-            "ledger": self._ledger.to_json(),
         }
-        while True:
-            told = [each for each in map(told_of, self._ask(said, deadline_s)) if each is not None]
-            for each in told:
-                if each.run != self._run:
-                    self._refuse(each)
-            told = [each for each in told if each.run == self._run]
-            if len(told) >= least:
-                if not self._missed or len(told) >= len(self._before):
-                    return told
-                self._missed = False
-                time.sleep(_HEARD_S)
-                continue
-            if from_rank_0(self._ranks, lambda: time.monotonic() > deadline_s):
-                names = ", ".join(sorted(each.site for each in told))
-                raise RoundFailed(f"{units.counted(len(told), 'site')} of {least} are there ({names})")
-            time.sleep(_AGAIN_S)
-
-    def _refuse(self, other: Told) -> None:
-        """Somebody trains something else at this coordinator: whoever was here first stays."""
-        differing = sorted(key for key in {*self._common, *other.common} if
-                           self._common.get(key) != other.common.get(key))  # fmt: skip
-        text = (
-            f"site {other.site} trains something else: its {', '.join(differing) or 'configuration'} differ(s). Sites "
-            "of a run have the same model, data, seeds and outer optimizer, and a coordinator of their own."
-        )
-        if self._round:
-            log.warn_once(text)
-            return
-        error = SitesError(text)
-        error.everywhere = True
-        raise error
-
-    def _ask(self, said: Mapping[str, Any], deadline_s: float) -> list[Member]:
-        """All participants, on all ranks. Raises RoundFailed."""
-
-        def ask() -> tuple[list[Member], str]:
-            assert self._members is not None
-            try:
-                return self._members.meet(said, deadline_s - time.monotonic()), ""
-            except MembersError as error:
-                return [], str(error)
-
-        members, wrong = from_rank_0(self._ranks, ask)
-        if wrong:
-            known = [each for each in self._before if each != self._settings.name]
-            raise RoundFailed(f"{wrong}; last time {', '.join(known)} took part" if known else wrong)
-        return members
-
-    def _commit(self, round_: int, have: list[str] | None, deadline_s: float) -> tuple[list[str], list[str]]:
-        """(sites that make this outer step, sites whose parameters all of them have)."""
-        said = {"phase": "commit", "run": self._run, "round": round_, "have": have}
-        votes: dict[str, set[str]] = {}
-        for member in self._ask(said, deadline_s):
-            theirs = member.said
-            same = (theirs.get("phase"), theirs.get("run"), theirs.get("round")) == ("commit", self._run, round_)
-            if same and isinstance(theirs.get("have"), list):
-                votes[member.id] = set(map(str, theirs["have"]))
-        if self.id not in votes and have is not None:
-            raise RoundFailed("the other sites have gone on without this one")
-        return sorted(votes), sorted(set.intersection(*votes.values())) if votes else []
+        return Sent(part=part, own=own, said=said, steps=self._steps, overlap=overlap, began_s=began_s)
 
     def _go_on(self, leader: Told, told: list[Told], committed: list[str], used: list[str]) -> None:
         by_id = {each.id: each for each in told}
-        trained = {site: by_id[site].steps * by_id[site].batch for site in used}
+        trained = {by_id[site].was: by_id[site].trained for site in used}
         requests = [
-            Request(site=site, batch=by_id[site].batch, steps=self._settings.sync_every,
+            Request(site=site, batch=by_id[site].batch, steps=self._every,
                     reserve=self._settings.max_alone_steps)
             for site in committed
         ]  # fmt: skip
         self._ledger = leader.ledger.settled(trained, requests)
         self._starts = list(steps_of(self._ledger.dealt[self.id], self._share.batch))[::-1]
-        self._round, self._steps, self._missed = leader.round + 1, 0, False
+        self._round, self._meetings.missed = leader.round + 1, False
+        self._was = self.id
         self._exchange.forget_all_but(committed)
 
-    def _report(
-        self, step: int, committed: list[str], used: list[str], got: Fetched, began_s: float, met_s: float
-    ) -> None:
-        now_s = time.monotonic()
-        names = [_name(site) for site in committed]
+    def _report(self, step: int, done: Round, sent: Sent) -> None:
+        now_s, got = time.monotonic(), done.got
+        names, used = ([_name(site) for site in sites] for sites in (done.committed, done.used))
         self._tell(
-            "synchronise", step=step, round=self._round, sites=names, used=[_name(site) for site in used],
-            healed=got.outer is not None, received_bytes=got.received_bytes, waited_s=round(met_s - began_s, 3),
-            seconds=round(now_s - began_s, 3), **({"failed": got.failed} if got.failed else {}),
+            "synchronise", step=step, round=self._round, sites=names, used=used, healed=got.outer is not None,
+            received_bytes=got.received_bytes, overlapped_steps=sent.overlap,
+            waited_s=round(done.met_s - sent.began_s, 3), seconds=round(now_s - sent.began_s, 3),
+            **({"failed": got.failed} if got.failed else {}),
         )  # fmt: skip
         for site, text in got.failed.items():
             log.warn(f"step {step}: site {_name(site)} is not in this synchronisation: {text}")
-        if gone := sorted(set(self._before) - set(names)):
+        if gone := sorted(set(self._meetings.before) - set(names)):
             log.warn(f"step {step}: {', '.join(gone)} left; what it was training is handed on")
-        if come := sorted(set(names) - set(self._before) - {self._settings.name}):
+        if come := sorted(set(names) - set(self._meetings.before) - {self._settings.name}):
             log.info(f"step {step}: training with {', '.join(come)}")
-        self._before = names
-
-
-def _shapes(engine: Engine) -> dict[str, str]:
-    shapes = json.dumps({name: list(shape) for name, shape in engine.shapes().items()}, sort_keys=True)
-    return {"shapes of the parameters": xxhash.xxh3_64_hexdigest(shapes.encode())}
+        self._meetings.before = names
 
 
 def _own_address(coordinator: str) -> str:

@@ -24,14 +24,16 @@ class Told:
     round: int
     """Synchronisations behind its state."""
     checksum: str
-    """Of the common parameters."""
+    """Of the common parameters and the outer momentum."""
     step: int
     batch: int
     """Sequences of one of its steps."""
-    steps: int
-    """Optimizer steps since its last synchronisation."""
-    tokens: int
-    """Of one of its steps."""
+    trained: int
+    """Sequences since its last synchronisation, and those that it trains during this one."""
+    weight: int
+    """Tokens behind what it sends."""
+    was: str
+    """The id under which it was dealt them: that of the process whose checkpoint it goes on from, or its own."""
     addresses: tuple[str, ...]
     """HOST:PORT of each of its ranks."""
     ledger: Ledger
@@ -41,15 +43,18 @@ class Told:
         """The name that its user gave it."""
         return self.id.partition(":")[0]
 
+    def difference(self, common: Mapping[str, Any]) -> str:
+        """Why it is not of the run that has this in `common`."""
+        keys = sorted(key for key in {*common, *self.common} if common.get(key) != self.common.get(key))
+        return (
+            f"site {self.site} trains something else: its {', '.join(keys) or 'configuration'} differ(s). Sites of a "
+            "run have the same model, data, seeds and outer optimizer, and a coordinator of their own."
+        )
+
     @property
     def state(self) -> tuple[int, str]:
         """Sites with the same have the same parameters in common."""
         return self.round, self.checksum
-
-    @property
-    def weight(self) -> int:
-        """Tokens behind its parameters since the last synchronisation."""
-        return self.steps * self.tokens
 
 
 def told_of(member: Member) -> Told | None:
@@ -58,7 +63,7 @@ def told_of(member: Member) -> Told | None:
     if said.get("phase") != "meet":
         return None
     try:
-        counts = {key: int(said[key]) for key in ("round", "step", "batch", "steps", "tokens")}
+        counts = {key: int(said[key]) for key in ("round", "step", "batch", "trained", "weight")}
         if any(not 0 <= count < _LARGEST for count in counts.values()) or not counts["batch"]:
             return None
         return Told(
@@ -66,6 +71,7 @@ def told_of(member: Member) -> Told | None:
             run=str(said["run"]),
             common=dict(said["common"]),
             checksum=str(said["checksum"]),
+            was=str(said["was"]),
             addresses=tuple(map(str, said["addresses"])),
             ledger=Ledger.from_json(said["ledger"]),
             **counts,

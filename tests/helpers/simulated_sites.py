@@ -10,6 +10,7 @@ import torch
 from llmtrain.config.run import DataConfig, ModelConfig
 from llmtrain.data.loader import TrainData
 from llmtrain.models.spec import ModelSpec
+from llmtrain.sites.ledger import Ledger, Request, steps_of
 from tests.helpers.training import mean_cross_entropy
 
 
@@ -25,20 +26,13 @@ def simulated(
     outer_lr: float | None,
     outer_momentum: float = 0.0,
 ) -> dict[str, torch.Tensor]:
-    """The parameters after `steps` steps of every site, by name.
+    """The parameters after `steps` steps of every site, by name (local SGD, DiLoCo).
 
     Site i of a round of n = sync_every steps takes the i-th n x batch sequences of it. AdamW with the defaults of
     `OptimConfig`, which each site keeps for itself. `outer_lr` None: the sites' parameters are averaged (local SGD).
     Otherwise torch.optim.SGD with Nesterov's momentum takes (common - average) as its gradient (DiLoCo).
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = dict(model_fields)
-    common = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
-    source = ModelSpec.of(ModelConfig(config=dict(model_fields))).initial_weights(0, torch.device("cpu"))
-    with torch.no_grad():
-        for name, parameter in common.named_parameters():
-            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
+    common = _first(model_fields)
     models = [copy.deepcopy(common) for _ in range(sites)]
     optimizers = [_adamw(model, lr) for model in models]
     outer = None
@@ -63,6 +57,85 @@ def simulated(
                 for mine, each in zip(model.parameters(), common.parameters(), strict=True):
                     mine.copy_(each)
     return {name: parameter.detach().clone() for name, parameter in common.named_parameters()}
+
+
+def streamed(
+    model_fields: dict[str, Any],
+    data: DataConfig,
+    *,
+    sites: int,
+    batch: int,
+    steps: int,
+    every: int,
+    overlap: int,
+    mix: float,
+    fragment: dict[str, int],
+    reserve: int,
+    lr: float,
+    outer_lr: float,
+    outer_momentum: float,
+) -> dict[str, torch.Tensor]:
+    """The same for streaming DiLoCo.
+
+    Round r (from 1, each `every` steps) is about the parameters whose `fragment` is r modulo their number: their mean
+    is taken then, and arrives `overlap` steps later. Samples are dealt by the Ledger.
+    """
+    common = _first(model_fields)
+    models = [copy.deepcopy(common) for _ in range(sites)]
+    optimizers = [_adamw(model, lr) for model in models]
+    shared = {name: parameter.detach().double() for name, parameter in common.named_parameters()}
+    momentum = {name: torch.zeros_like(value) for name, value in shared.items()}
+    requests = [Request(site=str(site), batch=batch, steps=every, reserve=reserve) for site in range(sites)]
+    ledger, read = Ledger(next=0).settled({}, requests), TrainData(data)
+    starts = [list(steps_of(ledger.dealt[str(site)], batch)) for site in range(sites)]
+    round_, since, trained_before, flight = 1, 0, 0, None
+
+    def means() -> dict[str, torch.Tensor]:
+        named = [dict(model.named_parameters()) for model in models]
+        turn = round_ % (max(fragment.values()) + 1)
+        return {
+            n: torch.stack([each[n].detach().double() for each in named]).mean(0) for n in shared if fragment[n] == turn
+        }
+
+    def arrive(mean: dict[str, torch.Tensor], own: float) -> None:
+        for name, value in mean.items():
+            gradient = shared[name] - value
+            momentum[name] = outer_momentum * momentum[name] + gradient
+            shared[name] = shared[name] - outer_lr * (gradient + outer_momentum * momentum[name])
+            for model in models:
+                live = model.get_parameter(name)
+                live.data.copy_(own * live.detach().double() + (1 - own) * shared[name])
+
+    for step in range(1, steps + 1):
+        for model, optimizer, mine in zip(models, optimizers, starts, strict=True):
+            first = mine.pop(0)
+            _step(model, optimizer, read, range(first, first + batch))
+        since += 1
+        if flight is not None and since == every + overlap:
+            arrive(flight, mix)
+            ledger = ledger.settled({str(site): since * batch - trained_before for site in range(sites)}, requests)
+            starts = [list(steps_of(ledger.dealt[str(site)], batch)) for site in range(sites)]
+            trained_before, round_, since, flight = overlap * batch, round_ + 1, overlap, None
+        if step == steps:
+            for _ in range(max(fragment.values()) + 1):
+                arrive(means(), 0)
+                round_ += 1
+        elif flight is None and since == every:
+            flight = means()
+    return {name: value.float() for name, value in shared.items()}
+
+
+def _first(model_fields: dict[str, Any]) -> torch.nn.Module:
+    """A transformers model with the values that a run of seed 0 begins with."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(model_fields)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    source = ModelSpec.of(ModelConfig(config=dict(model_fields))).initial_weights(0, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.read(name, 0, parameter.numel()).view_as(parameter))
+    return model
 
 
 def _adamw(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:

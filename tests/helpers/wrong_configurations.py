@@ -438,6 +438,16 @@ CASES = [
         {"sites": {"name": "a", "coordinator": "h:1", "timeout_s": 300}, "fault": {"stall_timeout_s": 200}},
     ),
     Wrong(
+        "fragments of unequal turns",
+        ("sites.sync_every = 10", "a multiple of sites.fragments, 4", "change one of them"),
+        {"sites": {"name": "a", "coordinator": "h:1", "method": "streaming", "sync_every": 10, "overlap_steps": 1}},
+    ),
+    Wrong(
+        "a fragment on its way when the next one sets off",
+        ("sites.overlap_steps = 5", "at most 4: less than", "lower it, or raise sites.sync_every"),
+        {"sites": {"name": "a", "coordinator": "h:1", "method": "streaming", "sync_every": 20}},
+    ),
+    Wrong(
         "whole models in a site",
         ("zero_optimization.stage = 0", "share it when they talk to other sites", "1, 2 or 3"),
         {"sites": {"name": "a", "coordinator": "h:1"}},

@@ -18,6 +18,7 @@ from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import DataConfig
 from llmtrain.sites.command import seen
+from llmtrain.sites.fragments import fragment_of
 from tests.helpers import forked
 from tests.helpers.launching import (
     REPO,
@@ -29,7 +30,7 @@ from tests.helpers.launching import (
     rows,
     wait_for_step,
 )
-from tests.helpers.simulated_sites import simulated
+from tests.helpers.simulated_sites import simulated, streamed
 
 os.environ.setdefault("RUST_LOG", "warn")  # torchft's coordinator tells of every meeting
 coordination = pytest.importorskip("torchft.coordination", reason="sites need the extra llmtrain[sites]")
@@ -149,6 +150,63 @@ def test_two_sites_send_four_bits(coordinator, small_data, tmp_path):
     count = sum(each.numel() for each in got.values())
     received = [event["received_bytes"] for event in synchronised(tmp_path / "A")]
     assert received[0] == 0 and all(count / 2 * (1 + 8 / 256) <= each < count * 0.53 for each in received[1:]), received
+
+
+def test_two_sites_stream_their_fragments_while_they_train(coordinator, small_data, tmp_path):
+    """Two fragments, each every four steps, on the way during one; one site has a rank, the other two at ZeRO 3.
+
+    Both end with the same bits, those of the definition to twice the bound of the test above for twice its steps, and
+    what momentum makes of it. A synchronisation brings a fragment: one of the layers, with the embedding and norm or
+    without.
+    """
+    both = ("--sites.start_sites", "2", "--sites.method", "streaming", "--sites.fragments", "2")
+    both += ("--sites.overlap_steps", "1", "--sites.mix", "0.5", "--train.max_steps", "24")
+    a = start(recipe(tmp_path / "A", small_data), coordinator, *both)
+    b = start(recipe(tmp_path / "B", small_data, stage=3), coordinator, *both, ranks=2)
+    assert a.wait(90) == [0] and b.wait(30) == [0, 0], a.output() + b.output()
+    got = parameters(tmp_path / "A")
+    assert far(got, parameters(tmp_path / "B"))[0] == 0
+    _, *events = synchronised(tmp_path / "A")
+    assert [event["used"] for event in events] == [["A", "B"]] * 13, events
+    assert [event["overlapped_steps"] for event in events] == [1] * 11 + [0, 0]
+    assert [event["step"] for event in events] == [*range(3, 24, 2), 24, 24]
+    fragment = fragment_of({name: tuple(each.shape) for name, each in got.items()}, 2)
+    sizes = [4 * sum(each.numel() for name, each in got.items() if fragment[name] == number) for number in (0, 1)]
+    assert [event["received_bytes"] for event in events] == [sizes[event["round"] % 2 - 1] for event in events]
+    setting = {"sites": 2, "batch": 4, "steps": 24, "every": 2, "fragment": fragment, "reserve": 8, "lr": 3e-3}
+    outer = {"outer_lr": 0.7, "outer_momentum": 0.9}
+    data = DataConfig(path=small_data, sequence_length=32)
+    right = far(got, streamed(MODEL, data, **setting, **outer, overlap=1, mix=0.5))
+    wrong = far(got, streamed(MODEL, data, **setting, **outer, overlap=1, mix=0.4))
+    assert right[0] < 3e-4 and right[1] < 3e-6 and wrong[1] > 30 * right[1], (right, wrong)
+
+
+def test_sites_go_on_with_other_hardware_and_one_without_the_other(coordinator, small_data, tmp_path):
+    """Two rounds; two more after both have changed ranks and ZeRO stage; then a run without sites.
+
+    The common parameters, the outer momentum and the data go on: the definition's 12 steps, to the bound of
+    `test_two_sites_train_what_the_definition_says`. Without the momentum they would be 100 times as far from it.
+    """
+    both = ("--sites.start_sites", "2", "--train.max_steps")
+    files = [recipe(tmp_path / name, small_data, stage) for name, stage in (("A", 1), ("B", 2))]
+    first = [start(files[0], coordinator, *both, "8", ranks=1), start(files[1], coordinator, *both, "8", ranks=2)]
+    assert [launch.wait(90) for launch in first] == [[0], [0, 0]], first[0].output() + first[1].output()
+    manifest = json.loads((complete_checkpoints(tmp_path / "B/run/checkpoints")[0] / "manifest.json").read_text())
+    shapes = manifest["manifest"]["tensors"].values()
+    held = [piece for file in manifest["manifest"]["files"].values() for piece in file.get("pieces", [])]
+    count = sum(int(torch.Size(shape).numel()) for shape in shapes)
+    for kind in ("outer.common", "outer.momentum"):
+        assert sum(piece[3] for piece in held if piece[0] == kind) == count  # once
+    (tmp_path / "A/ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    then = [start(files[0], coordinator, *both, "12", ranks=2), start(files[1], coordinator, *both, "12", ranks=1)]
+    assert [launch.wait(90) for launch in then] == [[0, 0], [0]], then[0].output() + then[1].output()
+    got = parameters(tmp_path / "A")
+    setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
+    data = DataConfig(path=small_data, sequence_length=32)
+    largest, mean = far(got, simulated(MODEL, data, **setting, outer_lr=0.7, outer_momentum=0.9))
+    assert far(got, parameters(tmp_path / "B"))[0] == 0 and largest < 1e-4 and mean < 1e-6, (largest, mean)
+    forked.train(files[0], "--train.micro_batch", "2", "--train.max_steps", "13", world_size=1)
+    assert max(losses(tmp_path / "A/run")) == 13
 
 
 def test_a_site_alone_trains_as_without_sites(coordinator, small_data, tmp_path):

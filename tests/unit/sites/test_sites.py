@@ -30,6 +30,7 @@ from llmtrain.config.run import SitesConfig
 from llmtrain.engine.api import StateTensor
 from llmtrain.errors import TrainingStopped
 from llmtrain.sites import exchange
+from llmtrain.sites import meeting as meeting_module
 from llmtrain.sites import site as site_module
 from llmtrain.sites.ledger import Ledger, Request, steps_of
 from llmtrain.sites.members import Member, MembersError, SitesError
@@ -284,16 +285,26 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site
     """Makes sites of one rank."""
     for module in (site_module, exchange):
         monkeypatch.setattr(module, "from_all", lambda _ranks, value: [value])
-    monkeypatch.setattr(site_module, "from_rank_0", lambda _ranks, make: make())
+    for module in (site_module, meeting_module):
+        monkeypatch.setattr(module, "from_rank_0", lambda _ranks, make: make())
+    monkeypatch.setattr(site_module, "another_group", lambda ranks, _limit_s: ranks)
     monkeypatch.setattr(site_module, "together", lambda _ranks: contextlib.nullcontext())
     with contextlib.ExitStack() as stack:
 
-        def join(meeting: Meeting, name: str, *, tokens: int = 8, common: str = "x", **changes: Any) -> Any:
+        def join(
+            meeting: Meeting,
+            name: str,
+            *,
+            tokens: int = 8,
+            common: str = "x",
+            last_step: int | None = None,
+            **changes: Any,
+        ) -> Any:
             engine, events = Numbers(), []
             site = Site(
                 engine, SimpleNamespace(rank=0), replace(SETTINGS, name=name, **changes), {"data": common},  # type: ignore[arg-type]
                 Share(batch=2, tokens=tokens), lambda kind, **fields: events.append((kind, fields)),
-                members=meeting.member,
+                members=meeting.member, last_step=last_step,
             )  # fmt: skip
             return stack.enter_context(site), engine, events
 
@@ -350,7 +361,7 @@ def test_a_site_that_never_comes_is_waited_for_no_longer_than_the_limit(joined) 
 
 def test_a_coordinator_that_comes_back_loses_no_site(joined, monkeypatch) -> None:
     """At first it has heard of nobody: the first site to come would be all there is, and the other's work be lost."""
-    monkeypatch.setattr(site_module, "_HEARD_S", 0.3)
+    monkeypatch.setattr(meeting_module, "_HEARD_S", 0.3)
     meeting = Meeting("a", "b")
     (a, engine_a, events), (b, engine_b, _) = joined(meeting, "a", timeout_s=0.5), joined(meeting, "b", timeout_s=5.0)
     begin_all(a, b)
@@ -377,7 +388,7 @@ def test_a_site_that_dies_between_the_two_meetings_counts_if_all_others_have_its
         meeting.leave("b")
         raise KeyboardInterrupt
 
-    b._commit = dies  # type: ignore[method-assign]
+    b._meetings.commit = dies  # type: ignore[method-assign]
     with contextlib.suppress(KeyboardInterrupt):
         at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 3))
     assert engine_a.values.tolist() == [2.0] * 6
@@ -461,14 +472,14 @@ def test_a_site_that_trains_something_else_does_not_get_in(joined) -> None:
 
 
 SENSE = {
-    "phase": "meet", "common": {}, "round": 9, "checksum": "0", "step": 0, "batch": 2, "steps": 2, "tokens": 8,
-    "addresses": ["127.0.0.1:9"], "ledger": {"next": 0, "free": [], "dealt": {}},
+    "phase": "meet", "common": {}, "round": 9, "checksum": "0", "step": 0, "batch": 2, "trained": 4, "weight": 16,
+    "was": "b:0", "addresses": ["127.0.0.1:9"], "ledger": {"next": 0, "free": [], "dealt": {}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"phase": "commit", "have": "x"}, {"phase": 3}, {"round": -1}, {"round": "1e9"}, {"steps": 1 << 80}, {"batch": 0},
+    [{"phase": "commit", "have": "x"}, {"phase": 3}, {"round": -1}, {"round": "1e9"}, {"weight": 1 << 80}, {"batch": 0},
      {"addresses": 5}, {"common": 1}, {"ledger": {}}, {"ledger": {"next": 0, "free": [1], "dealt": {}}}],
     ids=str,
 )  # fmt: skip
@@ -480,7 +491,7 @@ def test_nonsense_at_a_meeting_is_nobody(joined, wrong) -> None:
     def noise() -> None:
         while not ended.is_set():
             with contextlib.suppress(MembersError):
-                meeting.meet("b:0", {**SENSE, "run": a._run, **wrong}, 0.2)
+                meeting.meet("b:0", {**SENSE, "run": a._meetings._run, **wrong}, 0.2)
 
     def work() -> None:
         a.begin(0, 0, 5.0)

@@ -1,0 +1,214 @@
+"""Fragments of the model that synchronise one by one, while training goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.sites import site as site_module
+from llmtrain.sites.fragments import Background, fragment_of
+from llmtrain.sites.ledger import Ledger
+from llmtrain.sites.meeting import RoundFailed
+from tests.unit.sites.test_sites import Meeting, at_once, begin_all, joined  # noqa: F401
+
+SHAPES = {
+    "model.embed_tokens.weight": (100, 8),
+    "model.norm.weight": (8,),
+    "lm_head.weight": (100, 8),
+    **{f"model.layers.{layer}.mlp.weight": (8, 16) for layer in range(12)},
+    **{f"model.layers.{layer}.norm.weight": (8,) for layer in range(12)},
+}
+
+
+def test_every_parameter_is_in_one_fragment_with_its_layer() -> None:
+    found = fragment_of(SHAPES, 3)
+    assert found.keys() == SHAPES.keys() and set(found.values()) == {0, 1, 2}
+    assert all(
+        found[f"model.layers.{layer}.{part}.weight"] == layer % 3 for layer in range(12) for part in ("mlp", "norm")
+    )
+    assert found["lm_head.weight"] != found["model.embed_tokens.weight"]
+    assert found == fragment_of(dict(reversed(SHAPES.items())), 3)
+    assert set(fragment_of(SHAPES, 1).values()) == {0}
+
+
+def test_what_a_call_in_the_background_raises_its_caller_meets() -> None:
+    def fails() -> None:
+        raise RoundFailed("nobody came")
+
+    assert Background(lambda: 5).result() == 5
+    with pytest.raises(RoundFailed, match="nobody came"):
+        Background(fails).result()
+
+
+def steps(
+    site: Any, engine: Any, grow: Callable[[int], torch.Tensor], last: int, seen: list
+) -> Callable[[], list[int]]:
+    """Trains to step `last`; what it has trained: the first samples, in order; `seen`: its parameters after each."""
+
+    def run() -> list[int]:
+        starts = []
+        _, first = site.begin(0, 0, 5.0)
+        for step in range(1, last + 1):
+            engine.values += grow(step)
+            starts.append(first)
+            first = site.after_update(step, complete=step == last)
+            seen.append(engine.values.clone())
+        return starts
+
+    return run
+
+
+def trained(joined: Any, grow: dict[str, float], last: int, **changes: Any) -> tuple[list, list, list]:  # noqa: F811
+    """(sites, their first samples, their parameters after each step)."""
+    meeting = Meeting(*grow)
+    made = [joined(meeting, name, **changes) for name in grow]
+    seen: list[list] = [[] for _ in made]
+    slope = torch.tensor([1.0, 2.0, 3.0, 0.1, 0.2, 0.3])
+    calls = [
+        steps(site, engine, lambda step, size=size: size * step**0.5 * slope, last, mine)
+        for (site, engine, _), size, mine in zip(made, grow.values(), seen, strict=True)
+    ]
+    return made, at_once(*calls), seen
+
+
+@pytest.mark.parametrize("compress", ["none", "int8"])
+def test_one_fragment_without_overlap_is_diloco_to_the_last_bit(joined, compress) -> None:  # noqa: F811
+    ends = []
+    for changes in ({"method": "diloco"}, {"method": "streaming", "fragments": 1, "overlap_steps": 0}):
+        made, starts, seen = trained(joined, {"a": 1.0, "b": 2.0}, 9, compress=compress, **changes)
+        ends.append(([each.tolist() for values in seen for each in values], starts, made[0][0]._momentum.tolist()))
+    assert ends[0] == ends[1] and any(ends[0][2])
+
+
+def test_two_fragments_on_their_way_during_a_step_by_hand(joined) -> None:  # noqa: F811
+    """Outer SGD(lr=1) takes the mean. Round 1 is about w, round 2 about v (`fragment_of`: v, w are equally large).
+
+    a grows by 1 a step and b by 3. After step 2 they send w = 2 and 6: the mean 4 arrives after step 3, when they
+    have 3 and 9, and half of each remains: 3.5 and 6.5. v follows two steps later: 4 and 12, 8; 5 and 15; 6.5, 11.5.
+    """
+    meeting = Meeting("a", "b")
+    setting = {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1, "mix": 0.5}
+    made = [joined(meeting, name, outer_lr=1.0, outer_momentum=0.0, **setting) for name in "ab"]
+    seen: list[list] = [[], []]
+    calls = [steps(site, engine, lambda _, size=size: size * torch.ones(6), 5, mine)
+             for (site, engine, _), size, mine in zip(made, (1, 3), seen, strict=True)]  # fmt: skip
+    at_once(*calls)
+    w, v = ([[float(values[at]) for values in mine] for mine in seen] for at in (0, 3))
+    assert w[0][:4] == [1, 2, 3.5, 4.5] and w[1][:4] == [3, 6, 6.5, 9.5]
+    assert v[0][:4] == [1, 2, 3, 4] and v[1][:4] == [3, 6, 9, 12]
+    # Step 5 is the last: v arrives (6.5 and 11.5), then each fragment is synchronised once more, w first.
+    assert w[0][4] == w[1][4] == (5.5 + 12.5) / 2 and v[0][4] == v[1][4] == 9.0
+    told = [fields for kind, fields in made[0][2] if kind == "synchronise"]
+    assert [(each["step"], each["overlapped_steps"]) for each in told] == [(0, 0), (3, 1), (5, 1), (5, 0), (5, 0)]
+    assert all(each["received_bytes"] == 12 for each in told[1:])  # three numbers of one other site
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_no_sample_is_trained_twice_or_lost_while_rounds_are_on_their_way(joined, overlap) -> None:  # noqa: F811
+    setting = {"method": "streaming", "sync_every": 6, "fragments": 2, "overlap_steps": overlap, "max_alone_steps": 4}
+    made, starts, seen = trained(joined, {"a": 1.0, "b": 2.0, "c": 0.5}, 14, last_step=14, **setting)
+    samples = sorted(first + more for mine in starts for first in mine for more in range(2))
+    assert len(set(samples)) == len(samples) == 3 * 14 * 2
+    ledger: Ledger = made[0][0]._ledger
+    open_ = [n for spans in (ledger.free, *ledger.dealt.values()) for span in spans for n in range(*span)]
+    assert sorted([*samples, *open_]) == list(range(ledger.next))
+    assert seen[0][-1].tolist() == seen[1][-1].tolist() == seen[2][-1].tolist()
+
+
+def test_a_site_that_is_not_used_gives_up_what_it_has_in_all_fragments(joined) -> None:  # noqa: F811
+    """Its samples are dealt out again, so no part of what they taught may stay."""
+    meeting = Meeting("a", "b")
+    setting = {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 0, "timeout_s": 1.0}
+    made = [joined(meeting, name, outer_lr=1.0, outer_momentum=0.0, **setting) for name in "ab"]
+    begin_all(*(site for site, _, _ in made))
+    made[1][0]._server.close()
+
+    def two(site: Any, engine: Any, value: float) -> Callable[[], None]:
+        def run() -> None:
+            engine.values += value
+            site.after_update(1, complete=False)
+            site.after_update(2, complete=False)
+
+        return run
+
+    at_once(*(two(site, engine, value) for (site, engine, _), value in zip(made, (1.0, 5.0), strict=True)))
+    assert made[0][2][-1][1]["used"] == ["a"]
+    assert made[0][1].values.tolist() == [1.0] * 6  # w is in common now; v is still a's own
+    assert made[1][1].values.tolist() == [1.0] * 3 + [0.0] * 3
+
+
+STREAMS = {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1}
+
+
+def advance(site: Any, engine: Any, first: int, count: int) -> Callable[[], None]:
+    def run() -> None:
+        for step in range(first, first + count):
+            engine.values += 1
+            site.after_update(step, complete=False)
+
+    return run
+
+
+def test_a_site_that_is_lost_while_a_round_is_on_its_way_holds_nobody_up(joined) -> None:  # noqa: F811
+    """b sets off and is gone: the others' training goes on meanwhile, and the round arrives without it."""
+    meeting = Meeting("a", "b", "c")
+    made = {name: joined(meeting, name, timeout_s=2.0, **STREAMS) for name in "abc"}
+    begin_all(*(site for site, _, _ in made.values()))
+
+    def dies(*_: Any) -> None:
+        meeting.leave("b")
+        raise RoundFailed("it is dead")
+
+    made["b"][0]._meetings.meet = dies
+    at_once(*(advance(site, engine, 1, 3) for name, (site, engine, _) in made.items() if name != "b"),
+            advance(*made["b"][:2], 1, 2))  # fmt: skip
+    for name in "ac":
+        _, engine, events = made[name]
+        told = events[-1][1]
+        assert (told["step"], told["used"], told["overlapped_steps"]) == (3, ["a", "c"], 1), events[-1]
+        assert engine.values.tolist()[3:] == [3.0] * 3
+
+
+def test_a_run_that_stops_while_a_round_is_on_its_way_goes_on_before_it(joined, monkeypatch) -> None:  # noqa: F811
+    """Nothing of that round is in the checkpoint: the site has all its samples and weights to send again."""
+    made = [joined(Meeting("a"), "a", **STREAMS) for _ in range(2)]
+    (first, engine, _), (second, other, _) = made
+    first.begin(0, 0, 5.0)
+    advance(first, engine, 1, 2)()
+    assert first._flight is not None
+    kept = json.loads(json.dumps(first.to_json()))
+    arrays = {}
+    for piece in first.state():
+        with piece.open() as values:
+            arrays[piece.kind] = np.append(arrays.get(piece.kind, np.zeros(0, np.float32)), values.numpy())
+    assert kept["trained"] == 4 and kept["weights"] == [16, 16] and kept["round"] == 1
+    advance(first, engine, 3, 1)()  # it arrives, and is in no checkpoint
+    size = second._shard.size
+    padded = {kind: np.zeros(size, np.float32) for kind in arrays}  # what lies between fragments is not kept
+    for kind, values in padded.items():
+        for (at, _, region), low in zip(second._shard.regions(), (0, 3), strict=True):
+            values[at : at + region.numel] = arrays[kind][low : low + region.numel]
+    monkeypatch.setattr(site_module, "read_back", lambda *_: padded)
+    other.values += 2
+    second.restore(Path("step-2"), kept)
+    assert second.begin(2, 99, 5.0) == (2, 4)  # the first sample that was not trained
+    assert second._weights == [16, 0] and second._trained == 0
+    assert other.values.tolist() != [2.0] * 6 and other.values.tolist()[3:] == [2.0] * 3  # w has made its outer step
+
+
+def test_the_last_step_waits_for_a_lost_site_once(joined) -> None:  # noqa: F811
+    """Not for each fragment."""
+    meeting = Meeting("a", "b")
+    (a, engine, events), (b, _, _) = (joined(meeting, name, **{**STREAMS, "timeout_s": 0.5}) for name in "ab")
+    begin_all(a, b)
+    engine.values += 1
+    began_s = time.monotonic()
+    a.after_update(1, complete=True)
+    assert time.monotonic() - began_s < 0.9 and [kind for kind, _ in events] == ["synchronise", "synchronise_failed"]
