@@ -40,9 +40,9 @@ def configure(config: Any, ids: dict[str, int | None], ends: Sequence[int] = ())
     row, so that it must not become the end token, whose row is trained.
     """
     now = getattr(config, "eos_token_id", None)  # the configuration around several models has none of its own
-    ends = now if isinstance(now, list) else []
+    listed = now if isinstance(now, list) else []
     eos = ids.get("eos_token_id")
-    if eos is not None and eos not in ends:
+    if eos is not None and eos not in listed:
         config.eos_token_id = eos
     named = config.eos_token_id if isinstance(getattr(config, "eos_token_id", None), list) else [eos]
     if more := [number for number in ends if number not in named]:

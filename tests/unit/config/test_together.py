@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config.objective import OBJECTIVES
+from llmtrain.config.objective import DISTILL, OBJECTIVES
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainConfig
 from llmtrain.config.together import ADAPTERS, FORMS, markdown, refusals, rows
@@ -41,17 +41,20 @@ def json_of(form: Mix) -> dict[str, Any]:
 def test_the_resolver_refuses_what_the_table_refuses(form: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(json_of(FORMS[form])))
+    (tmp_path / "config.json").write_text("{}")  # of a teacher
     for name, (objective, adapter) in ROWS.items():
+        teacher = str(tmp_path) if objective == DISTILL else None
         run = RunConfig(
             deepspeed=str(path), adapter=adapter, model=ModelConfig(config={"model_type": "llama"}),
-            objective=ObjectiveConfig(name=objective), data=DataConfig(path="data", sequence_length=128),  # type: ignore[arg-type]
+            objective=ObjectiveConfig(name=objective, teacher=teacher), # type: ignore[arg-type]
+            data=DataConfig(path="data", sequence_length=128),
             train=TrainConfig(global_batch=4, micro_batch=1, max_steps=10),
         )  # fmt: skip
         expected = [rule for rule, _ in refusals(objective, adapter, FORMS[form])]
         try:
             resolve(run, 2)
         except ConfigError as error:
-            told = str(error).replace(str(path), "the JSON")
+            told = str(error).replace(str(path), "the JSON").replace(f"objective.name {objective}", "the objective")
             assert expected and all(rule in told for rule in expected), (name, told)
         else:
             assert not expected, (name, expected)
