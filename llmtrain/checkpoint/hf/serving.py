@@ -148,21 +148,21 @@ def _turn(
     """What is wrong with a turn; None: a row has its prompt's ids, then the answer's as far as they can be known."""
     prompt = _render(tokenizer, talk, turn, prompt=True)
     at = len(prompt)
-    row = next(
-        (ids for ids, counted in rows if at < len(ids) and counted[at] and ids[:at].tolist() == prompt), None
-    )  # fmt: skip
-    if row is None:
-        return f"the prompt has other ids ({at} of them) than the training rows: {tokenizer.decode(prompt)[-60:]!r}"
-    end = next((place for place in range(at, len(row)) if int(row[place]) in stops), None)
-    if end is None:
-        return "the answer in its row has no end"
-    found.ends[int(row[end])] += 1
     whole = _render(tokenizer, talk, turn + 1, prompt=False)
-    if whole[:at] != prompt:
-        found.joined += 1
-    elif whole[:end] != row[:end].tolist():
-        return f"the answer has other ids than its training row: {tokenizer.decode(whole[at:])[:60]!r}"
-    return None
+    wrong = f"the prompt has other ids ({at} of them) than the training rows: {tokenizer.decode(prompt)[-60:]!r}"
+    for row, counted in rows:  # both answers of a pair follow one prompt
+        if at >= len(row) or not counted[at] or row[:at].tolist() != prompt:
+            continue
+        end = next((place for place in range(at, len(row)) if int(row[place]) in stops), None)
+        if end is None:
+            wrong = "the answer in its row has no end"
+        elif whole[:at] == prompt and whole[:end] != row[:end].tolist():
+            wrong = f"the answer has other ids than its training row: {tokenizer.decode(whole[at:])[:60]!r}"
+        else:
+            found.ends[int(row[end])] += 1
+            found.joined += whole[:at] != prompt
+            return None
+    return wrong
 
 
 def _render(tokenizer: Any, talk: Conversation, until: int, *, prompt: bool) -> list[int]:
