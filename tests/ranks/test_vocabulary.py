@@ -12,7 +12,7 @@ import torch
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.errors import ConfigError
-from llmtrain.generate import _rows
+from llmtrain.inference import _rows
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.vocabulary import check_growth
 from llmtrain.optimizers import PARAM
