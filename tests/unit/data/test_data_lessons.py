@@ -91,7 +91,7 @@ def described(name: str) -> Any:
 
 
 def test_the_answers_are_what_python_says_of_its_functions() -> None:
-    """As inspect finds it in the imported modules; the sources parse files. Where a C twin is in use, its text differs."""
+    """As inspect finds it in the imported modules, where no C twin with a text of its own is in use."""
     checked = 0
     for lesson in of("stdlib-chat"):
         if lesson.family != "functions":
