@@ -18,6 +18,8 @@ from llmtrain.models.spec import ModelSpec
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "launch/recipes").glob("*.yaml"))
 NAMES = [path.stem for path in RECIPES]
+BY_MAKE = ["quickstart", "sft", "lora", "dpo"]
+"""What `make train` and `make tune` run, on all GPUs that there are."""
 
 
 def resolved_for(path: Path, ranks: int) -> ResolvedRun:
@@ -53,7 +55,7 @@ def test_on_its_machine(path: Path) -> None:
     deep_check(resolved.deepspeed, resolved.run.deepspeed)
 
 
-@pytest.mark.parametrize("path", [p for p in RECIPES if p.name != "quickstart.yaml"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in RECIPES if p.stem not in BY_MAKE], ids=lambda path: path.stem)
 def test_twice_the_ranks_keep_the_global_batch(path: Path) -> None:
     ranks = ranks_of(path)
     once = resolved_for(path, ranks)
@@ -62,10 +64,11 @@ def test_twice_the_ranks_keep_the_global_batch(path: Path) -> None:
     assert once.max_steps == twice.max_steps
 
 
+@pytest.mark.parametrize("name", BY_MAKE)
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_the_quickstart_fits_any_machine(ranks: int) -> None:
-    """`make train` takes all GPUs that there are, three of them or seven, too."""
-    resolved = resolved_for(ROOT / "launch/recipes/quickstart.yaml", ranks)
+def test_the_recipes_of_make_fit_any_machine(name: str, ranks: int) -> None:
+    """Three GPUs or seven, too."""
+    resolved = resolved_for(ROOT / f"launch/recipes/{name}.yaml", ranks)
     assert resolved.run.train.global_batch == 8 * ranks
 
 

@@ -91,13 +91,14 @@ def described(name: str) -> Any:
 
 
 def test_the_answers_are_what_python_says_of_its_functions() -> None:
-    """As inspect finds it in the imported modules; the sources parse files."""
+    """As inspect finds it in the imported modules, where no C twin with a text of its own is in use."""
     checked = 0
     for lesson in of("stdlib-chat"):
         if lesson.family != "functions":
             continue
         name = lesson.question.removeprefix("What does ").removesuffix(" do?")
-        text = inspect.getdoc(described(name)) if described(name) is not None else None
+        found = described(name)
+        text = inspect.getdoc(found) if inspect.isfunction(found) else None
         if text:
             assert lesson.answer.removesuffix(".") in " ".join(text.split()), name
             checked += 1
