@@ -215,6 +215,7 @@ def write_workplace(race: Race, options: argparse.Namespace, folder: Path, steps
         file.writelines(json.dumps(each) + "\n" for each in records(race, count, options.sequence))
     kind = "preference" if race.pairs else "chat"
     words = ["prepare", "--format", kind, "--source", str(source), "--tokenizer", str(folder / "model")]
+    words += [] if race.pairs else ["--validation-fraction", "0"]  # an even number of rows: two fill each sequence
     seconds([sys.executable, "-m", "llmtrain", *words, "--out", str(folder / "data"), "--processes", "1"])
 
 

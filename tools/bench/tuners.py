@@ -157,6 +157,7 @@ def run_ours(clock: Clock, task: Tuning, how: str) -> None:
             "global_batch": task.global_batch,
             "micro_batch": task.global_batch,
             "max_steps": task.total_steps,
+            "eval": how == "dpo",
         },
         "tracking": {"wandb": "disabled"},
     }
