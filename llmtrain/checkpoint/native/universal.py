@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmtrain import units
 from llmtrain.checkpoint.durable import DurableFile, write_durably
-from llmtrain.checkpoint.format import read_trainer, step_of
+from llmtrain.checkpoint.format import OUTER, read_trainer, step_of
 from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.pickles import PickleFile, write_pickle
 from llmtrain.checkpoint.native.state import MOMENTS, Span, State
@@ -73,7 +73,7 @@ def export_universal(checkpoint: Path, out: Path) -> list[str]:
     """
     reader, trainer = CheckpointReader(checkpoint), read_trainer(checkpoint)
     kinds = (PARAM, *MOMENTS)
-    if reader.kinds() != set(kinds):
+    if {kind for kind in reader.kinds() if not kind.startswith(OUTER)} != set(kinds):
         raise CheckpointError(
             f"{checkpoint} holds {', '.join(sorted(reader.kinds()))}; DeepSpeed's universal format is for Adam: "
             f"{', '.join(kinds)}."
