@@ -1,6 +1,6 @@
 """A reward model against its definition in plain PyTorch: ZeRO 0 to 3, whole and beside an adapter; resume.
 
-Both sides are fp32: 1e-5 is a few roundings of a loss near 1 after four steps; of a parameter 1/50 of the rate, as AdamW
+Both sides are fp32: 1e-5 is a few roundings of a loss near 1 after four steps; of a parameter 1/50 of the rate: AdamW
 makes a whole step of a gradient that is all rounding.
 """
 
