@@ -182,7 +182,7 @@ def score_class(config: PreTrainedConfig) -> str | None:
     from transformers import AutoModelForSequenceClassification
 
     known: Any = AutoModelForSequenceClassification._model_mapping
-    return known[type(config)].__name__ if type(config) in known else None
+    return str(known[type(config)].__name__) if type(config) in known else None
 
 
 def names_not_saved(hf: PreTrainedModel) -> set[str]:

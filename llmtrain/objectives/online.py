@@ -54,7 +54,8 @@ class OnlineReference:
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
         """The reference's log-probabilities; then what the objective itself wants to know."""
         given = [answers_in(micro) for micro in micros]
-        others: list[AnswerBatch] = [micro.mismatched for micro in given if isinstance(micro, UnpairedBatch)]
+        unpaired = [micro for micro in given if isinstance(micro, UnpairedBatch)]
+        others = [micro.mismatched for micro in unpaired]
         with self._base():
             known, of_others = (_log_probs(some, evaluate) for some in (given, others))
         self._known = {tuple(micro.sample_indices): each for micro, each in zip(given, known, strict=False)}
@@ -62,8 +63,10 @@ class OnlineReference:
             return
         there: list[MicroBatch] = list(given)
         if of_others:  # else another stage of the pipeline has them, and computes
-            pairs = zip(given, others, known, of_others, strict=True)
-            there = [replace(m, reference=r, mismatched=replace(o, reference=q)) for m, o, r, q in pairs]  # type: ignore[call-arg]
+            there = [
+                replace(micro, reference=own, mismatched=replace(micro.mismatched, reference=other))
+                for micro, own, other in zip(unpaired, known, of_others, strict=True)
+            ]
         self._objective.look(there, evaluate)
 
     def weight(self, micro: MicroBatch) -> int:

@@ -1,6 +1,7 @@
 """A reward model against its definition in plain PyTorch: ZeRO 0 to 3, whole and beside an adapter; resume.
 
-Both sides are fp32: 1e-5 is a few roundings of a loss near 1 after four steps.
+Both sides are fp32: 1e-5 is a few roundings of a loss near 1 after four steps; of a parameter 1/50 of the rate: AdamW
+makes a whole step of a gradient that is all rounding.
 """
 
 from __future__ import annotations
@@ -66,10 +67,9 @@ def plainly(case: Case) -> tuple[Trace, Figures]:
     spec = ModelSpec.of(ModelConfig(config=dict(case.model)), adapter, scores=True)
     source = spec.initial_weights(0, torch.device("cpu"))
     if adapter.r is not None:
-        for name, parameter in hf.named_parameters():
-            parameter.requires_grad_(name == "score.weight")
         lora = LoraConfig(r=4, lora_alpha=8, target_modules=r".*layers.*_proj", init_lora_weights=False)
         hf = inject_adapter_in_model(lora, hf, low_cpu_mem_usage=False)
+        hf.score.requires_grad_()  # of all that is no adapter, injection makes constants
     plain_of = {n: n.replace(".base_layer.", ".").replace(".default", "") for n, _ in hf.named_parameters()}
     with torch.no_grad():
         for name, value in hf.named_parameters():
@@ -165,7 +165,7 @@ def test_a_reward_model_is_its_definition_under_every_form(pools, pairs, tmp_pat
         assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
         assert set(want.parameters) <= set(got.parameters)
         own = {name: got.parameters[name] for name in want.parameters}
-        assert largest_difference(own, want.parameters) < 1e-5
+        assert largest_difference(own, want.parameters) < case.lr / 50
         for have, wanted in zip(figures, expected, strict=True):
             assert all(math.isclose(have[key], value, abs_tol=2e-5) for key, value in wanted.items())
         assert resumed.losses == got.losses[2:]

@@ -58,8 +58,7 @@ def export_hf(
 ) -> Report:
     """Write `out` so that AutoModelForCausalLM.from_pretrained loads it; a tied weight is written once.
 
-    Of a run with an adapter it is a PEFT folder, which that loads as well where peft is installed. A reward model is
-    for AutoModelForSequenceClassification.
+    Of a reward model, AutoModelForSequenceClassification; of a run with an adapter it is a PEFT folder.
 
     Args:
         dtype: fp32, bf16 or fp16; default: the precision of the training, or the types of the folder that the
