@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,53 @@ def test_logits_exist_for_few_tokens_at_a_time() -> None:
 
     distilled_sums(hidden, weight, bias, labels, chunk=80, form=HeadForm(), teacher=some, terms=terms())
     assert seen == [10, 10, 10, 7]
+
+
+class Shard:
+    """A rank's part of the vocabulary; the ranks are threads, which take turns at a barrier."""
+
+    def __init__(self, ranks: threading.Barrier, board: list[Tensor], rank: int, first: int, count: int) -> None:
+        self.first, self.count = first, count
+        self._ranks, self._board, self._rank = ranks, board, rank
+
+    def _all(self, values: Tensor) -> Tensor:
+        self._board[self._rank] = values.clone()
+        self._ranks.wait(20)
+        every = torch.stack(self._board)
+        self._ranks.wait(20)
+        return every
+
+    def take_largest(self, values: Tensor) -> None:
+        values.copy_(self._all(values).amax(0))
+
+    def add_up(self, values: Tensor) -> None:
+        values.copy_(self._all(values).sum(0))
+
+
+@pytest.mark.parametrize("t", TERMS, ids=str)
+def test_a_shared_vocabulary_gives_the_same(t: Terms) -> None:
+    """Shards of 30 and 20 words. The hidden state's gradient is a part on each rank; the parts add up."""
+    hidden, weight, bias, teacher, labels = drawn()
+    ranks, board, cuts = threading.Barrier(2), [torch.empty(0)] * 2, [(0, 30), (30, 20)]
+
+    def found(rank: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        first, count = (0, V) if rank is None else cuts[rank]
+        leaves = [hidden.clone(), weight[first : first + count].clone(), bias[first : first + count].clone()]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        shard = None if rank is None else Shard(ranks, board, rank, first, count)
+        sums = distilled_sums(*leaves, labels, chunk=80, form=HeadForm(softcap=5.0), vocabulary=shard, terms=t,
+                              teacher=lambda rows: teacher[rows].clone())  # fmt: skip
+        sums[0].backward()
+        assert leaves[0].grad is not None and leaves[1].grad is not None
+        return sums.detach(), leaves[0].grad, leaves[1].grad
+
+    want = found(None)
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(found, range(2)))
+    for sums, _, _ in got:
+        assert torch.allclose(sums, want[0], rtol=1e-5)
+    assert torch.allclose(got[0][1] + got[1][1], want[1], atol=1e-5)
+    assert torch.allclose(torch.cat([got[0][2], got[1][2]]), want[2], atol=1e-5)
 
 
 # --- the configuration
