@@ -147,20 +147,17 @@ def _turn(
     """What is wrong with a turn; None: a row has its prompt's ids, then the answer's as far as they can be known."""
     prompt = _render(tokenizer, talk, turn, prompt=True)
     at = len(prompt)
-    row = next(
-        (ids for ids, counted in rows if at < len(ids) and counted[at] and ids[:at].tolist() == prompt), None
-    )  # fmt: skip
-    if row is None:
+    begun = [ids.tolist() for ids, counted in rows if at < len(ids) and counted[at] and ids[:at].tolist() == prompt]
+    if not begun:
         return f"the prompt has other ids ({at} of them) than the training rows: {tokenizer.decode(prompt)[-60:]!r}"
-    end = next((place for place in range(at, len(row)) if int(row[place]) in stops), None)
-    if end is None:
-        return "the answer in its row has no end"
-    found.ends[int(row[end])] += 1
+    ends = [next((place for place in range(at, len(ids)) if ids[place] in stops), len(ids) - 1) for ids in begun]
     whole = _render(tokenizer, talk, turn + 1, prompt=False)
-    if whole[:at] != prompt:
-        found.joined += 1
-    elif whole[:end] != row[:end].tolist():
+    joins = whole[:at] != prompt
+    right = [ids[end] for ids, end in zip(begun, ends, strict=True) if joins or whole[:end] == ids[:end]]
+    if not right:  # none of those that begin alike, as a chosen and a rejected answer do
         return f"the answer has other ids than its training row: {tokenizer.decode(whole[at:])[:60]!r}"
+    found.joined += joins
+    found.ends[right[0]] += 1
     return None
 
 
