@@ -18,7 +18,7 @@ import numpy as np
 
 from llmtrain.data.messages import Conversation, RefusedError, conversation, preference, prompt_only, unpaired
 from llmtrain.data.tokenize import as_ids, refuse_code
-from llmtrain.data.written import SPLIT, check_written, plain
+from llmtrain.data.written import SPLIT, check_generation, check_written, plain
 from llmtrain.errors import DataError
 
 Count = Literal["assistant", "last", "all"]
@@ -144,9 +144,7 @@ class ChatEncoder:
         """The row of the messages and the generation prompt."""
         until = len(given.messages)
         text, _ = self._render(given, until, prompt=True)
-        check_written(
-            given, until, text, text, lambda marked: self._marked(replace(given, messages=marked), until, True)
-        )
+        check_written(given, until, text, text, lambda said: self._marked(replace(given, messages=said), until, True))
         ids = self._encode(text)
         self._check_text(ids, text, self._loose, until)
         return self._finished(_Growing(text=text, ids=ids, counted=[False] * len(ids), end=""))
@@ -260,12 +258,12 @@ class ChatEncoder:
         if spans is not None:
             header, _ = self._render(given, turn, prompt=False)
             begins = len(header) if prompt.startswith(header) else len(prompt)
-            _check_generation(whole, spans, (begins, len(prompt), len(text)), turn)
+            check_generation(whole, spans, (begins, len(prompt), len(text)), turn)
 
-        def render(marked: list[dict[str, Any]]) -> str:
-            return self._marked(replace(given, messages=marked), turn + 1, False)
-
-        check_written(given, turn, prompt, whole, render)
+        after = turn + 1
+        check_written(
+            given, turn, prompt, whole, lambda said: self._marked(replace(given, messages=said), after, False)
+        )
         row = rows[-1] if rows and not rows[-1].joins and prompt.startswith(rows[-1].text) else None
         before = self._encode_after(row, prompt)
         if row is not None and before[: len(row.ids)] != row.ids:
@@ -368,24 +366,6 @@ def _only(rows: list[Row], name: str) -> Row:
             "the assistant's to learn"
         )
     return rows[0]
-
-
-def _check_generation(whole: str, spans: list[tuple[int, int]], bounds: tuple[int, int, int], turn: int) -> None:
-    """What `{% generation %}` encloses of the last answer, but for white space, is what generation gives.
-
-    `bounds`: where in `whole` the turn's header begins, which SmolLM3 encloses, too; the answer; and its end.
-    """
-    header, begin, end = bounds
-    at = begin
-    for first, last in (span for span in spans if span[1] > begin):
-        if first < header or whole[at:first].strip():
-            break
-        at = max(at, last)
-    if whole[at:end].strip():
-        raise RefusedError(
-            f"message {turn}: the template's generation tag and its generation prompt do not agree: an answer is "
-            f"{plain(whole[begin:end])!r:.80}, and the tag leaves out {plain(whole[at:end])!r:.40} or takes more"
-        )
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:

@@ -69,6 +69,24 @@ def check_written(
             raise _left_out(text, given, turn)
 
 
+def check_generation(whole: str, spans: list[tuple[int, int]], bounds: tuple[int, int, int], turn: int) -> None:
+    """What `{% generation %}` encloses of the last answer, but for white space, is what generation gives.
+
+    `bounds`: where in `whole` the turn's header begins, which SmolLM3 encloses, too; the answer; and its end.
+    """
+    header, begin, end = bounds
+    at = begin
+    for first, last in (span for span in spans if span[1] > begin):
+        if first < header or whole[at:first].strip():
+            break
+        at = max(at, last)
+    if whole[at:end].strip():
+        raise RefusedError(
+            f"message {turn}: the template's generation tag and its generation prompt do not agree: an answer is "
+            f"{plain(whole[begin:end])!r:.80}, and the tag leaves out {plain(whole[at:end])!r:.40} or takes more"
+        )
+
+
 def dense(text: str) -> str:
     """Without white space, which templates trim and add."""
     return "".join(text.split())

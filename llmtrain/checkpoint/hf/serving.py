@@ -148,21 +148,18 @@ def _turn(
     """What is wrong with a turn; None: a row has its prompt's ids, then the answer's as far as they can be known."""
     prompt = _render(tokenizer, talk, turn, prompt=True)
     at = len(prompt)
+    begun = [ids.tolist() for ids, counted in rows if at < len(ids) and counted[at] and ids[:at].tolist() == prompt]
+    if not begun:
+        return f"the prompt has other ids ({at} of them) than the training rows: {tokenizer.decode(prompt)[-60:]!r}"
+    ends = [next((place for place in range(at, len(ids)) if ids[place] in stops), len(ids) - 1) for ids in begun]
     whole = _render(tokenizer, talk, turn + 1, prompt=False)
-    wrong = f"the prompt has other ids ({at} of them) than the training rows: {tokenizer.decode(prompt)[-60:]!r}"
-    for row, counted in rows:  # both answers of a pair follow one prompt
-        if at >= len(row) or not counted[at] or row[:at].tolist() != prompt:
-            continue
-        end = next((place for place in range(at, len(row)) if int(row[place]) in stops), None)
-        if end is None:
-            wrong = "the answer in its row has no end"
-        elif whole[:at] == prompt and whole[:end] != row[:end].tolist():
-            wrong = f"the answer has other ids than its training row: {tokenizer.decode(whole[at:])[:60]!r}"
-        else:
-            found.ends[int(row[end])] += 1
-            found.joined += whole[:at] != prompt
-            return None
-    return wrong
+    joins = whole[:at] != prompt
+    right = [ids[end] for ids, end in zip(begun, ends, strict=True) if joins or whole[:end] == ids[:end]]
+    if not right:  # none of those that begin alike, as a chosen and a rejected answer do
+        return f"the answer has other ids than its training row: {tokenizer.decode(whole[at:])[:60]!r}"
+    found.joined += joins
+    found.ends[right[0]] += 1
+    return None
 
 
 def _render(tokenizer: Any, talk: Conversation, until: int, *, prompt: bool) -> list[int]:

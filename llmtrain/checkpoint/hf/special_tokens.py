@@ -40,13 +40,12 @@ def configure(config: Any, ids: dict[str, int | None], ends: Sequence[int] = ())
     row, so that it must not become the end token, whose row is trained.
     """
     now = getattr(config, "eos_token_id", None)  # the configuration around several models has none of its own
-    listed = now if isinstance(now, list) else []
+    named = now if isinstance(now, list) else []
     eos = ids.get("eos_token_id")
-    if eos is not None and eos not in listed:
-        config.eos_token_id = eos
-    named = config.eos_token_id if isinstance(getattr(config, "eos_token_id", None), list) else [eos]
+    if eos is not None and eos not in named:
+        config.eos_token_id, named = eos, [eos]
     if more := [number for number in ends if number not in named]:
-        config.eos_token_id = [*(number for number in named if number is not None), *more]
+        config.eos_token_id = [*named, *more]
     if "bos_token_id" in ids:
         config.bos_token_id = ids["bos_token_id"]
     if getattr(config, "pad_token_id", None) is None and ids.get("pad_token_id") != eos:

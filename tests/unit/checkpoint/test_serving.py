@@ -164,8 +164,8 @@ def test_every_set_of_a_mixture_is_compared(tmp_path: Path, prepare: Any) -> Non
     report = Report(tmp_path / "a")
     prove_serving(tmp_path / "a", trainer, report)
     assert sum("transformers makes" in line for line in report.lines) == 2
-    other_one = CHATML.replace("{{ m.role }}\n", "{{ m.role }}: ").replace("assistant\n", "assistant: ")
-    model = write_tokenizer(tmp_path / "b2", replace(KINDS["chatml"], template=other_one))
+    other_template = CHATML.replace("role }}\n", "role }}:\n").replace("assistant\n", "assistant:\n")
+    model = write_tokenizer(tmp_path / "b2", replace(KINDS["chatml"], template=other_template))
     third = prepare(model, records, "--format", "chat")
     trainer["run"]["data"]["mixture"] = {str(first): 1, str(third): 1}
     with pytest.raises(ProofError, match=r"b2-data.*other ids"):
