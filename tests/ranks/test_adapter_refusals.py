@@ -100,7 +100,7 @@ def test_a_target_that_is_none_and_a_missing_library_are_told(monkeypatch, tmp_p
 )
 def test_maps_that_get_no_adapter_and_modules_that_cannot_train_whole_are_named(model, adapter, says):
     with pytest.raises(ConfigError, match=says) as told:
-        spec = ModelSpec.of(ModelConfig(config=dict(model)), AdapterConfig(r=4, **adapter))
+        spec = ModelSpec.of(ModelConfig(config=dict(model), attention="eager"), AdapterConfig(r=4, **adapter))
         _ = spec.adapted, spec.frozen
     assert "remedy" in str(told.value)
 

@@ -64,7 +64,8 @@ def test_new_tokens_train_as_in_plain_pytorch(pools, small_data, tmp_path, tied,
     want = reference(case)
     got, _ = pools(2).run(trained, case)[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-6
-    assert largest_difference(got.parameters, want.parameters) < 1e-5
+    # 1 % of a step: embedding rows that few tokens meet have gradients near Adam's eps, whose rounding its steps show
+    assert largest_difference(got.parameters, want.parameters) < 0.01 * LR
     assert got.parameters["model.embed_tokens.weight"].shape[0] == ALL
 
 
