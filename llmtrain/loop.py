@@ -28,17 +28,13 @@ from llmtrain.data.reference import REMEDY, weights_hash
 from llmtrain.dist.control import AgreedError, StopRequests, from_all, from_rank_0, together
 from llmtrain.dist.device import device_name, max_memory_gib
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.moved import unmoved
+from llmtrain.engine.moved import check_adapter
 from llmtrain.errors import DataError, TrainingStopped
-from llmtrain.models.adapter import AdaptedSource, B
 from llmtrain.models.parallel.mesh import mesh_of
-from llmtrain.models.score_source import ScoredSource
-from llmtrain.models.source import SafetensorsSource
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.named import objective_of, with_reference
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead
-from llmtrain.objectives.online import with_reference
-from llmtrain.objectives.preference import objective_of
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Outer, Requests, Session, Step
 from llmtrain.start import prove_loss, start_engine, teacher_hash, teacher_of, write_weights
@@ -123,10 +119,7 @@ class Training:
             source = self.spec.initial_weights(self.run.train.seed, self.ranks.device)
             checksums = write_weights(self.engine, source, self.ranks)
             self._check_reference(weights_hash(checksums))
-            source = source.base if isinstance(source, AdaptedSource) else source
-            source = source.base if isinstance(source, ScoredSource) else source
-            if isinstance(source, SafetensorsSource):
-                self.frozen_source = frozen_source(source, self.spec.frozen, checksums)
+            self.frozen_source = frozen_source(source, self.spec.frozen, checksums)
             return self._frozen_lines()
         self.frozen_source = resumed.frozen.only(self.spec.frozen)
         self.began_from = resumed.began_from
@@ -229,7 +222,7 @@ class Training:
                 done = self.session.step(batch, self._requests(saving), saving.before_update)
                 self._advance(done, tracker)
                 if self._has_begun(done):
-                    self._check_adapter()
+                    check_adapter(self.engine, self.ranks)
                 saving.advance(done.agreed)
                 heart.end_step(self.position.step)
                 speed.step(tokens=self._tokens_per_step(), data_wait_s=waited_s)
@@ -341,23 +334,6 @@ class Training:
         """Whether this was the first step that the optimizer took of an adapter's run."""
         taken = self.uncounted_steps + self.position.step - self.position.skipped_steps
         return self.run.adapter.r is not None and taken == 1 and not done.update.skipped and done.agreed.weight > 0
-
-    def _check_adapter(self) -> None:
-        """Every B gets a gradient in the first step, though A gets none yet: B is zero. Raises TrainingStopped."""
-        still, count = unmoved(self.engine, self.ranks, B)
-        if len(still) == count:
-            raise TrainingStopped(
-                f"no gradient has reached any of the {count} lora_B in the first step: the adapter does not train. "
-                "Compare the run with its definition: llmtrain parity, and report what it says."
-            )
-        if still:
-            log.warn(
-                f"no gradient has reached {len(still)} of {count} lora_B in the first step, first {still[0]}. The loss "
-                "does not depend on those maps (experts that no token met do so later); else leave them out of "
-                "adapter.targets."
-            )
-            return
-        log.info(f"adapter: a gradient has reached every lora_B ({count}) in the first step")
 
     def _log(self, tracker: Tracker, speed: Throughput, done: Step, more: bool) -> None:
         gc.collect()

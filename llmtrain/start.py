@@ -9,6 +9,7 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,8 +31,10 @@ from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.run.forms import build_model
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.teacher import Teacher, load_teacher, teacher_checksums
 from llmtrain.topology import Mix
+
+if TYPE_CHECKING:
+    from llmtrain.models.teacher import Teacher
 
 _PROVED_TOKENS = 32
 
@@ -62,6 +65,8 @@ def teacher_of(run: RunConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teac
     """
     if run.objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
         return None
+    from llmtrain.models.teacher import load_teacher
+
     return load_teacher(run.objective.teacher, run.model, precision, ranks.device)
 
 
@@ -69,6 +74,8 @@ def teacher_hash(run: RunConfig, ranks: Ranks) -> str | None:
     """Of the teacher's weights. All ranks call it: each reads a part. Raises AgreedError."""
     if run.objective.teacher is None:
         return None
+    from llmtrain.models.teacher import teacher_checksums
+
     with together(ranks):
         mine = teacher_checksums(run.objective.teacher, run.model, ranks.rank, ranks.world_size)
     return weights_hash({name: value for share in from_all(ranks, mine) for name, value in share.items()})

@@ -17,7 +17,7 @@ from llmtrain.hub.names import commit_of, here
 from llmtrain.tensors.region import Region
 
 if TYPE_CHECKING:
-    from llmtrain.models.source import SafetensorsSource
+    from llmtrain.models.source import ParameterSource
 
 TYPES = ("F32", "BF16", "F16")
 """safetensors' names of the types that values of a checkpoint have, here as there."""
@@ -87,8 +87,15 @@ NOWHERE = FrozenSource(folder=Path("/"), checksums={}, parts={})
 """Nothing is left out."""
 
 
-def frozen_source(source: SafetensorsSource, names: Collection[str], checksums: dict[str, int]) -> FrozenSource:
-    """What checkpoints of a run that begins with this folder leave out of its frozen parameters."""
+def frozen_source(source: ParameterSource, names: Collection[str], checksums: dict[str, int]) -> FrozenSource:
+    """What checkpoints of a run that begins with these values leave out of its frozen parameters: what a folder holds,
+    also below an adapter or a score."""
+    from llmtrain.models.source import SafetensorsSource  # not in the checkpoint writer's process
+
+    while (base := getattr(source, "base", None)) is not None:
+        source = base
+    if not isinstance(source, SafetensorsSource):
+        return NOWHERE
     left_out = [name for name in source.order() if name in names and source.dtypes(name) <= {*TYPES}]
     return FrozenSource(
         folder=source.folder.absolute(),  # links are not followed: hosts may have them to places of their own

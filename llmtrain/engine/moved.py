@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from llmtrain import log
 from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
+from llmtrain.errors import TrainingStopped
 from llmtrain.optimizers import PARAM
 
 
@@ -22,3 +24,23 @@ def unmoved(engine: Engine, ranks: Ranks, ending: str) -> tuple[list[str], int]:
     everywhere = {name for share in from_all(ranks, sorted(reached)) for name in share}
     every = [name for name in engine.shapes() if name.endswith(ending)]
     return sorted(set(every) - everywhere), len(every)
+
+
+def check_adapter(engine: Engine, ranks: Ranks) -> None:
+    """Every B gets a gradient in the first step, though A gets none yet: B is zero. Raises TrainingStopped."""
+    from llmtrain.models.adapter import B
+
+    still, count = unmoved(engine, ranks, B)
+    if len(still) == count:
+        raise TrainingStopped(
+            f"no gradient has reached any of the {count} lora_B in the first step: the adapter does not train. "
+            "Compare the run with its definition: llmtrain parity, and report what it says."
+        )
+    if still:
+        log.warn(
+            f"no gradient has reached {len(still)} of {count} lora_B in the first step, first {still[0]}. The loss "
+            "does not depend on those maps (experts that no token met do so later); else leave them out of "
+            "adapter.targets."
+        )
+        return
+    log.info(f"adapter: a gradient has reached every lora_B ({count}) in the first step")

@@ -14,19 +14,18 @@ from torch import Tensor, nn
 
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.errors import ModelError
-from llmtrain.models.adapter import AdaptedSource, adapted, aliases, read_peft, saved_names
 from llmtrain.models.build import decoder_layers, layer_configs, load_config, skeleton
 from llmtrain.models.experts import idle_parameters
 from llmtrain.models.frozen import frozen_names, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.parameters import local_parameter
 from llmtrain.models.score import gives_scores, with_score
-from llmtrain.models.score_source import ScoredSource
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
-from llmtrain.models.vocabulary import GrownSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from llmtrain.models.score_source import ScoredSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,11 @@ class ModelSpec:
     @cached_property
     def adapted(self) -> PreTrainedModel:
         """The skeleton with the run's adapter, if it has one. Raises ConfigError: see `models/adapter.py`."""
-        return self.skeleton if self.adapter.r is None else adapted(self.skeleton, self.adapter)
+        if self.adapter.r is None:
+            return self.skeleton
+        from llmtrain.models.adapter import adapted
+
+        return adapted(self.skeleton, self.adapter)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -116,7 +119,11 @@ class ModelSpec:
     @cached_property
     def saved(self) -> frozenset[str]:
         """The model's own parameters that train beside its adapter. Raises ConfigError: see `saved_paths`."""
-        return frozenset(() if self.adapter.r is None else saved_names(self.skeleton, self.adapter))
+        if self.adapter.r is None:
+            return frozenset()
+        from llmtrain.models.adapter import saved_names
+
+        return frozenset(saved_names(self.skeleton, self.adapter))
 
     @cached_property
     def layout(self) -> FolderLayout:
@@ -166,6 +173,8 @@ class ModelSpec:
             source = RandomSource(self.skeleton, seed, device)
         if self.adapter.r is None:
             return source
+        from llmtrain.models.adapter import AdaptedSource
+
         given = self.given_adapter() if self.adapter.start else None
         return AdaptedSource(source, self.adapter_shapes, seed, given)
 
@@ -176,12 +185,22 @@ class ModelSpec:
 
         Raises ModelError: its files are not whole.
         """
-        kind = SafetensorsSource if self.model.vocabulary is None else GrownSource
+        kind: type[SafetensorsSource] = SafetensorsSource
+        if self.model.vocabulary is not None:
+            from llmtrain.models.vocabulary import GrownSource
+
+            kind = GrownSource
         held = kind(folder, self.layout)
-        return ScoredSource(held, self.layout, seed, device or torch.device("cpu")) if self.scores else held
+        if not self.scores:
+            return held
+        from llmtrain.models.score_source import ScoredSource
+
+        return ScoredSource(held, self.layout, seed, device or torch.device("cpu"))
 
     def given_adapter(self) -> dict[str, Tensor]:
         """What `adapter.start` holds: see `read_peft`. Raises ConfigError: it is another adapter's."""
+        from llmtrain.models.adapter import aliases, read_peft
+
         saved = {name: self.shapes[name] for name in self.saved}
         return read_peft(self.adapter, self.adapter_shapes | saved, aliases(self.skeleton))
 

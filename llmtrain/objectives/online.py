@@ -9,7 +9,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.loader import AnswerBatch, MicroBatch, UnpairedBatch
 from llmtrain.models.adapter import without_adapter
 from llmtrain.models.head import Head
@@ -51,6 +50,11 @@ class OnlineReference:
         self._known: dict[tuple[int, ...], Tensor] = {}
         """By a micro-batch's samples: of its answers, fp32 [A]."""
 
+    @classmethod
+    def of(cls, objective: Objective, module: nn.Module) -> OnlineReference:
+        """The objective of a run with an adapter in this module."""
+        return cls(objective, partial(without_adapter, module))
+
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
         """The reference's log-probabilities; then what the objective itself wants to know."""
         given = [answers_in(micro) for micro in micros]
@@ -84,8 +88,3 @@ def _log_probs(micros: list[AnswerBatch], evaluate: Evaluate) -> list[Tensor]:
     if micros:
         evaluate(micros, collect)
     return [log_prob for _, log_prob in collect.found]
-
-
-def with_reference(objective: Objective, config: ObjectiveConfig, module: nn.Module) -> Objective:
-    """The objective as a run with this module minimises it."""
-    return OnlineReference(objective, partial(without_adapter, module)) if config.reference == "online" else objective

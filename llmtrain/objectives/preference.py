@@ -15,17 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.config.objective import DISTILL, SCORED, UNPAIRED, options
-from llmtrain.config.objective import NEXT_TOKEN as NEXT_TOKEN_NAME
+from llmtrain.config.objective import options
 from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.loader import AnswerBatch, MicroBatch, UnpairedBatch
 from llmtrain.models.head import Head
-from llmtrain.models.teacher import Teacher
 from llmtrain.objectives.answers import answers_in, counted_tokens
-from llmtrain.objectives.distill import Distill
-from llmtrain.objectives.next_token import NEXT_TOKEN
-from llmtrain.objectives.objective import Evaluate, Objective
-from llmtrain.objectives.reward import Reward
+from llmtrain.objectives.objective import Evaluate
 
 
 @dataclass(frozen=True)
@@ -193,14 +188,3 @@ def answers_of(head: Head, hidden: Tensor, micro: AnswerBatch) -> tuple[Tensor, 
     none = nll.new_zeros(len(micro.rows) + 1)  # the last one is of tokens that belong to no answer
     sums = none.index_add(0, answers, nll)[:-1]
     return -sums, counted_tokens(micro)
-
-
-def objective_of(config: ObjectiveConfig, teacher: Teacher | None = None) -> Objective:
-    """What a run minimises. `teacher`: of a distillation, on the ranks that compute a loss."""
-    if config.name == DISTILL:
-        return Distill(config, teacher)
-    if config.name in UNPAIRED:
-        return Kto(config)
-    if config.name in SCORED:
-        return Reward(config)
-    return NEXT_TOKEN if config.name == NEXT_TOKEN_NAME else Preference(config)

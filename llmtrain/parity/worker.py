@@ -29,8 +29,7 @@ from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.errors import UserError
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
-from llmtrain.objectives.online import with_reference
-from llmtrain.objectives.preference import objective_of
+from llmtrain.objectives.named import objective_of, with_reference
 from llmtrain.optimizers import PARAM
 from llmtrain.parity.adapter import loud_source
 from llmtrain.parity.answers import Answers

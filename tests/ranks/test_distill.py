@@ -89,7 +89,7 @@ def plainly(data: str, folder: str) -> Trace:
 def objective_on(case: Case, folder: str, terms: dict[str, float]) -> Any:
     """As a run makes it on this rank."""
     from llmtrain.models.parallel.mesh import mesh_of
-    from llmtrain.objectives.preference import objective_of
+    from llmtrain.objectives.named import objective_of
     from llmtrain.start import teacher_of
     from tests.helpers.training import joined
 

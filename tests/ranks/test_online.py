@@ -34,9 +34,8 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, list[dict[str, 
     """As a run does it, with its column where it has one; the last figures are of a validation."""
     import torch.distributed as dist
 
+    from llmtrain.objectives.named import objective_of, with_reference
     from llmtrain.objectives.objective import LooksAhead
-    from llmtrain.objectives.online import with_reference
-    from llmtrain.objectives.preference import objective_of
     from llmtrain.reference import write_columns
     from llmtrain.session import Session
     from tests.helpers.training import joined

@@ -103,7 +103,7 @@ def trained(case: Case, config: ObjectiveConfig, column: bool) -> tuple[Trace, l
     """As a run does it: the reference's column under this form, then steps."""
     import torch.distributed as dist
 
-    from llmtrain.objectives.preference import objective_of
+    from llmtrain.objectives.named import objective_of
     from llmtrain.reference import write_columns
     from llmtrain.session import Session
     from tests.helpers.training import joined
@@ -246,7 +246,7 @@ def resumed_dpo(case: Case, folder: str) -> tuple[Trace, Trace]:
     """(steps 2 and 3 of a whole run, the same from its checkpoint in an engine with other weights)"""
     from llmtrain.checkpoint.load import load_checkpoint
     from llmtrain.checkpoint.reader import CheckpointReader
-    from llmtrain.objectives.preference import objective_of
+    from llmtrain.objectives.named import objective_of
     from llmtrain.session import Session
 
     traces: list[Trace] = []

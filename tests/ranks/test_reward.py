@@ -107,7 +107,7 @@ def plainly(case: Case) -> tuple[Trace, Figures]:
 def trained(case: Case, folder: str = "", resumes: bool = False) -> tuple[Trace, Figures]:
     """As a run does it. `folder`: saves after two steps; `resumes`: begins with other weights from there."""
     from llmtrain.checkpoint.load import load_checkpoint
-    from llmtrain.objectives.preference import objective_of
+    from llmtrain.objectives.named import objective_of
     from llmtrain.session import Session
 
     engine, ranks = make_engine(case)

@@ -87,10 +87,7 @@ def export_hf(
     if adapter is not None and not merge:
         return _export_adapter(reader, trainer, layout, adapter, dtype, (out, target), check, report)
     files = _weight_files(reader, trainer, layout, dtype, max_shard_bytes)
-    shards = json.dumps({name: asdict(shard) for name, shard in files.shards.items()})
-    plan = {"to-hf": str(checkpoint.resolve()), "manifest": hash_file(checkpoint / MANIFEST), "check": check}
-    plan |= {"files": xxhash.xxh3_64_hexdigest(shards.encode())} | ({"merge": "yes"} if merge else {})
-    with OutputFolder(target, plan) as folder:
+    with OutputFolder(target, _plan(checkpoint, files, check, merge=merge)) as folder:
         folder.need(files.bytes + _SPACE)
         rounded = _write_weights(folder, reader, layout, files, merged, rounded=check != "none")
         report.add("source", f"{len(layout.shapes)} checksums are those of the manifest")
@@ -109,6 +106,13 @@ def export_hf(
     reader.close()
     report.add("written", f"{out}: {units.size(files.bytes)} of weights in {len(files.shards)} file(s)")
     return report
+
+
+def _plan(checkpoint: Path, files: WeightFiles, check: Check, *, merge: bool) -> dict[str, str]:
+    """What an interrupted export has to have been of, for this one to go on with its files."""
+    shards = json.dumps({name: asdict(shard) for name, shard in files.shards.items()})
+    plan = {"to-hf": str(checkpoint.resolve()), "manifest": hash_file(checkpoint / MANIFEST), "check": check}
+    return plan | {"files": xxhash.xxh3_64_hexdigest(shards.encode())} | ({"merge": "yes"} if merge else {})
 
 
 def _export_adapter(

@@ -12,7 +12,6 @@ import torch
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.errors import ModelError
-from llmtrain.models.adapter import put_around
 from llmtrain.models.build import DTYPES, construct, decoder_layers, restore_buffers
 from llmtrain.models.experts import check_stages, expert_blocks
 from llmtrain.models.language import LanguageModel
@@ -53,6 +52,8 @@ def build_model(
             check_zero(resolved.deepspeed.get("zero_optimization") or {}, mix.zero_stage, resolved.run.deepspeed)
         hf, note = _own_part(spec, mix, resolved.deepspeed, device, mesh)
         if spec.adapter.r is not None and mix.degrees.tensor == 1:
+            from llmtrain.models.adapter import put_around
+
             put_around(hf, spec.adapted, device, DTYPES[mix.precision])
         routing = None
         if (blocks := expert_blocks(hf)) or mix.degrees.expert > 1:

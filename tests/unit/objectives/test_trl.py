@@ -22,8 +22,8 @@ from llmtrain.data.unpaired import partners
 from llmtrain.models.distillation import Terms, distilled_sums
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import HeadForm
+from llmtrain.objectives.named import objective_of
 from llmtrain.objectives.objective import Objective
-from llmtrain.objectives.preference import objective_of
 from tests.helpers.preference import Plain, prepared_preferences, prepared_unpaired
 from tests.helpers.training import LLAMA
 
