@@ -341,7 +341,7 @@ def reference_that_trains() -> Iterator[None]:
 
 def prompts_counted() -> Context:
     """Tokens that do not count are counted in an answer's length."""
-    return patch("llmtrain.objectives.preference.IGNORE", -1)  # type: ignore[return-value]
+    return patch("llmtrain.objectives.answers.IGNORE", -1)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
