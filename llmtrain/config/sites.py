@@ -25,7 +25,7 @@ def check_sites(run: RunConfig, mix: Mix, path: str, places: Places, problems: P
         problems.add("sites.coordinator", sites.coordinator, "must be HOST:PORT",
                      "start `llmtrain sites coordinator` and give its address",
                      places.get("sites.coordinator"))  # fmt: skip
-    if sites.listen is not None and not _private(sites.listen):
+    if sites.listen is not None and not private(sites.listen):
         problems.add("sites.listen", sites.listen, "must be an IP address of this host, and no public one: what sites "
                      "send is neither encrypted nor signed", "join the sites by a tunnel, and give its address",
                      places.get("sites.listen"))  # fmt: skip
@@ -58,8 +58,10 @@ def _check_streaming(sites: SitesConfig, places: Places, problems: Problems) -> 
                      "sites.sync_every", places.get("sites.overlap_steps"))  # fmt: skip
 
 
-def _private(address: str) -> bool:
+def private(address: str) -> bool:
+    """Whether it is an IP address that no other network reaches. 0.0.0.0 and :: are every address of a host."""
     try:
-        return not ipaddress.ip_address(address).is_global
+        found = ipaddress.ip_address(address)
     except ValueError:
         return False
+    return not (found.is_global or found.is_unspecified or found.is_multicast)

@@ -7,11 +7,13 @@ import html
 import os
 import re
 import signal
+import socket
 import threading
 import urllib.request
 from dataclasses import dataclass
 
 from llmtrain import completion, log
+from llmtrain.config.sites import private
 from llmtrain.errors import UserError
 
 _BIND = "127.0.0.1:29510"
@@ -40,6 +42,7 @@ def _coordinator(args: argparse.Namespace) -> int:
             f"the coordinator is torchft's lighthouse, which cannot be imported ({error}). Run "
             "`pip install 'llmtrain[sites]'`."
         ) from error
+    _check_bind(args.bind)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
@@ -57,6 +60,23 @@ def _coordinator(args: argparse.Namespace) -> int:
     ended.wait()
     server.shutdown()
     return 0
+
+
+def _check_bind(bind: str) -> None:
+    """Raises UserError: it is no HOST:PORT, or an address that the world reaches."""
+    host, colon, port = bind.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and colon and port.isdecimal()):
+        raise UserError(f"--bind {bind}: must be HOST:PORT. Give an address of this host in the sites' network.")
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, int(port))}
+    except OSError as error:
+        raise UserError(f"--bind {bind}: {error.strerror}. Give HOST:PORT, a private address of this host.") from error
+    if public := sorted(address for address in found if not private(address)):
+        raise UserError(
+            f"--bind {bind}: {public[0]} is no private address, and what sites say is neither encrypted nor "
+            "signed. Join the sites by a tunnel (WireGuard, ssh) and give its address."
+        )
 
 
 def _status(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ result from the others in the next round. No rank waits for another site longer 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import secrets
 import socket
@@ -25,6 +24,7 @@ import xxhash
 from llmtrain import log
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import SitesConfig
+from llmtrain.config.sites import private
 from llmtrain.dist.connect import another_group
 from llmtrain.dist.control import from_all, from_rank_0, together
 from llmtrain.dist.ranks import Ranks
@@ -380,7 +380,7 @@ def _own_address(coordinator: str) -> str:
         raise SitesError(
             f"sites.coordinator {coordinator}: {error.strerror}. Give HOST:PORT of `llmtrain sites coordinator`."
         ) from error
-    if ipaddress.ip_address(own).is_global:
+    if not private(own):
         raise SitesError(
             f"sites.coordinator {coordinator} is reached from {own}, a public address, and what sites send is neither "
             "encrypted nor signed. Join the sites by a tunnel (WireGuard, ssh) and give its address in sites.listen."

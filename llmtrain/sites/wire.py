@@ -86,15 +86,19 @@ class Server:
             threading.Thread(target=self._serve, args=(connection,), name="sites-serve", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, WireError), connection:
-            line = _Line(connection, time.monotonic() + self._limit_s)
-            try:
-                answer = self._answer(line.receive_header())
-            except (WireError, KeyError, TypeError, ValueError) as error:
-                line.send_header({"error": f"refused: {error}"})
-            else:
-                self._send(line, *answer)
-        self._slots.release()
+        try:
+            with contextlib.suppress(OSError, WireError), connection:
+                line = _Line(connection, time.monotonic() + self._limit_s)
+                try:
+                    answer = self._answer(line.receive_header())
+                except OSError:
+                    raise
+                except Exception as error:  # whatever a stranger's header makes of it
+                    line.send_header({"error": f"refused: {error}"})
+                else:
+                    self._send(line, *answer)
+        finally:
+            self._slots.release()
 
     def _answer(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[Array]]:
         """(header, elements)."""

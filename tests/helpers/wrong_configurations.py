@@ -433,6 +433,11 @@ CASES = [
         {"sites": {"name": "a", "coordinator": "h:1", "listen": "8.8.8.8"}},
     ),
     Wrong(
+        "every address of a host, public ones included",
+        ('sites.listen = "0.0.0.0"', "neither encrypted nor signed", "a tunnel"),
+        {"sites": {"name": "a", "coordinator": "h:1", "listen": "0.0.0.0"}},
+    ),
+    Wrong(
         "a site that waits longer than its watch",
         ("sites.timeout_s = 300", "here 200", "lower it, or raise them"),
         {"sites": {"name": "a", "coordinator": "h:1", "timeout_s": 300}, "fault": {"stall_timeout_s": 200}},
