@@ -290,7 +290,7 @@ def _documents(inputs: Tensor, labels: Tensor, tokens: Tokens) -> Iterator[tuple
 
 
 def _loss_sum(
-    model: Any, inputs: Tensor, labels: Tensor, teacher: PlainTeacher | None
+    model: Any, inputs: Tensor, labels: Tensor, teacher: PlainTeacher | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(summed loss, the routers' logits of each layer)"""
     out = model(input_ids=inputs, use_cache=False)

@@ -174,7 +174,8 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
     }
     assert taken <= {
         "llmtrain.config.batch.Batch",
-        "llmtrain.config.objective.NEXT_TOKEN",
+        "llmtrain.config.objective.BY_TOKEN",
+        "llmtrain.config.objective.SCORED",
         "llmtrain.config.objective.UNPAIRED",
         "llmtrain.config.run.ModelConfig",
         "llmtrain.config.run.ObjectiveConfig",
@@ -192,6 +193,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.parity.answers.Answers",
         "llmtrain.parity.answers.divergence",
         "llmtrain.parity.answers.plain_loss",
+        "llmtrain.parity.teacher.PlainTeacher",
         "llmtrain.parity.tokens.Tokens",
         "llmtrain.parity.trace.Trace",
     }
