@@ -85,7 +85,10 @@ def test_keys(terminal: Terminal) -> None:
     terminal.type(CTRL_C)
     terminal.wait_for("[stopped]")
     terminal.wait_for("> ")
-    terminal.type("half a li" + CTRL_C)
+    terminal.type("half a li")
+    terminal.wait_for("half a li")
+    time.sleep(0.5)  # Python notices a signal that comes between two keys with the next key only
+    terminal.type(CTRL_C)
     terminal.wait_for("/exit or Ctrl-D ends")
     terminal.wait_for("> ")
     terminal.type("/adapter\n")
