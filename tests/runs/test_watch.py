@@ -71,10 +71,8 @@ def test_a_script_without_the_rest_of_llmtrain_is_watched(tmp_path):
     """That of docs/watch.md; in its third step a rank sleeps."""
     (text,) = re.findall(r"^```python\n(.*?)^```", (REPO / "docs/watch.md").read_text(), flags=re.M | re.S)
     text = text.replace("stall_timeout_s=300", "stall_timeout_s=4")
-    text = text.replace(
-        "    for step",
-        "    import sys, time\n    open(f'loaded-{engine.global_rank}', 'w').write(' '.join(sys.modules))\n    for step",
-    )
+    tells = "open(f'loaded-{engine.global_rank}', 'w').write(' '.join(sys.modules))"
+    text = text.replace("    for step", f"    import sys, time\n    {tells}\n    for step")
     # DeepSpeed would compile its shared-memory collectives, for a minute.
     text = text.replace(
         "    import torch\n", "    import torch\n    deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
