@@ -279,15 +279,15 @@ def dropped_expert() -> Iterator[None]:
 @contextlib.contextmanager
 def changed_adapter(change: Callable[[list[Any]], None]) -> Iterator[None]:
     """peft's layers are changed before the engine sees them."""
-    from llmtrain.models.run import forms
+    from llmtrain.models import adapter
 
-    put_around = forms.put_around
+    put_around = adapter.put_around
 
     def changed(*args: Any) -> Any:
         change(made := put_around(*args))
         return made
 
-    with patch.object(forms, "put_around", changed):
+    with patch.object(adapter, "put_around", changed):
         yield
 
 
