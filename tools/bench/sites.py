@@ -132,7 +132,7 @@ def recipe(home: Path, data: Path, options: argparse.Namespace, batch: int, step
         "model": {"config": {**MODEL, **heads, "hidden_size": options.hidden}},
         "data": {"path": str(data), "sequence_length": 128},
         "optim": {"lr": 1e-3},
-        "schedule": {"name": "cosine", "warmup_steps": min(20, options.steps // 4)},
+        "schedule": {"name": "cosine", "warmup_steps": min(20, steps // 4)},
         "train": {"run_dir": str(home / "run"), "global_batch": batch, "micro_batch": options.batch,
                   "max_steps": steps, "seed": options.seed, "log_every": 10, "export": False},
         "checkpoint": {"every_steps": 10 * options.steps},
