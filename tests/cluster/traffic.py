@@ -2,7 +2,7 @@
 
 serve PORT             answers what comes first: E echoes bytes, S takes all and says how many bytes came
 rtt HOST PORT          {"median_ms": ...} of 10 round trips of one byte
-send HOST PORT SECONDS {"mbit": what the other side got a second, "bytes": ..., "seconds": ...}
+send HOST PORT SECONDS {"mbit": what the other side got a second, "bytes", "seconds", "began": one clock for all hosts}
 udp HOST PORT COUNT    COUNT numbered datagrams, {"sent": COUNT}
 count PORT SECONDS     {"received": datagrams until none comes for SECONDS}
 """
@@ -67,7 +67,7 @@ def send(host: str, port: str, seconds: str) -> dict[str, float]:
         server.shutdown(socket.SHUT_WR)
         got = int(server.recv(64))
         elapsed = time.perf_counter() - began
-    return {"mbit": got * 8 / elapsed / 1e6, "bytes": got, "seconds": elapsed}
+    return {"mbit": got * 8 / elapsed / 1e6, "bytes": got, "seconds": elapsed, "began": began}
 
 
 def udp(host: str, port: str, count: str) -> dict[str, int]:

@@ -64,7 +64,8 @@ def test_new_tokens_train_as_in_plain_pytorch(pools, small_data, tmp_path, tied,
     want = reference(case)
     got, _ = pools(2).run(trained, case)[0]
     assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 2e-6
-    # 1 % of a step: embedding rows that few tokens meet have gradients near Adam's eps, whose rounding its steps show
+    # 1 % of a step: a lora_A has hardly a gradient while B is nearly 0, and Adam divides by its size. One element is
+    # 1.2e-5 off (tied, ZeRO 3); plain PyTorch in fp32 is 5e-6 off its own fp64 in the same tensors, 1e-6 elsewhere.
     assert largest_difference(got.parameters, want.parameters) < 0.01 * LR
     assert got.parameters["model.embed_tokens.weight"].shape[0] == ALL
 

@@ -270,14 +270,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     with tempfile.TemporaryDirectory(prefix="llmtrain-bench-", dir=options.folder) as folder:
         task = Task(
-            folder=folder,
-            model=model,
-            sequence=sequence,
-            micro_batch=micro_batch,
-            stage=1,
-            rounds=options.rounds,
+            folder=folder, model=model, sequence=sequence, micro_batch=micro_batch, stage=1, rounds=options.rounds,
             parameters=parameters,
-        )
+        )  # fmt: skip
         print(
             f"{parameters / 1e9:.3f} B parameters, {options.ranks} rank(s), bf16, ZeRO 1, {options.rounds} rounds",
             flush=True,

@@ -125,7 +125,7 @@ class Rank:
 def recipe(home: Path, data: Path, options: argparse.Namespace, batch: int, steps: int) -> Path:
     """Write the configuration of a run; returns its folder."""
     home.mkdir(parents=True)
-    (home / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "communication_data_type": "bf16"}))
+    (home / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 0}, "communication_data_type": "bf16"}))
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), max(1, options.hidden // 64))
     tree = {
         "deepspeed": str(home / "ds.json"),

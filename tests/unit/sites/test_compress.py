@@ -102,7 +102,8 @@ def test_what_feedback_delivers_comes_to_the_true_sum(name) -> None:
     else:
         assert np.linalg.norm(feedback.residual) <= 511 * norm
     without = np.linalg.norm(alone - truth) / 512
-    assert errors[512] < errors[32] / 3 and errors[512] < without / 5, (errors[32], errors[512], without)
+    fell = 3 if name == "sign" else 8  # its loss takes the longest to reach its bound, and still grows here
+    assert errors[512] < errors[32] / fell and errors[512] < without / 5, (errors[32], errors[512], without)
 
 
 @pytest.mark.parametrize("name", ALL)
