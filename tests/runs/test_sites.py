@@ -130,6 +130,72 @@ def test_two_sites_train_what_the_definition_says(method, stage, coordinator, sm
     assert [event["received_bytes"] for event in events] == [0, *[4 * count] * 3]  # every element once a round
 
 
+FORMS = {
+    "zero0": {"zero_optimization": {"stage": 0}},
+    "pipeline": {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}},
+    "tensor": {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}},
+    "sequence": {"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "form", ["pipeline", *(pytest.param(f, marks=pytest.mark.slow) for f in FORMS if f != "pipeline")]
+)
+def test_a_site_of_another_form_trains_what_the_definition_says(form, coordinator, small_data, tmp_path):
+    """Beside a site of one rank; the bounds of `test_two_sites_train_what_the_definition_says`.
+
+    An element that both ranks hold passes the line between the sites once, and is the same on both afterwards: the
+    check of replicas, after every third step, finds no difference.
+    """
+    both = ("--sites.start_sites", "2", "--fault.check_every", "3")
+    a = start(recipe(tmp_path / "A", small_data), coordinator, *both)
+    file = recipe(tmp_path / "B", small_data)
+    (tmp_path / "B/ds.json").write_text(json.dumps(FORMS[form]))
+    b = start(file, coordinator, *both, "--train.micro_batch", "1" if form == "zero0" else "2", ranks=2)
+    assert a.wait(90) == [0] and b.wait(30) == [0, 0], a.output() + b.output()
+    assert far(parameters(tmp_path / "A"), parameters(tmp_path / "B"))[0] == 0
+    setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
+    data = DataConfig(path=small_data, sequence_length=32)
+    largest, mean = far(parameters(tmp_path / "B"), simulated(MODEL, data, **setting, outer_lr=0.7, outer_momentum=0.9))
+    assert largest < 1e-4 and mean < 1e-6
+    count = sum(each.numel() for each in parameters(tmp_path / "B").values())
+    assert [event["received_bytes"] for event in synchronised(tmp_path / "B")] == [0, *[4 * count] * 3]
+
+
+def written_base(folder: Path, seed: int) -> Path:
+    """The folder of a pretrained model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(MODEL)
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).save_pretrained(folder)
+    return folder
+
+
+def test_an_adapter_is_all_that_its_sites_send(coordinator, small_data, tmp_path):
+    """Uncompressed, a tenth of the model's bytes here; and a site with another base is refused and named."""
+    files = []
+    for name, stage, seed in (("A", 1, 0), ("B", 3, 0), ("C", 1, 1)):
+        files.append(recipe(tmp_path / name, small_data, stage))
+        base = written_base(tmp_path / name / "base", seed)
+        files[-1].write_text(
+            re.sub(r"^model: .*$", f"model: {{pretrained: {base}}}", files[-1].read_text(), flags=re.M)
+        )
+    both = ("--sites.start_sites", "2", "--adapter.r", "2", "--adapter.alpha", "4")
+    a, b = start(files[0], coordinator, *both), start(files[1], coordinator, *both, ranks=2)
+    assert a.wait(90) == [0] and b.wait(30) == [0, 0], a.output() + b.output()
+    got = parameters(tmp_path / "A")
+    assert far(got, parameters(tmp_path / "B"))[0] == 0
+    assert all(each.any() for name, each in got.items() if ".lora_B" in name)
+    count = sum(each.numel() for name, each in got.items() if ".lora_" in name)
+    assert 0 < 10 * count < sum(each.numel() for each in got.values())
+    assert [event["received_bytes"] for event in synchronised(tmp_path / "A")] == [0, *[4 * count] * 3]
+    first = start(files[0], coordinator, *both[2:], "--train.max_steps", "40")
+    other = start(files[2], coordinator, *both, "--fault.start_timeout_s", "20")
+    assert other.wait(90) != [0] and "its weights that do not train differ" in other.output(), other.output()
+    first.kill()
+
+
 def test_two_sites_send_four_bits(coordinator, small_data, tmp_path):
     """Both end with the same bits, after an eighth of the bytes and 4 more for each 256 elements.
 
