@@ -13,10 +13,10 @@ from typing import Any
 from llmtrain import foreign
 from llmtrain.config.adapter import check_adapter
 from llmtrain.config.batch import Batch
-from llmtrain.config.objective import check_data, check_objective, check_start, check_teacher_folder
+from llmtrain.config.objective import check_data, check_objective, check_revision, check_start, check_teacher_folder
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
-from llmtrain.hub.names import REVISION, is_name
+from llmtrain.hub.names import is_name
 from llmtrain.topology import Degrees
 from llmtrain.units import GIB, size
 
@@ -146,12 +146,7 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.model.freeze and run.model.train_only:
         problems.add("model.train_only", run.model.train_only, "says the opposite of model.freeze, which is given, too",
                      "keep one of them", places.get("model.train_only"))  # fmt: skip
-    if (revision := run.model.revision) is not None and not REVISION.fullmatch(revision):
-        problems.add("model.revision", revision, "is no name of a branch or tag, and no commit",
-                     "write it as the Hub shows it, or remove it for main", places.get("model.revision"))  # fmt: skip
-    elif revision is not None and run.model.pretrained is None:
-        problems.add("model.revision", revision, "goes with model.pretrained: ORG/NAME", "remove it",
-                     places.get("model.revision"))  # fmt: skip
+    check_revision("model.revision", run.model.revision, "model.pretrained", run.model.pretrained, places, problems)
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
                      "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip

@@ -44,6 +44,14 @@ class TopWords:
     """fp32 [N, k + 1]: log-probabilities of the words, and the logarithm of the mass of the others; NOTHING for none.
     Anything finite where the token does not count."""
 
+    def of(self, rows: slice) -> TopWords:
+        """Some of the N tokens'."""
+        return TopWords(words=self.words[rows], logs=self.logs[rows])
+
+
+TeacherSays = Callable[[slice], Tensor | TopWords]
+"""As `TeacherLogits`; or their likeliest words."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
@@ -60,6 +68,11 @@ class Terms:
     alpha: float
 
 
+def few_of(chunk: int) -> int:
+    """Tokens of a chunk here, from the number that the next-token loss has."""
+    return max(1, chunk // _TABLES)
+
+
 def distilled_sums(
     hidden: Tensor,
     weight: Tensor,
@@ -69,7 +82,7 @@ def distilled_sums(
     chunk: int,
     form: HeadForm,
     vocabulary: Vocabulary | None = None,
-    teacher: TeacherLogits | TopWords,
+    teacher: TeacherSays,
     terms: Terms,
 ) -> Tensor:
     """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p.
@@ -78,7 +91,7 @@ def distilled_sums(
     entropy are those of the k + 1 events.
     """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    about = (max(1, chunk // _TABLES), form, vocabulary, teacher, terms)
+    about = (few_of(chunk), form, vocabulary, teacher, terms)
     total, others = _Distilled.apply(flat_NH, weight, bias, labels.reshape(-1), about)
     return torch.cat([total.unsqueeze(0), others])
 
@@ -153,7 +166,7 @@ def _of_chunk(
 
 
 def _apart(
-    teacher: TeacherLogits | TopWords,
+    teacher: TeacherSays,
     rows: slice,
     terms: Terms,
     vocabulary: Vocabulary | None,
@@ -161,10 +174,10 @@ def _apart(
     *,
     wants_gradient: bool,
 ) -> _Apart:
-    if isinstance(teacher, TopWords):
-        return _apart_in_events(teacher.words[rows], teacher.logs[rows], terms.beta, vocabulary, log_q_CV,
-                                wants_gradient=wants_gradient)  # fmt: skip
-    log_p_CV = _log_softmax(teacher(rows), terms.temperature, None)
+    said = teacher(rows)
+    if isinstance(said, TopWords):
+        return _apart_in_events(said.words, said.logs, terms.beta, vocabulary, log_q_CV, wants_gradient=wants_gradient)
+    log_p_CV = _log_softmax(said, terms.temperature, None)
     entropy_C1 = -(log_p_CV.exp() * log_p_CV).sum(1, keepdim=True)
     first, count = _part(vocabulary, log_p_CV)
     log_p_CV = log_p_CV[:, first : first + count]
@@ -200,12 +213,12 @@ def _apart_in_events(
     return divergence_C1, pull_CX.scatter_(1, own_Ck, pull_CE[:, :-1])[:, :count].contiguous(), entropy_C1
 
 
-def top_words(values_CV: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """(words [C, k], logs [C, k + 1]) as of `TopWords`: of a teacher's logits over the whole vocabulary, fp32."""
+def top_words(values_CV: Tensor, k: int, temperature: float) -> TopWords:
+    """From a teacher's logits over the whole vocabulary, fp32."""
     log_p_CV = _log_softmax(values_CV, temperature, None)
     logs_Ck, words_Ck = log_p_CV.topk(k, dim=1)
     log_rest_C1 = _log_of_sum(log_p_CV.scatter(1, words_Ck, -math.inf), None)
-    return words_Ck, torch.cat([logs_Ck, log_rest_C1], dim=1)
+    return TopWords(words=words_Ck, logs=torch.cat([logs_Ck, log_rest_C1], dim=1))
 
 
 def _log_of_sum(logs_CV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
