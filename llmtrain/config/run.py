@@ -125,7 +125,7 @@ class ObjectiveConfig:
     temperature: float | None = None
     """distill: divides both models' logits in the divergence, which is then multiplied with its square. Default 1."""
     teacher: str | None = None
-    """distill: folder of the model to learn from, or ORG/NAME on the Hub; it has the student's vocabulary and tokenizer.
+    """distill: folder of the model to learn from, or ORG/NAME on the Hub; with the student's vocabulary and tokenizer.
     With `top_k` it may be left out once the column is written."""
     teacher_revision: str | None = None
     """With ORG/NAME in `teacher`: branch, tag or commit; null = main. A run stays with the commit that it found."""
