@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
-from llmtrain.models.distillation import TeacherSays, Terms, TopWords, distilled_sums, few_of, top_words
 from llmtrain.models.loss import HeadForm, chunked_nll_sum, token_nll
 from llmtrain.models.score import gives_scores, score_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 
 
 class Head:
@@ -85,6 +86,8 @@ class Head:
             teacher: gives the logits of the same tokens, or their likeliest words.
             terms: of the loss.
         """
+        from llmtrain.models.distillation import distilled_sums
+
         return self._likelihoods(functools.partial(distilled_sums, teacher=teacher, terms=terms), hidden, labels)
 
     def top_words(self, hidden: Tensor, k: int, temperature: float) -> TopWords:
@@ -94,6 +97,8 @@ class Head:
         Args:
             hidden: [N, H], chosen places of what the loss was given.
         """
+        from llmtrain.models.distillation import TopWords, few_of, top_words
+
         layer = self._layer
         compute = F.linear if self._vocabulary is None else self._vocabulary.logits
         found = []
