@@ -91,10 +91,8 @@ def taught_by(run: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
     named = teacher_hash(run, ranks)
     made = {*columns, *([named] if named is not None else [])}
     if len(made) > 1:
-        whose = (
-            "of one teacher" if named is None else f"of the weights of objective.teacher = {run.objective.teacher!r}"
-        )
-        raise AgreedError(f"the columns of the teacher's words in the data are not all {whose}; {REMEDY}",
+        whose = f"other weights than objective.teacher = {run.objective.teacher!r} has" if named else "several teachers"
+        raise AgreedError(f"objective.top_k: the likeliest words in the data are of {whose}; {REMEDY}",
                           DataError.exit_code)  # fmt: skip
     return min(made, default=None)
 

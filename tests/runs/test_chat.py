@@ -192,7 +192,7 @@ def check_distillation(folder: Path, talks: list[list[dict[str, str]]], env: dic
         assert [ours[step + 1] for step in range(STEPS)] == pytest.approx(want, rel=1e-5) and ours[STEPS] < ours[1]
     column = ["--objective.top_k", "16", "--train.run_dir", "runs/other"]
     for words, told in (
-        (["--objective.teacher", "model"], "not all of the weights of objective.teacher 'model'"),
+        (["--objective.teacher", "model"], "other weights than objective.teacher = 'model' has"),
         (["--objective.temperature", "1"], "objective.temperature: 2.0 there, and 1.0 in this run"),
         (["--objective.top_k", "8"], "objective.top_k: 16 there, and 8 in this run"),
     ):

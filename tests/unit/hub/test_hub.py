@@ -264,7 +264,7 @@ def test_a_teacher_is_a_name_too(hub: Hub, tiny: Path) -> None:
     first = hub.add("models/org/teacher", tiny)
     run = replace(run_of(str(tiny)), objective=ObjectiveConfig(name="distill", teacher="org/teacher"))
     found, (note,) = base.fetched(run)
-    assert found.objective.teacher_revision == first and f"objective.teacher: org/teacher is no folder here" in note
+    assert found.objective.teacher_revision == first and "objective.teacher: org/teacher is no folder here" in note
     model = teacher_model(found.objective, found.model)
     assert first_weights(model.folder).read_bytes() == first_weights(tiny).read_bytes()
     Path("runs/x").mkdir(parents=True)
