@@ -286,8 +286,10 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
 def _check_length(
     key: str, path: str, manifest: dict[str, Any], run: RunConfig, place: str | None, problems: Problems
 ) -> None:
-    """Each split that the run reads fills a sequence: its tokens, and one more for the last label."""
+    """Each split that the run reads fills a sequence: its tokens, and one more for the last label. A row of conversations
+    does so alone, whatever its length."""
     length, tokens = run.data.sequence_length, manifest.get("tokens")
+    least = 1 if isinstance(manifest.get("chat"), dict) else length + 1
     remedies = {
         "train": "prepare more text",
         "validation": "prepare it with a larger --validation-fraction or with --validation-source FILE, or set "
@@ -295,7 +297,7 @@ def _check_length(
     }
     for split, remedy in remedies.items():
         found = tokens.get(split) if isinstance(tokens, dict) else None
-        if isinstance(found, int) and found <= length and (split == "train" or run.train.eval):
+        if isinstance(found, int) and found < least and (split == "train" or run.train.eval):
             remedy = f"lower data.sequence_length to {found - 1} or less, or {remedy}" if found > 2 else remedy
             rule = f"its {split} split ({found} tokens) does not fill one sequence of data.sequence_length {length}"
             problems.add(key, path, rule, remedy, place)
