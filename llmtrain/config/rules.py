@@ -364,7 +364,12 @@ def _read_model_config(run: RunConfig, places: Places, problems: Problems) -> di
                      "remove it, or write ORG/NAME of a repository", places.get("model.revision"))  # fmt: skip
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        problems.add(key, path, "the folder has no config.json", remedy, places.get(key))
+        rule = "the folder has no config.json"
+        if (file.parent / "adapter_config.json").is_file():
+            rule = "is the folder of an adapter, without its model"
+            remedy = ("merge the two (llmtrain checkpoint to-hf RUN OUT --merge) and name that folder, or name the model "
+                      "here and this folder in adapter.start")  # fmt: skip
+        problems.add(key, path, rule, remedy, places.get(key))
         return None
     return _read_json(key, file, places.get(key), problems)
 
