@@ -286,8 +286,8 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
 def _check_length(
     key: str, path: str, manifest: dict[str, Any], run: RunConfig, place: str | None, problems: Problems
 ) -> None:
-    """Each split that the run reads fills a sequence: its tokens, and one more for the last label. A row of conversations
-    does so alone, whatever its length."""
+    """Each split that the run reads fills a sequence: its tokens, and one more for the last label. One row of
+    conversations does, whatever its length."""
     length, tokens = run.data.sequence_length, manifest.get("tokens")
     least = 1 if isinstance(manifest.get("chat"), dict) else length + 1
     remedies = {
@@ -367,8 +367,8 @@ def _read_model_config(run: RunConfig, places: Places, problems: Problems) -> di
         rule = "the folder has no config.json"
         if (file.parent / "adapter_config.json").is_file():
             rule = "is the folder of an adapter, without its model"
-            remedy = ("merge the two (llmtrain checkpoint to-hf RUN OUT --merge) and name that folder, or name the model "
-                      "here and this folder in adapter.start")  # fmt: skip
+            remedy = ("merge the two (llmtrain checkpoint to-hf RUN OUT --merge) and name that folder, or name the "
+                      "model here and this folder in adapter.start")  # fmt: skip
         problems.add(key, path, rule, remedy, places.get(key))
         return None
     return _read_json(key, file, places.get(key), problems)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.config.run import ObjectiveConfig
+from tests.helpers.answers import spoil
 from tests.helpers.marks import slow_but
 from tests.helpers.training import (
     LLAMA,
@@ -166,9 +167,7 @@ def resumed(case: Case, folder: str, terms: dict[str, float], where: str) -> tup
     whole.parameters = assembled(engine, ranks)
     engine.close()
     engine, ranks = make_engine(case)
-    with torch.no_grad():
-        for parameter in engine.module.parameters():
-            parameter.data.add_(1.0)
+    spoil(engine)
     load_checkpoint(engine, CheckpointReader(path), {}, ranks)
     again = train_steps(case, engine, ranks, 2, 4, objective=objective_on(case, folder, terms))
     again.parameters = assembled(engine, ranks)
