@@ -430,10 +430,10 @@ def other_direction() -> Iterator[None]:
     """beta is taken for the student's share."""
     from dataclasses import replace
 
-    from llmtrain.models import head
+    from llmtrain.models import distillation
 
-    right = head.distilled_sums
-    with patch.object(head, "distilled_sums",
+    right = distillation.distilled_sums
+    with patch.object(distillation, "distilled_sums",
                       lambda *a, terms, **k: right(*a, terms=replace(terms, beta=1 - terms.beta), **k)):  # fmt: skip
         yield
 
