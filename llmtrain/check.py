@@ -48,7 +48,7 @@ def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
     """
     from llmtrain.data.loader import TrainData, check_vocabulary
     from llmtrain.models.run.check import check_model, check_weights
-    from llmtrain.models.teacher import check_teacher
+    from llmtrain.models.teacher import check_teacher, teacher_model
 
     run = resolved.run
     name_cpu()
@@ -60,7 +60,9 @@ def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
     for manifest in data.manifests:
         check_vocabulary(manifest, spec.facts.vocab_size)
     if run.objective.teacher is not None:
-        check_teacher(run.objective.teacher, spec, data.tokenizer_dir, resolved.places)
+        check_teacher(teacher_model(run.objective, run.model), spec, data.tokenizer_dir, resolved.places)
+    if run.objective.top_k is not None:
+        data.take_teacher(data.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision))
     if starts_from_model(run):
         check_weights(spec)
     return replace(resolved, notes=(*resolved.notes, *notes)), spec

@@ -35,7 +35,7 @@ from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Outer, Requests, Session, Step
-from llmtrain.start import prove_loss, start_engine, teacher_hash, teacher_of, write_weights
+from llmtrain.start import prove_loss, start_engine, taught_by, teacher_of, write_weights
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 
@@ -82,11 +82,15 @@ class Training:
             if wants_column(self.run.objective):
                 self.references = self.data.take_reference(resolved.precision)
             self.model_facts = spec.facts
+            columns: list[str] = []
+            if self.run.objective.top_k is not None:
+                wanted = self.data.teacher_columns(self.run.objective, spec.facts.vocab_size, resolved.precision)
+                columns = self.data.take_teacher(wanted)
             for manifest in self.data.manifests:
                 check_vocabulary(manifest, self.model_facts.vocab_size)
             if self.run.train.eval:
                 self.evaluation_batches()  # its data must be there now, not after days of training
-        self.teacher = teacher_hash(self.run, ranks)
+        self.teacher = taught_by(self.run, columns, ranks)
         """Of its weights, where the objective has a teacher."""
         self.engine = start_engine(resolved, spec, ranks, self.mesh)
         self.objective = with_reference(self.objective, self.run.objective, self.engine.module)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.config.run import ResolvedRun, RunConfig
-from llmtrain.data.reference import weights_hash
-from llmtrain.dist.control import from_all, together
+from llmtrain.data.reference import REMEDY, weights_hash
+from llmtrain.dist.control import AgreedError, from_all, together
 from llmtrain.dist.device import check_device
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
@@ -24,7 +24,7 @@ from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
 from llmtrain.engine.weights import fill_parameters, prove_weights
-from llmtrain.errors import ConfigError, ModelError, UserError
+from llmtrain.errors import ConfigError, DataError, ModelError, UserError
 from llmtrain.models import compiler
 from llmtrain.models.experts import experts_per_token
 from llmtrain.models.parallel.mesh import Mesh
@@ -59,26 +59,42 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
 
 
 def teacher_of(run: RunConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teacher | None:
-    """The model that a run distils, on the ranks that compute a loss: a pipeline's last stages, or all.
+    """The model that a run distils, on the ranks that compute a loss: a pipeline's last stages, or all. None where the
+    data has its likeliest words.
 
     Raises: ModelError, on this rank alone.
     """
-    if run.objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
+    objective = run.objective
+    if objective.teacher is None or objective.top_k is not None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
         return None
-    from llmtrain.models.teacher import load_teacher
+    from llmtrain.models.teacher import load_teacher, teacher_model
 
-    return load_teacher(run.objective.teacher, run.model, precision, ranks.device)
+    return load_teacher(teacher_model(objective, run.model), precision, ranks.device)
 
 
 def teacher_hash(run: RunConfig, ranks: Ranks) -> str | None:
     """Of the teacher's weights. All ranks call it: each reads a part. Raises AgreedError."""
     if run.objective.teacher is None:
         return None
-    from llmtrain.models.teacher import teacher_checksums
+    from llmtrain.models.teacher import teacher_checksums, teacher_model
 
     with together(ranks):
-        mine = teacher_checksums(run.objective.teacher, run.model, ranks.rank, ranks.world_size)
+        mine = teacher_checksums(teacher_model(run.objective, run.model), ranks.rank, ranks.world_size)
     return weights_hash({name: value for share in from_all(ranks, mine) for name, value in share.items()})
+
+
+def taught_by(run: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
+    """Of the weights that a run learns from. `columns`: of which the data's columns are. All ranks call it.
+
+    Raises: AgreedError, where they are others.
+    """
+    named = teacher_hash(run, ranks)
+    made = {*columns, *([named] if named is not None else [])}
+    if len(made) > 1:
+        whose = f"other weights than objective.teacher = {run.objective.teacher!r} has" if named else "several teachers"
+        raise AgreedError(f"objective.top_k: the likeliest words in the data are of {whose}; {REMEDY}",
+                          DataError.exit_code)  # fmt: skip
+    return min(made, default=None)
 
 
 def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ObjectiveConfig, RunConfig
+from llmtrain.hub.names import REVISION, is_name
 from llmtrain.topology import Degrees
 
 NEXT_TOKEN = "next_token"
@@ -111,21 +112,44 @@ def _check_ranges(config: ObjectiveConfig, places: Places, problems: Problems) -
 def _check_teacher(config: ObjectiveConfig, places: Places, problems: Problems) -> None:
     """It is there for a distillation, and for nothing else."""
     key, folder = "objective.teacher", config.teacher
-    if config.name == DISTILL and folder is None:
+    if config.name == DISTILL and folder is None and config.top_k is None:
         problems.add(key, None, f"objective.name {DISTILL} learns from a teacher",
                      "name the Hugging Face folder of one", places.get("objective.name"))  # fmt: skip
     elif config.name != DISTILL and folder is not None:
         problems.add(key, folder, f"is not of objective.name {config.name}",
                      f"remove it, or set objective.name to {DISTILL}", places.get(key))  # fmt: skip
+    check_revision(f"{key}_revision", config.teacher_revision, key, folder, places, problems)
+    key, top_k = "objective.top_k", config.top_k
+    if top_k is not None and config.name != DISTILL:
+        problems.add(key, top_k, f"is not of objective.name {config.name}",
+                     f"remove it, or set objective.name to {DISTILL}", places.get(key))  # fmt: skip
+    elif top_k is not None and top_k < 1:
+        problems.add(key, top_k, "must be 1 or more", "64 is a good one; leave it out for the whole distribution",
+                     places.get(key))  # fmt: skip
 
 
 def check_teacher_folder(run: RunConfig, places: Places, problems: Problems) -> None:
-    """Where its files should be."""
-    key, folder = "objective.teacher", run.objective.teacher
-    if folder is not None and not os.path.isfile(os.path.join(folder, "config.json")):
+    """Where its files should be. What the Hub has is looked at when it has been fetched."""
+    key, folder, revision = "objective.teacher", run.objective.teacher, run.objective.teacher_revision
+    if folder is None or is_name(folder):
+        return
+    if not os.path.isfile(os.path.join(folder, "config.json")):
         problems.add(key, folder, f"no such folder with a config.json (looked from {os.getcwd()})",
-                     "give a local Hugging Face folder; a model on the Hub has to be fetched first",
-                     places.get(key))  # fmt: skip
+                     "give a local Hugging Face folder, or ORG/NAME on the Hub", places.get(key))  # fmt: skip
+    elif revision is not None:
+        problems.add(f"{key}_revision", revision, f"goes with a name on the Hub, and {folder} is a folder here",
+                     "remove it, or write ORG/NAME of a repository", places.get(f"{key}_revision"))  # fmt: skip
+
+
+def check_revision(
+    key: str, revision: str | None, goes_with: str, name: str | None, places: Places, problems: Problems
+) -> None:
+    """A revision may be one, and is of something. `goes_with`: the key of `name`, which it is a revision of."""
+    if revision is not None and not REVISION.fullmatch(revision):
+        problems.add(key, revision, "is no name of a branch or tag, and no commit",
+                     "write it as the Hub shows it, or remove it for main", places.get(key))  # fmt: skip
+    elif revision is not None and name is None:
+        problems.add(key, revision, f"goes with {goes_with}: ORG/NAME", "remove it", places.get(key))
 
 
 def check_start(run: RunConfig, places: Places, problems: Problems) -> None:

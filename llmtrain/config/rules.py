@@ -13,10 +13,10 @@ from typing import Any
 from llmtrain import foreign
 from llmtrain.config.adapter import check_adapter
 from llmtrain.config.batch import Batch
-from llmtrain.config.objective import check_data, check_objective, check_start, check_teacher_folder
+from llmtrain.config.objective import check_data, check_objective, check_revision, check_start, check_teacher_folder
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
-from llmtrain.hub.names import REVISION, is_name
+from llmtrain.hub.names import is_name
 from llmtrain.topology import Degrees
 from llmtrain.units import GIB, size
 
@@ -146,12 +146,7 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.model.freeze and run.model.train_only:
         problems.add("model.train_only", run.model.train_only, "says the opposite of model.freeze, which is given, too",
                      "keep one of them", places.get("model.train_only"))  # fmt: skip
-    if (revision := run.model.revision) is not None and not REVISION.fullmatch(revision):
-        problems.add("model.revision", revision, "is no name of a branch or tag, and no commit",
-                     "write it as the Hub shows it, or remove it for main", places.get("model.revision"))  # fmt: skip
-    elif revision is not None and run.model.pretrained is None:
-        problems.add("model.revision", revision, "goes with model.pretrained: ORG/NAME", "remove it",
-                     places.get("model.revision"))  # fmt: skip
+    check_revision("model.revision", run.model.revision, "model.pretrained", run.model.pretrained, places, problems)
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
                      "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip
@@ -291,8 +286,10 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
 def _check_length(
     key: str, path: str, manifest: dict[str, Any], run: RunConfig, place: str | None, problems: Problems
 ) -> None:
-    """Each split that the run reads fills a sequence: its tokens, and one more for the last label."""
+    """Each split that the run reads fills a sequence: its tokens, and one more for the last label. One row of
+    conversations does, whatever its length."""
     length, tokens = run.data.sequence_length, manifest.get("tokens")
+    least = 1 if isinstance(manifest.get("chat"), dict) else length + 1
     remedies = {
         "train": "prepare more text",
         "validation": "prepare it with a larger --validation-fraction or with --validation-source FILE, or set "
@@ -300,7 +297,7 @@ def _check_length(
     }
     for split, remedy in remedies.items():
         found = tokens.get(split) if isinstance(tokens, dict) else None
-        if isinstance(found, int) and found <= length and (split == "train" or run.train.eval):
+        if isinstance(found, int) and found < least and (split == "train" or run.train.eval):
             remedy = f"lower data.sequence_length to {found - 1} or less, or {remedy}" if found > 2 else remedy
             rule = f"its {split} split ({found} tokens) does not fill one sequence of data.sequence_length {length}"
             problems.add(key, path, rule, remedy, place)
@@ -367,7 +364,12 @@ def _read_model_config(run: RunConfig, places: Places, problems: Problems) -> di
                      "remove it, or write ORG/NAME of a repository", places.get("model.revision"))  # fmt: skip
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        problems.add(key, path, "the folder has no config.json", remedy, places.get(key))
+        rule = "the folder has no config.json"
+        if (file.parent / "adapter_config.json").is_file():
+            rule = "is the folder of an adapter, without its model"
+            remedy = ("merge the two (llmtrain checkpoint to-hf RUN OUT --merge) and name that folder, or name the "
+                      "model here and this folder in adapter.start")  # fmt: skip
+        problems.add(key, path, rule, remedy, places.get(key))
         return None
     return _read_json(key, file, places.get(key), problems)
 

@@ -37,8 +37,7 @@ class ModelConfig:
     loss_chunk_tokens: int = 2048
     """Tokens whose logits exist at one time in the loss."""
     mlp_tile_tokens: int | None = None
-    """Tokens that the MLP of a layer computes at one time; null = all. For long sequences: it recomputes, and saves
-    memory."""
+    """Tokens that the MLP of a layer computes at one time; null = all. For long sequences: it recomputes."""
     keep_attention: bool = False
     """With activation_checkpointing in the JSON: keep what attention gave, and recompute the rest (attention: sdpa)."""
     compile_layers: bool | None = None
@@ -124,10 +123,15 @@ class ObjectiveConfig:
     """rpo: factor on the chosen answer's negative log-likelihood per token. Default 1. distill: share of the
     next-token loss, from 0 (default) to 1; the divergence has the rest."""
     temperature: float | None = None
-    """distill: what both models' logits are divided by in the divergence, which is then multiplied with its square.
-    Default 1."""
+    """distill: divides both models' logits in the divergence, which is then multiplied with its square. Default 1."""
     teacher: str | None = None
-    """distill: the Hugging Face folder of the model to learn from, of the student's vocabulary and tokenizer."""
+    """distill: folder of the model to learn from, or ORG/NAME on the Hub; with the student's vocabulary and tokenizer.
+    With `top_k` it may be left out once the column is written."""
+    teacher_revision: str | None = None
+    """With ORG/NAME in `teacher`: branch, tag or commit; null = main. A run stays with the commit that it found."""
+    top_k: int | None = None
+    """distill: learn from the teacher's so many likeliest words and the mass of all others, a column of the data that
+    `llmtrain reference` has written. Default: the whole distribution, computed by the teacher at each step."""
     desirable_weight: float | None = None
     """kto: factor on the loss of a desired answer. Default 1."""
     undesirable_weight: float | None = None

@@ -17,13 +17,15 @@ import numpy as np
 import torch
 
 from llmtrain.data.manifest import check_vocabulary
-from llmtrain.data.packing import IGNORED, TrainData, Window
+from llmtrain.data.packing import TrainData
+from llmtrain.data.windows import IGNORED, Window
 from llmtrain.errors import DataError
 
 __all__ = [
     "AnswerBatch",
     "MicroBatch",
     "StepBatch",
+    "TaughtBatch",
     "TrainData",
     "TrainLoader",
     "UnpairedBatch",
@@ -62,6 +64,16 @@ class MicroBatch:
             name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         return replace(self, **changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaughtBatch(MicroBatch):
+    """With the k words that a teacher finds likeliest in place of each label."""
+
+    words: torch.Tensor
+    """int64 [b, T, k]."""
+    logs: torch.Tensor
+    """fp32 [b, T, k + 1]: logarithms of their probabilities and of the mass of all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +131,12 @@ def _stacked(windows: list[Window], indices: list[int]) -> MicroBatch:
     if windows[0].positions is not None:
         positions = torch.from_numpy(np.stack([window.positions for window in windows if window.positions is not None]))
     micro = MicroBatch(inputs=inputs, labels=labels, sample_indices=indices, positions=positions)
+    if windows[0].words is not None:
+        words, logs = (
+            torch.from_numpy(np.stack([each for each in some if each is not None]))
+            for some in ([window.words for window in windows], [window.logs for window in windows])
+        )
+        return TaughtBatch(**vars(micro), words=words, logs=logs)
     return micro if windows[0].rows is None else _answers(micro, windows)
 
 

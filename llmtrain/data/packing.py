@@ -1,199 +1,24 @@
-"""Prepared folders as training sequences: windows over the token streams, in a reproducible order.
-
-Texts are packed end to end, each followed by the separator. Window i of a split is its tokens
-[i*T, i*T + T + 1): inputs are the first T, labels the last T, so labels are already shifted by one.
-A window of conversations holds whole rows, by best fit, each isolated from the others and from the padding at its end.
-"""
+"""Prepared folders as training sequences: windows over the token streams, in a reproducible order."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from llmtrain.config.run import DataConfig
-from llmtrain.data.bestfit import best_fit
+from llmtrain.config.objective import options
+from llmtrain.config.run import DataConfig, ObjectiveConfig
 from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.mixture import Mixture
 from llmtrain.data.order import permute
 from llmtrain.data.reference import read_reference
 from llmtrain.data.shards import PreparedSet, TokenStream
-from llmtrain.data.unpaired import partners
+from llmtrain.data.teacher import TeacherColumn, read_column
+from llmtrain.data.windows import IGNORED, Conversations, Preferences, Texts, Unpaired, Window, kind_of
 from llmtrain.errors import DataError
-
-IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's default
-
-
-def labels_of(tokens: np.ndarray, separator_id: int, mask_document_starts: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, labels), int64 [T] each, of a window of T + 1 tokens.
-
-    With `mask_document_starts` the label after a separator is -100: the first token of the next document, which
-    nothing before it tells.
-    """
-    inputs = tokens[:-1].astype(np.int64)
-    labels = tokens[1:].astype(np.int64)
-    if mask_document_starts:
-        labels[inputs == separator_id] = IGNORED
-    return inputs, labels
-
-
-def positions_of(inputs: np.ndarray, separator_id: int) -> np.ndarray:
-    """int64 [b, T]: each token's position in its document, from 0 at the row's start and after every separator."""
-    index = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int64), inputs.shape)
-    begins = np.zeros_like(inputs)
-    begins[:, 1:] = np.where(inputs[:, :-1] == separator_id, index[:, 1:], 0)
-    return index - np.maximum.accumulate(begins, axis=1)
-
-
-def windows_in(tokens: int, sequence_length: int) -> int:
-    """How many windows a stream of `tokens` has: the last label of a window is the first input of the next."""
-    return max(0, (tokens - 1) // sequence_length)
-
-
-class Window(NamedTuple):
-    """A sequence for the model, int64 [T] each."""
-
-    inputs: np.ndarray
-    labels: np.ndarray
-    """Already shifted; -100 is not counted."""
-    positions: np.ndarray | None
-    """Of each token in its document; None: the sequence is one text."""
-    rows: np.ndarray | None = None
-    """Of preferences, int64 [2 pairs]: which rows of the split are its first documents, chosen and rejected in turn."""
-    reference: np.ndarray | None = None
-    """Their log-probabilities under the reference, fp32 [2 pairs], where the run has one."""
-    desirable: np.ndarray | None = None
-    """Of unpaired answers, bool [rows]: whether each is desired; `rows` and `reference` are [rows], too."""
-    mismatched: Window | None = None
-    """Of unpaired answers: the same prompts, each with the answer to another one. Its rows come after the split's."""
-
-
-class _Texts:
-    """Windows over documents that lie end to end."""
-
-    def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int) -> None:
-        self.stream, self._config, self._separator_id = stream, config, separator_id
-        self.count = windows_in(stream.tokens, config.sequence_length)
-
-    def read(self, index: int) -> Window:
-        length = self._config.sequence_length
-        tokens = self.stream.read(index * length, length + 1)
-        inputs, labels = labels_of(tokens, self._separator_id, self._config.mask_document_starts)
-        if not self._config.isolate_documents:
-            return Window(inputs, labels, None)
-        return Window(inputs, labels, positions_of(inputs[None], self._separator_id)[0])
-
-
-class _Conversations:
-    """Windows of whole rows; the separator fills what no row does."""
-
-    together = 1
-    """Rows that share a window."""
-
-    def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int) -> None:
-        self.stream, self._length, self._separator_id = stream, config.sequence_length, separator_id
-        self._lengths = stream.row_lengths()
-        self._starts = np.cumsum(self._lengths) - self._lengths
-        order, first = best_fit(self._sizes(), self._length)
-        self._order = (order[:, None] * self.together + np.arange(self.together)).reshape(-1)
-        self._first = first * self.together
-        self.count = len(first) - 1
-
-    def _sizes(self) -> np.ndarray:
-        """Tokens that rows which go together ask for."""
-        return self._lengths.reshape(-1, self.together).sum(1)
-
-    def _rows(self, index: int) -> np.ndarray:
-        return self._order[self._first[index] : self._first[index + 1]]
-
-    def read(self, index: int) -> Window:
-        return self._window(map(self._row, self._rows(index)))
-
-    def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, whether each is counted)"""
-        start, length = int(self._starts[row]), int(self._lengths[row])
-        counted = self.stream.counted(start, length)
-        assert counted is not None
-        return self.stream.read(start, length), counted
-
-    def _window(self, rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> Window:
-        inputs = np.full(self._length, self._separator_id, dtype=np.int64)
-        labels = np.full(self._length, IGNORED, dtype=np.int64)
-        positions = np.arange(self._length)
-        at = 0
-        for ids, counted in rows:
-            end = at + len(ids)
-            inputs[at:end] = ids
-            labels[at : end - 1] = np.where(counted[1:], inputs[at + 1 : end], IGNORED)
-            positions[end:] -= end - at
-            at = end
-        return Window(inputs, labels, positions)
-
-
-class _Preferences(_Conversations):
-    """Windows of whole pairs: what compares two answers has both in one micro-batch, whatever the ranks share."""
-
-    together = 2
-    reference: np.ndarray | None = None
-    """fp32 [rows]."""
-
-    def read(self, index: int) -> Window:
-        rows = self._rows(index)
-        return (
-            super().read(index)._replace(rows=rows, reference=None if self.reference is None else self.reference[rows])
-        )
-
-
-class _Unpaired(_Conversations):
-    """Windows of answers judged alone; beside each, a window of the same prompts with answers to others."""
-
-    reference: np.ndarray | None = None
-    """fp32 [2 rows]."""
-
-    def _sizes(self) -> np.ndarray:
-        judged = self.stream.judged()
-        self._begins, self._desirable = judged["begin"].astype(np.int64), judged["desirable"].astype(bool)
-        found = partners(judged["prompt"])
-        if found is None:
-            raise DataError(
-                f"{self.stream.folder}: more than half of its {len(judged)} records have the same prompt, and each "
-                "has to meet the answer to another one; prepare more prompts"
-            )
-        self._partners = found
-        sizes = self._begins + (self._lengths - self._begins)[found]
-        if (longest := int(sizes.max(initial=0))) > self._length:
-            raise DataError(
-                f"{self.stream.folder}: a prompt with the answer to another one has {longest} tokens; raise "
-                f"data.sequence_length to that, or prepare the data with less than --max-tokens {self._length}"
-            )
-        return np.maximum(sizes, self._lengths)
-
-    def _mismatched(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The row's prompt with its partner's answer."""
-        partner, begin = int(self._partners[row]), int(self._begins[row])
-        (prompt, _), (answer, counted), at = self._row(row), self._row(partner), int(self._begins[partner])
-        return np.concatenate([prompt[:begin], answer[at:]]), np.concatenate([np.zeros(begin, bool), counted[at:]])
-
-    def read(self, index: int) -> Window:
-        rows = self._rows(index)
-        after = rows + len(self._lengths)
-        known = self.reference
-        mismatched = self._window(map(self._mismatched, rows))
-        return (
-            super()
-            .read(index)
-            ._replace(
-                rows=rows,
-                reference=None if known is None else known[rows],
-                desirable=self._desirable[rows],
-                mismatched=mismatched._replace(rows=after, reference=None if known is None else known[after]),
-            )
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +26,8 @@ class _Member:
     """One prepared set of the mixture."""
 
     prepared: PreparedSet
-    train: _Texts | _Conversations
-    validation: _Texts | _Conversations
+    train: Texts | Conversations
+    validation: Texts | Conversations
 
 
 class TrainData:
@@ -255,10 +80,46 @@ class TrainData:
         for member in self._members:
             made, columns = read_reference(member.prepared, precision)
             for windows, split in zip((member.train, member.validation), SPLITS, strict=True):
-                assert isinstance(windows, _Preferences | _Unpaired)
+                assert isinstance(windows, Preferences | Unpaired)
                 windows.reference = columns[split]
             hashes.append(made.weights)
         return hashes
+
+    def teacher_columns(
+        self, objective: ObjectiveConfig, vocabulary: int, precision: str, weights: str = ""
+    ) -> list[TeacherColumn]:
+        """What the teacher's column of each set is to be; its files are not known."""
+        assert objective.top_k is not None
+        return [
+            TeacherColumn(
+                weights=weights,
+                data=member.prepared.manifest.data_fingerprint,
+                windows=member.train.context,
+                top_k=objective.top_k,
+                temperature=float(options(objective)["temperature"]),
+                vocabulary=vocabulary,
+                precision=precision,
+                places={"train": member.train.place_count, "validation": member.validation.place_count},
+                files={},
+            )
+            for member in self._members
+        ]
+
+    def take_teacher(self, columns: list[TeacherColumn]) -> list[str]:
+        """From now on windows have the teacher's likeliest words. `columns`: `teacher_columns`. Returns the hash of the
+        weights that each set's are of. Raises DataError when a set has none, or they are not what they are to be."""
+        hashes = []
+        for member, wanted in zip(self._members, columns, strict=True):
+            made, taught = read_column(member.prepared, wanted)
+            member.train.taught, member.validation.taught = taught["train"], taught["validation"]
+            hashes.append(made.weights)
+        return hashes
+
+    def places(self, split: Split, index: int) -> np.ndarray:
+        """Of the labels that count in a sequence of a run with one set: where they are in the teacher's column."""
+        windows = self._members[0].train if split == "train" else self._members[0].validation
+        own = permute(windows.count, self._config.seed if split == "train" else 0, 0, 0, index)
+        return windows.places(own, windows.read(own))
 
     def _check_members(self) -> None:
         first = self._members[0].prepared
@@ -323,7 +184,7 @@ class TrainData:
         """The token stream of each set of the mixture."""
         return [(member.train if split == "train" else member.validation).stream for member in self._members]
 
-    def _read(self, windows: _Texts | _Conversations, index: int) -> Window:
+    def _read(self, windows: Texts | Conversations, index: int) -> Window:
         window = windows.read(index)
         if (largest := int(max(window.inputs.max(), window.labels.max()))) >= self.vocab_size:
             # A wrong id would read past the embedding: on a GPU an assertion that kills the process without a name.
@@ -331,17 +192,18 @@ class TrainData:
                 f"{self.tokenizer_dir.parent}: holds the id {largest}, outside the vocabulary [0, {self.vocab_size}): "
                 "a shard is damaged; copy the folder again, or delete it and prepare it again"
             )
-        return window
-
-
-def _kind(chat: dict[str, Any]) -> type[_Conversations]:
-    return _Preferences if chat.get("pairs") else _Unpaired if chat.get("unpaired") else _Conversations
+        if windows.taught is None:
+            return window
+        counted, found = window.labels != IGNORED, windows.taught.read(windows.places(index, window))
+        words, logs = (np.zeros((self.sequence_length, each.shape[1]), dtype=each.dtype) for each in found)
+        words[counted], logs[counted] = found
+        return window._replace(words=words, logs=logs)
 
 
 def _open_member(folder: Path, config: DataConfig) -> _Member:
     prepared = PreparedSet(folder)
     chat = prepared.manifest.chat
-    kind = _Texts if chat is None else _kind(chat)
+    kind = Texts if chat is None else kind_of(chat)
     if chat is not None and chat.get("prompts"):
         raise DataError(
             f"{folder} holds prompts, of which nothing is counted, so there is nothing to learn; they are for what "

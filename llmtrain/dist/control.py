@@ -163,6 +163,13 @@ def from_all(ranks: Ranks, value: T) -> list[T]:
     return values
 
 
+def to_rank_0(ranks: Ranks, value: T) -> list[T]:
+    """Every rank's value, in order of rank, on rank 0; nothing on the others. All ranks must call it."""
+    values: list[Any] = [None] * ranks.world_size if ranks.rank == 0 else []
+    dist.gather_object(value, values or None, group=ranks.control, group_dst=0)
+    return values
+
+
 class AgreedError(UserError):
     """A user's mistake that one rank met and all ranks know of: only rank 0 needs to print it."""
 

@@ -1,7 +1,7 @@
 """The divergence of a head's next-token distribution from a teacher's, without the [tokens, vocabulary] logits.
 
 As in loss.py, tokens go through both heads in chunks, and a chunk's gradients are computed in the forward pass, while
-its logits exist. All sums over the vocabulary are in fp32.
+its logits exist. All sums over the vocabulary are in fp32. Of the teacher there are logits, or its k likeliest words.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.models.loss import IGNORE, HeadForm, Vocabulary, add_gradients, scaled_gradients
+from llmtrain.models.loss import IGNORE, HeadForm, Vocabulary, in_chunks, scaled_gradients
 
 FIGURES = 4
 """Of a distillation: loss, divergence, next-token loss, entropy of the teacher."""
@@ -24,6 +25,32 @@ of the next-token loss, which has one."""
 
 TeacherLogits = Callable[[slice], Tensor]
 """From some of a micro-batch's N tokens to the teacher's logits of them, fp32 [tokens, V], of the whole vocabulary."""
+
+NOTHING = -1e4
+"""In place of the logarithm of no mass: its exponential is 0 in fp32, and so is its product with that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopWords:
+    """A teacher's distribution at the loss's temperature as k + 1 events: its k likeliest words, and any other word.
+
+    A student's is read as the same events, so that D is of k + 1 numbers each: at most the D of whole distributions,
+    and equal to it for k = V, where no other word is left.
+    """
+
+    words: Tensor
+    """int64 [N, k], no word twice in a row of a counted token."""
+    logs: Tensor
+    """fp32 [N, k + 1]: log-probabilities of the words, and the logarithm of the mass of the others; NOTHING for none.
+    Anything finite where the token does not count."""
+
+    def of(self, rows: slice) -> TopWords:
+        """Some of the N tokens'."""
+        return TopWords(words=self.words[rows], logs=self.logs[rows])
+
+
+TeacherSays = Callable[[slice], Tensor | TopWords]
+"""As `TeacherLogits`; or their likeliest words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +68,11 @@ class Terms:
     alpha: float
 
 
+def few_of(chunk: int) -> int:
+    """Tokens of a chunk here, from the number that the next-token loss has."""
+    return max(1, chunk // _TABLES)
+
+
 def distilled_sums(
     hidden: Tensor,
     weight: Tensor,
@@ -50,15 +82,16 @@ def distilled_sums(
     chunk: int,
     form: HeadForm,
     vocabulary: Vocabulary | None = None,
-    teacher: TeacherLogits,
+    teacher: TeacherSays,
     terms: Terms,
 ) -> Tensor:
     """Sums over the counted tokens, nats, fp32 [4]: loss, D, next-token loss, the entropy of p.
 
-    A gradient goes through the first alone. Arguments as of `chunked_nll_sum` in loss.py.
+    A gradient goes through the first alone. Arguments as of `chunked_nll_sum` in loss.py. Of `TopWords`, D and the
+    entropy are those of the k + 1 events.
     """
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    about = (max(1, chunk // _TABLES), form, vocabulary, teacher, terms)
+    about = (few_of(chunk), form, vocabulary, teacher, terms)
     total, others = _Distilled.apply(flat_NH, weight, bias, labels.reshape(-1), about)
     return torch.cat([total.unsqueeze(0), others])
 
@@ -70,23 +103,16 @@ class _Distilled(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, about):
         chunk, form, vocabulary, teacher, terms = about
         wanted = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-        # In fp32 over the chunks: bf16 would lose the small chunks' share.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None
+
+        def of_chunk(student_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+            apart = partial(_apart, teacher, rows, terms, vocabulary, wants_gradient=any(wanted))
+            return _of_chunk(student_CV, labels[rows], form, vocabulary, terms, apart)
+
+        chunks, grads = in_chunks((hidden, weight, bias), chunk, wanted, of_chunk)
+        ctx.grads = (*grads, weight.dtype)
         sums = torch.zeros(FIGURES, dtype=torch.float32, device=hidden.device)
-        for low in range(0, hidden.shape[0], chunk):
-            rows = slice(low, low + chunk)
-            student_CV = F.linear(hidden[rows], weight, bias)
-            each_C4, grad_CV = _of_chunk(
-                student_CV, teacher(rows), labels[rows], form, vocabulary, terms, wants_gradient=any(wanted)
-            )
+        for each_C4 in chunks:
             sums += each_C4.sum(0)
-            if grad_CV is not None:
-                own_hidden = None if grad_hidden is None else grad_hidden[rows]
-                add_gradients(grad_CV, hidden[rows], weight, own_hidden, grad_weight, grad_bias)
-            del student_CV, grad_CV  # before there are the next chunk's logits
-        ctx.grads = (grad_hidden, grad_weight, grad_bias, weight.dtype)
         total, others = sums[0].clone(), sums[1:].clone()
         ctx.mark_non_differentiable(others)
         return total, others
@@ -96,34 +122,33 @@ class _Distilled(torch.autograd.Function):
         return (*scaled_gradients(ctx, grad_output), None, None)
 
 
+_Apart = tuple[Tensor, Tensor | None, Tensor]
+"""D [C, 1], its gradient to the student's logits / temperature [C, V], the teacher's entropy [C, 1]."""
+
+
 def _of_chunk(
     student_CV: Tensor,
-    teacher_CW: Tensor,
     labels_C: Tensor,
     form: HeadForm,
     vocabulary: Vocabulary | None,
     terms: Terms,
-    *,
-    wants_gradient: bool,
+    apart: Callable[[Tensor], _Apart],
 ) -> tuple[Tensor, Tensor | None]:
     """(the figures of each token [C, 4], the gradient of the student's logits [C, V] in fp32).
 
-    V is this rank's part of the W words.
+    V is this rank's part of the words. `apart`: from log q [C, V].
     """
-    log_p_CV = _log_softmax(teacher_CW, terms.temperature, None)
-    entropy_C1 = -(log_p_CV.exp() * log_p_CV).sum(1, keepdim=True)
-    first, count = (0, log_p_CV.shape[1]) if vocabulary is None else (vocabulary.first, vocabulary.count)
-    log_p_CV = log_p_CV[:, first : first + count]
     values_CV = form.apply(student_CV.float())
     slope_CV = None if form.softcap is None else 1.0 - (values_CV / form.softcap).square()
 
+    first, count = _part(vocabulary, values_CV)
     counted_C1, word_C1 = (labels_C != IGNORE).unsqueeze(1), labels_C.unsqueeze(1) - first
     mine_C1 = counted_C1 & (word_C1 >= 0) & (word_C1 < count)
     word_C1 = word_C1.masked_fill(~mine_C1, 0)
     exact_CV = _log_softmax(values_CV, 1.0, vocabulary)
     nll_C1 = _added_up(-exact_CV.gather(1, word_C1).masked_fill(~mine_C1, 0.0), vocabulary)
     log_q_CV = exact_CV if terms.temperature == 1.0 else _log_softmax(values_CV, terms.temperature, vocabulary)
-    divergence_C1, pull_CV = _divergence(log_p_CV, log_q_CV, terms.beta, vocabulary, wants_gradient=wants_gradient)
+    divergence_C1, pull_CV, entropy_C1 = apart(log_q_CV)
 
     soft = (1.0 - terms.alpha) * terms.temperature
     loss_C1 = soft * terms.temperature * divergence_C1 + terms.alpha * nll_C1
@@ -138,6 +163,75 @@ def _of_chunk(
         grad_CV.add_(hard_CV, alpha=terms.alpha)
     grad_CV.mul_(counted_C1.float() * form.scale)
     return each_C4, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
+
+
+def _apart(
+    teacher: TeacherSays,
+    rows: slice,
+    terms: Terms,
+    vocabulary: Vocabulary | None,
+    log_q_CV: Tensor,
+    *,
+    wants_gradient: bool,
+) -> _Apart:
+    said = teacher(rows)
+    if isinstance(said, TopWords):
+        return _apart_in_events(said.words, said.logs, terms.beta, vocabulary, log_q_CV, wants_gradient=wants_gradient)
+    log_p_CV = _log_softmax(said, terms.temperature, None)
+    entropy_C1 = -(log_p_CV.exp() * log_p_CV).sum(1, keepdim=True)
+    first, count = _part(vocabulary, log_p_CV)
+    log_p_CV = log_p_CV[:, first : first + count]
+    return *_divergence(log_p_CV, log_q_CV, terms.beta, vocabulary, wants_gradient=wants_gradient), entropy_C1
+
+
+def _apart_in_events(
+    words_Ck: Tensor,
+    log_p_CE: Tensor,
+    beta: float,
+    vocabulary: Vocabulary | None,
+    log_q_CV: Tensor,
+    *,
+    wants_gradient: bool,
+) -> _Apart:
+    """E = k + 1 events, the words of other ranks among them."""
+    first, count = _part(vocabulary, log_q_CV)
+    own_Ck = words_Ck - first
+    mine_Ck = (own_Ck >= 0) & (own_Ck < count)
+    # A word of another rank points behind this rank's: a column that is cut off again.
+    own_Ck = own_Ck.masked_fill(~mine_Ck, count)
+    wide_CX = F.pad(log_q_CV, (0, 1), value=0.0)
+    log_q_Ck = _added_up(wide_CX.gather(1, own_Ck), vocabulary)
+    others_CV = wide_CX.scatter(1, own_Ck, -math.inf)[:, :count]
+    log_rest_C1 = _log_of_sum(others_CV, vocabulary)
+    log_q_CE = torch.cat([log_q_Ck, log_rest_C1], dim=1)
+    divergence_C1, pull_CE = _divergence(log_p_CE, log_q_CE, beta, None, wants_gradient=wants_gradient)
+    entropy_C1 = -(log_p_CE.exp() * log_p_CE).sum(1, keepdim=True)
+    if pull_CE is None:
+        return divergence_C1, None, entropy_C1
+    # An event's pull is shared by its words as its probability is.
+    pull_CX = F.pad(others_CV.sub_(log_rest_C1).exp_().mul_(pull_CE[:, -1:]), (0, 1))
+    return divergence_C1, pull_CX.scatter_(1, own_Ck, pull_CE[:, :-1])[:, :count].contiguous(), entropy_C1
+
+
+def top_words(values_CV: Tensor, k: int, temperature: float) -> TopWords:
+    """From a teacher's logits over the whole vocabulary, fp32."""
+    log_p_CV = _log_softmax(values_CV, temperature, None)
+    logs_Ck, words_Ck = log_p_CV.topk(k, dim=1)
+    log_rest_C1 = _log_of_sum(log_p_CV.scatter(1, words_Ck, -math.inf), None)
+    return TopWords(words=words_Ck, logs=torch.cat([logs_Ck, log_rest_C1], dim=1))
+
+
+def _log_of_sum(logs_CV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+    """The logarithm of the summed exponentials [C, 1]; NOTHING, or hardly more, where they are all 0."""
+    most_C1 = logs_CV.amax(1, keepdim=True).clamp_(min=NOTHING)
+    if vocabulary is not None:
+        vocabulary.take_largest(most_C1)
+    return _added_up((logs_CV - most_C1).exp().sum(1, keepdim=True), vocabulary).log().add_(most_C1).clamp_(min=NOTHING)
+
+
+def _part(vocabulary: Vocabulary | None, values_CV: Tensor) -> tuple[int, int]:
+    """(first word, number of words) of this rank."""
+    return (0, values_CV.shape[1]) if vocabulary is None else (vocabulary.first, vocabulary.count)
 
 
 def _divergence(

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from llmtrain.models.score import gives_scores, score_layer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from llmtrain.models.distillation import TeacherLogits, Terms
+    from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 
 
 class Head:
@@ -76,18 +77,36 @@ class Head:
         scores: Tensor = F.linear(hidden.float(), self._layer.weight.float())
         return scores.squeeze(-1)
 
-    def distilled_sums(self, hidden: Tensor, labels: Tensor, teacher: TeacherLogits, terms: Terms) -> Tensor:
+    def distilled_sums(self, hidden: Tensor, labels: Tensor, teacher: TeacherSays, terms: Terms) -> Tensor:
         """Sums over the counted tokens, nats, fp32 [4]: loss, divergence from the teacher, next-token loss, the
         teacher's entropy. A gradient goes through the first. Not under sequence parallelism.
 
         Args:
             hidden, labels: as of `nll_sum`.
-            teacher: gives the logits of the same tokens.
+            teacher: gives the logits of the same tokens, or their likeliest words.
             terms: of the loss.
         """
         from llmtrain.models.distillation import distilled_sums
 
         return self._likelihoods(functools.partial(distilled_sums, teacher=teacher, terms=terms), hidden, labels)
+
+    def top_words(self, hidden: Tensor, k: int, temperature: float) -> TopWords:
+        """The k likeliest next words at each of N places, without a gradient; for a `Loss`, not under sequence
+        parallelism.
+
+        Args:
+            hidden: [N, H], chosen places of what the loss was given.
+        """
+        from llmtrain.models.distillation import TopWords, few_of, top_words
+
+        layer = self._layer
+        compute = F.linear if self._vocabulary is None else self._vocabulary.logits
+        found = []
+        with torch.no_grad():
+            for some in hidden.split(few_of(self._chunk)) if len(hidden) else [hidden]:
+                values = self.form.apply(compute(some, layer.weight, layer.bias).float())
+                found.append(top_words(values, k, temperature))
+        return TopWords(words=torch.cat([each.words for each in found]), logs=torch.cat([each.logs for each in found]))
 
     def values(self, hidden: Tensor) -> Tensor:
         """Logits as the loss sees them, fp32 [..., V], of [..., H]: of a model whose weights are whole here."""

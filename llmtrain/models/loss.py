@@ -185,7 +185,7 @@ def _elementwise(device: torch.device) -> _Elementwise:
     return _fused if device.type == "cuda" and compiler.trouble(device) is None else _in_place
 
 
-def add_gradients(
+def _add_gradients(
     grad_CV: Tensor,
     hidden_CH: Tensor,
     weight: Tensor,
@@ -261,16 +261,20 @@ _Wanted = tuple[bool, bool, bool]
 """Whether hidden state, weight and bias of the head want a gradient."""
 
 
-def _in_chunks(
-    leaves: tuple[Tensor, Tensor, Tensor | None],
-    labels: _Labels,
-    about: tuple[int, HeadForm, Vocabulary | None],
-    wanted: _Wanted,
+OfChunk = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
+"""From the logits of some tokens [C, V], in the head's dtype, which it may change, and which of the N they are: what
+is kept of each token, fp32 [C, K], and the gradient of the logits, None where none is wanted."""
+
+
+def in_chunks(
+    leaves: tuple[Tensor, Tensor, Tensor | None], chunk: int, wanted: _Wanted, of_chunk: OfChunk
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """(losses of each chunk's tokens [C, 1], gradients of the leaves: hidden [N, H], weight [V, H], bias [V])."""
-    (hidden, weight, bias), (chunk, form, vocabulary) = leaves, about
-    elementwise = _elementwise(hidden.device)
-    losses: list[Tensor] = []
+    """(what is kept of each chunk's tokens, gradients of the leaves: hidden [N, H], weight [V, H], bias [V]).
+
+    `chunk`: tokens whose logits exist at one time.
+    """
+    hidden, weight, bias = leaves
+    kept: list[Tensor] = []
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     # Gradients of the head are summed over chunks in fp32: bf16 would lose the small chunks' share.
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
@@ -279,15 +283,29 @@ def _in_chunks(
         rows = slice(low, low + chunk)
         hidden_CH = hidden[rows]
         # The logits are an argument and nothing else: widened, they give their memory back at once.
-        loss_C1, grad_CV = elementwise(
-            F.linear(hidden_CH, weight, bias), labels.rows(rows), form, vocabulary, any(wanted)
-        )
-        losses.append(loss_C1)
+        each_CK, grad_CV = of_chunk(F.linear(hidden_CH, weight, bias), rows)
+        kept.append(each_CK)
         if grad_CV is not None:
             own_hidden = None if grad_hidden is None else grad_hidden[rows]
-            add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
+            _add_gradients(grad_CV, hidden_CH, weight, own_hidden, grad_weight, grad_bias)
         del grad_CV  # before there are the next chunk's logits
-    return losses, (grad_hidden, grad_weight, grad_bias)
+    return kept, (grad_hidden, grad_weight, grad_bias)
+
+
+def _token_losses(
+    leaves: tuple[Tensor, Tensor, Tensor | None],
+    labels: _Labels,
+    about: tuple[int, HeadForm, Vocabulary | None],
+    wanted: _Wanted,
+) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """(losses of each chunk's tokens [C, 1], gradients of the leaves)."""
+    chunk, form, vocabulary = about
+    elementwise = _elementwise(leaves[0].device)
+
+    def of_chunk(logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        return elementwise(logits_CV, labels.rows(rows), form, vocabulary, any(wanted))
+
+    return in_chunks(leaves, chunk, wanted, of_chunk)
 
 
 class _ChunkedNLL(torch.autograd.Function):
@@ -299,7 +317,7 @@ class _ChunkedNLL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, chunk, form, vocabulary):
         every, wanted = _Labels.of(labels, vocabulary), ctx.needs_input_grad[:3]
-        losses, grads = _in_chunks((hidden, weight, bias), every, (chunk, form, vocabulary), wanted)
+        losses, grads = _token_losses((hidden, weight, bias), every, (chunk, form, vocabulary), wanted)
         ctx.grads = (*grads, weight.dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
         for loss_C1 in losses:
@@ -321,7 +339,7 @@ class _TokenNLL(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, chunk, form, vocabulary):
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.about = about = (chunk, form, vocabulary)
-        losses, _ = _in_chunks((hidden, weight, bias), _Labels.of(labels, vocabulary), about, (False, False, False))
+        losses, _ = _token_losses((hidden, weight, bias), _Labels.of(labels, vocabulary), about, (False, False, False))
         return torch.cat([hidden.new_empty(0, 1, dtype=torch.float32), *losses]).squeeze(1)
 
     @staticmethod
@@ -330,7 +348,7 @@ class _TokenNLL(torch.autograd.Function):
         every = _Labels.of(labels, ctx.about[2])
         factors = grad_output.unsqueeze(1).masked_fill(~every.counts, 0.0)
         every = _Labels(counts=factors, word=every.word, mine=every.mine)
-        _, grads = _in_chunks(tuple(leaves), every, ctx.about, ctx.needs_input_grad[:3])
+        _, grads = _token_losses(tuple(leaves), every, ctx.about, ctx.needs_input_grad[:3])
         return (*(None if grad is None else grad.to(leaves[1].dtype) for grad in grads), None, None, None, None)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.problems import Places, stop
-from llmtrain.config.run import ModelConfig
+from llmtrain.config.run import ModelConfig, ObjectiveConfig
 from llmtrain.errors import ConfigError
 from llmtrain.models.build import DTYPES, construct, restore_buffers
 from llmtrain.models.distillation import TeacherLogits
@@ -50,21 +50,21 @@ class Teacher:
         return of_some
 
 
-def teacher_spec(folder: str, student: ModelConfig) -> ModelSpec:
-    """Of the teacher, which computes attention as the student does. Raises ModelError."""
-    return ModelSpec.of(ModelConfig(pretrained=folder, attention=student.attention,
-                                    loss_chunk_tokens=student.loss_chunk_tokens))  # fmt: skip
+def teacher_model(objective: ObjectiveConfig, student: ModelConfig) -> ModelConfig:
+    """Of the teacher, which computes attention as the student does."""
+    return ModelConfig(pretrained=objective.teacher, revision=objective.teacher_revision, attention=student.attention,
+                       loss_chunk_tokens=student.loss_chunk_tokens)  # fmt: skip
 
 
 @torch.no_grad()
-def load_teacher(folder: str, student: ModelConfig, precision: str, device: torch.device) -> Teacher:
+def load_teacher(model: ModelConfig, precision: str, device: torch.device) -> Teacher:
     """A teacher with its weights in the run's precision. Raises ModelError: the folder is not whole."""
-    spec = teacher_spec(folder, student)
+    spec = ModelSpec.of(model)
     with device:
         hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[precision])
     restore_buffers(hf, spec.skeleton, device)
     hf.config.use_cache = False
-    source = SafetensorsSource(folder, spec.layout, asked_by=KEY)
+    source = _source(spec)
     refuse_other_shapes(source, tensor_shapes(hf))
     tensors = dict(named_tensors(hf))
     for name in source.order():
@@ -73,9 +73,14 @@ def load_teacher(folder: str, student: ModelConfig, precision: str, device: torc
     return Teacher(LanguageModel(hf, spec.model.loss_chunk_tokens))
 
 
-def teacher_checksums(folder: str, student: ModelConfig, index: int, of: int) -> dict[str, int]:
+def _source(spec: ModelSpec) -> SafetensorsSource:
+    assert spec.model.folder is not None
+    return SafetensorsSource(spec.model.folder, spec.layout, asked_by=KEY)
+
+
+def teacher_checksums(model: ModelConfig, index: int, of: int) -> dict[str, int]:
     """Of one part in `of` of the teacher's tensors, as its files have them, by name. Raises ModelError."""
-    source = SafetensorsSource(folder, teacher_spec(folder, student).layout, asked_by=KEY)
+    source = _source(ModelSpec.of(model))
     found = {}
     for name in sorted(source.order())[index::of]:
         heart.beat()
@@ -84,18 +89,19 @@ def teacher_checksums(folder: str, student: ModelConfig, index: int, of: int) ->
     return found
 
 
-def check_teacher(folder: str, student: ModelSpec, tokenizer_dir: Path, places: Places) -> None:
+def check_teacher(model: ModelConfig, student: ModelSpec, tokenizer_dir: Path, places: Places) -> None:
     """The teacher is whole, and gives logits of the words that the data and the student mean.
 
     `tokenizer_dir`: of the data. Raises ConfigError or ModelError.
     """
-    spec, place = teacher_spec(folder, student.model), places.get(KEY)
+    spec, place, folder = ModelSpec.of(model), places.get(KEY), str(model.pretrained)
     own, theirs = student.facts.vocab_size, spec.facts.vocab_size
     if own != theirs:
         raise stop(KEY, folder, f"gives logits of {theirs:,} words, and the student of {own:,}: they are compared word "
                    "by word", "choose a teacher and a student of the same vocabulary", place)  # fmt: skip
-    refuse_other_shapes(SafetensorsSource(folder, spec.layout, asked_by=KEY), tensor_shapes(spec.skeleton))
-    file = Path(folder) / "tokenizer.json"
+    refuse_other_shapes(_source(spec), tensor_shapes(spec.skeleton))
+    assert model.folder is not None
+    file = model.folder / "tokenizer.json"
     if not file.is_file():
         raise stop(KEY, folder, "has no tokenizer.json, so nothing proves that its words are those of the data",
                    f"put the one that it was trained with into the folder, and prepare the data with it (the data's "

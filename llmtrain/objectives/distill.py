@@ -6,8 +6,8 @@ from torch import Tensor
 
 from llmtrain.config.objective import options
 from llmtrain.config.run import ObjectiveConfig
-from llmtrain.data.loader import MicroBatch
-from llmtrain.models.distillation import Terms
+from llmtrain.data.loader import MicroBatch, TaughtBatch
+from llmtrain.models.distillation import TeacherSays, Terms, TopWords, top_words
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.teacher import Teacher
@@ -24,8 +24,8 @@ class Distill:
     )
 
     def __init__(self, config: ObjectiveConfig, teacher: Teacher | None) -> None:
-        """`teacher`: None on a rank that computes no loss."""
-        self._terms, self._teacher = Terms(**options(config)), teacher
+        """`teacher`: None on a rank that computes no loss, and where the data has a teacher's column."""
+        self._terms, self._teacher, self._top_k = Terms(**options(config)), teacher, config.top_k
 
     def weight(self, micro: MicroBatch) -> int:
         """Labels that count."""
@@ -33,6 +33,36 @@ class Distill:
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[4]."""
+        return head.distilled_sums(hidden, micro.labels, self._says(micro), self._terms)
+
+    def _says(self, micro: MicroBatch) -> TeacherSays:
+        if isinstance(micro, TaughtBatch):
+            return TopWords(words=micro.words.flatten(0, 1), logs=micro.logs.flatten(0, 1)).of
         assert self._teacher is not None
-        teacher = self._teacher.logits(micro.inputs, micro.positions)
-        return head.distilled_sums(hidden, micro.labels, teacher, self._terms)
+        logits, k = self._teacher.logits(micro.inputs, micro.positions), self._top_k
+        if k is None:
+            return logits
+        return lambda rows: top_words(logits(rows), k, self._terms.temperature)  # what a column would say
+
+
+class Likeliest:
+    """An objective that keeps a model's likeliest words in place of each label, micro-batch by micro-batch."""
+
+    figures: tuple[str, ...] = ("loss",)
+
+    def __init__(self, top_k: int, temperature: float) -> None:
+        self._top_k, self._temperature = top_k, temperature
+        self.found: list[tuple[list[int], Tensor, Tensor]] = []
+        """(samples of a micro-batch, words int64 [n, k], logs fp32 [n, k + 1]: see `TopWords`) of its n counted labels,
+        on the host; in a pipeline on the last stage only."""
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Labels that count."""
+        return int((micro.labels != IGNORE).sum())
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[1]: the mass that the words leave to all others."""
+        counted = (micro.labels != IGNORE).flatten()
+        likeliest = head.top_words(hidden.flatten(0, 1)[counted], self._top_k, self._temperature)
+        self.found.append((micro.sample_indices, likeliest.words.cpu(), likeliest.logs.cpu()))
+        return likeliest.logs[:, -1].exp().sum().unsqueeze(0)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from llmtrain.config.objective import SCORED, UNPAIRED, options
 from llmtrain.config.run import ObjectiveConfig, RunConfig
-from llmtrain.data.packing import IGNORED, TrainData, Window
+from llmtrain.data.packing import TrainData
+from llmtrain.data.windows import IGNORED, Window
 from llmtrain.parity.adapter import LowRank
 from llmtrain.parity.tokens import SEED
 

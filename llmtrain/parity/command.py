@@ -18,7 +18,7 @@ import torch
 from llmtrain import completion
 from llmtrain.base import fetched
 from llmtrain.config.load import parse
-from llmtrain.config.objective import SCORED
+from llmtrain.config.objective import DISTILL, SCORED
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import UserError
@@ -70,7 +70,7 @@ def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool
     """The outcome of each world size."""
     from llmtrain.models.run.check import check_model
     from llmtrain.parity.small import attention_here, patterns_here, small_model, targets_here
-    from llmtrain.parity.teacher import small_teacher
+    from llmtrain.parity.teacher import with_small_teacher
 
     fields, shrunk_by = small_model(user.run.model, user.degrees, scores=user.run.objective.name in SCORED)
     attention = attention_here(fields, user.run.model.attention, cpu=cpu)
@@ -79,8 +79,8 @@ def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool
     user = replace(user, run=replace(user.run, model=model, adapter=adapter))
     print(f"{args.run} with {user.run.deepspeed}: {_words(fields)}, {args.steps} steps", flush=True)
     with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as made:
-        if (teacher := user.run.objective.teacher) is not None:
-            objective = replace(user.run.objective, teacher=small_teacher(teacher, fields, Path(made) / "teacher"))
+        if user.run.objective.name == DISTILL:
+            objective = with_small_teacher(user.run, fields, Path(made) / "teacher")
             user = replace(user, run=replace(user.run, objective=objective))
         every = {}  # before any rank starts: a world size that is refused would hide that another one has failed
         for ranks in worlds:

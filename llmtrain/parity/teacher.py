@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from llmtrain.config.objective import options
 from llmtrain.config.problems import stop
-from llmtrain.config.run import ModelConfig, ObjectiveConfig
+from llmtrain.config.run import ModelConfig, ObjectiveConfig, RunConfig
 from llmtrain.models.build import load_config
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.teacher import KEY
+from llmtrain.models.teacher import KEY, teacher_model
 from llmtrain.parity.small import small_model
 from llmtrain.parity.start import LoudSource
 from llmtrain.topology import Degrees
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
 
 _SEED = 7_919
 """Not the student's: a teacher that is its student teaches nothing."""
+
+
+def with_small_teacher(run: RunConfig, student: dict[str, Any], where: Path) -> ObjectiveConfig:
+    """The run's objective with a small copy of its teacher, whose words are computed at each step and not read from a
+    column: see `small_teacher`. Raises ConfigError or ModelError."""
+    folder, objective = teacher_model(run.objective, run.model).folder, run.objective
+    if folder is None:
+        raise stop(KEY, None, "the comparison makes a small copy of the teacher", "name it, beside objective.top_k")
+    if objective.top_k is not None:
+        words = load_config(ModelConfig(config=student)).get_text_config().vocab_size
+        objective = replace(objective, top_k=min(objective.top_k, words // 2))  # else no word is left out
+    return replace(objective, teacher=small_teacher(str(folder), student, where), teacher_revision=None)
 
 
 def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
@@ -64,7 +77,7 @@ class PlainTeacher:
             str(config.teacher), attn_implementation=attention, dtype=dtype
         )
         self._model: Any = model.to(device).eval()  # type: ignore[arg-type]
-        self._options = options(config)
+        self._options, self._top_k = options(config), config.top_k
 
     @classmethod
     def of(
@@ -81,6 +94,13 @@ class PlainTeacher:
         counted = labels >= 0
         own, theirs, words = logits[counted], theirs[counted], labels[counted]
         log_p, log_q = F.log_softmax(theirs / t, -1), F.log_softmax(own / t, -1)
+        if self._top_k is not None:  # its likeliest words, and any other as one
+            likeliest = log_p.topk(self._top_k).indices
+            left = torch.ones_like(log_p).scatter(-1, likeliest, 0.0).bool()
+            log_p, log_q = (
+                torch.cat([each.gather(-1, likeliest), each[left].view(len(each), -1).logsumexp(-1, keepdim=True)], -1)
+                for each in (log_p, log_q)
+            )
         if beta in (0.0, 1.0):
             one, other = (log_p, log_q) if beta == 0.0 else (log_q, log_p)
             apart = (one.exp() * (one - other)).sum()

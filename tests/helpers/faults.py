@@ -137,7 +137,7 @@ def _instead(function: Any, faulty: Any) -> Iterator[None]:
 
 def late_labels() -> Context:
     """The label of a place is the token after the next one."""
-    from llmtrain.data.packing import labels_of
+    from llmtrain.data.windows import labels_of
 
     def late(tokens: Any, separator_id: int, mask_document_starts: bool) -> Any:
         inputs, _ = right(tokens, separator_id, mask_document_starts)  # type: ignore[name-defined]  # noqa: F821

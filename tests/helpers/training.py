@@ -212,11 +212,13 @@ def uneven(batch: StepBatch) -> StepBatch:
     return replace(batch, micro_batches=micros)
 
 
-def batches(case: Case, ranks: tuple[int, int], accumulation: int, start: int = 0) -> Iterator[StepBatch]:
-    """Batches of (rank, ranks)."""
+def batches(
+    case: Case, ranks: tuple[int, int], accumulation: int, start: int = 0, data: TrainData | None = None
+) -> Iterator[StepBatch]:
+    """Batches of (rank, ranks). `data`: in place of the case's."""
     rank, world = ranks
     with TrainLoader(
-        TrainData(case_data(case)),
+        data or TrainData(case_data(case)),
         global_batch=GLOBAL_BATCH,
         micro_batch=GLOBAL_BATCH // world // accumulation,
         accumulation=accumulation,
@@ -274,12 +276,13 @@ def train_steps(
     last: int,
     before_update: Callable[[], None] = lambda: None,
     objective: Objective = NEXT_TOKEN,
+    data: TrainData | None = None,
 ) -> Trace:
-    """Steps [first, last) with the engine."""
+    """Steps [first, last) with the engine. `data`: in place of the case's."""
     trace = Trace([], [])
     resolved = resolved_run(case, ranks.world_size)
     place = resolved.degrees.place(ranks.rank)
-    source = batches(case, (place.data, resolved.degrees.data), case.accumulation, first)
+    source = batches(case, (place.data, resolved.degrees.data), case.accumulation, first, data)
     rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=resolved.max_steps)
     seed = resolved.run.train.seed
     session = Session(engine, ranks, resolved.degrees, rate, seed=seed, objective=objective, step=first)

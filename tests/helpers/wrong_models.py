@@ -23,6 +23,11 @@ def _weightless(folder: Path) -> None:
     (folder / "model/config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 512, "n_layer": 1}))
 
 
+def _adapter_alone(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model/adapter_config.json").write_text("{}")
+
+
 def _model(**fields: Any) -> dict[str, Any]:
     return {"model": {"config": fields}}
 
@@ -160,6 +165,12 @@ MODEL_CASES = [
         ("model.pretrained", "no model.safetensors"),
         {"model": {"config": ..., "pretrained": "model"}},
         before=_weightless,
+    ),
+    Wrong(
+        "folder of an adapter",
+        ('model.pretrained = "model"', "of an adapter, without its model", "to-hf RUN OUT --merge", "adapter.start"),
+        {"model": {"config": ..., "pretrained": "model"}},
+        before=_adapter_alone,
     ),
     # what trains
     Wrong(

@@ -6,6 +6,8 @@ Both sides are fp32: 1e-5 is a few roundings of a loss near 1 after twenty steps
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.config.run import ObjectiveConfig
+from tests.helpers.answers import spoil
 from tests.helpers.marks import slow_but
 from tests.helpers.training import (
     LLAMA,
@@ -70,10 +73,16 @@ class Both:
         return self.student(**given)
 
 
-def definition(both: Both, logits: Tensor, labels: Tensor, *, beta: float, temperature: float, alpha: float) -> Tensor:
-    """(1 - alpha) T^2 JSD + alpha NLL, per counted token."""
+def definition(
+    both: Both, logits: Tensor, labels: Tensor, *, beta: float, temperature: float, alpha: float, k: int | None = None
+) -> Tensor:
+    """(1 - alpha) T^2 JSD + alpha NLL, per counted token; with `k`, of the k likeliest words and all others as one."""
     counted = labels != -100
     p, q = ((each[counted] / temperature).softmax(-1) for each in (both.theirs, logits))
+    if k is not None:
+        order = p.argsort(-1, descending=True)
+        p, q = (torch.cat([each[:, :k], each[:, k:].sum(-1, keepdim=True)], -1) for each in
+                (p.gather(-1, order), q.gather(-1, order)))  # fmt: skip
     m = beta * p + (1 - beta) * q
     parts = beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()
     nll = F.cross_entropy(logits[counted], labels[counted])
@@ -81,10 +90,10 @@ def definition(both: Both, logits: Tensor, labels: Tensor, *, beta: float, tempe
 
 
 @functools.cache
-def plainly(data: str, folder: str) -> Trace:
+def plainly(data: str, folder: str, k: int | None = None) -> Trace:
     case = case_of(data)
     both = Both(case, folder)
-    return plain_pytorch(case, lambda logits, labels: definition(both, logits, labels, **TERMS), both)
+    return plain_pytorch(case, lambda logits, labels: definition(both, logits, labels, **TERMS, k=k), both)
 
 
 def objective_on(case: Case, folder: str, terms: dict[str, float]) -> Any:
@@ -158,9 +167,7 @@ def resumed(case: Case, folder: str, terms: dict[str, float], where: str) -> tup
     whole.parameters = assembled(engine, ranks)
     engine.close()
     engine, ranks = make_engine(case)
-    with torch.no_grad():
-        for parameter in engine.module.parameters():
-            parameter.data.add_(1.0)
+    spoil(engine)
     load_checkpoint(engine, CheckpointReader(path), {}, ranks)
     again = train_steps(case, engine, ranks, 2, 4, objective=objective_on(case, folder, terms))
     again.parameters = assembled(engine, ranks)
@@ -173,3 +180,56 @@ def test_a_distillation_resumes_bit_for_bit(pools, small_data, teacher, tmp_path
     for want, got in pools(2).run(resumed, case, teacher, TERMS, str(tmp_path)):
         assert got.losses == want.losses
         assert all(torch.equal(got.parameters[name], value) for name, value in want.parameters.items())
+
+
+def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> tuple[Trace, str | None]:
+    """As `distilled`, from a column that the teacher wrote in another form; and of which weights it is."""
+    import torch.distributed as dist
+
+    from llmtrain.data.packing import TrainData
+    from llmtrain.models.spec import ModelSpec
+    from llmtrain.models.teacher import teacher_model
+    from llmtrain.objectives.named import objective_of
+    from llmtrain.reference import of_teacher, write_teacher
+    from llmtrain.start import taught_by
+    from tests.helpers.training import case_data, joined
+
+    ranks = joined()
+    config = ObjectiveConfig(name="distill", teacher=folder, top_k=top_k, **TERMS)  # type: ignore[arg-type]
+    resolved = resolved_run(writes, ranks.world_size)
+    asked = replace(resolved.run, objective=config, data=case_data(writes))
+    of = of_teacher(resolved, teacher_model(config, asked.model))
+    write_teacher(of, ModelSpec.of(of.run.model), ranks, asked)
+    dist.barrier(group=ranks.control)
+    data = TrainData(case_data(learns))
+    weights = data.take_teacher(data.teacher_columns(config, 512, "fp32"))
+    engine, ranks = make_engine(learns)
+    trace = train_steps(learns, engine, ranks, 0, learns.steps, objective=objective_of(config), data=data)
+    trace.parameters = assembled(engine, ranks)
+    engine.close()
+    return trace, taught_by(asked, weights, ranks)
+
+
+@pytest.mark.parametrize(
+    ("writes", "learns", "k"),
+    [
+        ({"stage": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3}, 16),
+        pytest.param({"stage": 1, "pipeline": 2}, {"stage": 2}, 16, marks=pytest.mark.slow),
+        pytest.param({"stage": 1, "tensor": 2}, {"stage": 1, "tensor": 2}, 16, marks=pytest.mark.slow),
+        pytest.param({"stage": 0}, {"stage": 0}, 512, marks=pytest.mark.slow),
+    ],
+)
+def test_a_column_is_written_and_read_under_any_form(pools, small_data, teacher, tmp_path, writes, learns, k):
+    """The loss is the definition's of k + 1 events; with all 512 words it is the online teacher's within 1e-6."""
+    folder = str(shutil.copytree(small_data, tmp_path / "data"))
+    want = plainly(small_data, teacher, k if k < 512 else None)
+    assert k == 512 or abs(want.losses[0] - plainly(small_data, teacher).losses[0]) > 1e-3
+    arguments = (case_of(folder, **writes), case_of(folder, **learns), teacher, k)
+    tolerance = 2e-5 if "tensor" in learns else 1e-5
+    for got, weights in pools(2).run(learnt_from_column, *arguments):
+        assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < tolerance
+        assert largest_difference(got.parameters, want.parameters) < 5 * tolerance
+        assert weights == json.loads((Path(folder) / "teacher.json").read_text())["weights"]
+    if k == 512:
+        online = pools(2).run(distilled, case_of(small_data, **learns), teacher, TERMS)[0][0]
+        assert max(abs(a - b) for a, b in zip(got.losses, online.losses, strict=True)) < 1e-6

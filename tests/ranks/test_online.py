@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import pytest
 
 from llmtrain.config.run import ObjectiveConfig
-from llmtrain.data.loader import TrainLoader, validation_batches
+from llmtrain.data.loader import validation_batches
 from llmtrain.data.packing import TrainData
 from llmtrain.models.spec import ModelSpec
-from llmtrain.schedule import learning_rate_factor
+from tests.helpers.answers import Figures, answers_case, as_in_a_trace, session_figures
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
 from tests.helpers.training import (
-    LLAMA,
     Case,
     Trace,
     assembled,
@@ -27,17 +25,15 @@ from tests.helpers.training import (
 )
 
 ADAPTER = {"r": 4, "alpha": 8.0, "targets": ["all-linear"]}
-STEPS = 4
 
 
-def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, list[dict[str, float]]]:
+def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
     """As a run does it, with its column where it has one; the last figures are of a validation."""
     import torch.distributed as dist
 
     from llmtrain.objectives.named import objective_of, with_reference
     from llmtrain.objectives.objective import LooksAhead
     from llmtrain.reference import write_columns
-    from llmtrain.session import Session
     from tests.helpers.training import joined
 
     ranks = joined()
@@ -48,17 +44,13 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, list[dict[str, 
         data.take_reference(resolved.precision)
     engine, ranks = make_engine(case)
     batch, rank = resolved.batch, engine.mesh.place.data
-    rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=STEPS)
     objective = with_reference(objective_of(config), config, engine.module)
-    session = Session(engine, ranks, resolved.degrees, rate, seed=0, objective=objective)
-    shares = {"global_batch": batch.global_batch, "micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
-    with TrainLoader(data, **shares, rank=rank, data_parallel=batch.data_parallel) as loader:
-        figures = [session.figures(session.step(next(loader))) for _ in range(STEPS)]
+    figures = session_figures(case, engine, ranks, objective, data)
     last = list(validation_batches(data, sequences=3, micro_batch=2, rank=rank, data_parallel=batch.data_parallel))
     if isinstance(objective, LooksAhead):
         objective.look(last, engine.evaluate)
     figures.append(engine.evaluate(last, objective)[0])
-    trace = Trace([each["loss"] for each in figures], [], assembled(engine, ranks))
+    trace = as_in_a_trace(figures, assembled(engine, ranks))
     engine.close()
     return trace, figures
 
@@ -80,9 +72,7 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, list[dict[str, 
 def test_the_base_of_an_adapter_is_the_reference(pools: Any, tmp_path: Any, name: str, form: dict[str, Any]) -> None:
     """The first ratio is exactly 0; all that follows is that of the column, within 1e-6."""
     folder = prepared_unpaired(tmp_path) if name == "kto" else prepared_preferences(tmp_path)
-    model = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    case = Case(data=folder, length=192, isolate_documents=True, steps=STEPS, model=model, adapter=ADAPTER,
-                lr=5e-3, **form)  # fmt: skip
+    case = answers_case(folder, adapter=ADAPTER, lr=5e-3, **form)
     column = ObjectiveConfig(name=name)  # type: ignore[arg-type]
     want, _ = pools(2).run(trained, case, column)[0]
     for got, figures in pools(2).run(trained, case, replace(column, reference="online")):

@@ -8,39 +8,31 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from llmtrain.config.run import ModelConfig, ObjectiveConfig, ScheduleConfig
-from llmtrain.data.loader import TrainLoader
+from llmtrain.config.run import ModelConfig, ObjectiveConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.packing import TrainData
 from llmtrain.data.reference import write_reference
 from llmtrain.data.shards import PreparedSet
 from llmtrain.models.spec import ModelSpec
-from llmtrain.schedule import learning_rate_factor
 from tests.helpers.adapters import plain_adapted
+from tests.helpers.answers import Figures, answers_case, plain_steps, trained_answers
 from tests.helpers.families import FAMILIES
 from tests.helpers.preference import Plain, kto, prepared_preferences, prepared_unpaired
 from tests.helpers.training import (
-    GLOBAL_BATCH,
     LLAMA,
     Case,
     Trace,
-    assembled,
     case_data,
     largest_difference,
-    make_engine,
     plain_model,
     resolved_run,
-    save_checkpoint,
 )
-
-LENGTH, STEPS = 192, 4
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +41,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def case_of(pairs: str, **form: Any) -> Case:
-    form = {"lr": 3e-4, "model": {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}, **form}
-    return Case(data=pairs, length=LENGTH, isolate_documents=True, steps=STEPS, **form)
+    return answers_case(pairs, **{"lr": 3e-4, **form})
 
 
 def plainly(case: Case, name: str, **options: float) -> Trace:
@@ -64,7 +55,7 @@ def plainly(case: Case, name: str, **options: float) -> Trace:
     with torch.no_grad():
         for parameter, value in () if case.adapter else hf.named_parameters():
             value.copy_(source.read(parameter, 0, value.numel()).view_as(value))
-    plain, data = Plain(hf, case.data), TrainData(case_data(case))
+    plain = Plain(hf, case.data)
     judged = name == "kto"
     count = len(plain.rows)
     if judged:
@@ -72,61 +63,33 @@ def plainly(case: Case, name: str, **options: float) -> Trace:
         desired = torch.from_numpy(PreparedSet(case.data).split("train").judged()["desirable"].astype(bool))
     with torch.no_grad():
         reference = dict(enumerate(plain.answers(list(range(len(plain.rows))))[0].tolist()))
-    trains = [p for p in hf.parameters() if p.requires_grad]
-    matrices, vectors = ([p for p in trains if (p.dim() >= 2) is two] for two in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=(0.9, 0.95), eps=1e-8)
-    schedule, trace = ScheduleConfig(name="cosine", warmup_steps=min(3, STEPS - 1)), Trace([], [])
-    for step in range(STEPS):
-        windows = [data.window_at(step * GLOBAL_BATCH + at) for at in range(GLOBAL_BATCH)]
-        rows = [int(row) for window in windows if window.rows is not None for row in window.rows]
-        if judged:
-            r = torch.tensor([reference[row] for row in rows])
-            others = [count + row for row in rows]
-            with torch.no_grad():
-                ratios = plain.answers(others)[0] - torch.tensor([reference[row] for row in others])
-            loss = kto(plain.answers(rows)[0], r, desired[rows], ratios)
-        else:
-            loss = plain.loss(name, rows, reference, **options)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(hf.parameters(), case.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = case.lr * learning_rate_factor(schedule, step, STEPS)
-        optimizer.step()
-        trace.losses.append(loss.item())
-    trace.parameters = {name: p.detach().clone() for name, p in hf.named_parameters()}
-    return trace
+
+    def loss(rows: list[int]) -> torch.Tensor:
+        if not judged:
+            return plain.loss(name, rows, reference, **options)
+        others = [count + row for row in rows]
+        with torch.no_grad():
+            ratios = plain.answers(others)[0] - torch.tensor([reference[row] for row in others])
+        return kto(plain.answers(rows)[0], torch.tensor([reference[row] for row in rows]), desired[rows], ratios)
+
+    losses = plain_steps(case, hf, loss)
+    return Trace(losses, [], {name: p.detach().clone() for name, p in hf.named_parameters()})
 
 
-def trained(case: Case, config: ObjectiveConfig, column: bool) -> tuple[Trace, list[dict[str, float]]]:
+def trained(case: Case, config: ObjectiveConfig, column: bool) -> tuple[Trace, Figures]:
     """As a run does it: the reference's column under this form, then steps."""
     import torch.distributed as dist
 
-    from llmtrain.objectives.named import objective_of
     from llmtrain.reference import write_columns
-    from llmtrain.session import Session
     from tests.helpers.training import joined
 
     ranks = joined()
-    resolved = resolved_run(case, ranks.world_size)
+    resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
     if column:
         write_columns(resolved, ModelSpec.of(resolved.run.model, resolved.run.adapter), ranks)
         dist.barrier(group=ranks.control)
-    engine, ranks = make_engine(case)
-    data, batch = TrainData(case_data(case)), resolved.batch
     data.take_reference("fp32")
-    rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=STEPS)
-    session = Session(engine, ranks, resolved.degrees, rate, seed=0, objective=objective_of(config))
-    figures = []
-    with TrainLoader(data, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
-                     accumulation=batch.accumulation, rank=engine.mesh.place.data,
-                     data_parallel=batch.data_parallel) as loader:  # fmt: skip
-        for _ in range(STEPS):
-            figures.append(session.figures(session.step(next(loader))))
-    trace = Trace([each["loss"] for each in figures], [], assembled(engine, ranks))
-    engine.close()
-    return trace, figures
+    return trained_answers(case, config, data)
 
 
 FORMS: list[dict[str, Any]] = [
@@ -243,40 +206,12 @@ def test_kto_is_its_definition_under_every_form(pools, judged):
 
 
 def resumed_dpo(case: Case, folder: str) -> tuple[Trace, Trace]:
-    """(steps 2 and 3 of a whole run, the same from its checkpoint in an engine with other weights)"""
-    from llmtrain.checkpoint.load import load_checkpoint
-    from llmtrain.checkpoint.reader import CheckpointReader
-    from llmtrain.objectives.named import objective_of
-    from llmtrain.session import Session
-
-    traces: list[Trace] = []
-    path = Path(folder)
-    for again in (False, True):
-        engine, ranks = make_engine(case)
-        resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
-        data.take_reference(resolved.precision)
-        batch = resolved.batch
-        rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=STEPS)
-        if again:
-            with torch.no_grad():
-                for parameter in engine.module.parameters():
-                    parameter.data.add_(1.0)
-            load_checkpoint(engine, CheckpointReader(path), {}, ranks)
-        first = 2 if again else 0
-        session = Session(engine, ranks, resolved.degrees, rate, seed=0, step=first,
-                          objective=objective_of(ObjectiveConfig(name="dpo")))  # fmt: skip
-        losses = []
-        with TrainLoader(data, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
-                         accumulation=batch.accumulation, rank=engine.mesh.place.data,
-                         data_parallel=batch.data_parallel, start_index=first * GLOBAL_BATCH) as loader:  # fmt: skip
-            for step in range(first, STEPS):
-                if step == 2 and not again:
-                    state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale()}
-                    path = save_checkpoint(engine, Path(folder), 2, state, resolved, ranks)
-                losses.append(session.figures(session.step(next(loader)))["loss"])
-        traces.append(Trace(losses[-2:], [], assembled(engine, ranks)))
-        engine.close()
-    return traces[0], traces[1]
+    """(a whole run, steps 2 and 3 from its checkpoint in an engine with other weights)"""
+    data = TrainData(case_data(case))
+    data.take_reference(case.precision)
+    whole, again = (trained_answers(case, ObjectiveConfig(name="dpo"), data, folder, resumes=resumes)[0]
+                    for resumes in (False, True))  # fmt: skip
+    return whole, again
 
 
 @pytest.mark.parametrize("form", [FORMS[3], {"stage": 1, "pipeline": 2, "accumulation": 3, "precision": "bf16"}],
@@ -286,5 +221,5 @@ def test_a_dpo_run_resumes_bit_for_bit(pools, pairs, tmp_path, form):
     columns = {split: np.full(prepared.manifest.documents[split], -9.0, np.float32) for split in SPLITS}
     write_reference(prepared, "w", form.get("precision", "fp32"), columns)  # type: ignore[arg-type]
     for want, got in pools(2).run(resumed_dpo, case_of(pairs, **form), str(tmp_path)):
-        assert got.losses == want.losses
+        assert got.losses == want.losses[2:]
         assert all(torch.equal(got.parameters[name], value) for name, value in want.parameters.items())

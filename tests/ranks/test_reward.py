@@ -6,10 +6,8 @@ makes a whole step of a gradient that is all rounding.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +17,19 @@ import torch.nn.functional as F
 
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.config.run import AdapterConfig, ModelConfig, ScheduleConfig
-from llmtrain.data.loader import TrainLoader
+from llmtrain.config.run import AdapterConfig, ModelConfig, ObjectiveConfig
 from llmtrain.data.packing import TrainData
 from llmtrain.models.spec import ModelSpec
-from llmtrain.schedule import learning_rate_factor
+from tests.helpers.answers import Figures, answers_case, plain_steps, trained_answers
 from tests.helpers.preference import Plain, prepared_preferences
 from tests.helpers.training import (
-    GLOBAL_BATCH,
-    LLAMA,
     Case,
     Trace,
-    assembled,
     case_data,
     largest_difference,
-    make_engine,
-    resolved_run,
-    save_checkpoint,
 )
 
-LENGTH, STEPS = 192, 4
 ADAPTER = {"r": 4, "alpha": 8.0, "targets": ["all-linear"]}
-Figures = list[dict[str, float]]
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +38,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def case_of(pairs: str, **form: Any) -> Case:
-    form = {"lr": 1e-3, "model": {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}, **form}
-    form = {"objective": {"name": "reward"}, **form}
-    return Case(data=pairs, length=LENGTH, isolate_documents=True, steps=STEPS, **form)
+    return answers_case(pairs, **{"lr": 1e-3, "objective": {"name": "reward"}, **form})
 
 
 def plainly(case: Case) -> tuple[Trace, Figures]:
@@ -74,67 +61,29 @@ def plainly(case: Case) -> tuple[Trace, Figures]:
     with torch.no_grad():
         for name, value in hf.named_parameters():
             value.copy_(source.read(plain_of[name], 0, value.numel()).view_as(value))
-    rows, data = Plain(hf, case.data).rows, TrainData(case_data(case))
-    trained = [p for p in hf.parameters() if p.requires_grad]
-    matrices, vectors = ([p for p in trained if (p.dim() >= 2) is two] for two in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=case.lr, betas=(0.9, 0.95), eps=1e-8)
-    schedule, trace, figures = ScheduleConfig(name="cosine", warmup_steps=min(3, STEPS - 1)), Trace([], []), []
-    for step in range(STEPS):
-        windows = [data.window_at(step * GLOBAL_BATCH + at) for at in range(GLOBAL_BATCH)]
-        taken = [int(row) for window in windows if window.rows is not None for row in window.rows]
+    rows, figures = Plain(hf, case.data).rows, []
+
+    def loss_of(taken: list[int]) -> torch.Tensor:
         scores = []
         for row in taken:
             ids, counted = rows[row]
             upto = int(counted.nonzero()[0][-1]) + 1
             scores.append(hf(input_ids=torch.from_numpy(ids[None, :upto]), use_cache=False).logits[0, 0])
-        w, x = torch.stack(scores).view(-1, 2).T
-        loss = (-F.logsigmoid(w - x) + case.objective.get("centering", 0.0) * (w + x) ** 2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, case.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = case.lr * learning_rate_factor(schedule, step, STEPS)
-        optimizer.step()
-        trace.losses.append(loss.item())
-        w, x = w.detach(), x.detach()
+        both = torch.stack(scores).view(-1, 2)
+        w, x = both.detach().T
         figures.append({"pairs/margin": float((w - x).mean()), "pairs/accuracy": float((w > x).float().mean()),
                         "pairs/chosen_reward": float(w.mean()), "pairs/rejected_reward": float(x.mean())})  # fmt: skip
+        w, x = both.T
+        return (-F.logsigmoid(w - x) + case.objective.get("centering", 0.0) * (w + x) ** 2).mean()
+
+    trace = Trace(plain_steps(case, hf, loss_of), [])
     trace.parameters = {plain_of[name]: p.detach().clone() for name, p in hf.named_parameters() if p.requires_grad}
     return trace, figures
 
 
-def trained(case: Case, folder: str = "", resumes: bool = False) -> tuple[Trace, Figures]:
-    """As a run does it. `folder`: saves after two steps; `resumes`: begins with other weights from there."""
-    from llmtrain.checkpoint.load import load_checkpoint
-    from llmtrain.objectives.named import objective_of
-    from llmtrain.session import Session
-
-    engine, ranks = make_engine(case)
-    resolved, data, first = resolved_run(case, ranks.world_size), TrainData(case_data(case)), 2 if resumes else 0
-    batch = resolved.batch
-    if resumes:
-        with torch.no_grad():
-            for parameter in engine.module.parameters():
-                parameter.data.add_(1.0)
-        load_checkpoint(engine, CheckpointReader(next(Path(folder).glob("step-*"))), {}, ranks)
-    rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=STEPS)
-    objective = objective_of(resolved.run.objective)
-    session = Session(engine, ranks, resolved.degrees, rate, seed=0, step=first, objective=objective)
-    figures = []
-    with TrainLoader(data, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
-                     accumulation=batch.accumulation, rank=engine.mesh.place.data,
-                     data_parallel=batch.data_parallel, start_index=first * GLOBAL_BATCH) as loader:  # fmt: skip
-        for step in range(first, STEPS):
-            if step == 2 and folder and not resumes:
-                state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale(), "step": 2,
-                         "tokens": 0,
-                         "model_config": engine.module.config.to_dict(), "run": asdict(resolved.run)}  # fmt: skip
-                save_checkpoint(engine, Path(folder), 2, state, resolved, ranks)
-            figures.append(session.figures(session.step(next(loader))))
-    trace = Trace([each["loss"] for each in figures], [], assembled(engine, ranks))
-    engine.close()
-    return trace, figures
+def trained(case: Case, folder: str, resumes: bool = False) -> tuple[Trace, Figures]:
+    config = ObjectiveConfig(**case.objective)
+    return trained_answers(case, config, TrainData(case_data(case)), folder, resumes=resumes)
 
 
 FORMS: list[dict[str, Any]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -175,15 +176,27 @@ def check_distillation(folder: Path, talks: list[list[dict[str, str]]], env: dic
 
     teacher = AutoModelForCausalLM.from_pretrained(folder / "runs/sft/export", dtype=torch.float32)
 
-    def distilled(logits: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    def distilled(logits: torch.Tensor, row: torch.Tensor, k: int | None = None) -> torch.Tensor:
         with torch.no_grad():
             p = (teacher(input_ids=row[None]).logits[0, :-1] / 2).softmax(-1)
-        apart = (p * (p.log() - (logits / 2).log_softmax(-1))).sum(-1)
-        return 0.8 * 4 * apart + 0.2 * next_token(logits, row)
+        q = (logits / 2).softmax(-1)
+        if k is not None:
+            likeliest = p.topk(k).indices
+            p, q = (each.gather(-1, likeliest) for each in (p, q))
+            p, q = (torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in (p, q))
+        return 0.8 * 4 * (p * (p / q).log()).sum(-1) + 0.2 * next_token(logits, row)
 
-    ours = losses(folder / "runs/distill")
-    want = plain_losses(folder, talks, distilled)
-    assert [ours[step + 1] for step in range(STEPS)] == pytest.approx(want, rel=1e-5) and ours[STEPS] < ours[1]
+    for run, k in (("runs/distill", None), ("runs/distill-column", 16)):
+        ours = losses(folder / run)
+        want = plain_losses(folder, talks, functools.partial(distilled, k=k))
+        assert [ours[step + 1] for step in range(STEPS)] == pytest.approx(want, rel=1e-5) and ours[STEPS] < ours[1]
+    column = ["--objective.top_k", "16", "--train.run_dir", "runs/other"]
+    for words, told in (
+        (["--objective.teacher", "model"], "other weights than objective.teacher = 'model' has"),
+        (["--objective.temperature", "1"], "objective.temperature: 2.0 there, and 1.0 in this run"),
+        (["--objective.top_k", "8"], "objective.top_k: 16 there, and 8 in this run"),
+    ):
+        assert told in refused(folder, env, "train", "--config", *column, *words, recipe="distill.yaml"), told
     rows = [json.loads(line) for line in (folder / "runs/distill/metrics.jsonl").read_text().splitlines()]
     first = next(row for row in rows if row["step"] == 1)
     assert first["distill/next_token_loss"] == pytest.approx(losses(folder / "runs/sft")[1], rel=1e-6)

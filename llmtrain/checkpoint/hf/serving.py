@@ -83,7 +83,7 @@ def prove_serving(folder: Path, trainer: Mapping[str, Any], report: Report) -> N
             continue
         found = _compare(folder, data)
         text = f"{units.counted(found.turns, 'turn')} of {units.counted(found.conversations, 'conversation')}: "
-        report.add("serving", f"{text}transformers makes the ids of the training rows with {folder.name}'s template")
+        report.add("serving", f"{text}transformers makes the ids of the training rows with the folder's template")
         if found.spelled:
             report.add("serving", f"not compared: {found.spelled} that spell control tokens, which rows hold as text")
         if found.joined:

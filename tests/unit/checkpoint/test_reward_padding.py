@@ -24,10 +24,11 @@ def scored(pad: int | None, eos: Any = END) -> Any:
     return AutoModelForSequenceClassification.from_config(config).eval()
 
 
-def score(hf: Any, ids: list[int], padding: int = 0) -> float:
-    row = [*ids, *[hf.config.pad_token_id] * padding]
+def score(hf: Any, ids: list[int], padding: int = 0, side: str = "right") -> float:
+    fill, held = [hf.config.pad_token_id] * padding, [1] * len(ids)
+    row, mask = (fill + ids, [0] * padding + held) if side == "left" else (ids + fill, held + [0] * padding)
     with torch.no_grad():
-        return float(hf(input_ids=torch.tensor([row])).logits)
+        return float(hf(input_ids=torch.tensor([row]), attention_mask=torch.tensor([mask])).logits)
 
 
 @pytest.mark.parametrize("eos", [END, [3, END]])
@@ -43,8 +44,12 @@ def test_a_padding_token_that_ends_answers_is_left_out(tmp_path: Path, eos: Any)
     assert score(hf, answer) == pytest.approx(right, abs=1e-6)
 
 
-def test_another_padding_token_stays_and_changes_no_score(tmp_path: Path) -> None:
-    hf, report = scored(4), Report(tmp_path)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_another_padding_token_stays_and_changes_no_score(tmp_path: Path, side: str) -> None:
+    """The score is that of the last token which does not pad: neither of one before it, nor of the padding."""
+    hf, report, answer = scored(4), Report(tmp_path), [5, 6, 7, END]
     pad_apart(hf.config, report)
     assert hf.config.pad_token_id == 4 and not report.lines
-    assert score(hf, [5, 6, 7, END], padding=3) == pytest.approx(score(hf, [5, 6, 7, END]), abs=1e-6)
+    right = score(hf, answer)
+    assert abs(right - score(hf, answer[:-1])) > 1e-3 and abs(right - score(hf, [*answer, 8])) > 1e-3
+    assert score(hf, answer, padding=3, side=side) == pytest.approx(right, abs=1e-6)

@@ -64,7 +64,7 @@ def keywords(script: Path) -> list[tuple[str, str]]:
     home = {
         alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in ("trl", "peft")
+        if isinstance(node, ast.ImportFrom) and node.module in ("trl", "trl.experimental.gkd", "peft")
         for alias in node.names
     }
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -179,7 +179,7 @@ def options_of(owner: str) -> tuple[set[str], set[str]]:
     """(options that are the class's own, all that it takes), as installed."""
     module, _, name = owner.rpartition(".")
     cls = getattr(importlib.import_module(module), name)
-    if not name.endswith("Trainer"):
+    if dataclasses.is_dataclass(cls):
         every = {field.name for field in dataclasses.fields(cls)}
         return {option for option in every if option in inspect.get_annotations(cls)}, every
     every = set(inspect.signature(cls.__init__).parameters) - {"self"}

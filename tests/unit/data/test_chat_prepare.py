@@ -18,7 +18,9 @@ import pytest
 import zstandard
 
 from llmtrain import cli
-from llmtrain.config.run import DataConfig
+from llmtrain.config.problems import Problems
+from llmtrain.config.rules import _check_length
+from llmtrain.config.run import DataConfig, RunConfig
 from llmtrain.data.baseline import ngram_baselines
 from llmtrain.data.bestfit import best_fit
 from llmtrain.data.loader import TrainLoader
@@ -296,3 +298,16 @@ def test_padding_of_a_skewed_mix_is_below_a_hundredth() -> None:
     assert time.process_time() - began < 20
     padding = 1 - lengths.sum() / (4096 * (len(first) - 1))
     assert padding < 0.01 and np.array_equal(order, best_fit(lengths, 4096)[0]), padding
+
+
+def test_one_row_fills_a_sequence_whatever_its_length() -> None:
+    """A text does not: its window is full. So a newcomer's ten conversations train with a long sequence_length."""
+    run = RunConfig(deepspeed="ds.json", data=DataConfig(path="x", sequence_length=4096))
+
+    def told(chat: dict[str, object] | None, validation: int) -> str:
+        manifest = {"tokens": {"train": 369, "validation": validation}, "chat": chat}
+        _check_length("data.path", "x", manifest, run, None, problems := Problems())
+        return str(problems.error()) if problems else ""
+
+    assert told({"longest": 41}, 41) == "" and "its validation split (0 tokens)" in told({"longest": 41}, 0)
+    assert "its train split (369 tokens) does not fill one sequence" in told(None, 41)

@@ -25,13 +25,14 @@ from llmtrain.checkpoint.frozen import FrozenSource
 from llmtrain.checkpoint.hf.adapter import base_fields
 from llmtrain.cli import main
 from llmtrain.config.load import parse
-from llmtrain.config.run import ModelConfig, RunConfig, TrainConfig
+from llmtrain.config.run import ModelConfig, ObjectiveConfig, RunConfig, TrainConfig
 from llmtrain.data.manifest import read_manifest
 from llmtrain.errors import ConfigError, ModelError
 from llmtrain.hub import fetch as fetching
 from llmtrain.hub.names import is_name
 from llmtrain.models.build import load_config
 from llmtrain.models.source import INDEX, SafetensorsSource
+from llmtrain.models.teacher import teacher_model
 from tests.helpers.hf_folders import checkpoint_of, model_folder, new_model
 from tests.helpers.hub_server import TOKEN, Hub, serving
 
@@ -256,6 +257,23 @@ def test_a_resume_takes_the_commit_with_which_the_run_began(hub: Hub, tiny: Path
         fetched(revision=newer)
     elsewhere = replace(run_of(resume="runs/x/checkpoints/step-00000002"), train=TrainConfig(run_dir="runs/y"))
     assert base.fetched(elsewhere)[0].model.revision == first
+
+
+def test_a_teacher_is_a_name_too(hub: Hub, tiny: Path) -> None:
+    """Its weights are fetched, and a run goes on with the commit that it began with."""
+    first = hub.add("models/org/teacher", tiny)
+    run = replace(run_of(str(tiny)), objective=ObjectiveConfig(name="distill", teacher="org/teacher"))
+    found, (note,) = base.fetched(run)
+    assert found.objective.teacher_revision == first and "objective.teacher: org/teacher is no folder here" in note
+    model = teacher_model(found.objective, found.model)
+    assert first_weights(model.folder).read_bytes() == first_weights(tiny).read_bytes()
+    Path("runs/x").mkdir(parents=True)
+    noted = {"objective": {"teacher": "org/teacher", "teacher_revision": first}}
+    Path("runs/x/config.yaml").write_text(yaml.safe_dump(noted))
+    hub.add("models/org/teacher", {**{p.name: p.read_bytes() for p in tiny.iterdir()}, "new.txt": b"x"})
+    assert base.fetched(run)[0].objective.teacher_revision == first
+    with pytest.raises(ModelError, match=r"^objective\.teacher: org/nobody: "):
+        base.fetched(replace(run, objective=replace(run.objective, teacher="org/nobody")))
 
 
 def test_frozen_parameters_are_found_in_the_cache_of_another_host(hub: Hub, tiny: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.config.run import ModelConfig
+from llmtrain.config.run import ModelConfig, ObjectiveConfig
 from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.teacher import check_teacher, load_teacher, teacher_checksums
+from llmtrain.models.teacher import check_teacher, load_teacher, teacher_checksums, teacher_model
 from tests.helpers.chat import KINDS, write_tokenizer
 from tests.helpers.hf_folders import new_model
 
@@ -27,6 +27,10 @@ def teacher(tmp_path: Path) -> Path:
     return folder
 
 
+def of(folder: Path) -> ModelConfig:
+    return teacher_model(ObjectiveConfig(name="distill", teacher=str(folder)), student().model)
+
+
 def student(**fields: Any) -> ModelSpec:
     return ModelSpec.of(ModelConfig(config={**new_model("llama", **SIZES).config.to_dict(), **fields}))
 
@@ -36,7 +40,7 @@ def test_logits_are_those_of_transformers(teacher: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, attn_implementation="eager")
-    ours = load_teacher(str(teacher), student().model, "fp32", torch.device("cpu"))
+    ours = load_teacher(of(teacher), "fp32", torch.device("cpu"))
     ids = torch.randint(0, 300, (2, 10), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole, apart = hf(input_ids=ids).logits, hf(input_ids=ids[:, 4:]).logits
@@ -47,35 +51,35 @@ def test_logits_are_those_of_transformers(teacher: Path) -> None:
     positions = torch.tensor([[*range(4), *range(6)]] * 2)
     isolated = ours.logits(ids, positions)(slice(0, 20)).view(2, 10, -1)
     assert torch.allclose(isolated[:, 4:], apart, atol=1e-5) and not torch.allclose(whole[:, 4:], apart, atol=1e-2)
-    rough = load_teacher(str(teacher), student().model, "bf16", torch.device("cpu")).logits(ids, None)(slice(0, 20))
+    rough = load_teacher(of(teacher), "bf16", torch.device("cpu")).logits(ids, None)(slice(0, 20))
     assert 0 < (rough - whole.flatten(0, 1)).abs().max() < 0.05
 
 
 def test_checksums_do_not_depend_on_how_ranks_share_them(teacher: Path) -> None:
-    whole = teacher_checksums(str(teacher), student().model, 0, 1)
-    shared = [teacher_checksums(str(teacher), student().model, rank, 3) for rank in range(3)]
+    whole = teacher_checksums(of(teacher), 0, 1)
+    shared = [teacher_checksums(of(teacher), rank, 3) for rank in range(3)]
     assert len(whole) == sum(map(len, shared)) and whole == {k: v for each in shared for k, v in each.items()}
 
 
 def test_a_teacher_of_the_same_words_is_taken(teacher: Path) -> None:
-    check_teacher(str(teacher), student(), teacher, {})
+    check_teacher(of(teacher), student(), teacher, {})
 
 
 def test_other_words_are_refused(teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"(?s)objective\.teacher = .*gives logits of 300 words, and the student of 400"
     ):
-        check_teacher(str(teacher), student(vocab_size=400), teacher, {})
+        check_teacher(of(teacher), student(vocab_size=400), teacher, {})
     other = write_tokenizer(tmp_path / "other", KINDS["llama3"])
     with pytest.raises(ConfigError, match=r"(?s)its tokenizer has other ids for .* words, first .*--tokenizer"):
-        check_teacher(str(teacher), student(), other, {})
+        check_teacher(of(teacher), student(), other, {})
     (teacher / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
-        check_teacher(str(teacher), student(), other, {})
+        check_teacher(of(teacher), student(), other, {})
 
 
 def test_a_folder_that_is_not_whole_is_refused(teacher: Path) -> None:
     config = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] + 1}))
     with pytest.raises(ModelError, match=r"objective\.teacher: .* lacks"):
-        check_teacher(str(teacher), student(), teacher, {})
+        check_teacher(of(teacher), student(), teacher, {})

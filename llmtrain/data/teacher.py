@@ -1,0 +1,229 @@
+"""A column of prepared data: of each token that the loss counts, a teacher's k likeliest words before it.
+
+`llmtrain reference` writes it once, beside the shards. teacher-SPLIT.f32 has, for each place, k + 1 little-endian fp32:
+the natural logarithms of the words' probabilities at a temperature, likeliest first, and of the mass of all others;
+teacher-SPLIT.words has the k words, uint16 where the teacher's vocabulary allows it, else uint32. teacher.json, written
+last, says of which weights, which data, which k and which temperature.
+
+Places of conversations are their counted tokens that follow another token of their row, row by row. A text's token is
+predicted from its window alone, so places of texts are the labels of the windows, of one sequence length.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from llmtrain import foreign
+from llmtrain.data.manifest import SPLITS, Split
+from llmtrain.data.reference import REMEDY
+from llmtrain.data.shards import PreparedSet, TokenStream
+from llmtrain.errors import DataError
+from llmtrain.files import replace_file
+
+NAME = "teacher.json"
+_AT_ONCE = 1 << 22
+"""Tokens, or bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherColumn:
+    """What a column belongs to."""
+
+    weights: str
+    """`weights_hash` of the teacher's parameters."""
+    data: str
+    """The manifest's data_fingerprint: tokenizer, tokens, and what is counted of them."""
+    windows: list[Any] | None
+    """Of texts: sequence length, isolate_documents, mask_document_starts. None: of conversations."""
+    top_k: int
+    temperature: float
+    vocabulary: int
+    """Words that the teacher gives probabilities for."""
+    precision: str
+    """In which the teacher computed: fp32, bf16 or fp16."""
+    places: dict[str, int]
+    """By split."""
+    files: dict[str, str]
+    """Name -> xxh3_64."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the words."""
+        return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
+
+    @property
+    def bytes_a_place(self) -> int:
+        """Of both files."""
+        return 4 * (self.top_k + 1) + self.dtype.itemsize * self.top_k
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taught:
+    """The column of a split, mapped into memory."""
+
+    path: Path
+    words: np.ndarray
+    """[places, k]."""
+    logs: np.ndarray
+    """fp32 [places, k + 1]."""
+    vocabulary: int
+
+    def read(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(words int64 [n, k], logs fp32 [n, k + 1]) of places [n]. Raises DataError when they are damaged."""
+        words, logs = self.words[places].astype(np.int64), self.logs[places].astype(np.float32)
+        right = np.abs(np.exp(logs).sum(1) - 1) < 0.01  # not of NaN, nor where nobody has written
+        if not right.all() or int(words.max(initial=0)) >= self.vocabulary:
+            raise DataError(f"{self.path}: holds what are no probabilities of words: it is damaged; {REMEDY}")
+        return words, logs
+
+
+def row_places(stream: TokenStream, lengths: np.ndarray) -> np.ndarray:
+    """Of conversations: where the places of each row begin, and where they end: int64 [rows + 1]."""
+    ends = np.cumsum(lengths)
+    starts, found, row = ends - lengths, [np.zeros(1, dtype=np.int64)], 0
+    while row < len(lengths):
+        last = max(row + 1, int(np.searchsorted(ends, starts[row] + _AT_ONCE, side="right")))
+        begin = int(starts[row])
+        counted = stream.counted(begin, int(ends[last - 1]) - begin)
+        assert counted is not None
+        counted[starts[row:last] - begin] = False  # nothing before a row's first token tells it
+        found.append(np.add.reduceat(counted, starts[row:last] - begin, dtype=np.int64))
+        row = last
+    return np.cumsum(np.concatenate(found))
+
+
+def _parts(folder: Path, split: Split, column: TeacherColumn) -> dict[Path, tuple[np.dtype, int]]:
+    """The files of logarithms and of words: the type of their numbers, and how many a place has."""
+    return {
+        folder / f"teacher-{split}.f32": (np.dtype("<f4"), column.top_k + 1),
+        folder / f"teacher-{split}.words": (column.dtype, column.top_k),
+    }
+
+
+class ColumnWriter:
+    """Writes a column under other names, place by place in any order, then puts it into its place."""
+
+    def __init__(self, folder: PreparedSet, column: TeacherColumn) -> None:
+        """Raises DataError when there is no room for it."""
+        self._folder, self._column = folder.folder, column
+        self._files = {split: _parts(folder.folder, split, column) for split in SPLITS}
+        size = sum(column.places.values()) * column.bytes_a_place
+        try:
+            # The former one goes first: its room is wanted, and it would be of other numbers.
+            for path in [self._folder / NAME, *(path for files in self._files.values() for path in files)]:
+                path.unlink(missing_ok=True)
+            free = shutil.disk_usage(self._folder).free
+            if size > free:
+                raise DataError(f"{self._folder}: the teacher's column takes {size:,} bytes, and {free:,} are free; "
+                                "make room, or set objective.top_k lower")  # fmt: skip
+            self._arrays = {
+                split: [_made(_partial(path), dtype, (column.places[split], width))
+                        for path, (dtype, width) in files.items()]
+                for split, files in self._files.items()
+            }  # fmt: skip
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def write(self, split: Split, places: np.ndarray, words: np.ndarray, logs: np.ndarray) -> None:
+        """places [n], words [n, k], logs [n, k + 1]."""
+        own_logs, own_words = self._arrays[split]
+        own_logs[places], own_words[places] = logs, words
+
+    def finish(self) -> None:
+        """Raises DataError when it cannot be written."""
+        made: dict[str, str] = {}
+        try:
+            for split, files in self._files.items():
+                for path, array in zip(files, self._arrays[split], strict=True):
+                    if isinstance(array, np.memmap):
+                        array.flush()
+                    made[path.name] = _hash(_partial(path))
+                    os.replace(_partial(path), path)
+            column = asdict(replace(self._column, files=made))
+            replace_file(self._folder / NAME, json.dumps(column, indent=1).encode() + b"\n")
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def discard(self) -> None:
+        """Leave nothing half-written behind."""
+        for files in self._files.values():
+            for path in files:
+                _partial(path).unlink(missing_ok=True)
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(f"{self._folder}: the column cannot be written ({error.strerror}); make room in it")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _made(path: Path, dtype: Any, shape: tuple[int, int]) -> np.ndarray:
+    if not shape[0]:
+        path.write_bytes(b"")
+        return np.empty(shape, dtype=dtype)
+    with open(path, "wb") as file:  # a full disk says so now, and does not kill a later write with SIGBUS
+        os.posix_fallocate(file.fileno(), 0, shape[0] * shape[1] * np.dtype(dtype).itemsize)
+    return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
+
+
+def _hash(path: Path) -> str:
+    state = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        while piece := file.read(_AT_ONCE):
+            state.update(piece)
+    return state.hexdigest()
+
+
+def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColumn, dict[Split, Taught]]:
+    """The column of a folder. `wanted`: what it has to be; its weights, precision and files are not asked for.
+
+    Raises DataError when it is not there, damaged, or another's.
+    """
+    path = folder.folder / NAME
+    if not path.is_file():
+        raise DataError(f"{folder.folder}: has no column of the teacher's likeliest words; {REMEDY}")
+    try:
+        found = TeacherColumn(**foreign.loads(path.read_bytes()))
+        there, here = asdict(found), asdict(wanted)
+        if any(type(there[key]) is not type(here[key]) for key in here):
+            raise TypeError("a value in it is of another type")
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); {REMEDY}") from error
+    if found.data != wanted.data:
+        raise DataError(f"{path}: is of other data than the folder holds now; {REMEDY}")
+    for key, name in _COMPARED.items():
+        if there[key] != here[key]:
+            raise DataError(f"{path}: {name}: {there[key]} there, and {here[key]} in this run; {REMEDY}")
+    for split in SPLITS:
+        for file, (dtype, width) in _parts(folder.folder, split, found).items():
+            size = found.places[split] * width * dtype.itemsize
+            if not file.is_file() or file.stat().st_size != size:
+                raise DataError(f"{file}: has not the {size:,} bytes that {NAME} tells of; {REMEDY}")
+    return found, {split: _taught(folder.folder, split, found) for split in SPLITS}
+
+
+_COMPARED = {
+    "top_k": "objective.top_k",
+    "temperature": "objective.temperature",
+    "vocabulary": "words of the model",
+    "windows": "data.sequence_length, isolate_documents, mask_document_starts",
+    "places": "counted tokens",
+}
+
+
+def _taught(folder: Path, split: Split, column: TeacherColumn) -> Taught:
+    count = column.places[split]
+    logs, words = (
+        np.memmap(path, dtype=dtype, mode="r", shape=(count, width)) if count else np.empty((0, width), dtype=dtype)
+        for path, (dtype, width) in _parts(folder, split, column).items()
+    )
+    return Taught(path=folder / NAME, words=words, logs=logs, vocabulary=column.vocabulary)

@@ -1,0 +1,230 @@
+"""Windows over the tokens of one split, which are a run's sequences: of texts end to end, and of whole rows.
+
+Texts are packed end to end, each followed by the separator. Window i of a split is its tokens
+[i*T, i*T + T + 1): inputs are the first T, labels the last T, so labels are already shifted by one.
+A window of conversations holds whole rows, by best fit, each isolated from the others and from the padding at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llmtrain.config.run import DataConfig
+from llmtrain.data.bestfit import best_fit
+from llmtrain.data.shards import TokenStream
+from llmtrain.data.teacher import Taught, row_places
+from llmtrain.data.unpaired import partners
+from llmtrain.errors import DataError
+
+IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's default
+
+
+def labels_of(tokens: np.ndarray, separator_id: int, mask_document_starts: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, labels), int64 [T] each, of a window of T + 1 tokens.
+
+    With `mask_document_starts` the label after a separator is -100: the first token of the next document, which
+    nothing before it tells.
+    """
+    inputs = tokens[:-1].astype(np.int64)
+    labels = tokens[1:].astype(np.int64)
+    if mask_document_starts:
+        labels[inputs == separator_id] = IGNORED
+    return inputs, labels
+
+
+def positions_of(inputs: np.ndarray, separator_id: int) -> np.ndarray:
+    """int64 [b, T]: each token's position in its document, from 0 at the row's start and after every separator."""
+    index = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int64), inputs.shape)
+    begins = np.zeros_like(inputs)
+    begins[:, 1:] = np.where(inputs[:, :-1] == separator_id, index[:, 1:], 0)
+    return index - np.maximum.accumulate(begins, axis=1)
+
+
+def windows_in(tokens: int, sequence_length: int) -> int:
+    """How many windows a stream of `tokens` has: the last label of a window is the first input of the next."""
+    return max(0, (tokens - 1) // sequence_length)
+
+
+class Window(NamedTuple):
+    """A sequence for the model, int64 [T] each."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    """Already shifted; -100 is not counted."""
+    positions: np.ndarray | None
+    """Of each token in its document; None: the sequence is one text."""
+    rows: np.ndarray | None = None
+    """Of preferences, int64 [2 pairs]: which rows of the split are its first documents, chosen and rejected in turn."""
+    reference: np.ndarray | None = None
+    """Their log-probabilities under the reference, fp32 [2 pairs], where the run has one."""
+    desirable: np.ndarray | None = None
+    """Of unpaired answers, bool [rows]: whether each is desired; `rows` and `reference` are [rows], too."""
+    mismatched: Window | None = None
+    """Of unpaired answers: the same prompts, each with the answer to another one. Its rows come after the split's."""
+    words: np.ndarray | None = None
+    """Where the run has a teacher's column, int64 [T, k]: its likeliest words in place of each label that counts."""
+    logs: np.ndarray | None = None
+    """fp32 [T, k + 1]: the logarithms of their probabilities, and of the mass of all others; 0 where none counts."""
+
+
+class Texts:
+    """Windows over documents that lie end to end."""
+
+    taught: Taught | None = None
+
+    def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int) -> None:
+        self.stream, self._config, self._separator_id = stream, config, separator_id
+        self.count = windows_in(stream.tokens, config.sequence_length)
+
+    def read(self, index: int) -> Window:
+        length = self._config.sequence_length
+        tokens = self.stream.read(index * length, length + 1)
+        inputs, labels = labels_of(tokens, self._separator_id, self._config.mask_document_starts)
+        if not self._config.isolate_documents:
+            return Window(inputs, labels, None)
+        return Window(inputs, labels, positions_of(inputs[None], self._separator_id)[0])
+
+    @property
+    def context(self) -> list[Any] | None:
+        """What a token's prediction depends on beside the tokens before it."""
+        config = self._config
+        return [config.sequence_length, config.isolate_documents, config.mask_document_starts]
+
+    @property
+    def place_count(self) -> int:
+        """Of a teacher's column (teacher.py)."""
+        return self.count * self._config.sequence_length
+
+    def places(self, index: int, window: Window) -> np.ndarray:
+        """Those of the labels that count in this window, int64 [labels]."""
+        return index * self._config.sequence_length + np.flatnonzero(window.labels != IGNORED)
+
+
+class Conversations:
+    """Windows of whole rows; the separator fills what no row does."""
+
+    together = 1
+    """Rows that share a window."""
+    taught: Taught | None = None
+    context: list[Any] | None = None
+
+    def __init__(self, stream: TokenStream, config: DataConfig, separator_id: int) -> None:
+        self.stream, self._length, self._separator_id = stream, config.sequence_length, separator_id
+        self._lengths = stream.row_lengths()
+        self._starts = np.cumsum(self._lengths) - self._lengths
+        order, first = best_fit(self._sizes(), self._length)
+        self._order = (order[:, None] * self.together + np.arange(self.together)).reshape(-1)
+        self._first = first * self.together
+        self.count = len(first) - 1
+
+    def _sizes(self) -> np.ndarray:
+        """Tokens that rows which go together ask for."""
+        return self._lengths.reshape(-1, self.together).sum(1)
+
+    def _rows(self, index: int) -> np.ndarray:
+        return self._order[self._first[index] : self._first[index + 1]]
+
+    def read(self, index: int) -> Window:
+        return self._window(map(self._row, self._rows(index)))
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        return row_places(self.stream, self._lengths)
+
+    @property
+    def place_count(self) -> int:
+        return int(self._places[-1])
+
+    def places(self, index: int, _: Window) -> np.ndarray:
+        rows = self._rows(index)
+        return np.concatenate([np.arange(self._places[row], self._places[row + 1]) for row in rows])
+
+    def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, whether each is counted)"""
+        start, length = int(self._starts[row]), int(self._lengths[row])
+        counted = self.stream.counted(start, length)
+        assert counted is not None
+        return self.stream.read(start, length), counted
+
+    def _window(self, rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> Window:
+        inputs = np.full(self._length, self._separator_id, dtype=np.int64)
+        labels = np.full(self._length, IGNORED, dtype=np.int64)
+        positions = np.arange(self._length)
+        at = 0
+        for ids, counted in rows:
+            end = at + len(ids)
+            inputs[at:end] = ids
+            labels[at : end - 1] = np.where(counted[1:], inputs[at + 1 : end], IGNORED)
+            positions[end:] -= end - at
+            at = end
+        return Window(inputs, labels, positions)
+
+
+class Preferences(Conversations):
+    """Windows of whole pairs: what compares two answers has both in one micro-batch, whatever the ranks share."""
+
+    together = 2
+    reference: np.ndarray | None = None
+    """fp32 [rows]."""
+
+    def read(self, index: int) -> Window:
+        rows = self._rows(index)
+        return (
+            super().read(index)._replace(rows=rows, reference=None if self.reference is None else self.reference[rows])
+        )
+
+
+class Unpaired(Conversations):
+    """Windows of answers judged alone; beside each, a window of the same prompts with answers to others."""
+
+    reference: np.ndarray | None = None
+    """fp32 [2 rows]."""
+
+    def _sizes(self) -> np.ndarray:
+        judged = self.stream.judged()
+        self._begins, self._desirable = judged["begin"].astype(np.int64), judged["desirable"].astype(bool)
+        found = partners(judged["prompt"])
+        if found is None:
+            raise DataError(
+                f"{self.stream.folder}: more than half of its {len(judged)} records have the same prompt, and each "
+                "has to meet the answer to another one; prepare more prompts"
+            )
+        self._partners = found
+        sizes = self._begins + (self._lengths - self._begins)[found]
+        if (longest := int(sizes.max(initial=0))) > self._length:
+            raise DataError(
+                f"{self.stream.folder}: a prompt with the answer to another one has {longest} tokens; raise "
+                f"data.sequence_length to that, or prepare the data with less than --max-tokens {self._length}"
+            )
+        return np.maximum(sizes, self._lengths)
+
+    def _mismatched(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """The row's prompt with its partner's answer."""
+        partner, begin = int(self._partners[row]), int(self._begins[row])
+        (prompt, _), (answer, counted), at = self._row(row), self._row(partner), int(self._begins[partner])
+        return np.concatenate([prompt[:begin], answer[at:]]), np.concatenate([np.zeros(begin, bool), counted[at:]])
+
+    def read(self, index: int) -> Window:
+        rows = self._rows(index)
+        after = rows + len(self._lengths)
+        known = self.reference
+        mismatched = self._window(map(self._mismatched, rows))
+        return (
+            super()
+            .read(index)
+            ._replace(
+                rows=rows,
+                reference=None if known is None else known[rows],
+                desirable=self._desirable[rows],
+                mismatched=mismatched._replace(rows=after, reference=None if known is None else known[after]),
+            )
+        )
+
+
+def kind_of(chat: dict[str, Any]) -> type[Conversations]:
+    """From the manifest's `chat`."""
+    return Preferences if chat.get("pairs") else Unpaired if chat.get("unpaired") else Conversations

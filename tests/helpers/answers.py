@@ -1,0 +1,129 @@
+"""Runs over answers (preferences, judged ones, scores), as a launch does them and as plain PyTorch does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmtrain.config.run import ObjectiveConfig, ScheduleConfig
+from llmtrain.data.loader import TrainLoader
+from llmtrain.data.packing import TrainData
+from llmtrain.dist.ranks import Ranks
+from llmtrain.objectives.objective import Objective
+from llmtrain.schedule import learning_rate_factor
+from tests.helpers.training import (
+    GLOBAL_BATCH,
+    LLAMA,
+    Case,
+    Trace,
+    assembled,
+    case_data,
+    make_engine,
+    resolved_run,
+    save_checkpoint,
+)
+
+if TYPE_CHECKING:
+    from llmtrain.engine.deepspeed.engine import ZeroEngine
+
+LENGTH, STEPS = 192, 4
+SMALL = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
+Figures = list[dict[str, float]]
+
+
+def answers_case(data: str, **form: Any) -> Case:
+    """A case whose sequences hold several answers."""
+    return Case(data=data, length=LENGTH, isolate_documents=True, steps=STEPS, **{"model": SMALL, **form})
+
+
+def session_figures(
+    case: Case,
+    engine: ZeroEngine,
+    ranks: Ranks,
+    objective: Objective,
+    data: TrainData,
+    *,
+    first: int = 0,
+    before: Callable[[int], object] = lambda step: None,
+) -> Figures:
+    """Of each step from `first` on, as a run takes it. `before`: called with a step's number before it is taken."""
+    from llmtrain.session import Session
+
+    resolved = resolved_run(case, ranks.world_size)
+    batch, figures = resolved.batch, []
+    rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=STEPS)
+    session = Session(engine, ranks, resolved.degrees, rate, seed=0, step=first, objective=objective)
+    with TrainLoader(data, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
+                     accumulation=batch.accumulation, rank=engine.mesh.place.data,
+                     data_parallel=batch.data_parallel, start_index=first * GLOBAL_BATCH) as loader:  # fmt: skip
+        for step in range(first, STEPS):
+            before(step)
+            figures.append(session.figures(session.step(next(loader))))
+    return figures
+
+
+def spoil(engine: ZeroEngine) -> None:
+    """Other weights than any run has, so that a checkpoint has to bring them."""
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.data.add_(1.0)
+
+
+def plain_steps(case: Case, hf: Any, loss_of: Callable[[list[int]], torch.Tensor]) -> list[float]:
+    """Losses of all steps by torch's AdamW. `loss_of`: from the rows of the split that a step takes, which alone is
+    asked of us."""
+    trained = [p for p in hf.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.dim() >= 2) is two] for two in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=case.lr, betas=(0.9, 0.95), eps=1e-8)
+    schedule = ScheduleConfig(name="cosine", warmup_steps=min(3, STEPS - 1))
+    data, losses = TrainData(case_data(case)), []
+    for step in range(STEPS):
+        windows = [data.window_at(step * GLOBAL_BATCH + at) for at in range(GLOBAL_BATCH)]
+        loss = loss_of([int(row) for window in windows if window.rows is not None for row in window.rows])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, case.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = case.lr * learning_rate_factor(schedule, step, STEPS)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained_answers(
+    case: Case, config: ObjectiveConfig, data: TrainData, folder: str = "", *, resumes: bool = False
+) -> tuple[Trace, Figures]:
+    """All steps, in an engine of this case. `folder`: saves there after two steps; `resumes`: begins with other weights
+    from there."""
+    from llmtrain.checkpoint.load import load_checkpoint
+    from llmtrain.checkpoint.reader import CheckpointReader
+    from llmtrain.objectives.named import objective_of
+
+    engine, ranks = make_engine(case)
+    resolved = resolved_run(case, ranks.world_size)
+    if resumes:
+        spoil(engine)
+        load_checkpoint(engine, CheckpointReader(next(Path(folder).glob("step-*"))), {}, ranks)
+
+    def save(step: int) -> None:
+        if step == 2 and folder and not resumes:
+            state = {"optimizer_step": engine.optimizer_step(), "loss_scale": engine.loss_scale(), "step": 2,
+                     "tokens": 0,
+                     "model_config": engine.module.config.to_dict(), "run": asdict(resolved.run)}  # fmt: skip
+            save_checkpoint(engine, Path(folder), 2, state, resolved, ranks)
+
+    figures = session_figures(case, engine, ranks, objective_of(config), data, first=2 if resumes else 0, before=save)
+    trace = as_in_a_trace(figures, assembled(engine, ranks))
+    engine.close()
+    return trace, figures
+
+
+def as_in_a_trace(figures: Figures, parameters: dict[str, torch.Tensor]) -> Trace:
+    """A run's losses and its parameters at the end."""
+    return Trace([each["loss"] for each in figures], [], parameters)

@@ -1,0 +1,147 @@
+"""A teacher's column: where its places are, and which columns a run refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmtrain.config.run import DataConfig, ObjectiveConfig
+from llmtrain.data import teacher
+from llmtrain.data.manifest import Split
+from llmtrain.data.packing import TrainData
+from llmtrain.data.shards import PreparedSet
+from llmtrain.data.teacher import ColumnWriter
+from llmtrain.errors import DataError
+from tests.helpers.chat import KINDS, write_tokenizer
+from tests.helpers.preference import preferences
+
+K, WORDS = 3, 400
+DISTILL = ObjectiveConfig(name="distill", teacher="t", top_k=K, temperature=2.0)
+
+
+def prepare(folder: Path, records: list[dict[str, object]], *form: str) -> str:
+    from llmtrain.data.prepare import main
+
+    write_tokenizer(folder / "tokenizer", KINDS["chatml"])
+    source = folder / "some.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    given = ["--source", str(source), "--tokenizer", str(folder / "tokenizer"), "--out", str(folder / "data")]
+    assert main([*given, "--processes", "1", "--validation-fraction", "0.2", *form]) == 0
+    return str(folder / "data")
+
+
+@pytest.fixture(params=["chat", "text"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> DataConfig:
+    made = preferences(60)
+    if request.param == "text":
+        folder = prepare(tmp_path, [{"text": f"{each['prompt']} {each['chosen']}"} for each in made])
+    else:
+        folder = prepare(tmp_path, [{"prompt": each["prompt"], "completion": each["chosen"]} for each in made],
+                         "--format", "chat")  # fmt: skip
+    return DataConfig(path=folder, sequence_length=96, isolate_documents=True, seed=3)
+
+
+def windows(data: TrainData) -> Iterator[tuple[Split, int, np.ndarray]]:
+    """Each sequence, with the labels that it counts."""
+    for index in range(data.sequences_per_epoch):
+        labels = data.window_at(index).labels
+        yield "train", index, labels[labels >= 0]
+    for index in range(data.validation_sequences):
+        labels = data.validation_window_at(index).labels
+        yield "validation", index, labels[labels >= 0]
+
+
+def said(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Words and logarithms that tell by their values of which label they are."""
+    words = (labels[:, None] + np.arange(K)) % WORDS
+    share = (1 + labels[:, None] % 7) / 100
+    return words, np.log(np.concatenate([share, share, share, 1 - 3 * share], axis=1)).astype(np.float32)
+
+
+def write(config: DataConfig, vocabulary: int = WORDS) -> TrainData:
+    data = TrainData(config)
+    [column] = data.teacher_columns(DISTILL, vocabulary, "fp32", "of these weights")
+    writer = ColumnWriter(PreparedSet(str(config.path)), column)
+    for split, index, labels in windows(data):
+        writer.write(split, data.places(split, index), *said(labels))
+    writer.finish()
+    return data
+
+
+@pytest.mark.parametrize("vocabulary", [WORDS, 70_000])
+def test_each_label_finds_its_own_words(config: DataConfig, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another order of the sequences than they were written in, and with rows read a few at a time."""
+    monkeypatch.setattr(teacher, "_AT_ONCE", 64)
+    places = [data.places(split, index) for data in [write(config, vocabulary)] for split, index, _ in windows(data)]
+    assert all(len(each) for each in places)
+    data = TrainData(replace(config, seed=5))
+    assert data.take_teacher(data.teacher_columns(DISTILL, vocabulary, "bf16")) == ["of these weights"]
+    seen = 0
+    for index in range(2 * data.sequences_per_epoch):
+        window = data.window_at(index)
+        counted = window.labels >= 0
+        assert window.words is not None and window.logs is not None
+        words, logs = said(window.labels[counted])
+        assert np.array_equal(window.words[counted], words) and np.array_equal(window.logs[counted], logs)
+        assert not window.words[~counted].any() and not window.logs[~counted].any()
+        seen += int(counted.sum())
+    assert seen > 500
+    folder = Path(str(config.path))
+    assert not [*folder.glob("*.tmp")]
+    [column] = data.teacher_columns(DISTILL, vocabulary, "bf16")
+    size = sum(path.stat().st_size for path in folder.glob("teacher-*.*"))
+    assert size == sum(column.places.values()) * column.bytes_a_place
+    assert column.bytes_a_place == 4 * (K + 1) + K * (2 if vocabulary == WORDS else 4)
+
+
+def refused(config: DataConfig, objective: ObjectiveConfig = DISTILL, vocabulary: int = WORDS) -> str:
+    data = TrainData(config)
+    with pytest.raises(DataError) as caught:
+        data.take_teacher(data.teacher_columns(objective, vocabulary, "fp32"))
+        for _ in windows(data):
+            pass
+    assert "run `llmtrain reference RUN.yaml`" in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_column_of_something_else_is_refused(config: DataConfig) -> None:
+    folder = Path(str(config.path))
+    assert "has no column of the teacher's likeliest words" in refused(config)
+    write(config)
+    assert "objective.top_k: 3 there, and 2 in this run" in refused(config, replace(DISTILL, top_k=2))
+    assert "objective.temperature: 2.0 there, and 1.0" in refused(config, replace(DISTILL, temperature=None))
+    assert "words of the model: 400 there, and 500" in refused(config, vocabulary=500)
+    if not (folder / "train-00000.rows").exists() and not [*folder.glob("*.rows")]:
+        assert "data.sequence_length, isolate" in refused(replace(config, sequence_length=64))
+    made = folder / "teacher.json"
+    text = made.read_text()
+    made.write_text(text.replace(json.loads(text)["data"], "0" * 32))
+    assert "is of other data than the folder holds now" in refused(config)
+    made.write_text(text[:-20])
+    assert "cannot be read" in refused(config)
+    made.write_text(text.replace('"top_k": 3', '"top_k": "3"'))
+    assert "a value in it is of another type" in refused(config)
+    made.write_text(text)
+    numbers = folder / "teacher-train.f32"
+    data = bytearray(numbers.read_bytes())
+    numbers.write_bytes(bytes(len(data)))  # all of them: probabilities of 1
+    assert "hold" in refused(config) and "damaged" in refused(config)
+    numbers.write_bytes(data[:-4])
+    assert f"has not the {len(data):,} bytes" in refused(config)
+
+
+def test_no_room_and_no_half_column(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, folder = TrainData(config), Path(str(config.path))
+    [column] = data.teacher_columns(DISTILL, WORDS, "fp32")
+    with monkeypatch.context() as full:
+        full.setattr(teacher.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100}))
+        with pytest.raises(DataError, match=r"bytes, and 100 are free; make room, or set objective\.top_k lower"):
+            ColumnWriter(PreparedSet(folder), column)
+    before = {path.name for path in folder.iterdir()}
+    ColumnWriter(PreparedSet(folder), column).discard()
+    assert {path.name for path in folder.iterdir()} == before
