@@ -197,6 +197,11 @@ class Heartbeat:
         now = times[_BEAT_S] = time.monotonic()
         times[_WAITED_S] += now - self._entered_s
 
+    def waited_s(self) -> float:
+        """Seconds inside collectives, since the launch."""
+        waited_s: float = self._times[_WAITED_S]
+        return waited_s
+
     def on_device(self) -> None:
         """The rank computes on a device; from now on `gave` and `device_did` tell of it."""
         self._words[_AT["on_device"]] = 1
