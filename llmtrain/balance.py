@@ -55,13 +55,13 @@ def share_out(seconds: Sequence[float], total: int, *, least: int, most: int, un
         unit: what shares are counted in.
     """
     shares = [least] * len(seconds)
-    ends = [(each * (least + unit), group) for group, each in enumerate(seconds) if least + unit <= most]
+    ends = [(each * (least + unit), least, group) for group, each in enumerate(seconds) if least + unit <= most]
     heapq.heapify(ends)
     for _ in range((total - sum(shares)) // unit):
-        _, group = heapq.heappop(ends)
+        *_, group = heapq.heappop(ends)  # of two that would end alike the one that has less
         shares[group] += unit
         if shares[group] + unit <= most:
-            heapq.heappush(ends, (seconds[group] * (shares[group] + unit), group))
+            heapq.heappush(ends, (seconds[group] * (shares[group] + unit), shares[group], group))
     return tuple(shares)
 
 
