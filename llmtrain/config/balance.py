@@ -25,6 +25,10 @@ def check_balance(
         problems.add("expert_parallel.autoep_size", degrees.expert, f"{asked}ranks compute each other's tokens in "
                      "every layer, so other sequences would not change what a rank computes",
                      "set train.balance to equal, or remove expert_parallel", path)  # fmt: skip
+    if run.model.compile_layers:
+        problems.add("model.compile_layers", True, f"{asked}layers are compiled for one shape of a micro-batch, and "
+                     "torch gives up after some others", "set it to false or null, or train.balance to equal",
+                     places.get("model.compile_layers"))  # fmt: skip
     if run.train.deterministic:
         problems.add("train.deterministic", True, f"{asked}who sums which sequences depends on the clock, and so do "
                      "the last digits", "set one of the two otherwise", places.get("train.deterministic"))  # fmt: skip

@@ -33,7 +33,8 @@ train: {{run_dir: {run}, micro_batch: 6, global_batch: 12, max_steps: 24, log_ev
 tracking: {{wandb: disabled}}
 """
 PACE_S = 0.01
-FAST = 1 / PACE_S
+LONG_S = 0.04
+"""Beside which what this machine's other work does to a step is little."""
 
 
 def recipe(folder: Path, data: str, stage: int = 1) -> Path:
@@ -44,16 +45,15 @@ def recipe(folder: Path, data: str, stage: int = 1) -> Path:
     return path
 
 
-def slowed(pace_s: float, after: int = 0) -> None:
-    """From now on a sequence takes so many seconds more in the forward pass, after so many of these."""
+def slowed(pace_s: float, then_s: float | None = None, after: int = 0) -> None:
+    """From now on a sequence takes so many seconds more in the forward pass, and `then_s` after so many of these."""
     from llmtrain.models.language import LanguageModel
 
     usual, passes = LanguageModel.forward, [0]
 
     def forward(self: LanguageModel, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         passes[0] += self.training
-        if passes[0] > after:
-            time.sleep(pace_s * len(inputs))
+        time.sleep(len(inputs) * (pace_s if then_s is None or passes[0] <= after else then_s))
         return usual(self, inputs, *args, **kwargs)
 
     LanguageModel.forward = forward  # type: ignore[method-assign]
@@ -63,13 +63,16 @@ def half_speed(rank: int) -> None:
     slowed(PACE_S * (1 + rank))
 
 
+def long(rank: int) -> None:
+    slowed(LONG_S * (1 + rank))
+
+
 def slow_alone(_: int) -> None:
-    slowed(2 * PACE_S)
+    slowed(2 * LONG_S)
 
 
 def slows_down(rank: int) -> None:
-    slowed(PACE_S if rank else 0.0)
-    slowed(PACE_S if rank else 4 * PACE_S, after=20)
+    slowed(2 * PACE_S, 8 * PACE_S if rank == 0 else None, after=12)
 
 
 def changes(folder: Path) -> list[dict[str, Any]]:
@@ -100,10 +103,10 @@ def test_the_sum_of_speeds(stage: int, small_data: str, tmp_path: Path) -> None:
     more = ("--train.micro_batch", "12", "--train.global_batch")
     found = {}
     for name, ranks, before, words in (
-        ("fast", 1, half_speed, (*more, "12")),
+        ("fast", 1, long, (*more, "12")),
         ("slow", 1, slow_alone, (*more, "12")),
-        ("equal", 2, half_speed, (*more, "24")),
-        ("measured", 2, half_speed, (*more, "24", "--train.balance", "measured")),
+        ("equal", 2, long, (*more, "24")),
+        ("measured", 2, long, (*more, "24", "--train.balance", "measured")),
     ):
         path = recipe(tmp_path / name, small_data, stage)
         code, told = forked.finish(path, *words, world_size=ranks, before=before)
@@ -125,9 +128,7 @@ def test_a_rank_that_slows_down_and_a_kill(small_data: str, tmp_path: Path) -> N
     wait_for_step(launch, tmp_path / "run" / "run", 44)
     launch.kill()
     found = changes(tmp_path / "run")
-    assert found[0]["after"][0] > 6 and found[0]["step"] <= 20, found
-    late = [change for change in found if change["after"][0] < 6]
-    assert late and 20 < late[0]["step"] <= 36 and late[-1]["after"] in ([2, 10], [3, 9]), found
+    assert 12 < found[0]["step"] <= 30 and found[-1]["after"] in ([2, 10], [3, 9]), found
     trainer = json.loads((sorted((tmp_path / "run/run/checkpoints").glob("step-*"))[-1] / "trainer.json").read_text())
     assert trainer["shares"] == {"sequences": found[-1]["after"]}
     code, told = forked.finish(path, *asked, before=slows_down)
