@@ -44,12 +44,12 @@ LAST = 10
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ms", nargs="+", type=float, default=[20.0, 40.0], help="of a sequence, by rank")
+    parser.add_argument("--ms", nargs="+", type=float, default=[40.0, 80.0], help="of a sequence, by rank")
     parser.add_argument("--later", type=float, default=4.0)
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 3], help="of ZeRO")
     parser.add_argument("--micro-batch", type=int, default=12)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=48)
     return parser.parse_args(argv)
 
 
@@ -80,7 +80,8 @@ def run(home: Path, data: Path, paces: Sequence[tuple[float, float]], stage: int
         "data": {"path": str(data), "sequence_length": 64},
         "schedule": {"name": "constant"},
         "train": {"run_dir": str(home / "run"), "micro_batch": options.micro_batch,
-                  "accumulation": options.accumulation, "balance": balance, "max_steps": options.steps,
+                  "accumulation": options.accumulation, "balance": balance,
+                  "max_steps": options.steps if len(paces) > 1 else min(options.steps, LAST + 4),
                   "log_every": 1, "eval": False, "export": False},
         "tracking": {"wandb": "disabled"},
     }  # fmt: skip
