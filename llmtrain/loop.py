@@ -17,7 +17,6 @@ import torch
 from llmtrain import log, units
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.frozen import NOWHERE, frozen_source
-from llmtrain.checkpoint.load import Resumed, resume
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.objective import wants_column
@@ -28,7 +27,6 @@ from llmtrain.data.reference import REMEDY, weights_hash
 from llmtrain.dist.control import AgreedError, StopRequests, from_all, from_rank_0, together
 from llmtrain.dist.device import device_name, max_memory_gib
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.moved import check_adapter
 from llmtrain.errors import DataError, TrainingStopped
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
@@ -43,6 +41,7 @@ from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 
 if TYPE_CHECKING:  # what it is handed
+    from llmtrain.checkpoint.load import Resumed
     from llmtrain.saving import Saving
     from llmtrain.tracking.tracker import Tracker
 
@@ -114,6 +113,8 @@ class Training:
 
     def resume_or_start(self) -> list[str]:
         """Give the parameters their values: from a checkpoint, or from the model section. Returns lines to log."""
+        from llmtrain.checkpoint.load import resume
+
         now = json.loads(json.dumps(self.trainer_state()))  # tuples become lists, as in the file
         with together(self.ranks):
             resumed = resume(self.engine, self.run, self.folder, self.checkpoints, now, self.ranks)
@@ -228,6 +229,8 @@ class Training:
                 done = self.session.step(batch, self._requests(saving), saving.before_update)
                 self._advance(done, tracker)
                 if self._has_begun(done):
+                    from llmtrain.engine.moved import check_adapter
+
                     check_adapter(self.engine, self.ranks)
                 saving.advance(done.agreed)
                 heart.end_step(self.position.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,13 +25,14 @@ from llmtrain.dist.watch import describe, introduce
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.garbage import collected_by_hand
 from llmtrain.errors import TrainingStopped
-from llmtrain.finish import finish, stopped
 from llmtrain.loop import Training
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optimizers import norm_of
 from llmtrain.saving import Saving
-from llmtrain.sites.site import Share, Site
 from llmtrain.tracking.tracker import Status, Tracker
+
+if TYPE_CHECKING:
+    from llmtrain.sites.site import Site
 
 
 def train(resolved: ResolvedRun, spec: ModelSpec) -> int:
@@ -117,6 +118,8 @@ def _saving(training: Training, tracker: Tracker, site: Site | None) -> Saving:
 
 def _site(training: Training, tracker: Tracker) -> Site:
     """This launch among the sites that train the run's model. Raises AgreedError."""
+    from llmtrain.sites.site import Share, Site
+
     run, batch = training.run, training.resolved.batch
     common = {
         "data": training.data.fingerprint,
@@ -171,6 +174,8 @@ def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bo
         saving.last(position.step, training.trainer_state, exports=complete and training.run.train.export)
     validation_loss = training.evaluate(tracker) if complete and training.run.train.eval else None
     if ranks.rank == 0:
+        from llmtrain.finish import finish, stopped  # an export and a sample take much that training does not need
+
         reason = None if complete else training.requests.stop_reason or "another rank was asked to stop"
         tracker.event("stop", step=position.step, complete=complete, reason=reason)
         if complete:

@@ -13,7 +13,7 @@ from torch import nn
 from llmtrain import foreign
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
-from llmtrain.models import patches, varlen
+from llmtrain.models import patches
 from llmtrain.models.frozen import freeze
 from llmtrain.models.score import gives_scores
 
@@ -102,8 +102,10 @@ def construct(
     # With sdpa transformers 5.17 leaves out the cap of the scores (Gemma-2): other logits, and nothing said.
     if attention == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         raise ModelError(none)
-    if attention == varlen.NAME:
-        varlen.register()
+    if attention == patches.VARLEN:
+        from llmtrain.models.varlen import register
+
+        register()
     try:
         with no_init_weights():  # skips transformers' tying as well
             hf = auto_class(config).from_config(

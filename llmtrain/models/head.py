@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
-from llmtrain.models.distillation import TeacherLogits, Terms, distilled_sums
 from llmtrain.models.loss import HeadForm, chunked_nll_sum, token_nll
 from llmtrain.models.score import gives_scores, score_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from llmtrain.models.distillation import TeacherLogits, Terms
 
 
 class Head:
@@ -84,6 +85,8 @@ class Head:
             teacher: gives the logits of the same tokens.
             terms: of the loss.
         """
+        from llmtrain.models.distillation import distilled_sums
+
         return self._likelihoods(functools.partial(distilled_sums, teacher=teacher, terms=terms), hidden, labels)
 
     def values(self, hidden: Tensor) -> Tensor:

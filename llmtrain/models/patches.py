@@ -24,6 +24,9 @@ ATTENTION_KERNELS = (
 )
 """What torch's scaled_dot_product_attention becomes, for model.keep_attention: torch has no public name of these."""
 
+VARLEN = "varlen"
+"""What transformers calls the attention of models/varlen.py: the value of `model.attention`."""
+
 _PACKED_SINCE = (5, 23)
 """transformers 5.17 makes masks from distances in the row, also within documents, and has no function for them."""
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
-
-NAME = "varlen"
+from llmtrain.models.patches import VARLEN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +53,8 @@ def register() -> None:
     """Let transformers know the name. Its models then ask for no mask and call `attend`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+    AttentionInterface.register(VARLEN, attend)
+    AttentionMaskInterface.register(VARLEN, lambda *_, **__: None)
 
 
 def attend(
@@ -85,8 +84,8 @@ def attend(
     odd = [name for name in ("softcap", "s_aux") if more.get(name) is not None]
     if odd or dropout or attention_mask is not None or more.get("is_causal") is False:
         raise ModelError(
-            f"model.attention {NAME}: {type(module).__name__} needs {' and '.join(odd) or 'dropout or a mask'} in its "
-            "attention, which it cannot compute. Set model.attention to sdpa or eager."
+            f"model.attention {VARLEN}: {type(module).__name__} needs {' and '.join(odd) or 'dropout or a mask'} in "
+            "its attention, which it cannot compute. Set model.attention to sdpa or eager."
         )
     rows, _, length, _ = query.shape
     documents = _current

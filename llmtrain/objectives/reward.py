@@ -49,25 +49,6 @@ class Reward:
         return torch.stack([losses, margins, (margins > 0).float(), *rewards.T, *tokens.T]).sum(1)
 
 
-class LastScore:
-    """The score of a row's last token that does not pad: what a proof compares. Of rows [1, T]."""
-
-    figures: tuple[str, ...] = ("loss",)
-
-    def __init__(self, at: int = -1, *, given: bool = False) -> None:
-        """`given`: the model's own scores come in place of the hidden state."""
-        self._at, self._given = at, given
-
-    def weight(self, micro: MicroBatch) -> int:
-        """Rows."""
-        return len(micro.inputs)
-
-    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[1]."""
-        scores = hidden.float() if self._given else head.scores(hidden[:, self._at])
-        return scores.sum().unsqueeze(0)
-
-
 def last_tokens(batch: AnswerBatch) -> Tensor:
     """int64 [A]: where each answer's last counted token lies in the micro-batch's inputs, flattened."""
     labels, answers = batch.labels.flatten(), batch.answers.flatten()

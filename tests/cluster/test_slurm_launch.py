@@ -47,6 +47,7 @@ def slurm_bin(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_batch_script_saves_before_its_time_is_over_and_is_queued_again(
     small_data: str, tmp_path: Path, slurm_bin: Path
 ) -> None:

@@ -101,27 +101,25 @@ APART = {
 }
 """Parameters of a small model would all stay gathered."""
 FORMS: list[tuple[str, int, dict[str, Any]]] = [
-    ("lora", 2, {"stage": 0}),
     ("lora", 2, {"stage": 2, "accumulation": 2}),
-    ("lora", 2, {"stage": 2, "extra": {"activation_checkpointing": {}}, "mlp_tile_tokens": 8}),
     ("lora", 2, {"stage": 3, "extra": {"zero_optimization": APART, "activation_checkpointing": {}}}),
     ("lora", 2, {"stage": 3, "sequence": 2, "extra": {"activation_checkpointing": {}}}),
     ("lora", 2, {"stage": 1, "pipeline": 2, "accumulation": 2}),
-    ("dora", 2, {"stage": 0, "pipeline": 2, "accumulation": 2, "extra": {"activation_checkpointing": {}}}),
     ("lora", 2, {"stage": 1, "tensor": 2, "accumulation": 2, "extra": {"activation_checkpointing": {}}}),
-    ("lora", 2, {"stage": 3, "tensor": 2}),
-    ("rslora", 4, {"stage": 1, "tensor": 2, "pipeline": 2, "accumulation": 2}),
     ("dora", 2, {"stage": 2}),
-    ("dora", 2, {"stage": 3, "extra": {"zero_optimization": APART, "activation_checkpointing": {}}}),
-    ("lora", 2, {"stage": 3, "offload": "all"}),
-]
-FORMS += [
-    ("whole", 2, {"stage": 2, "accumulation": 2}),
-    ("tied", 2, {"stage": 3, "extra": {"zero_optimization": APART}}),
     ("tied", 2, {"stage": 1, "pipeline": 2, "accumulation": 2}),
     ("whole", 2, {"stage": 1, "tensor": 2}),
 ]
 DOUBLES: list[tuple[str, int, dict[str, Any]]] = [
+    ("lora", 2, {"stage": 0}),
+    ("lora", 2, {"stage": 2, "extra": {"activation_checkpointing": {}}, "mlp_tile_tokens": 8}),
+    ("dora", 2, {"stage": 0, "pipeline": 2, "accumulation": 2, "extra": {"activation_checkpointing": {}}}),
+    ("lora", 2, {"stage": 3, "tensor": 2}),
+    ("rslora", 4, {"stage": 1, "tensor": 2, "pipeline": 2, "accumulation": 2}),
+    ("dora", 2, {"stage": 3, "extra": {"zero_optimization": APART, "activation_checkpointing": {}}}),
+    ("lora", 2, {"stage": 3, "offload": "all"}),
+    ("whole", 2, {"stage": 2, "accumulation": 2}),
+    ("tied", 2, {"stage": 3, "extra": {"zero_optimization": APART}}),
     ("whole", 2, {"stage": 0}),
     ("whole", 2, {"stage": 3, "sequence": 2}),
     ("tied", 2, {"stage": 1}),
@@ -178,7 +176,7 @@ def first_step(case: Case, without: str) -> tuple[list[str], int]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_lora_b_that_no_gradient_reaches_is_named_after_one_step(pools, small_data, stage):
     case = Case(data=small_data, adapter=LORA, lr=LR, stage=stage)
     assert pools(2).run(first_step, case, "") == [([], 28)] * 2
@@ -192,7 +190,7 @@ def test_a_stage_without_a_target_is_refused_by_name(pools, small_data):
         pools(2).run(first_step, case, "")
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "dora"])
 def test_the_steps_are_those_of_peft_in_a_plain_loop(pools, small_data, tmp_path, kind):
     """From a folder that peft has written, with a B that is not zero."""
     from peft import LoraConfig, get_peft_model
@@ -255,7 +253,15 @@ RESUMED: dict[str, list[tuple[int, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("lora", 3), ("dora", 1), ("whole", 3), ("tied", 1)])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("lora", 3),
+        pytest.param("dora", 1, marks=pytest.mark.slow),
+        pytest.param("whole", 3, marks=pytest.mark.slow),
+        ("tied", 1),
+    ],
+)
 def test_a_checkpoint_holds_the_adapter_alone_and_goes_through_every_form_and_to_peft(
     pools, small_data, tmp_path, kind, stage
 ):
@@ -333,6 +339,7 @@ def test_a_bf16_base_is_merged_in_fp32_and_rounded_once(pools, small_data, tmp_p
         assert value.dtype == torch.bfloat16 and torch.equal(value, exact.bfloat16()), name
 
 
+@pytest.mark.slow
 def test_a_tied_model_is_merged_on_both_sides(pools, small_data, tmp_path):
     """Embedding and head are one matrix: beside an adapter it stays as it is, in the merged folder as well."""
     from safetensors.torch import load_file
@@ -348,18 +355,18 @@ def test_a_tied_model_is_merged_on_both_sides(pools, small_data, tmp_path):
     assert torch.equal(merged["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"])
 
 
-def test_masters_of_an_adapter_move_by_less_than_bf16_can_tell(pools, small_data):
+@pytest.mark.parametrize(("kind", "stage"), [("lora", 2), pytest.param("dora", 3, marks=pytest.mark.slow)])
+def test_masters_of_an_adapter_move_by_less_than_bf16_can_tell(pools, small_data, kind, stage):
     """At a rate of 1e-6 eight steps change a value by 8e-6 at most: one near 0.1 in bf16 would stay for ever."""
-    for kind, stage in (("lora", 3), ("dora", 2)):
-        case = Case(data=small_data, adapter=KINDS[kind], lr=1e-6, stage=stage, precision="bf16")
-        begin = {name: p.detach() for name, p in plain_adapted(case).named_parameters() if ".lora_" in name}
-        got, _ = pools(2).run(trained, case)[0]
-        for name, value in begin.items():
-            moved = (got.parameters[name] - value).abs()
-            assert 0 < float(moved.max()) < 1.2e-5, name
-            if not name.endswith("lora_B.weight"):  # those begin at 0, where any value can be told
-                assert float((moved > 0).float().mean()) > 0.5, name
-                assert float(((value + moved).bfloat16() == value.bfloat16()).float().mean()) > 0.9, "bf16 tells it"
+    case = Case(data=small_data, adapter=KINDS[kind], lr=1e-6, stage=stage, precision="bf16")
+    begin = {name: p.detach() for name, p in plain_adapted(case).named_parameters() if ".lora_" in name}
+    got, _ = pools(2).run(trained, case)[0]
+    for name, value in begin.items():
+        moved = (got.parameters[name] - value).abs()
+        assert 0 < float(moved.max()) < 1.2e-5, name
+        if not name.endswith("lora_B.weight"):  # those begin at 0, where any value can be told
+            assert float((moved > 0).float().mean()) > 0.5, name
+            assert float(((value + moved).bfloat16() == value.bfloat16()).float().mean()) > 0.9, "bf16 tells it"
 
 
 @pytest.mark.parametrize(
@@ -367,9 +374,11 @@ def test_masters_of_an_adapter_move_by_less_than_bf16_can_tell(pools, small_data
     [
         pytest.param(Form(zero=2, adapter=json.dumps(LORA)), marks=pytest.mark.slow),
         Form(zero=3, adapter=json.dumps(DORA), accumulation=2),
-        Form(zero=1, precision="bf16", adapter=json.dumps(RSLORA)),
+        pytest.param(Form(zero=1, precision="bf16", adapter=json.dumps(RSLORA)), marks=pytest.mark.slow),
         pytest.param(Form(zero=0, precision="bf16", adapter=json.dumps(DORA)), marks=pytest.mark.slow),
-        Form(zero=3, family="qwen2", tied=True, adapter=json.dumps(KINDS["tied"])),
+        pytest.param(
+            Form(zero=3, family="qwen2", tied=True, adapter=json.dumps(KINDS["tied"])), marks=pytest.mark.slow
+        ),
         pytest.param(Form(zero=2, optimizer="muon", adapter=json.dumps(LORA)), marks=pytest.mark.slow),
         Form(zero=1, pipeline=2, accumulation=2, precision="bf16", tied=True, adapter=json.dumps(LORA)),
         pytest.param(Form(zero=2, sequence=2, adapter=json.dumps(DORA)), marks=pytest.mark.slow),

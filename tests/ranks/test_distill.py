@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.config.run import ObjectiveConfig
+from tests.helpers.marks import slow_but
 from tests.helpers.training import (
     LLAMA,
     Case,
@@ -128,7 +129,7 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     "form",
-    [*FORMS[2:], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[:2])],
+    slow_but(FORMS, FORMS[3:5]),
     ids=lambda form: "-".join(f"{k}{v}" for k, v in form.items() if k != "extra"),
 )
 def test_distillation_is_its_definition_under_every_form(pools, small_data, teacher, form):

@@ -22,6 +22,7 @@ from llmtrain.models import experts
 from llmtrain.models.parallel import expert_parallel
 from tests.gpu.test_syncs import recorded_waits
 from tests.helpers.families import FAMILIES
+from tests.helpers.marks import slow
 from tests.helpers.training import (
     GLOBAL_BATCH,
     LENGTH,
@@ -63,9 +64,9 @@ def check(pools: Any, data: str, world: int, family: str, balanced: bool = True,
     [
         (1, "qwen3_moe", {"stage": 0, "accumulation": 3}),
         (2, "mixtral", {"stage": 3}),
-        pytest.param(4, "qwen3_moe", {"stage": 2, "accumulation": 3}, marks=pytest.mark.slow),
-        (2, "mixtral", {"stage": 1, "extra": {"activation_checkpointing": {}}}),
-        (2, "mixtral", {"stage": 3, "sequence": 2}),
+        slow(4, "qwen3_moe", {"stage": 2, "accumulation": 3}),
+        slow(2, "mixtral", {"stage": 1, "extra": {"activation_checkpointing": {}}}),
+        slow(2, "mixtral", {"stage": 3, "sequence": 2}),
         (2, "mixtral", {"stage": 1, "tensor": 2}),
     ],
 )
@@ -80,7 +81,7 @@ def test_the_balancing_loss_does_not_know_how_many_ranks_there_are(pools, small_
         (2, "qwen3_moe", True, {"stage": 1, "accumulation": 3}),
         (2, "mixtral", True, {"stage": 3, "extra": {"activation_checkpointing": {}}}),
         (4, "mixtral", True, {"stage": 2, "accumulation": 3, "clip": 0.2}),
-        (4, "qwen3_moe", True, {"stage": 3}),
+        slow(4, "qwen3_moe", True, {"stage": 3}),
     ],
 )
 def test_two_ranks_share_the_experts(pools, small_data, world, family, balanced, changes):

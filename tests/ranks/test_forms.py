@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from llmtrain.data.loader import MicroBatch
 from llmtrain.models.head import Head
 from tests.helpers.families import summed_loss
+from tests.helpers.marks import slow
 from tests.helpers.processors import fp16, on_device
 from tests.helpers.training import (
     LLAMA,
@@ -43,8 +44,8 @@ def reference(data: str) -> Trace:
         {"stage": 1, "model": {**LLAMA, "tie_word_embeddings": True}},
         {"stage": 2, "extra": {"activation_checkpointing": {}}},
         {"stage": 3, "extra": {"activation_checkpointing": {}}},
-        {"stage": 3, "accumulation": 3, "extra": {"activation_checkpointing": {"cpu_checkpointing": True}}},
-        {"stage": 2, "offload": "optimizer"},
+        slow({"stage": 3, "accumulation": 3, "extra": {"activation_checkpointing": {"cpu_checkpointing": True}}}),
+        slow({"stage": 2, "offload": "optimizer"}),
         {"stage": 3, "offload": "all"},
         {"stage": 1, "extra": {"prescale_gradients": True}},
     ],

@@ -24,6 +24,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.optimizers import PARAM
 from llmtrain.tensors.tensorfile import TensorFile
 from tests.helpers.checkpoints import flip, trainer_state
+from tests.helpers.marks import slow
 from tests.helpers.parity import Form, check
 from tests.helpers.training import (
     LLAMA,
@@ -76,12 +77,12 @@ def whole_run(case: Case) -> tuple[Trace, set[str]]:
         {"stage": 2, "accumulation": 3},
         {"stage": 3},
         {"stage": 3, "extra": {"activation_checkpointing": {}}},
-        {"stage": 2, "extra": {"activation_checkpointing": {}}, "mlp_tile_tokens": 8},
-        {"stage": 3, "offload": "all"},
+        slow({"stage": 2, "extra": {"activation_checkpointing": {}}, "mlp_tile_tokens": 8}),
+        slow({"stage": 3, "offload": "all"}),
         {"stage": 1, "sequence": 2},
         {"stage": 1, "pipeline": 2, "accumulation": 2},
         {"stage": 0, "tensor": 2},
-        {"stage": 3, "tensor": 2},
+        slow({"stage": 3, "tensor": 2}),
     ],
     ids=lambda form: "-".join(f"{k}={v}" for k, v in form.items()),
 )

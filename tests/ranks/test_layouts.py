@@ -49,13 +49,15 @@ EXPERTS = {
 }
 PAIRS = [("dense", *pair) for pair in product(LAYOUTS, LAYOUTS)]
 PAIRS += [("experts", *pair) for pair in product(EXPERTS, EXPERTS)]
-# In every run of the tests: each layout once as the one that saves and once as the one that loads.
+# In every run of the tests: each layout as the one that saves or as the one that loads.
 SAMPLE = {
-    *(("dense", *pair) for pair in zip(LAYOUTS, [*LAYOUTS][4:] + [*LAYOUTS][:4], strict=True)),
+    ("dense", "one", "tp2dp2"),
+    ("dense", "z1x4", "tp2z0"),
+    ("dense", "z3x4", "tp2dp2z3"),
+    ("dense", "pp2dp2", "sp2dp2"),
+    ("dense", "pp2tp2", "pp2dp2"),
     ("experts", "ep2", "z3x4"),
     ("experts", "ep2dp2", "tp2dp2"),
-    ("experts", "ep2dp2z3", "ep2"),
-    ("experts", "z1x4", "ep2dp2"),
 }
 
 

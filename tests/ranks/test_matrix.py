@@ -7,13 +7,14 @@ from itertools import product
 
 import pytest
 
+from tests.helpers.marks import slow
 from tests.helpers.training import Case, Trace, largest_difference
 from tests.ranks.test_resume import END, load_and_go_on, save_in_the_middle
 
 LAYOUTS = list(product((0, 1, 2, 3), (1, 2, 4)))
 """(ZeRO stage, ranks)."""
-# In every run of the tests: each layout once as the one that saves and once as the one that loads.
-SAMPLE = {(i, (5 * i + 3) % 12) for i in range(12)}
+# In every run of the tests: each layout once, as the one that saves or as the one that loads.
+SAMPLE = {(0, 3), (2, 1), (5, 4), (6, 9), (8, 7), (11, 10)}
 PAIRS = [
     pytest.param(*pair, marks=[] if pair in SAMPLE else pytest.mark.slow, id="-".join(f"z{s}x{w}" for s, w in names))
     for pair in product(range(12), range(12))
@@ -42,9 +43,8 @@ def saved(pools, small_data, tmp_path_factory) -> Callable[[int], tuple[Trace, s
     return save
 
 
-def test_the_sample_has_every_layout_on_both_sides():
-    assert len(SAMPLE) == 12 and all(a != b for a, b in SAMPLE)
-    assert {a for a, _ in SAMPLE} == {b for _, b in SAMPLE} == set(range(12))
+def test_the_sample_has_every_layout():
+    assert sorted(layout for pair in SAMPLE for layout in pair) == list(range(12))
 
 
 @pytest.mark.parametrize(("saved_at", "loaded_at"), PAIRS)
@@ -61,10 +61,10 @@ def test_losses_go_on(pools, small_data, saved, saved_at, loaded_at):
     ("world_size", "saving", "loading", "tolerance"),
     [
         (2, {"stage": 1, "precision": "bf16"}, {"stage": 3, "precision": "bf16"}, 2e-2),
-        (2, {"stage": 3, "precision": "bf16"}, {"stage": 0, "precision": "fp32"}, 2e-2),
-        (1, {"stage": 0, "precision": "fp32"}, {"stage": 2, "precision": "bf16"}, 2e-2),
+        slow(2, {"stage": 3, "precision": "bf16"}, {"stage": 0, "precision": "fp32"}, 2e-2),
+        slow(1, {"stage": 0, "precision": "fp32"}, {"stage": 2, "precision": "bf16"}, 2e-2),
         (1, {"stage": 2, "offload": "optimizer"}, {"stage": 3}, 2e-6),
-        (2, {"stage": 1}, {"stage": 3, "offload": "all"}, 2e-6),
+        slow(2, {"stage": 1}, {"stage": 3, "offload": "all"}, 2e-6),
     ],
     ids=str,
 )

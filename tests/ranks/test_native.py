@@ -25,6 +25,7 @@ from llmtrain.checkpoint.native.unnamed import add_unnamed
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.errors import CheckpointError
 from tests.helpers.deepspeed_peers import make_pipeline, make_plain, pipeline_steps, plain_steps
+from tests.helpers.marks import slow
 from tests.helpers.processors import fp16
 from tests.helpers.training import (
     LLAMA,
@@ -94,10 +95,10 @@ def worst(first: Trace, second: Trace) -> float:
 @pytest.mark.parametrize(
     "form",
     [
-        {"stage": 0},
+        slow({"stage": 0}),
         {"stage": 1, "model": TIED},
-        {"stage": 2},
-        {"stage": 3},
+        slow({"stage": 2}),
+        slow({"stage": 3}),
         {"stage": 0, "precision": "bf16", "model": TIED},
         {"stage": 1, "precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
         {"stage": 3, "precision": "bf16", "model": TIED},

@@ -58,22 +58,23 @@ def run(pools: Any, form: Form) -> None:
 
 TELLING = [
     replace(FORMS["pp2"], family="gemma3", tied=True),
-    replace(FORMS["pp2-dp2"], family="gpt2", isolate_documents=True),
     replace(FORMS["sp2"], family="qwen2", isolate_documents=True),
-    replace(FORMS["tp2"], family="stablelm", precision="bf16"),
     replace(FORMS["tp2"], family="qwen3_moe", precision="bf16"),
     replace(FORMS["pp2-tp2"], family="qwen3", tied=True),
     Form(zero=1, accumulation=2, optimizer="muon", device_fp16=True),
     Form(zero=2, optimizer="lion"),
     Form(zero=2, precision="bf16", extra=json.dumps({"bf16": {"enabled": True, "bf16_optimizer_states": True}})),
     replace(FORMS["ep2"], family="mixtral", changes=json.dumps(BALANCED), accumulation=2),
+    Form(zero=1, accumulation=2, objective="orpo", steps=6),
+    replace(FORMS["tp2"], objective="distill", precision="bf16", steps=8),
+]
+TELLING_SLOW = [
+    replace(FORMS["pp2-dp2"], family="gpt2", isolate_documents=True),
+    replace(FORMS["tp2"], family="stablelm", precision="bf16"),
     Form(zero=3, accumulation=2, objective="orpo", steps=8),
     replace(FORMS["pp2"], objective="kto", steps=8),
     replace(FORMS["tp2"], objective="ipo", precision="bf16", steps=8),
-    replace(FORMS["tp2"], objective="distill", precision="bf16", steps=8),
     Form(zero=3, objective="distill", adapter='{"r": 4, "alpha": 8.0}', isolate_documents=True, steps=8),
-]
-TELLING_SLOW = [
     replace(FORMS["pp2-dp2"], objective="distill"),
     replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"),
     replace(FORMS["dp4"], family="opt"),

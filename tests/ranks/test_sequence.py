@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.families import FAMILIES, VARIANTS, tied
+from tests.helpers.marks import slow
 from tests.helpers.training import LLAMA, Case, Trace, largest_difference, make_engine, plain_pytorch, run_case
 
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
@@ -53,7 +54,7 @@ def test_zero_3_averages_alike_whatever_way_it_reduces(pools, small_data):
 @pytest.mark.parametrize(
     "form",
     [
-        {"sequence": 2, "stage": 3, "accumulation": 3},
+        slow({"sequence": 2, "stage": 3, "accumulation": 3}),
         {"sequence": 2, "stage": 1},
         {"sequence": 4, "stage": 2},  # two key/value heads for four ranks
         {"sequence": 2, "tensor": 2, "stage": 1},

@@ -18,6 +18,7 @@ from llmtrain.models.language import LanguageModel
 from llmtrain.models.spec import ModelSpec
 from tests.helpers import training
 from tests.helpers.families import FAMILIES, summed_loss
+from tests.helpers.marks import slow
 from tests.helpers.training import LLAMA, Case, make_engine, one_step, plain_pytorch, run_case
 
 ACCUMULATION, LENGTH = 64, 32
@@ -88,11 +89,11 @@ def case_of(data: str, stage: int, sums: dict[str, Any]) -> Case:
 
 
 FORMS = [
-    pytest.param(1, 1, id="zero1"),
+    slow(1, 1, id="zero1"),
     pytest.param(2, 1, id="zero1-dp2"),
-    pytest.param(2, 2, id="zero2-dp2"),
+    slow(2, 2, id="zero2-dp2"),
     pytest.param(2, 3, id="zero3-dp2"),
-    *(pytest.param(4, stage, id=f"zero{stage}-dp4", marks=pytest.mark.slow) for stage in (1, 2, 3)),
+    *(slow(4, stage, id=f"zero{stage}-dp4") for stage in (1, 2, 3)),
 ]
 
 

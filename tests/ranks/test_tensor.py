@@ -22,6 +22,7 @@ from llmtrain.models.parallel.vocabulary import VocabularyShard
 from llmtrain.schedule import seed_step
 from llmtrain.topology import Degrees
 from tests.helpers.families import FAMILIES, HYBRID, LOW_RANK, VARIANTS, tied
+from tests.helpers.marks import slow_but
 from tests.helpers.ranks import RankFailed
 from tests.helpers.training import (
     LENGTH,
@@ -78,7 +79,7 @@ TELLING = {
 }
 
 
-@pytest.mark.parametrize("family", TELLING)
+@pytest.mark.parametrize("family", slow_but(TELLING, ["gpt2", "phi3", "qwen3", "gemma2", "deepseek_v2", "qwen3_5"]))
 def test_families(pools, small_data, family):
     case = case_of(small_data, family, True, stage=TELLING[family])
     check(pools(2).run(run_case, case)[0], reference(small_data, family, True))

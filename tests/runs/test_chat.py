@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from llmtrain.config.run import DataConfig
 from llmtrain.data.packing import TrainData
 from tests.helpers.chat import KINDS, expected, write_tokenizer
-from tests.helpers.launching import environment, losses
+from tests.helpers.launching import losses
 from tests.helpers.preference import Plain, preferences
+from tests.helpers.warm import WarmCommands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "posttraining.md"
@@ -112,7 +113,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
 
 
-def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path, warm: WarmCommands) -> None:
     """Every command of docs/posttraining.md as it stands there. Packed; 1e-5, as all comparisons in fp32."""
     talks = conversations()
     write_model(tmp_path / "model")
@@ -121,10 +122,9 @@ def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in preferences(150)))
     for name, text in zip(("sft", "dpo", "reward", "lora", "distill"), blocks("yaml"), strict=True):
         (tmp_path / f"{name}.yaml").write_text(text)
-    printed = ""
+    printed, env = "", warm.environment(PYTHONPATH=str(ROOT))
     for command in blocks("bash"):
-        done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)),
-                              capture_output=True, text=True)  # fmt: skip
+        done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         printed += done.stdout
     for shown in blocks("text"):
@@ -143,12 +143,12 @@ def test_the_commands_of_the_page_train_on_the_answers(tmp_path: Path) -> None:
     assert (merged / "model.safetensors").is_file() and (merged / "config.json").is_file()
     for folder in (lora, merged):
         assert (folder / "tokenizer_config.json").read_bytes() == (export / "tokenizer_config.json").read_bytes()
-    check_preferences(tmp_path)
-    check_reward(tmp_path)
-    check_distillation(tmp_path, talks)
+    check_preferences(tmp_path, env)
+    check_reward(tmp_path, env)
+    check_distillation(tmp_path, talks, env)
 
 
-def check_reward(folder: Path) -> None:
+def check_reward(folder: Path, env: dict[str, str]) -> None:
     """What reward.yaml has left: transformers loads it, and finds the run's own validation figures, each row alone."""
     from transformers import AutoModelForSequenceClassification
 
@@ -163,12 +163,13 @@ def check_reward(folder: Path) -> None:
             "pairs/chosen_reward": w.mean(), "pairs/rejected_reward": x.mean()}  # fmt: skip
     for key, value in want.items():
         assert last[f"eval/{key}"] == pytest.approx(float(value), rel=1e-5, abs=1e-6), key
-    done = subprocess.run(["llmtrain", "generate", "runs/reward", "--prompt", "yes"], cwd=folder, capture_output=True,
-                          text=True, env=environment(PYTHONPATH=str(ROOT)))  # fmt: skip
+    done = subprocess.run(
+        ["llmtrain", "generate", "runs/reward", "--prompt", "yes"], cwd=folder, capture_output=True, text=True, env=env
+    )
     assert done.returncode == 2 and "a reward model gives scores and no text" in done.stderr, done.stderr
 
 
-def check_distillation(folder: Path, talks: list[list[dict[str, str]]]) -> None:
+def check_distillation(folder: Path, talks: list[list[dict[str, str]]], env: dict[str, str]) -> None:
     """What distill.yaml has left, against one process and the definition; and that another teacher is no resume."""
     from transformers import AutoModelForCausalLM
 
@@ -189,10 +190,10 @@ def check_distillation(folder: Path, talks: list[list[dict[str, str]]]) -> None:
     assert first["loss"] == pytest.approx(3.2 * first["distill/divergence"] + 0.2 * first["distill/next_token_loss"])
     assert 0 < rows[-1]["eval/distill/divergence"] < first["distill/divergence"] and "eval/perplexity" not in rows[-1]
     other = ["--objective.teacher", "model", "--train.max_steps", "4"]
-    assert "teacher is" in refused(folder, "train", "--config", *other, recipe="distill.yaml")
+    assert "teacher is" in refused(folder, env, "train", "--config", *other, recipe="distill.yaml")
 
 
-def check_preferences(folder: Path) -> None:
+def check_preferences(folder: Path, env: dict[str, str]) -> None:
     """What dpo.yaml has left, against one process and the definition; and that another model's column is refused."""
     rows = [json.loads(line) for line in (folder / "runs/dpo/metrics.jsonl").read_text().splitlines()]
     first = next(row for row in rows if row["step"] == 1)
@@ -201,19 +202,23 @@ def check_preferences(folder: Path) -> None:
     assert [ours[step + 1] for step in range(STEPS)] == pytest.approx(plain_dpo(folder), rel=1e-5)
     assert 0 <= rows[-1]["eval/pairs/accuracy"] <= 1 and "eval/perplexity" not in rows[-1]
     other = ["--model.pretrained", "model", "--train.run_dir", "runs/other"]
-    assert "are of other weights than model.pretrained = 'model' has" in refused(folder, "train", "--config", *other)
+    assert "are of other weights than model.pretrained = 'model' has" in refused(
+        folder, env, "train", "--config", *other
+    )
     column = folder / "data/pairs/reference.json"
     told = json.loads(column.read_text())
     column.write_text(json.dumps({**told, "weights": "0" * 32}))  # as of another model, written since
-    assert f"reference is ['{told['weights']}'] there" in refused(folder, "train", "--config", "--train.max_steps", "4")
+    assert f"reference is ['{told['weights']}'] there" in refused(
+        folder, env, "train", "--config", "--train.max_steps", "4"
+    )
     column.unlink()
-    assert "run `llmtrain reference RUN.yaml`" in refused(folder, "config", "check")
+    assert "run `llmtrain reference RUN.yaml`" in refused(folder, env, "config", "check")
 
 
-def refused(folder: Path, *words: str, recipe: str = "dpo.yaml") -> str:
+def refused(folder: Path, env: dict[str, str], *words: str, recipe: str = "dpo.yaml") -> str:
     """What a command that refuses the recipe says; its first two words, the file, more words."""
-    done = subprocess.run(["llmtrain", *words[:2], recipe, *words[2:]], cwd=folder, capture_output=True, text=True,
-                          env=environment(PYTHONPATH=str(ROOT)))  # fmt: skip
+    done = subprocess.run(["llmtrain", *words[:2], recipe, *words[2:]], cwd=folder, capture_output=True,
+                          text=True, env=env)  # fmt: skip
     assert done.returncode == 2, done.stderr
     return done.stderr
 

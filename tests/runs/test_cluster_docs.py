@@ -14,7 +14,7 @@ from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.cluster.launch import supervise
 from llmtrain.cluster.launch.plan import Plan, place_lines
 from llmtrain.launch import MAX_RESTARTS
-from tests.helpers.launching import environment
+from tests.helpers.warm import WarmCommands
 from tests.runs.test_docs import ROOT, Workplace
 
 PAGE = ROOT / "docs/cluster.md"
@@ -28,10 +28,10 @@ ELSEWHERE = {
 
 
 @pytest.fixture(scope="module")
-def place(small_data: str, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+def place(small_data: str, tmp_path_factory: pytest.TempPathFactory, warm: WarmCommands) -> Workplace:
     place = Workplace(tmp_path_factory.mktemp("cluster-docs"), small_data)
     (place.path / "hosts").write_text("localhost slots=2\n")
-    place.env = environment(WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
+    place.env = warm.environment(WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
     return place
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import yaml
 from llmtrain.config.run import DataConfig
 from llmtrain.data.packing import TrainData
 from tests.helpers.play import write_play
+from tests.helpers.warm import WarmCommands
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "data.md").read_text()
@@ -30,7 +29,7 @@ def form(line: str) -> str:
     return re.sub(r"[\d.]+[kMs%]?", "#", line)
 
 
-def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: WarmCommands) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "code" / "deep").mkdir(parents=True)
     for index in range(40):
@@ -40,8 +39,7 @@ def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch: pytest.Mon
         for index in range(400):
             stream.write(json.dumps({"body": f"record {index} " * 100}) + "\n")
     write_play(tmp_path / "play.txt")
-    bin_folder = str(Path(sys.executable).parent)
-    env = {**os.environ, "PATH": os.pathsep.join([bin_folder, os.environ["PATH"]]), "PYTHONPATH": str(ROOT)}
+    env = warm.environment(PYTHONPATH=str(ROOT))
     commands, printed = blocks("bash"), []
     assert len(commands) == 4
     for command in commands:

@@ -18,6 +18,7 @@ import yaml
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.errors import UserError
 from tests.helpers.launching import environment, finish, free_port, kill_tree, rows, wait_for_step
+from tests.helpers.warm import WarmCommands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in (
@@ -66,7 +67,8 @@ SHOWN = [
 class Workplace:
     """A folder that looks like a clone, with small data and a quickstart of a few steps."""
 
-    def __init__(self, path: Path, data: str) -> None:
+    def __init__(self, path: Path, data: str, warm: WarmCommands | None = None) -> None:
+        """`warm`: how `run` starts `llmtrain`; `start` does it as a user."""
         self.path = path
         (path / "launch/recipes").mkdir(parents=True)
         for name in ("ds_configs", "tools", "launch/train.py", "launch/env.example"):
@@ -85,14 +87,16 @@ class Workplace:
         words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(900)]
         for index in range(60):
             (path / f"my_text/part/{index}.txt").write_text(" ".join(rng.choices(words, k=200)))
-        self.env = environment(WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
+        quiet = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+        self.env = environment(**quiet)
+        self._quick = warm.environment(**quiet) if warm else self.env
 
-    def start(self, command: str) -> subprocess.Popen[str]:
+    def start(self, command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         command = command.replace("deepspeed --hostfile", f"deepspeed --master_port {free_port()} --hostfile")
         return subprocess.Popen(
             ["bash", "-ec", command],
             cwd=self.path,
-            env=self.env,
+            env=env or self.env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -103,7 +107,7 @@ class Workplace:
         # The quickstart's checkpoints, and a run with AdamW.
         for real, small in (("step-300", "step-3"), ("step-350", "step-6"), ("runs/llama_1b", "runs/quickstart")):
             command = command.replace(real, small)
-        code, output = finish(self.start(command))
+        code, output = finish(self.start(command, self._quick))
         assert code == ("checkpoint diff" in command), (command, output)  # diff: 1 where something differs
         return output
 
@@ -122,8 +126,8 @@ def small_quickstart() -> str:
 
 
 @pytest.fixture(scope="module")
-def place(small_data: str, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    return Workplace(tmp_path_factory.mktemp("clone"), small_data)
+def place(small_data: str, tmp_path_factory: pytest.TempPathFactory, warm: WarmCommands) -> Workplace:
+    return Workplace(tmp_path_factory.mktemp("clone"), small_data, warm)
 
 
 @pytest.fixture(scope="module")

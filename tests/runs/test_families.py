@@ -23,10 +23,9 @@ def outcomes(folder: Path, families: str, forms: str, *words: str) -> dict[tuple
 
 def test_a_family_passes_both_commands_or_is_refused_by_both(tmp_path: Path) -> None:
     """CTRL scales its embeddings in place and has a bias in its tied head: only the pipeline went wrong, in silence."""
-    rows = outcomes(tmp_path, "ctrl,gemma2,falcon_mamba", "pp2")
+    rows = outcomes(tmp_path, "ctrl,falcon_mamba", "pp2")
     got = {(family, command): row["outcome"] for (family, _, command), row in rows.items()}
     assert {got["ctrl", command] for command in ("train", "parity")} == {"passes"}, rows
-    assert {got["gemma2", command] for command in ("train", "parity")} == {"passes"}, rows
     assert {got["falcon_mamba", command] for command in ("train", "parity")} == {"refused"}, rows
     page = text_of(rows)
     assert "| ctrl | not run | yes | not run | not run | - |" in page and "(1)" in page
@@ -38,7 +37,7 @@ def test_the_page_says_what_the_results_say() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["zero3", "tp2", "sp2", "ep2"])
+@pytest.mark.parametrize("form", ["pp2", "zero3", "tp2", "sp2", "ep2"])
 def test_the_other_forms(tmp_path: Path, form: str) -> None:
-    rows = outcomes(tmp_path, "qwen3_moe,cohere2,granite,falcon,deepseek_v2,jetmoe,longcat_flash,moshi", form)
+    rows = outcomes(tmp_path, "gemma2,qwen3_moe,cohere2,granite,falcon,deepseek_v2,jetmoe,longcat_flash,moshi", form)
     assert {row["outcome"] for row in rows.values()} <= {"passes", "refused"}, rows

@@ -78,7 +78,7 @@ def logits(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param(form, marks=[pytest.mark.slow] if form in ("zero3x4", "pp2xdp2", "tp2") else [])
+        pytest.param(form, marks=[pytest.mark.slow] if form in ("zero3x4", "pp2xdp2", "tp2", "tp2xdp2") else [])
         for form in FORMS
         if form != "one"
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from llmtrain.data.lessons import lessons, lines
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.tokenize import train_bpe
-from tests.helpers.launching import environment
+from tests.helpers.warm import WarmCommands
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
@@ -31,9 +30,9 @@ def of_make() -> list[str]:
     return [line for line in dict.fromkeys(lines) if re.match(r"llmtrain|python tools", line)]
 
 
-def run(folder: Path, command: str) -> str:
-    done = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True,
-                          env=environment(PYTHONPATH=str(ROOT), WANDB_MODE="disabled"))  # fmt: skip
+def run(folder: Path, command: str, warm: WarmCommands) -> str:
+    env = warm.environment(PYTHONPATH=str(ROOT), WANDB_MODE="disabled")
+    done = subprocess.run(["bash", "-ec", command], cwd=folder, capture_output=True, text=True, env=env)
     assert done.returncode == 0, (command, done.stdout, done.stderr)
     return done.stdout
 
@@ -55,7 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_chain_in_few_steps(place: Path) -> None:
+def test_the_chain_in_few_steps(place: Path, warm: WarmCommands) -> None:
     """The commands of the Makefile in their order, without launcher and adapter; 200 records of each side."""
     commands = [line for line in of_make() if "--source stdlib " not in line and "quickstart.yaml" not in line]
     kinds = [command.split()[1] for command in commands]
@@ -73,7 +72,7 @@ def test_the_chain_in_few_steps(place: Path) -> None:
             command = command.replace(found[0], f"--format {found[2]} {files}")
         elif "right_answers" in command:
             command = command.replace("lora=runs/lora/export ", "") + " --questions 3"
-        printed = run(place, command)
+        printed = run(place, command, warm)
     told = json.loads((place / "runs/answers.json").read_text())
     assert list(told["shares"]) == ["before", "sft", "dpo"]
     assert told["questions"] == dict.fromkeys(("sums", "calls", "results", "functions"), 3)
@@ -114,13 +113,13 @@ def test_right_answers_counts_what_is_right() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_chain_works(tmp_path: Path) -> None:
+def test_the_whole_chain_works(tmp_path: Path, warm: WarmCommands) -> None:
     """`make train` and `make tune` as they are, but in this environment: about half an hour on two cores."""
     for name in ("launch", "ds_configs", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     for command in of_make():
         if " -- " in command:
             command = "llmtrain train --config " + command.partition(" -- ")[2]
-        run(tmp_path, command)
+        run(tmp_path, command, warm)
     shares = json.loads((tmp_path / "runs/answers.json").read_text())["shares"]
     assert shares["before"]["calls"] == 0.0

@@ -21,7 +21,7 @@ from llmtrain.engine import progress
 from llmtrain.engine.api import ForwardCopy, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State
 from llmtrain.errors import ModelError, TrainingStopped
-from llmtrain.models import patches, varlen
+from llmtrain.models import patches
 from llmtrain.models.attention import gets_mask, without_cudnn
 from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.head import Head
@@ -29,10 +29,8 @@ from llmtrain.models.language import LanguageModel, compare_losses
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.score import gives_scores, last_read
-from llmtrain.models.varlen import Documents, set_documents
 from llmtrain.objectives.next_token import NEXT_TOKEN, NextToken
 from llmtrain.objectives.objective import Objective
-from llmtrain.objectives.reward import LastScore
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Which of them there are depends on fp16.loss_scale."""
@@ -50,6 +48,25 @@ def state_of(engine: DeepSpeedEngine) -> State:
 
         return Zero12State(engine)
     return HalfState(engine) if engine.bfloat16_enabled() or engine.fp16_enabled() else PlainState(engine)
+
+
+class _LastScore:
+    """The score of a row's last token that does not pad: what a proof compares. Of rows [1, T]."""
+
+    figures: tuple[str, ...] = ("loss",)
+
+    def __init__(self, at: int = -1, *, given: bool = False) -> None:
+        """`given`: the model's own scores come in place of the hidden state."""
+        self._at, self._given = at, given
+
+    def weight(self, micro: MicroBatch) -> int:
+        """Rows."""
+        return len(micro.inputs)
+
+    def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[1]."""
+        scores = hidden.float() if self._given else head.scores(hidden[:, self._at])
+        return scores.sum().unsqueeze(0)
 
 
 class _OfLogits(NextToken):
@@ -78,7 +95,7 @@ class ZeroEngine:
         self._ranks = ranks
         self._state = state_of(deepspeed)
         self._own_sums = int(mesh.place.tensor == 0)  # the ranks of a tensor-parallel group have the same loss
-        self._varlen = patches.attention_of(self.module.config) == varlen.NAME
+        self._varlen = patches.attention_of(self.module.config) == patches.VARLEN
         self.partitions_parameters = self._state.partitions_parameters
         self._must_look = self.partitions_parameters
         """Whether it is not yet known that ZeRO 3 takes every gradient."""
@@ -199,11 +216,11 @@ class ZeroEngine:
         inputs = self._shareable(inputs)
         micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
         scores = gives_scores(self.module.config)
-        own: Objective = LastScore(last_read(self.module.config, inputs)) if scores else NEXT_TOKEN
+        own: Objective = _LastScore(last_read(self.module.config, inputs)) if scores else NEXT_TOKEN
         ours, _ = self.evaluate([micro], own)
         self._want_logits(True)
         try:
-            theirs, _ = self.evaluate([micro], LastScore(given=True) if scores else _OfLogits())
+            theirs, _ = self.evaluate([micro], _LastScore(given=True) if scores else _OfLogits())
         finally:
             self._want_logits(False)
         compare_losses(self.module.hf, ours["loss"], theirs["loss"])
@@ -224,7 +241,7 @@ class ZeroEngine:
         labels[:, :half] = IGNORE
         other = inputs.clone()
         other[:, :half] = inputs[:, :half].flip(1).roll(1, dims=1)
-        last: Objective = LastScore() if gives_scores(self.module.config) else NEXT_TOKEN
+        last: Objective = _LastScore() if gives_scores(self.module.config) else NEXT_TOKEN
         losses = []
         for tokens in (inputs, other):
             micro = MicroBatch(inputs=tokens, labels=labels, sample_indices=[], positions=positions)
@@ -256,6 +273,8 @@ class ZeroEngine:
 
     def _on_device(self, micro: MicroBatch) -> MicroBatch:
         if self._varlen:
+            from llmtrain.models.varlen import Documents, set_documents
+
             set_documents(None if micro.positions is None else Documents.of(micro.positions, self._ranks.device))
         return micro.to(self._ranks.device)
 

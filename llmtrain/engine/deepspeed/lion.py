@@ -40,15 +40,3 @@ class Lion(torch.optim.Optimizer):
         signs = torch._foreach_sign(torch._foreach_lerp(moments, gradients, 1 - slow))
         torch._foreach_add_(parameters, signs, alpha=-group["lr"])
         torch._foreach_lerp_(moments, gradients, 1 - fast)
-
-
-def build(groups: list[dict[str, Any]], _: str) -> torch.optim.Optimizer:
-    """Lion on the device of its parameters."""
-    return Lion(groups)
-
-
-def build_on_host(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """DeepSpeed's, compiled for this CPU. Raises whatever its build raises."""
-    from deepspeed.ops.lion import DeepSpeedCPULion
-
-    return DeepSpeedCPULion(groups)

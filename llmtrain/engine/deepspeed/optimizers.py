@@ -17,7 +17,6 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
 
 from llmtrain.config.run import ResolvedOptim
-from llmtrain.engine.deepspeed import lion
 from llmtrain.engine.deepspeed.moments import MOMENTS, MOMENTUM, Bf16Moments
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
 from llmtrain.log import warn
@@ -114,10 +113,22 @@ def _muon(groups: list[dict[str, Any]], precision: str) -> torch.optim.Optimizer
     return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
 
 
+def _lion(groups: list[dict[str, Any]], _: str) -> torch.optim.Optimizer:
+    from llmtrain.engine.deepspeed.lion import Lion
+
+    return Lion(groups)
+
+
+def _lion_on_host(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    return DeepSpeedCPULion(groups)
+
+
 _BUILDERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., torch.optim.Optimizer] | None]] = {
     "adamw": (_adamw, _adamw_on_host),
     "muon": (_muon, None),
-    "lion": (lion.build, lion.build_on_host),
+    "lion": (_lion, _lion_on_host),
 }
 """By `optim.name`: (groups, precision) -> the optimizer, and groups -> that of DeepSpeed for state on the host."""
 

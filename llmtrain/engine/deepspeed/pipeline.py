@@ -105,7 +105,7 @@ class PipelineZeroEngine(ZeroEngine):
         self._pipeline.stage.wants_logits = wanted and self.deepspeed.is_last_stage()
 
 
-def _reduce_tied(engine: Any) -> None:
+def _reduce_tied(engine: PipelineEngine) -> None:
     """Sum the gradient of a tied weight over the two stages that hold it.
 
     DeepSpeed's own (pipe/engine.py _exec_reduce_tied_grads) looks at `weight.grad` alone. Where ZeRO accumulates in
@@ -116,7 +116,7 @@ def _reduce_tied(engine: Any) -> None:
             dist.all_reduce(engine.optimizer.get_param_gradient_attribute(weight), group=group)
 
 
-def _check_groups(engine: Any, ranks: Ranks) -> None:
+def _check_groups(engine: PipelineEngine, ranks: Ranks) -> None:
     """With an offloaded optimizer DeepSpeed sums gradient norms over the stages group by group: with fewer groups on
     one of them, all would wait.
 

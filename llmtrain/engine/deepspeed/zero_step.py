@@ -141,7 +141,7 @@ class OneNormZero(DeepSpeedZeroOptimizer):
                 gradient.mul_(1.0 / factor)
 
 
-def shorten_step(engine: Any) -> None:
+def shorten_step(engine: DeepSpeedEngine) -> None:
     """Give a new engine of ZeRO 1 or 2 the step of this module; others, and an offloaded optimizer, keep DeepSpeed's.
 
     Raises: ConfigError, for a DeepSpeed whose step is not known here.
@@ -163,7 +163,7 @@ def zero_1_with_fp32_sums() -> Iterator[None]:
     _check("engine", DeepSpeedEngine, ("_do_optimizer_sanity_check",))
     theirs = DeepSpeedEngine._do_optimizer_sanity_check
 
-    def choose(engine: Any, basic_optimizer: Any) -> Any:
+    def choose(engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:
         chosen = theirs(engine, basic_optimizer)
         return ZERO_OPTIMIZATION if chosen == BFLOAT16 and engine.zero_optimization() else chosen
 
