@@ -244,14 +244,10 @@ class Training:
         return self._complete() or not done.agreed.stop
 
     def _shares(self) -> Shares:
+        resolved, kept = self.resolved, self.resumed.trainer.get("shares") if self.resumed else None
+        measured, at_once = self.run.train.balance == "measured", resolved.zero_stage >= 2
         return Shares(
-            self.engine,
-            self.ranks,
-            self.resolved.batch,
-            self.resolved.degrees,
-            measured=self.run.train.balance == "measured",
-            at_once=self.resolved.zero_stage >= 2,
-            kept=self.resumed.trainer.get("shares") if self.resumed else None,
+            self.engine, self.ranks, resolved.batch, resolved.degrees, measured=measured, at_once=at_once, kept=kept
         )
 
     def _begin(self, outer: Outer) -> None:
