@@ -35,6 +35,7 @@ from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Outer, Requests, Session, Step
+from llmtrain.shares import Shares
 from llmtrain.start import prove_loss, start_engine, taught_by, teacher_of, write_weights
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
@@ -105,6 +106,7 @@ class Training:
         self.resumed: Resumed | None = None
         """What the run goes on from, if with all of its state."""
         self.outer: Outer | None = None
+        self.shares: Shares | None = None
         self.uncounted_steps = 0
         """Steps of the optimizer beyond those that this run's position counts: a foreign checkpoint may have some."""
 
@@ -165,6 +167,7 @@ class Training:
             "wandb_id": self.wandb_id,
             "began_from": self.began_from,
             **({"outer": self.outer.to_json()} if self.outer is not None else {}),
+            "shares": self.shares.to_json() if self.shares is not None else None,
             **self._settings,
         }
 
@@ -194,6 +197,7 @@ class Training:
             self.outer = outer
             self._begin(outer)
         rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
+        self.shares = shares = self._shares()
         self.session = Session(
             self.engine,
             ranks,
@@ -202,6 +206,7 @@ class Training:
             seed=run.train.seed,
             objective=self.objective,
             step=self.position.step,
+            pace=shares.pace,
         )
         consistency = Consistency(
             run, self.resolved.deepspeed, self.resolved.degrees, self.engine, ranks, tracker, self.data.fingerprint
@@ -216,6 +221,7 @@ class Training:
             data_parallel=self.resolved.batch.data_parallel,
             start_index=self.position.sample_index,
             pin_memory=ranks.device.type == "cuda",
+            sequences=shares.sequences,
         )
         goes_on = not self._complete()
         with contextlib.closing(loader):
@@ -237,8 +243,16 @@ class Training:
                     index = outer.after_update(self.position.step, complete=self._complete())
                     self.position = replace(self.position, sample_index=index)
                     loader.seek(index)
+                shares.after_step(self.position.step, done.agreed.paces, loader, tracker.event)
                 goes_on = self._after_update(done, tracker, saving, consistency, speed)
         return self._complete() or not done.agreed.stop
+
+    def _shares(self) -> Shares:
+        resolved, kept = self.resolved, self.resumed.trainer.get("shares") if self.resumed else None
+        measured, at_once = self.run.train.balance == "measured", resolved.zero_stage >= 2
+        return Shares(
+            self.engine, self.ranks, resolved.batch, resolved.degrees, measured=measured, at_once=at_once, kept=kept
+        )
 
     def _begin(self, outer: Outer) -> None:
         step, index = outer.begin(self.position.step, self.position.sample_index, self.run.fault.start_timeout_s)

@@ -5,6 +5,7 @@ What happens between steps (logs, evaluation, checkpoints, an outer optimizer) i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from llmtrain.data.loader import StepBatch
 from llmtrain.dist.control import Agree, Agreement
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, Update
+from llmtrain.engine.pace import Pace
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead, Objective
 from llmtrain.schedule import seed_step
@@ -78,14 +80,16 @@ class Session:
         seed: int,
         objective: Objective = NEXT_TOKEN,
         step: int = 0,
+        pace: Pace | None = None,
     ) -> None:
         """`rate`: from a step's number (0 is the first) to the factor on the peak learning rates. `seed`: of dropout.
-        `step`: optimizer steps done before, skipped ones included."""
+        `step`: optimizer steps done before, skipped ones included. `pace`: of this rank, for the others to hear."""
         self.engine, self.objective = engine, objective
         self.step_number = step
         self._rate, self._seed, self._agree = rate, seed, Agree(ranks)
         self._leads = degrees.place(ranks.rank).leads
         self._seeded_as = ranks.rank // degrees.tensor
+        self._pace = pace
 
     def step(
         self,
@@ -111,10 +115,12 @@ class Session:
             time_up=requests.time_up,
             save=requests.save,
             save_status=requests.save_status,
+            pace=None if self._pace is None else self._pace.take(),
         )
         seed_step(self._seed, self.step_number, self._seeded_as)
         lr_factor = self._rate(self.step_number)
-        sums = self.engine.forward_backward(batch.micro_batches, lambda: agreement().weight, self.objective)
+        with contextlib.nullcontext() if self._pace is None else self._pace.measured(batch.micro_batches):
+            sums = self.engine.forward_backward(batch.micro_batches, lambda: agreement().weight, self.objective)
         before_update()
         update = self.engine.update(lr_factor)
         self.step_number += 1

@@ -47,7 +47,7 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
     with together(ranks):
         check_device(resolved.precision, resolved.run.model.attention, resolved.run.deepspeed)
     with together(ranks):
-        compiles = _compiles_layers(spec, resolved.mix, ranks)
+        compiles = _compiles_layers(spec, resolved.mix, ranks, one_shape=resolved.run.train.balance == "equal")
         run = replace(resolved.run, model=replace(resolved.run.model, compile_layers=compiles))
         model = build_model(replace(resolved, run=run), spec, ranks.device, mesh)
     if compiles:
@@ -97,8 +97,10 @@ def taught_by(run: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
     return min(made, default=None)
 
 
-def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks) -> bool:
+def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool) -> bool:
     """The answer to model.compile_layers, the same on all ranks; all of them must call it.
+
+    `one_shape`: all micro-batches of the run have one, for which layers are compiled.
 
     Raises: ConfigError, when it is true and some rank cannot compile.
     """
@@ -111,7 +113,7 @@ def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks) -> bool:
             f"model.compile_layers is true, but torch.compile does not work here ({device.type}): {reason}. Set it "
             "to false, or to null: layers are then compiled where that works."
         )
-    return reason is None and (_compiles_unasked(spec, mix) if wanted is None else wanted)
+    return reason is None and (one_shape and _compiles_unasked(spec, mix) if wanted is None else wanted)
 
 
 def _compiles_unasked(spec: ModelSpec, mix: Mix) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmtrain.config import ds_json, rules
+from llmtrain.config.balance import check_balance
 from llmtrain.config.batch import Batch, solve
 from llmtrain.config.deepspeed import DEGREE_KEYS, exact_dict, read_facts
 from llmtrain.config.join import SHARED, check_scheduler, join_values
@@ -53,6 +54,7 @@ def resolve(
     run = _fill_in(run, batch, max_steps)
     rules.check_mask(run, batch, degrees, places, problems)
     rules.check_schedule(run, max_steps, places, problems)
+    balance_notes = check_balance(run, batch, degrees, path, places, problems)
     notes = check_scheduler(run, tree, max_steps, places, problems)
     problems.raise_if_any()
 
@@ -67,7 +69,7 @@ def resolve(
         expert_parallel=dict(facts.tree.get("expert_parallel") or {}),
         max_steps=max_steps,
         places=dict(places),
-        notes=(*ignored, *facts.notes, *notes, *more_notes),
+        notes=(*ignored, *facts.notes, *balance_notes, *notes, *more_notes),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import foreign
+from llmtrain.balance import MOST
 from llmtrain.config.adapter import check_adapter
 from llmtrain.config.batch import Batch
 from llmtrain.config.objective import check_data, check_objective, check_revision, check_start, check_teacher_folder
@@ -202,12 +203,13 @@ def check_mask(run: RunConfig, batch: Batch, degrees: Degrees, places: Places, p
                          "set model.attention to sdpa, or use ZeRO or tensor parallelism instead",
                          places.get("model.attention"))  # fmt: skip
         return
-    mask_bytes = batch.micro_batch * batch.sequence_length**2
+    largest = batch.micro_batch * (MOST if run.train.balance == "measured" else 1)
+    mask_bytes = largest * batch.sequence_length**2
     if mask_bytes > _MASK_BYTES:
         remedy = "set model.attention to varlen, which needs none" if shared is None else "shorten it"
         problems.add("data.sequence_length", run.data.sequence_length,
                      f"with data.isolate_documents, model.attention {run.model.attention} makes a mask of "
-                     f"{size(mask_bytes)} (train.micro_batch x length x length bytes) in each forward pass; at most "
+                     f"{size(mask_bytes)} ({largest} sequences x length x length bytes) in each forward pass; at most "
                      f"{size(_MASK_BYTES)} are allowed", remedy, places.get("data.sequence_length"))  # fmt: skip
 
 

@@ -199,6 +199,8 @@ class TrainConfig:
     """Sequences per forward pass of one rank. Or from the JSON (train_micro_batch_size_per_gpu)."""
     accumulation: int | None = None
     """Micro-batches per optimizer step. Or from the JSON (gradient_accumulation_steps)."""
+    balance: Literal["equal", "measured"] = "equal"
+    """measured: slow ranks take fewer sequences of a step, fast ones up to twice micro_batch at a time."""
     max_steps: int | None = None
     """Stop after this many optimizer steps."""
     max_tokens: int | None = None

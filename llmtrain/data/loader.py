@@ -9,13 +9,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from llmtrain.balance import rows_of
 from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.packing import TrainData
 from llmtrain.data.windows import IGNORED, Window
@@ -166,8 +167,9 @@ class TrainLoader:
     """Iterator over optimizer steps, without end. Its state is `next_index`, the sample where the next step begins.
 
     Step at sample i covers samples [i, i + global_batch). Micro-batch m of rank r takes rows
-    (m * data_parallel + r) * micro_batch and the micro_batch - 1 after it. Steps are built a few ahead by one
-    daemon thread; what goes wrong there is raised by `next`. Close it (or use it as a context) to end the thread.
+    (m * data_parallel + r) * micro_batch and the micro_batch - 1 after it; with unequal shares those of
+    `balance.rows_of`. Steps are built a few ahead by one daemon thread; what goes wrong there is raised by `next`.
+    Close it (or use it as a context) to end the thread.
     """
 
     def __init__(
@@ -181,7 +183,9 @@ class TrainLoader:
         data_parallel: int,
         start_index: int = 0,
         pin_memory: bool = False,
+        sequences: Sequence[int] | None = None,
     ) -> None:
+        """`sequences`: of a step, by rank; None: equally many."""
         assert global_batch == micro_batch * accumulation * data_parallel, (
             global_batch,
             micro_batch,
@@ -191,10 +195,9 @@ class TrainLoader:
         assert 0 <= rank < data_parallel and start_index >= 0, (rank, data_parallel, start_index)
         self._data = data
         self._global_batch = global_batch
-        self._micro_batch = micro_batch
+        self._sequences = sequences or (micro_batch * accumulation,) * data_parallel
         self._accumulation = accumulation
         self._rank = rank
-        self._data_parallel = data_parallel
         self._pin_memory = pin_memory
         self.next_index = start_index
         self.data_wait_s = 0.0
@@ -240,14 +243,18 @@ class TrainLoader:
             self.next_index = index
             self._begin(index)
 
+    def share(self, sequences: Sequence[int]) -> None:
+        """From the next step on each rank takes so many sequences of a step. What was read ahead is read again."""
+        self.close()
+        self._sequences = sequences
+        self._begin(self.next_index)
+
     def build(self, first_index: int) -> StepBatch:
         """This rank's part of the step that begins at sample `first_index`. A pure function."""
-        b = self._micro_batch
         micro_batches = []
         for m in range(self._accumulation):
-            first = first_index + (m * self._data_parallel + self._rank) * b
-            indices = list(range(first, first + b))
-            micro_batches.append(_micro_batch(self._data.window_at, indices, b, self._pin_memory))
+            indices = [first_index + row for row in rows_of(self._sequences, self._accumulation, m, self._rank)]
+            micro_batches.append(_micro_batch(self._data.window_at, indices, len(indices), self._pin_memory))
         return StepBatch(micro_batches=micro_batches, first_index=first_index)
 
     def _read_ahead(self, index: int) -> None:

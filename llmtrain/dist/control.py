@@ -114,28 +114,39 @@ class Agreement:
     """Ranks whose part of the save under way has ended (checkpoint/save.py)."""
     save_failed: int = 0
     """Ranks for which it failed."""
+    paces: tuple[int, ...] = ()
+    """Of each rank, nanoseconds for a sequence (engine/pace.py), 0: not known; empty where shares stay equal."""
 
 
 class Agree:
     """One small all-reduce a step, on the host, started early and read late: it costs no device synchronisation."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._group = ranks.control
+        self._group, self._rank, self._count = ranks.control, ranks.rank, ranks.world_size
 
     def start(
-        self, *, weight: int, stop: bool, time_up: bool, save: bool, save_status: tuple[bool, bool]
+        self,
+        *,
+        weight: int,
+        stop: bool,
+        time_up: bool,
+        save: bool,
+        save_status: tuple[bool, bool],
+        pace: int | None = None,
     ) -> Callable[[], Agreement]:
         """Send this rank's part; the returned function waits for the sum (and may be called again).
 
-        `save_status`: whether this rank's part of the save under way has ended, and whether it failed.
+        `save_status`: whether this rank's part of the save under way has ended, and whether it failed. `pace`: what
+        the ranks hear of this one's speed; None on all of them: nothing.
         """
-        message = torch.tensor([weight, stop, time_up, save, *save_status], dtype=torch.int64)
+        told = [] if pace is None else [pace if rank == self._rank else 0 for rank in range(self._count)]
+        message = torch.tensor([weight, stop, time_up, save, *save_status, *told], dtype=torch.int64)
         work = dist.all_reduce(message, group=self._group, async_op=True)
 
         @functools.cache
         def result() -> Agreement:
             work.wait()
-            weights, stops, times, saves, ended, failed = message.tolist()
+            weights, stops, times, saves, ended, failed, *paces = message.tolist()
             return Agreement(
                 weight=weights,
                 stop=stops > 0,
@@ -143,6 +154,7 @@ class Agree:
                 save=saves > 0,
                 save_ended=ended,
                 save_failed=failed,
+                paces=tuple(paces),
             )
 
         return result

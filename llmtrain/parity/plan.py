@@ -118,6 +118,7 @@ def small_run(
             run.train,
             global_batch=None,
             micro_batch=min(_MICRO_BATCH, micro),
+            balance="equal",
             accumulation=min(max(_ACCUMULATION, 2 * degrees.pipeline), accumulation),
             max_steps=steps,
             max_tokens=None,

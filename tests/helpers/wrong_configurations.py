@@ -464,6 +464,46 @@ CASES = [
         {"sites": {"name": "a", "coordinator": "h:1"}},
         {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}},
     ),
+    # ranks of unequal speed
+    *(
+        Wrong(
+            f"measured shares with {what}", says, {**run, "train": {"balance": "measured", **run.get("train", {})}}, ds
+        )
+        for what, says, run, ds in (
+            (
+                "a pipeline",
+                ("pipeline.stages = 2", "of one size", "set train.balance to equal"),
+                {},
+                {"pipeline": {"stages": 2}},
+            ),
+            (
+                "compiled layers",
+                ("model.compile_layers = true", "one shape", "false or null"),
+                {"model": {"compile_layers": True}},
+                None,
+            ),
+            (
+                "equal digits",
+                ("train.deterministic = true", "depends on the clock"),
+                {"train": {"deterministic": True}},
+                None,
+            ),
+            (
+                "one sequence",
+                ("train.micro_batch = 1", "none to give away", "set it to 4 or more"),
+                {"train": {"micro_batch": 1}},
+                None,
+            ),
+        )
+    ),
+    Wrong(
+        "a mask for twice the sequences",
+        ("data.sequence_length = 1024", "a mask of 8 GiB (8192 sequences"),
+        {
+            "data": {"isolate_documents": True, "sequence_length": 1024},
+            "train": {"micro_batch": 4096, "global_batch": 8192, "accumulation": 1, "balance": "measured"},
+        },
+    ),
     # the batch equation
     Wrong(
         "accumulation not whole",

@@ -35,6 +35,11 @@ def _model(**fields: Any) -> dict[str, Any]:
 GPT2 = {"model_type": "gpt2", "num_hidden_layers": ..., "n_layer": 2, "n_head": 4}
 
 MODEL_CASES = [
+    Wrong(
+        "measured shares of experts",
+        ('train.balance = "measured"', "all ranks compute alike", "set it to equal"),
+        {**_model(model_type="mixtral", num_local_experts=4), "train": {"balance": "measured"}},
+    ),
     # the model against its family
     Wrong(
         "typo in the model",

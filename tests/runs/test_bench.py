@@ -29,6 +29,7 @@ SMALLER = {
         for table in ("lora", "dpo", "sft", "packing")
     },
     "pipeline.py": ["--stages", "2", "--micro", "2", "--forward-ms", "5", "--steps", "1"],
+    "balance.py": ["--ms", "1", "2", "--stages", "1", "--micro-batch", "2", "--steps", "4"],
     "watch.py": ["--hidden", "32", "--layers", "1", "--blocks", "6"],
     "watch.py --hosts": ["--hosts", "16"],
 }

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "llmtrain"
 # A part may import from its own layer's own part and from every layer above it in this list.
 # Parts that share a layer are siblings: they never import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "foreign", "optimizers", "units"),
+    ("balance", "errors", "files", "foreign", "optimizers", "units"),
     ("topology",),
     ("log", "redact"),
     ("hub",),
@@ -28,7 +28,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("start",),
     ("checkpoint", "session"),
-    ("begin", "check", "checkpoints", "consistency", "doctor", "inference", "init", "parity", "saving", "sites"),
+    (
+        "begin",
+        "check",
+        "checkpoints",
+        "consistency",
+        "doctor",
+        "inference",
+        "init",
+        "parity",
+        "saving",
+        "shares",
+        "sites",
+    ),
     ("chat", "generate", "reference"),
     ("finish",),
     ("loop",),
@@ -40,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LAYER_OF = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 HEAVY = {"torch", "deepspeed", "transformers", "numpy", "pandas"}
 LIGHT = (
+    "balance",
     "errors",
     "files",
     "foreign",

@@ -115,7 +115,8 @@ class Heartbeat:
     """The writing side. Until it is connected it beats for nobody: the callers need not know."""
 
     def __init__(self) -> None:
-        self._use(mmap.mmap(-1, _SIZE), rank=0, local_rank=0)
+        # Private: ranks that are forked from one process would count each other's collectives.
+        self._use(mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), rank=0, local_rank=0)
 
     def connect(self, path: Path, *, rank: int, local_rank: int) -> None:
         """Beat into a new file that the watch reads, from nothing. Raises OSError."""
@@ -196,6 +197,11 @@ class Heartbeat:
         words[_BEATS] += 1
         now = times[_BEAT_S] = time.monotonic()
         times[_WAITED_S] += now - self._entered_s
+
+    def waited_s(self) -> float:
+        """Seconds inside collectives, since the launch."""
+        waited_s: float = self._times[_WAITED_S]
+        return waited_s
 
     def on_device(self) -> None:
         """The rank computes on a device; from now on `gave` and `device_did` tell of it."""

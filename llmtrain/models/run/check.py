@@ -18,7 +18,7 @@ from llmtrain.config.run import ModelConfig, ResolvedRun
 from llmtrain.errors import ModelError
 from llmtrain.models.adapter import lora_config, other_maps, saved_paths, target_paths
 from llmtrain.models.build import decoder_layers, layer_configs, load_config
-from llmtrain.models.experts import check_stages
+from llmtrain.models.experts import check_stages, expert_blocks
 from llmtrain.models.fields import check_fields
 from llmtrain.models.frozen import frozen_names, tensor_shapes
 from llmtrain.models.head import Head
@@ -91,6 +91,10 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
         _check_stages(hf, resolved.pipeline_partition, resolved.degrees.pipeline)
+    if run.train.balance != "equal" and expert_blocks(hf):
+        rule = "the routers of a mixture of experts are balanced over micro-batches that all ranks compute alike"
+        problems.add("train.balance", run.train.balance, rule, "set it to equal", places.get("train.balance"))
+        problems.raise_if_any()
     _check_copy(hf, key, model.loss_chunk_tokens)
     if run.train.export:
         _check_export(spec)

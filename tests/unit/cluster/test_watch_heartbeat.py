@@ -54,6 +54,16 @@ def test_a_reader_sees_what_the_rank_does(heart, tmp_path):
     assert (read(path).stopping, read(path).left, read(path).phase) == (True, 3, "end")
 
 
+def test_processes_forked_before_they_connect_count_for_themselves():
+    heart = Heartbeat()
+    if (child := os.fork()) == 0:
+        heart.enter(named("all_reduce"))
+        time.sleep(0.05)
+        heart.leave()
+        os._exit(0 if heart.waited_s() >= 0.05 else 1)
+    assert os.waitpid(child, 0)[1] == 0 and heart.waited_s() == 0
+
+
 def test_own_time_is_the_step_without_the_collectives(heart, tmp_path):
     heart.begin_step()
     time.sleep(0.05)

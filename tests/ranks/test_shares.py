@@ -1,0 +1,182 @@
+"""Ranks of unequal speed: with unequal shares, changed midway, the training is plain PyTorch's on the same batches."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.checkpoint.load import load_checkpoint
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.data.loader import TrainData, TrainLoader
+from llmtrain.schedule import learning_rate_factor
+from llmtrain.session import Session
+from tests.helpers.preference import prepared_preferences
+from tests.helpers.training import (
+    LLAMA,
+    Case,
+    Trace,
+    assembled,
+    case_data,
+    largest_difference,
+    make_engine,
+    plain_pytorch,
+    resolved_run,
+    save_checkpoint,
+    uneven,
+)
+
+STEPS, HALF = 8, 5
+
+
+class Said:
+    """In place of the clock: what a rank says of its speed, step by step."""
+
+    def __init__(self, paces: list[int]) -> None:
+        self.paces = paces
+
+    def measured(self, micros: Any) -> Any:
+        import contextlib
+
+        return contextlib.nullcontext()
+
+    def take(self) -> int:
+        return self.paces.pop(0)
+
+    def forget(self) -> None:
+        pass
+
+
+@dataclass
+class Found(Trace):
+    """A training, and who has trained what."""
+
+    shares: list[tuple[int, ...] | None] = field(default_factory=list)
+    """Of each step."""
+    indices: list[list[int]] = field(default_factory=list)
+    """Of this rank's samples, by step."""
+    sizes: list[list[int]] = field(default_factory=list)
+    """Rows of this rank's micro-batches, by step."""
+
+
+def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder: str) -> None:
+    """Steps of a launch that goes on from the folder's checkpoint, and leaves one. `speeds`: by step, by rank."""
+    from llmtrain import balance
+    from llmtrain.objectives.named import objective_of
+    from llmtrain.shares import Shares
+
+    balance.SETTLE_STEPS, balance.WINDOW_STEPS = 0, 1
+    engine, ranks = make_engine(case)
+    resolved = resolved_run(case, ranks.world_size)
+    batch, degrees, run = resolved.batch, resolved.degrees, resolved.run
+    kept = None
+    if steps.start:
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.data.add_(1.0)
+        path = Path(folder) / "checkpoints" / f"step-{steps.start:08d}"
+        trainer = json.loads((path / "trainer.json").read_text())
+        load_checkpoint(engine, CheckpointReader(path), trainer, ranks)
+        kept = trainer["shares"]
+    shares = Shares(engine, ranks, batch, degrees, measured=True, at_once=resolved.zero_stage >= 2, kept=kept)
+    shares.pace = Said([each[ranks.rank] for each in speeds])
+    rate = functools.partial(learning_rate_factor, run.schedule, max_steps=case.steps)
+    objective = objective_of(run.objective)
+    session = Session(engine, ranks, degrees, rate, seed=0, objective=objective, step=steps.start, pace=shares.pace)
+    with TrainLoader(
+        TrainData(case_data(case)),
+        global_batch=batch.global_batch,
+        micro_batch=batch.micro_batch,
+        accumulation=batch.accumulation,
+        rank=degrees.place(ranks.rank).data,
+        data_parallel=batch.data_parallel,
+        start_index=steps.start * batch.global_batch,
+        sequences=shares.sequences,
+    ) as loader:
+        for step in steps:
+            given = next(loader)
+            found.shares.append(shares.sequences)
+            found.indices.append([index for micro in given.micro_batches for index in micro.sample_indices])
+            found.sizes.append([len(micro.inputs) for micro in given.micro_batches])
+            done = session.step(uneven(given) if not case.objective else given)
+            found.losses.append(session.figures(done)["loss"])
+            found.norms.append(float(done.update.grad_norm))
+            shares.after_step(step + 1, done.agreed.paces, loader, lambda *args, **kwargs: None)
+    trainer = {"step": steps.stop, "optimizer_step": engine.optimizer_step(), "shares": shares.to_json()}
+    save_checkpoint(engine, Path(folder) / "checkpoints", steps.stop, trainer, resolved, ranks)
+    found.parameters = assembled(engine, ranks)
+    engine.close()
+
+
+def with_a_resume(case: Case, folder: str, speeds: list[list[int]]) -> Found:
+    """All steps, in two launches."""
+    from llmtrain import balance
+
+    found, before = Found([], []), (balance.SETTLE_STEPS, balance.WINDOW_STEPS)
+    part(case, found, range(HALF), speeds[:HALF], folder)
+    part(case, found, range(HALF, STEPS), speeds[HALF:], folder)
+    balance.SETTLE_STEPS, balance.WINDOW_STEPS = before
+    return found
+
+
+def speeds_of(ranks: int) -> list[list[int]]:
+    """The second half of the ranks is half as fast; from step 4 on the first half is three times slower than they."""
+    half = ranks // 2
+    return [[1] * half + [2] * half] * 3 + [[6] * half + [2] * half] * (STEPS - 3)
+
+
+FORMS: list[Any] = [
+    {"stage": 1, "accumulation": 3},
+    *(
+        pytest.param(form, marks=pytest.mark.slow)
+        for form in (
+            {"stage": 0},
+            {"stage": 2, "accumulation": 3},
+            {"stage": 3},
+            {"stage": 3, "accumulation": 3, "extra": {"activation_checkpointing": {}}},
+            {"stage": 3, "offload": "all"},
+            {"stage": 2, "isolate_documents": True},
+            {"stage": 1, "tensor": 2, "accumulation": 3},
+            {"stage": 3, "sequence": 2, "accumulation": 3},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(f"{k}{v}" for k, v in form.items() if k != "extra"))
+def test_unequal_shares_are_the_same_training(
+    pools: Any, small_data: str, tmp_path: Path, form: dict[str, Any]
+) -> None:
+    """Loss, gradient norm and parameters of plain PyTorch: fp32 sums in another order differ by 1e-6."""
+    case = Case(data=small_data, steps=STEPS, **form)
+    world = 2 * case.tensor * case.sequence
+    want = plain_pytorch(case)
+    found = pools(world).run(with_a_resume, case, str(tmp_path), speeds_of(world))
+    first = found[0]
+    assert len(set(first.shares)) == 3, first.shares  # equal, then two others
+    assert first.shares[HALF] == first.shares[HALF - 1] != first.shares[0]  # the resume goes on with what was decided
+    for step in range(STEPS):
+        read = sorted({tuple(each.indices[step]) for each in found})
+        assert sorted(index for one in read for index in one) == list(range(12 * step, 12 * step + 12)), (step, read)
+    assert any(len(set(map(len, step))) > 1 for step in zip(*(each.indices for each in found), strict=True))
+    assert max(abs(a - b) for a, b in zip(first.losses, want.losses, strict=True)) < 1e-5
+    assert max(abs(a / b - 1) for a, b in zip(first.norms, want.norms, strict=True)) < 1e-5
+    assert largest_difference(first.parameters, want.parameters) < 1e-5
+
+
+@pytest.mark.slow
+def test_pairs_of_unequal_shares(pools: Any, tmp_path: Path) -> None:
+    """A loss by the pair: against the same ranks with equal shares."""
+    model = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    case = Case(data=prepared_preferences(tmp_path / "data"), length=192, isolate_documents=True, steps=STEPS,
+                model=model, stage=2, objective={"name": "simpo"})  # fmt: skip
+    want = pools(2).run(with_a_resume, case, str(tmp_path / "equal"), [[1, 1]] * STEPS)[0]
+    got = pools(2).run(with_a_resume, case, str(tmp_path / "other"), speeds_of(2))[0]
+    assert set(want.shares) == {(6, 6)} and len(set(got.shares)) == 3
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
+    assert largest_difference(got.parameters, want.parameters) < 1e-5
