@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from llmtrain import completion, log
 from llmtrain.config.sites import private
 from llmtrain.errors import UserError
-from llmtrain.sites import advice
+from llmtrain.sites import advice, measure
 
 _BIND = "127.0.0.1:29510"
 _MEMBER = re.compile(r"<b>(.*?)</b>")
@@ -121,9 +121,11 @@ def main(argv: list[str]) -> int:
     status.add_argument("--coordinator", default=_BIND, metavar="HOST:PORT", help=f"its address ({_BIND})")
     status.set_defaults(run=_status)
     advice.register(commands)
+    measure.register(commands)
     completion.offer(parser)
-    args, args.words = parser.parse_known_args(argv)
-    if args.words and args.run is not advice.command:
-        parser.error(f"unrecognized arguments: {' '.join(args.words)}")
+    args, words = parser.parse_known_args(argv)
+    if words and args.run is not advice.command:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    args.words = words
     code: int = args.run(args)
     return code
