@@ -39,6 +39,8 @@ _MOVE_S = 3e-9
 _OUTER_S: Mapping[str, float] = {"local_sgd": 8e-9, "diloco": 22e-9, "streaming": 22e-9}
 _MEAN_S = 6.5e-9
 """Each site beyond two."""
+_ASK_S = 2.5e-3
+"""Of one other site, whatever the model's size: a request asked, one answered, what it said at two meetings."""
 _CODE_S: Mapping[Compress, tuple[float, float]] = {
     "none": (0.0, 0.6e-9), "bf16": (8e-9, 2.4e-9), "int8": (7e-9, 2.0e-9), "int4": (8e-9, 2.7e-9),
     "topk": (12e-9, 2.2e-9), "sign": (8e-9, 6.2e-9),
@@ -244,7 +246,7 @@ def _round(job: Job, line: Line, way: str, compress: Compress, part: int) -> tup
     encode_s, decode_s = _CODE_S[compress]
     whole_s = _KEEP_S * job.parameters
     part_s = part * (_MOVE_S + _OUTER_S[way] + _MEAN_S * max(0, others - 1) + encode_s + decode_s * others)
-    return fetch_s, (whole_s + part_s) / job.ranks
+    return fetch_s, (whole_s + part_s) / job.ranks + _ASK_S * others
 
 
 def _meet_s(line: Line) -> float:
