@@ -32,7 +32,6 @@ SMALLER = {
     "watch.py": ["--hidden", "32", "--layers", "1", "--blocks", "6"],
     "watch.py --hosts": ["--hosts", "16"],
     "sites_many.py": ["--sites", "3", "--rounds", "1", "--parameters", "1000", "--every-s", "1"],
-    "sites.py": ["--steps", "4", "--ddp-steps", "3", "--pace-s", "0.1", "--hidden", "64", "--batch", "1"],
 }
 
 
