@@ -22,28 +22,6 @@ MOST = 2
 """Times `train.micro_batch` that a forward pass takes at most: what memory has to hold."""
 
 
-def rows_of(sequences: Sequence[int], accumulation: int, micro: int, group: int) -> range:
-    """Which sequences of a step, counted from its first, one micro-batch of a group holds.
-
-    Each of the step's sequences is in one micro-batch of one group; the micro-batches of a group differ by one at most.
-    Equal shares give the order of equal ranks: micro-batch by micro-batch, within each group by group.
-
-    Args:
-        sequences: of a step, by group; each at least `accumulation`.
-        accumulation: micro-batches of a step.
-        micro: index of the micro-batch.
-        group: index of the group.
-    """
-
-    def until(each: int, micros: int) -> int:
-        return each * micros // accumulation
-
-    first = sum(until(each, micro) for each in sequences)
-    first += sum(until(each, micro + 1) - until(each, micro) for each in sequences[:group])
-    own = sequences[group]
-    return range(first, first + until(own, micro + 1) - until(own, micro))
-
-
 def share_out(seconds: Sequence[float], total: int, *, least: int, most: int, unit: int) -> tuple[int, ...]:
     """The shares of `total` sequences with which the slowest group ends first.
 

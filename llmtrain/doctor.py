@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from rich.console import Console
 
 from llmtrain import completion
-from llmtrain.cluster.doctor import all_reduce, build_ops, fabric
+from llmtrain.cluster.doctor import all_reduce, build_ops, fabric, sites
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.doctor.quick import MASTER_PORT, Needs, in_order, quick
 from llmtrain.cluster.doctor.report import Report, print_report
@@ -71,6 +71,10 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     completion.offer(parser)
     args = parser.parse_args(argv)
+    if args.sites:
+        return sites.examine(args.sites, args.out, args.json)
+    if args.hostfile is None:
+        parser.error("the following arguments are required: --hostfile")
     hosts = select(read_hostfile(args.hostfile), args.include, args.exclude)
     started = time.monotonic()
     run = None
@@ -94,7 +98,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="llmtrain doctor", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--hostfile", required=True, help="a line `NAME slots=COUNT` for each host")
+    parser.add_argument("--hostfile", help="a line `NAME slots=COUNT` for each host; or --sites")
     parser.add_argument("--include", help="hosts and devices to take, as deepspeed's")
     parser.add_argument("--exclude", help="hosts and devices to leave out, as deepspeed's")
     parser.add_argument("--config", metavar="RUN.yaml", help="the run that is to be started; checked on all hosts")
@@ -102,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ssh-port", type=int, help="of every sshd, where ~/.ssh/config does not say it")
     parser.add_argument("--quick", action="store_true", help="do not measure the network between the hosts")
     parser.add_argument("--build-ops", action="store_true", help="compile the DeepSpeed ops that the run needs, now")
+    parser.add_argument(
+        "--sites", nargs="+", metavar="HOST:PORT", help="measure the lines to other sites, which run `llmtrain sites "
+        "measure --listen HOST:PORT`, and nothing else",
+    )  # fmt: skip
+    parser.add_argument("--out", metavar="FILE", help="of --sites: a file for `llmtrain sites plan --measured`")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("overrides", nargs="*", help="after --: further words of the run's command line")
     return parser

@@ -35,7 +35,6 @@ from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Outer, Requests, Session, Step
-from llmtrain.shares import Shares
 from llmtrain.start import prove_loss, start_engine, taught_by, teacher_of, write_weights
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
@@ -43,6 +42,7 @@ from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, p
 if TYPE_CHECKING:  # what it is handed
     from llmtrain.checkpoint.load import Resumed
     from llmtrain.saving import Saving
+    from llmtrain.shares import Shares
     from llmtrain.tracking.tracker import Tracker
 
 
@@ -206,7 +206,7 @@ class Training:
             seed=run.train.seed,
             objective=self.objective,
             step=self.position.step,
-            pace=shares.pace,
+            pace=shares.pace if shares else None,
         )
         consistency = Consistency(
             run, self.resolved.deepspeed, self.resolved.degrees, self.engine, ranks, tracker, self.data.fingerprint
@@ -221,7 +221,7 @@ class Training:
             data_parallel=self.resolved.batch.data_parallel,
             start_index=self.position.sample_index,
             pin_memory=ranks.device.type == "cuda",
-            sequences=shares.sequences,
+            sequences=shares.sequences if shares else None,
         )
         goes_on = not self._complete()
         with contextlib.closing(loader):
@@ -243,16 +243,19 @@ class Training:
                     index = outer.after_update(self.position.step, complete=self._complete())
                     self.position = replace(self.position, sample_index=index)
                     loader.seek(index)
-                shares.after_step(self.position.step, done.agreed.paces, loader, tracker.event)
+                if shares is not None:
+                    shares.after_step(self.position.step, done.agreed.paces, loader, tracker.event)
                 goes_on = self._after_update(done, tracker, saving, consistency, speed)
         return self._complete() or not done.agreed.stop
 
-    def _shares(self) -> Shares:
+    def _shares(self) -> Shares | None:
         resolved, kept = self.resolved, self.resumed.trainer.get("shares") if self.resumed else None
-        measured, at_once = self.run.train.balance == "measured", resolved.zero_stage >= 2
-        return Shares(
-            self.engine, self.ranks, resolved.batch, resolved.degrees, measured=measured, at_once=at_once, kept=kept
-        )
+        if self.run.train.balance == "equal" or resolved.batch.data_parallel == 1:
+            return None
+        from llmtrain.shares import Shares
+
+        at_once = resolved.zero_stage >= 2
+        return Shares(self.engine, self.ranks, resolved.batch, resolved.degrees, at_once=at_once, kept=kept)
 
     def _begin(self, outer: Outer) -> None:
         step, index = outer.begin(self.position.step, self.position.sample_index, self.run.fault.start_timeout_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from llmtrain.data.loader import StepBatch
 from llmtrain.dist.control import Agree, Agreement
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, Update
-from llmtrain.engine.pace import Pace
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead, Objective
 from llmtrain.schedule import seed_step
 from llmtrain.topology import Degrees
+
+if TYPE_CHECKING:
+    from llmtrain.engine.pace import Pace
 
 
 @dataclass(frozen=True, kw_only=True)

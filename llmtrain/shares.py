@@ -20,7 +20,7 @@ class Shares:
     """Which part of each step this launch's ranks take. All ranks call every method together."""
 
     def __init__(
-        self, engine: Engine, ranks: Ranks, batch: Batch, degrees: Degrees, *, measured: bool, at_once: bool, kept: Any
+        self, engine: Engine, ranks: Ranks, batch: Batch, degrees: Degrees, *, at_once: bool, kept: Any
     ) -> None:
         """
         Args:
@@ -28,31 +28,27 @@ class Shares:
             ranks: of the run.
             batch: equal shares.
             degrees: of the run.
-            measured: whether unequal ranks take unequal shares.
             at_once: as `Balance` has it.
             kept: what another launch's `to_json` gave.
         """
-        self.pace: Pace | None = None
-        """Of this rank, where shares follow it."""
-        self._balance: Balance | None = None
-        if measured and batch.data_parallel > 1:
-            self.pace = pace_of(engine.module, ranks.device, gathers=engine.partitions_parameters)
-            self._balance = Balance(
-                [degrees.place(rank).data for rank in range(ranks.world_size)],
-                global_batch=batch.global_batch,
-                accumulation=batch.accumulation,
-                at_once=at_once,
-                kept=kept,
-            )
+        self.pace: Pace = pace_of(engine.module, ranks.device, gathers=engine.partitions_parameters)
+        """Of this rank, which shares follow."""
+        self._balance = Balance(
+            [degrees.place(rank).data for rank in range(ranks.world_size)],
+            global_batch=batch.global_batch,
+            accumulation=batch.accumulation,
+            at_once=at_once,
+            kept=kept,
+        )
 
     @property
     def sequences(self) -> tuple[int, ...] | None:
         """Of a step, by data-parallel group; None: equally many."""
-        return self._balance.sequences if self._balance else None
+        return self._balance.sequences
 
     def to_json(self) -> dict[str, Any] | None:
         """What a checkpoint keeps; None: nothing."""
-        return self._balance.to_json() if self._balance else None
+        return self._balance.to_json()
 
     def after_step(self, step: int, paces: Sequence[int], loader: TrainLoader, tell: Callable[..., None]) -> None:
         """Take other shares from the next step on, if it is worth it.
@@ -63,7 +59,7 @@ class Shares:
             loader: reads this rank's share.
             tell: takes the kind of an event and its fields.
         """
-        if self._balance is None or self.pace is None or (change := self._balance.heard(paces)) is None:
+        if (change := self._balance.heard(paces)) is None:
             return
         self.pace.forget()
         loader.share(change.after)

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmtrain.balance import rows_of
 from llmtrain.data.manifest import check_vocabulary
+from llmtrain.data.order import rows_of
 from llmtrain.data.packing import TrainData
 from llmtrain.data.windows import IGNORED, Window
 from llmtrain.errors import DataError
@@ -168,7 +168,7 @@ class TrainLoader:
 
     Step at sample i covers samples [i, i + global_batch). Micro-batch m of rank r takes rows
     (m * data_parallel + r) * micro_batch and the micro_batch - 1 after it; with unequal shares those of
-    `balance.rows_of`. Steps are built a few ahead by one daemon thread; what goes wrong there is raised by `next`.
+    `order.rows_of`. Steps are built a few ahead by one daemon thread; what goes wrong there is raised by `next`.
     Close it (or use it as a context) to end the thread.
     """
 

@@ -1,4 +1,5 @@
-"""The order of the sequences of an epoch: a pure function of (seed, epoch, index) that is never stored.
+"""The order of the sequences of an epoch: a pure function of (seed, epoch, index) that is never stored; and which of a
+step a rank takes.
 
 Method: a Feistel network on the rectangle rows x columns >= n with modular addition, and cycle walking back into
 [0, n) (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). Any position is found in
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 
 import xxhash
 
@@ -34,3 +36,25 @@ def permute(n: int, seed: int, epoch: int, member: int, index: int) -> int:
         position = row * columns + column
         if position < n:
             return position
+
+
+def rows_of(sequences: Sequence[int], accumulation: int, micro: int, group: int) -> range:
+    """Which sequences of a step, counted from its first, one micro-batch of a group holds.
+
+    Each of the step's sequences is in one micro-batch of one group; the micro-batches of a group differ by one at most.
+    Equal shares give the order of equal ranks: micro-batch by micro-batch, within each group by group.
+
+    Args:
+        sequences: of a step, by group; each at least `accumulation`.
+        accumulation: micro-batches of a step.
+        micro: index of the micro-batch.
+        group: index of the group.
+    """
+
+    def until(each: int, micros: int) -> int:
+        return each * micros // accumulation
+
+    first = sum(until(each, micro) for each in sequences)
+    first += sum(until(each, micro + 1) - until(each, micro) for each in sequences[:group])
+    own = sequences[group]
+    return range(first, first + until(own, micro + 1) - until(own, micro))

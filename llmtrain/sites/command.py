@@ -1,4 +1,4 @@
-"""`llmtrain sites coordinator|status`: where the sites of a run meet, and who is there."""
+"""`llmtrain sites coordinator|status|plan`: where the sites of a run meet, who is there, and what it will cost."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from llmtrain import completion, log
 from llmtrain.config.sites import private
 from llmtrain.errors import UserError
+from llmtrain.sites import advice, measure
 
 _BIND = "127.0.0.1:29510"
 _MEMBER = re.compile(r"<b>(.*?)</b>")
@@ -119,7 +120,12 @@ def main(argv: list[str]) -> int:
     status = commands.add_parser("status", help="show which sites are there")
     status.add_argument("--coordinator", default=_BIND, metavar="HOST:PORT", help=f"its address ({_BIND})")
     status.set_defaults(run=_status)
+    advice.register(commands)
+    measure.register(commands)
     completion.offer(parser)
-    args = parser.parse_args(argv)
+    args, words = parser.parse_known_args(argv)
+    if words and args.run is not advice.command:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    args.words = words
     code: int = args.run(args)
     return code

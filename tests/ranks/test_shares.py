@@ -83,7 +83,7 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
         trainer = json.loads((path / "trainer.json").read_text())
         load_checkpoint(engine, CheckpointReader(path), trainer, ranks)
         kept = trainer["shares"]
-    shares = Shares(engine, ranks, batch, degrees, measured=True, at_once=resolved.zero_stage >= 2, kept=kept)
+    shares = Shares(engine, ranks, batch, degrees, at_once=resolved.zero_stage >= 2, kept=kept)
     shares.pace = Said([each[ranks.rank] for each in speeds])
     rate = functools.partial(learning_rate_factor, run.schedule, max_steps=case.steps)
     objective = objective_of(run.objective)

@@ -32,6 +32,7 @@ SMALLER = {
     "balance.py": ["--ms", "1", "2", "--stages", "1", "--micro-batch", "2", "--steps", "4"],
     "watch.py": ["--hidden", "32", "--layers", "1", "--blocks", "6"],
     "watch.py --hosts": ["--hosts", "16"],
+    "sites_many.py": ["--sites", "3", "--rounds", "1", "--parameters", "1000", "--every-s", "1"],
 }
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from llmtrain import balance
-from llmtrain.balance import Balance, rows_of, share_out
+from llmtrain.balance import Balance, share_out
+from llmtrain.data.order import rows_of
 
 
 @pytest.mark.parametrize(("sequences", "accumulation"), [((8, 4), 3), ((3, 9), 3), ((16, 8, 5, 11), 4), ((7,), 2)])

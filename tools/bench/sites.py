@@ -9,7 +9,8 @@ of all sites together; a word like `diloco:sites.sync_every=50` sets further key
 
 A step takes at least `--pace-s` seconds, its CPU time included, so that sites that share this machine's cores do not
 wait for each other: the share of computing is that time over the time from the first step's end to the last's. Bytes
-are what the switch took from a host in between, headers included. A row of `ddp` has fewer steps over the network
+are what the switch took from a host in between, headers included. The last two columns are what `llmtrain sites plan`
+predicts for both, given the median step (of `ddp`: `--pace-s`). A row of `ddp` has fewer steps over the network
 (`--ddp-steps`), and the loss of the same steps in one process: what is added up does not depend on the network.
 """
 
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +60,8 @@ class Row(NamedTuple):
     """Of a site, with what it waits."""
     loss: float
     """Of validation, after all steps."""
+    planned: tuple[float, float]
+    """Bytes and seconds of a step, as `llmtrain sites plan` has them."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -164,8 +168,9 @@ def loss_of(run: Path) -> float:
     return float([row["eval/loss"] for row in rows if "eval/loss" in row][-1])
 
 
-def over_network(lab: Lab, ranks: Sequence[Rank], pace_s: float) -> tuple[float, float]:
-    """(bytes that a host sends in a step, seconds of a step), from the end of the first step to that of the last."""
+def over_network(lab: Lab, ranks: Sequence[Rank], pace_s: float) -> tuple[float, float, float]:
+    """(bytes that a host sends in a step, seconds of a step, those of the median step), from the end of the first step
+    to that of the last."""
     wait(ranks, until=1)
     first, before = min(len(rank.steps()) for rank in ranks), [host.bytes()[0] for host in lab.hosts]
     wait(ranks)
@@ -175,7 +180,32 @@ def over_network(lab: Lab, ranks: Sequence[Rank], pace_s: float) -> tuple[float,
     used_s = statistics.median(used for each in steps for _, used in each)
     if used_s > pace_s:
         print(f"  a step computes for {used_s:.2f} s: --pace-s {pace_s:g} is too short", flush=True)
-    return sent / done, max(each[-1][0] - each[first - 1][0] for each in steps) / done
+    usual_s = statistics.median(after - before for each in steps for (before, _), (after, _) in pairwise(each[first:]))
+    return sent / done, max(each[-1][0] - each[first - 1][0] for each in steps) / done, usual_s
+
+
+def planned(
+    home: Path, words: Sequence[str], options: argparse.Namespace, *, steps: int, step_s: float, method: str = ""
+) -> tuple[float, float]:
+    """What `llmtrain sites plan` says to a run: (bytes, seconds) of its steps after the first, as they are measured.
+
+    `step_s`: of a step without a synchronisation, which the median one is. `method`: of sites; without one, ddp.
+    """
+    from llmtrain.config.load import load
+    from llmtrain.sites import advice, plan
+
+    run = load(["--config", str(home / "recipe.yaml"), *words], 1).run
+    job = plan.Job(
+        fragments=advice.sizes(run, run.sites.fragments), sites=options.sites, ranks=1, step_s=step_s,
+        steps=steps, overlap=run.sites.overlap_steps,
+    )  # fmt: skip
+    line = plan.Line(rate=options.rate_mbit * 1e6 / 8, rtt_s=options.rtt_ms / 1e3)
+    if not method:
+        found = plan.data_parallel(job, line)
+        return found.bytes_per_step, step_s + found.wait_s
+    found = plan.with_sites(job, line, method, run.sites.compress, run.sites.sync_every)
+    more = steps / (steps - 1)  # the last synchronisation's bytes are in what is measured, and its time is not
+    return found.bytes_per_step * more, step_s + found.wait_s * more
 
 
 @contextmanager
@@ -197,10 +227,11 @@ def ddp(options: argparse.Namespace, folder: Path, data: Path) -> Row:
             Rank(host, home, host.name, ["--train.eval", "false"], RANK=str(number), **world)
             for number, host in enumerate(lab.hosts)
         ]
-        sent, step_s = over_network(lab, ranks, options.pace_s)
+        sent, step_s, _ = over_network(lab, ranks, options.pace_s)
+    told = planned(home, [], options, steps=options.ddp_steps, step_s=options.pace_s)
     home = recipe(folder / "alone", data, options, batch, options.steps)
     wait([Rank(None, home, "alone", [])])
-    return Row("ddp", sent, step_s, loss_of(home / "run"))
+    return Row("ddp", sent, step_s, loss_of(home / "run"), told)
 
 
 def sites(way: str, options: argparse.Namespace, folder: Path, data: Path) -> Row:
@@ -222,11 +253,12 @@ def sites(way: str, options: argparse.Namespace, folder: Path, data: Path) -> Ro
                 Rank(host, home, host.name, ["--sites.name", host.name, *words], PACE_S=str(options.pace_s))
                 for host, home in zip(lab.hosts, homes, strict=True)
             ]
-            sent, step_s = over_network(lab, ranks, options.pace_s)
+            sent, step_s, usual_s = over_network(lab, ranks, options.pace_s)
         finally:
             coordinator.kill()
             coordinator.wait()
-    return Row(way, sent, step_s, loss_of(homes[0] / "run"))
+    told = planned(homes[0], keys, options, steps=options.steps, step_s=usual_s, method=method)
+    return Row(way, sent, step_s, loss_of(homes[0] / "run"), told)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -240,7 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{options.sites} sites, {options.rate_mbit:g} Mbit/s, {options.rtt_ms:g} ms, {options.steps} steps of "
           f"{options.batch * 128} tokens a site and {options.pace_s:g} s")  # fmt: skip
     print(
-        f"{'way':40}{'bytes/step':>12}{'of ddp':>9}{'step, s':>9}{'computing':>11}{'loss':>8}{'of ddp':>8}", flush=True
+        f"{'way':40}{'bytes/step':>12}{'of ddp':>9}{'step, s':>9}{'computing':>11}{'loss':>8}{'of ddp':>8}"
+        f"{'planned':>12}{'step, s':>9}",
+        flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as made:
         folder, data = Path(made), Path(made) / "data"
@@ -253,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             fewer = f"1/{plain.bytes_per_step / row.bytes_per_step:.0f}" if plain else ""
             worse = f"{row.loss / plain.loss:.3f}" if plain else ""
             print(f"{row.way:40}{row.bytes_per_step:>12,.0f}{fewer:>9}{row.step_s:>9.2f}"
-                  f"{options.pace_s / row.step_s:>11.1%}{row.loss:>8.4f}{worse:>8}", flush=True)  # fmt: skip
+                  f"{options.pace_s / row.step_s:>11.1%}{row.loss:>8.4f}{worse:>8}"
+                  f"{row.planned[0]:>12,.0f}{row.planned[1]:>9.2f}", flush=True)  # fmt: skip
     return 0
 
 

@@ -1,0 +1,132 @@
+"""Round trip and rate between sites: one side answers, the other measures, over plain TCP. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from llmtrain.cluster.doctor import wire
+from llmtrain.errors import UserError
+from llmtrain.files import replace_file
+
+_TOKEN = "llmtrain sites measure"
+_WINDOW_S, _LONGEST_WINDOW_S = 1.5, 6.0
+_TRIPS = 30
+"""Round trips in a window: the first third of it, which does not count, has ten, and a connection's window opened."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One line between two sites."""
+
+    site: str
+    """HOST:PORT of the other side."""
+    trip_s: float
+    """Shortest round trip."""
+    up: float
+    """bit/s to the other side, of one connection, alone."""
+    down: float
+    both_up: float
+    """bit/s while both directions are used, as sites use them."""
+    both_down: float
+
+
+class Answering(wire.Host):
+    """The side that answers, until it is closed."""
+
+    def __init__(self, host: str, port: int, limit_s: float) -> None:
+        """Raises OSError: it cannot listen there."""
+        self._at = host, port
+        super().__init__({"host": "", "limit_s": limit_s, "token": _TOKEN, "pair_limit_s": 0.0})
+
+    def listen(self) -> socket.socket:
+        return socket.create_server(self._at)
+
+    def serve(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            super().serve()
+
+    def wait(self) -> None:
+        """Until the time is over."""
+        time.sleep(max(0.0, self.until - time.monotonic()))
+        self.listener.shutdown(socket.SHUT_RDWR)  # a close alone waits for the thread in accept()
+        self.listener.close()
+
+
+class _Asking(wire.Host):
+    def __init__(self, host: str, port: int) -> None:
+        """The side that measures. It listens nowhere."""
+        self.me = ""
+        self.ask = {"token": _TOKEN, "ports": [port], "addresses": {"": host}}
+
+    def measured(self, site: str) -> Measured:
+        """Raises OSError, ValueError."""
+        trip_s = self.ping("")
+        window_s = min(_LONGEST_WINDOW_S, max(_WINDOW_S, _TRIPS * trip_s))
+        with self.rising("", window_s) as line:
+            up = wire.sent(line, window_s)
+        with self.connect("", 1.0, "down", window_s=window_s) as line:
+            down = wire.fetched(line, window_s)
+        both = self.both("", window_s)
+        found = Measured(
+            site=site, trip_s=trip_s, up=up, down=down, both_up=both["both_up"], both_down=both["both_down"]
+        )
+        if not all((up, down, found.both_up, found.both_down)):
+            raise OSError("nothing came within the time")
+        return found
+
+
+def measure(sites: Sequence[str]) -> list[Measured]:
+    """Measure the line to each site, one after another: some seconds each, half a minute at most.
+
+    Args:
+        sites: HOST:PORT of `llmtrain sites measure --listen`.
+
+    Raises:
+        UserError: nobody answers there.
+    """
+    found = []
+    for site in sites:
+        host, colon, port = site.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
+            raise UserError(
+                f"--sites {site}: must be HOST:PORT. Give what `llmtrain sites measure --listen` has there."
+            )
+        try:
+            found.append(_Asking(host, int(port)).measured(site))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--sites {site}: no measurement ({error}). Start `llmtrain sites measure --listen {site}` there, and "
+                "let this host reach that port."
+            ) from error
+    return found
+
+
+def examine(sites: Sequence[str], out: str | None, as_json: bool) -> int:
+    """`llmtrain doctor --sites`: measure, print, and write the file that `llmtrain sites plan --measured` reads.
+
+    Raises: UserError.
+    """
+    found = measure(sites)
+    text = json.dumps({"lines": [asdict(each) for each in found]}, indent=1)
+    if as_json:
+        print(text)
+    else:
+        for each in found:
+            rates = " ".join(f"{name} {rate / 1e6:.3g}" for name, rate in (("up", each.up), ("down", each.down)))
+            both = f"both at once {each.both_up / 1e6:.3g} and {each.both_down / 1e6:.3g}"
+            print(f"{each.site}: round trip {1e3 * each.trip_s:.3g} ms; Mbit/s of one connection: {rates}, {both}")
+    if out is not None:
+        try:
+            replace_file(Path(out), text.encode() + b"\n")
+        except OSError as error:
+            raise UserError(f"--out {out}: {error.strerror}. Give a file in a folder that can be written.") from error
+        if not as_json:
+            print(f"wrote {out}: llmtrain sites plan RUN.yaml --measured {out} --sites {len(found) + 1}")
+    return 0

@@ -1,0 +1,253 @@
+"""What a run over a slow network will cost: bytes, waiting, share of computing and wall time, before it is started.
+
+The formulas stand in docs/networks.md under "Plan". They follow what the code does: `exchange.py` fetches from the
+other sites one after another, `wire.py` opens a connection for each request, `meeting.py` meets twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from llmtrain.sites.compress import BLOCK, Compress, format_of
+
+HEADERS = 1 + 66 / 1448
+"""Bytes on the wire for a byte sent: Ethernet, IPv4 and TCP headers of a full segment."""
+FIRST_WINDOW = 10 * 1448
+"""Bytes that a new connection sends before the first answer; Linux doubles them with each round trip."""
+WINDOW = 4 << 20
+"""Bytes of one connection on their way at most: the largest send buffer that Linux gives by itself (tcp_wmem)."""
+ROUND_TRIPS = 2
+"""Of a request: the connection, and the question."""
+MEETINGS = 2
+"""A round's: who is there, and what has come. A round trip to the coordinator each."""
+GOAL = 0.95
+"""Share of the time spent computing."""
+LONGEST = 100
+"""Steps between two synchronisations up to which a gentler compression is preferred."""
+_MOST = 100_000
+GENTLE: tuple[Compress, ...] = ("none", "bf16", "int8", "int4")
+"""From the one that loses least. `sign` and `topk` lose most of a round's change, and are for long runs."""
+COMPRESS: tuple[Compress, ...] = (*GENTLE, "sign", "topk")
+
+# Seconds of one core for an element, measured on 2.5 GHz x86-64: docs/networks.md, "Plan".
+_KEEP_S = 5.2e-9
+"""Two checksums and two copies of the common state."""
+_MOVE_S = 3e-9
+"""Live parameters into the array and back."""
+_OUTER_S: Mapping[str, float] = {"local_sgd": 8e-9, "diloco": 22e-9, "streaming": 22e-9}
+_MEAN_S = 6.5e-9
+"""Each site beyond two."""
+_ASK_S = 2.5e-3
+"""Of one other site, whatever the model's size: a request asked, one answered, what it said at two meetings."""
+_CODE_S: Mapping[Compress, tuple[float, float]] = {
+    "none": (0.0, 0.6e-9), "bf16": (8e-9, 2.4e-9), "int8": (7e-9, 2.0e-9), "int4": (8e-9, 2.7e-9),
+    "topk": (12e-9, 2.2e-9), "sign": (8e-9, 6.2e-9),
+}  # fmt: skip
+"""Of sending, with the decoding of what was sent; of receiving from one site."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What joins the sites. Each has a line of its own that carries both directions at once."""
+
+    rate: float
+    """Bytes a second, headers included."""
+    rtt_s: float
+    """Round trip between two sites."""
+    window: float = WINDOW
+    """Bytes of one connection on their way at most."""
+
+    def fetch_s(self, payload: float, answers: int = 1) -> float:
+        """Seconds until bytes asked for over new connections, one after another, are there."""
+        if not payload:
+            return 0.0
+        return answers * ROUND_TRIPS * self.rtt_s + self.transfer_s(payload)
+
+    def transfer_s(self, payload: float) -> float:
+        """Seconds from the first byte's arrival to the last one's, on a connection that was idle before.
+
+        Its window doubles with each round trip until it fills the line, or is as large as it may be.
+        """
+        size = payload * HEADERS
+        rate = min(self.rate, self.window / self.rtt_s) if self.rtt_s else self.rate
+        full = rate * self.rtt_s
+        window, passed_s = float(FIRST_WINDOW), 0.0
+        while window < full and size > window:
+            size, passed_s, window = size - window, passed_s + self.rtt_s, 2 * window
+        return passed_s + size / rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run, as far as its synchronisations go."""
+
+    fragments: tuple[int, ...]
+    """Parameters that train, of each fragment of streaming."""
+    sites: int
+    ranks: int
+    """Of each site."""
+    step_s: float
+    """Seconds of computing of an optimizer step, without other sites."""
+    steps: int | None
+    """Of the whole run; None: unknown, and no wall time is given."""
+    overlap: int
+    """sites.overlap_steps."""
+
+    @property
+    def parameters(self) -> int:
+        """All that train."""
+        return sum(self.fragments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a way of training costs a site."""
+
+    way: str
+    compress: str
+    sync_every: int
+    """Optimizer steps between two synchronisations of an element; 1: every step."""
+    bytes_per_step: float
+    """That a site sends in the mean of all steps, headers included; and as many that it receives."""
+    wait_s: float
+    """Seconds of a step that are not its computing, in the mean of all steps but the run's last synchronisation."""
+    computing: float
+    """Share of the time, 0 to 1."""
+    round_s: float
+    """A synchronisation from its beginning to its end."""
+    fetch_s: float
+    """Of it, until parameters have come."""
+    run_s: float | None
+    """The whole run with what comes after its last step; without evaluation, saving and start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How sites.method synchronises. A new method is a row of WAYS, or a function of its own."""
+
+    parts: Callable[[Job], Sequence[int]]
+    """Parameters of each message; they are sent in turn."""
+    overlaps: bool = False
+    """Training goes on while a message travels."""
+    chooses: bool = True
+    """`recommended` may name it."""
+
+
+def _whole(job: Job) -> Sequence[int]:
+    return (job.parameters,)
+
+
+def _fragments(job: Job) -> Sequence[int]:
+    return job.fragments
+
+
+WAYS: Mapping[str, Way] = {
+    "local_sgd": Way(parts=_whole, chooses=False),  # what diloco costs, for less
+    "diloco": Way(parts=_whole),
+    "streaming": Way(parts=_fragments, overlaps=True),
+}
+
+
+def data_parallel(job: Job, line: Line) -> Forecast:
+    """One run over all sites' ranks: gloo's ring adds up all gradients, in bf16, after every step.
+
+    A ring of P ranks passes 2 (P-1)/P of its 2 N bytes over each site's line, in 2 (P-1) turns of half a round trip
+    where it crosses lines. Two more collectives of a few bytes are in a step: the loss, and what the ranks agree on.
+    """
+    ring = job.sites * job.ranks
+    sent = 2 * (ring - 1) / ring * 2 * job.parameters
+    turns = 2 * (ring - 1) * line.rtt_s / 2
+    # The connections live as long as the run: their windows are open.
+    wait_s = sent * HEADERS / min(line.rate, line.window / line.rtt_s if line.rtt_s else math.inf) + 3 * turns
+    return Forecast(
+        way="data parallel", compress="bf16", sync_every=1, bytes_per_step=sent * HEADERS, wait_s=wait_s,
+        computing=job.step_s / (job.step_s + wait_s), round_s=wait_s, fetch_s=wait_s,
+        run_s=None if job.steps is None else job.steps * (job.step_s + wait_s),
+    )  # fmt: skip
+
+
+def with_sites(job: Job, line: Line, way: str, compress: Compress, sync_every: int) -> Forecast:
+    """A run a site, with a `sites.method`."""
+    kind = WAYS[way]
+    parts = kind.parts(job)
+    rounds = [_round(job, line, way, compress, part) for part in parts]
+    every = sync_every / len(parts)
+    meanwhile_s = job.overlap * job.step_s if kind.overlaps else 0.0
+    stops = [own_s + max(0.0, fetch_s + _meet_s(line) - meanwhile_s) for fetch_s, own_s in rounds]
+    blocked = [fetch_s + _meet_s(line) + own_s for fetch_s, own_s in rounds]
+    sent = [(job.sites - 1) * _payload(part, compress) * HEADERS for part in parts]
+    wait_s = sum(stops) / len(stops) / every
+    total, run_s = sum(sent) / len(sent) / every, None
+    if job.steps is not None:  # the last step's synchronisation is of all parts, and waited for
+        before = math.ceil(job.steps / every) - 1
+        total = sum(sent) * (before / len(parts) + 1) / job.steps
+        wait_s = sum(stops) / len(stops) * before / job.steps
+        run_s = job.steps * (job.step_s + wait_s) + sum(blocked)
+    return Forecast(
+        way=way, compress=compress, sync_every=sync_every, bytes_per_step=total, wait_s=wait_s,
+        computing=job.step_s / (job.step_s + wait_s), round_s=max(blocked),
+        fetch_s=max(fetch_s for fetch_s, _ in rounds), run_s=run_s,
+    )  # fmt: skip
+
+
+def smallest(job: Job, line: Line, way: str, compress: Compress, goal: float = GOAL) -> int | None:
+    """The smallest sites.sync_every with which a site computes for `goal` of the time; None: more than 100,000 steps.
+
+    Of a run without end: the last synchronisation, which a short run feels, is left out.
+    """
+    endless, parts = replace(job, steps=None), len(WAYS[way].parts(job))
+    first = parts * (1 + job.overlap) if WAYS[way].overlaps else 1
+    low, high = -(-first // parts), _MOST // parts  # in units of what the method can do
+    reaches = lambda units: with_sites(endless, line, way, compress, units * parts).computing >= goal  # noqa: E731
+    if not reaches(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reaches(middle) else (middle + 1, high)
+    return low * parts
+
+
+def recommended(job: Job, line: Line, goal: float = GOAL) -> Forecast | None:
+    """The gentlest compression with which some method reaches the goal within LONGEST steps; of the methods the one
+    that synchronises most often. Where none does so within LONGEST steps, int4 with whatever it takes."""
+    for compress in GENTLE:
+        found = {way: smallest(job, line, way, compress, goal) for way, kind in WAYS.items() if kind.chooses}
+        steps, way = min((each or math.inf, way) for way, each in found.items())
+        if steps <= LONGEST or (compress == GENTLE[-1] and steps < math.inf):
+            return with_sites(job, line, way, compress, int(steps))
+    return None
+
+
+def join_s(job: Job, line: Line) -> float:
+    """Seconds until a late site has the common parameters and the outer momentum, which come uncompressed."""
+    return 2 * line.fetch_s(4 * job.parameters)
+
+
+def timeout_s(forecast: Forecast) -> int:
+    """The smallest sites.timeout_s that leaves a fetch half as much again as it takes: half of it is for fetching."""
+    return 5 * math.ceil(2 * 1.5 * forecast.fetch_s / 5)
+
+
+def _payload(part: int, compress: Compress) -> float:
+    form = format_of(compress)
+    return 4.0 * part if form is None else math.ceil(part / BLOCK) * form.record
+
+
+def _round(job: Job, line: Line, way: str, compress: Compress, part: int) -> tuple[float, float]:
+    """(seconds of fetching, seconds of this site's own work) of a round about so many parameters.
+
+    The ranks of a site fetch at the same time over its line; each asks the ranks of the other sites in turn for what
+    it owns itself, which is with as many ranks there one of them.
+    """
+    others = job.sites - 1
+    fetch_s = others * line.fetch_s(_payload(part, compress))
+    encode_s, decode_s = _CODE_S[compress]
+    whole_s = _KEEP_S * job.parameters
+    part_s = part * (_MOVE_S + _OUTER_S[way] + _MEAN_S * max(0, others - 1) + encode_s + decode_s * others)
+    return fetch_s, (whole_s + part_s) / job.ranks + _ASK_S * others
+
+
+def _meet_s(line: Line) -> float:
+    return MEETINGS * line.rtt_s

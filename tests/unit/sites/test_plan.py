@@ -1,0 +1,221 @@
+"""`llmtrain sites plan`: its formulas against what the exchange does, its words, its recommendation, its refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from typing import get_args, get_type_hints
+
+import pytest
+
+from llmtrain.config.run import SitesConfig
+from llmtrain.errors import ConfigError
+from llmtrain.sites import advice, plan
+from llmtrain.sites.command import main
+from llmtrain.sites.plan import Job, Line
+
+LINE = Line(rate=12.5e6, rtt_s=0.05)
+JOB = Job(fragments=(4_000_000, 3_000_000, 3_000_000, 1_000_000), sites=2, ranks=1, step_s=0.8, steps=60, overlap=5)
+
+
+def test_a_transfer_is_the_lines_time_and_that_of_a_window_that_doubles() -> None:
+    """By hand: a line of 1 MB/s and 100 ms holds 100 kB; windows of 14,480, 28,960 and 57,920 bytes come before."""
+    line = Line(rate=1e6, rtt_s=0.1)
+    size = 500_000 * plan.HEADERS
+    assert line.transfer_s(500_000) == pytest.approx(3 * 0.1 + (size - 14_480 * 7) / 1e6)
+    assert line.transfer_s(10_000) == pytest.approx(10_000 * plan.HEADERS / 1e6)  # one window
+    assert line.fetch_s(0) == 0 and line.fetch_s(10_000, 3) == pytest.approx(6 * 0.1 + line.transfer_s(10_000))
+    assert replace(line, rtt_s=0.0).transfer_s(500_000) == pytest.approx(size / 1e6)
+
+
+def test_one_connection_fills_no_line_that_holds_more_than_its_window() -> None:
+    """10 Gbit/s and 100 ms hold 125 MB; with 4 MiB on their way, 42 MB/s come."""
+    line = Line(rate=1.25e9, rtt_s=0.1)
+    assert 1e9 * plan.HEADERS / line.transfer_s(10**9) == pytest.approx(plan.WINDOW / 0.1, rel=0.05)
+
+
+def test_every_method_and_compression_of_the_configuration_is_planned() -> None:
+    assert set(plan.WAYS) == set(get_args(get_type_hints(SitesConfig)["method"]))
+    assert set(plan.COMPRESS) == set(get_args(get_type_hints(SitesConfig)["compress"]))
+
+
+@pytest.mark.parametrize("way", plan.WAYS)
+@pytest.mark.parametrize("compress", plan.COMPRESS)
+def test_bytes_are_those_of_the_rounds_that_a_run_has(way: str, compress: plan.Compress) -> None:
+    """Counted round by round, as Site.after_update does them; the last step's is of all fragments."""
+    every = 20
+    parts = JOB.fragments if way == "streaming" else (sum(JOB.fragments),)
+    form = plan.format_of(compress)
+    size = [4 * part if form is None else -(-part // 256) * form.record for part in parts]
+    sent = turn = 0
+    for step in range(1, 61):
+        if step == 60:
+            sent += sum(size)
+        elif step % (every // len(parts)) == 0:
+            sent, turn = sent + size[turn % len(parts)], turn + 1
+    forecast = plan.with_sites(JOB, LINE, way, compress, every)
+    # The formula takes the mean of the fragments for rounds that do not go round: at most 3 of their sizes are off.
+    assert forecast.bytes_per_step * 60 == pytest.approx(sent * plan.HEADERS, rel=0.12 if way == "streaming" else 1e-9)
+
+
+def test_plain_data_parallelism_sends_what_a_ring_does() -> None:
+    for sites in (2, 4, 64):
+        sent = plan.data_parallel(replace(JOB, sites=sites), LINE).bytes_per_step
+        assert sent == pytest.approx(2 * (sites - 1) / sites * 2 * JOB.parameters * plan.HEADERS)
+
+
+def test_streaming_waits_only_for_what_takes_longer_than_its_overlap() -> None:
+    slow = Line(rate=1e6, rtt_s=0.05)  # 16 MB of the largest fragment: 16 s, of which 4 s are trained meanwhile
+    job = replace(JOB, fragments=(4_000_000,) * 4, steps=None)
+    fetch_s = 2 * 0.05 + slow.transfer_s(16_000_000) + plan.MEETINGS * 0.05
+    with_none, all_of_it = (
+        plan.with_sites(replace(job, overlap=steps), slow, "streaming", "none", 40).wait_s * 10 for steps in (5, 30)
+    )
+    assert with_none - all_of_it == pytest.approx(fetch_s - 4.0)
+    assert all_of_it < 0.5  # this site's own work
+
+
+def test_wall_time_is_the_steps_the_waiting_and_the_last_round() -> None:
+    forecast = plan.with_sites(JOB, LINE, "diloco", "none", 30)  # rounds after steps 30 and 60
+    assert forecast.run_s == pytest.approx(60 * 0.8 + 2 * forecast.round_s)
+    assert forecast.wait_s == pytest.approx(forecast.round_s / 60)
+
+
+@pytest.mark.parametrize("way", plan.WAYS)
+def test_the_smallest_sync_every_reaches_the_goal_and_the_next_smaller_does_not(way: str) -> None:
+    job, line = replace(JOB, steps=None), Line(rate=2e5, rtt_s=0.1)
+    unit = 4 if way == "streaming" else 1
+    steps = plan.smallest(job, line, way, "int8")
+    assert steps is not None and steps % unit == 0
+    assert plan.with_sites(job, line, way, "int8", steps).computing >= plan.GOAL
+    assert plan.with_sites(job, line, way, "int8", steps - unit).computing < plan.GOAL
+
+
+def test_streaming_leaves_each_fragment_more_steps_than_it_travels() -> None:
+    """As config/sites.py wants it: overlap_steps 5 is at most sync_every / fragments - 1."""
+    assert plan.smallest(JOB, Line(rate=1e9, rtt_s=1e-4), "streaming", "int4") == 24
+
+
+def test_the_recommendation_is_the_gentlest_that_synchronises_often_enough() -> None:
+    fast = plan.recommended(JOB, Line(rate=1.25e9, rtt_s=1e-3))
+    assert fast is not None and (fast.way, fast.compress) == ("diloco", "none") and fast.sync_every < 24
+    seen = []
+    for rate in (12.5e6, 3e5, 1.5e5, 1e4):
+        best = plan.recommended(JOB, Line(rate=rate, rtt_s=0.05))
+        assert best is not None and best.computing >= plan.GOAL
+        seen.append(plan.GENTLE.index(best.compress))
+        for gentler in plan.GENTLE[: seen[-1]]:
+            least = [plan.smallest(JOB, Line(rate=rate, rtt_s=0.05), way, gentler) for way in ("diloco", "streaming")]
+            assert min(each or math.inf for each in least) > plan.LONGEST
+    assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == 3
+    assert plan.recommended(JOB, Line(rate=1.0, rtt_s=0.05)) is None
+
+
+def test_a_fetch_that_does_not_fit_in_half_of_the_timeout_raises_it() -> None:
+    """Site._travel gives fetching half of the time that is left."""
+    line = Line(rate=5e4, rtt_s=0.05)
+    made = advice.advise(JOB, line, 100, 0.95)
+    assert made.best is not None and made.best.fetch_s > 30 / 1.5
+    words = advice.words(made, 60.0)
+    assert float(words[words.index("--sites.timeout_s") + 1]) / 2 >= 1.5 * made.best.fetch_s
+    assert "--sites.timeout_s" not in advice.words(made, 1e6)
+
+
+@pytest.mark.parametrize(("text", "value"), [("100mbit", 12.5e6), ("1Gbit/s", 1.25e8), ("512 kbps", 0.0),
+                                             ("512 kbitps", 64e3), ("2.5mbit", 312_500.0)])  # fmt: skip
+def test_rates_have_their_units(text: str, value: float) -> None:
+    if value:
+        assert advice.rate_of(text) == pytest.approx(value)
+    else:
+        with pytest.raises(ConfigError):
+            advice.rate_of(text)
+
+
+@pytest.mark.parametrize("text", ["100", "100MB", "0mbit", "-1mbit", "1e400gbit", "mbit", "9" * 400 + "gbit", ""])
+def test_a_rate_without_its_unit_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)--rate.*rule:.*mbit.*remedy:.*write --rate 100mbit"):
+        advice.rate_of(text)
+
+
+def test_a_round_trip_has_its_unit() -> None:
+    assert [advice.seconds_of("--rtt", text) for text in ("50ms", "0.2s", "300 us")] == pytest.approx([0.05, 0.2, 3e-4])
+    for text in ("50", "50min", "-1ms", "9" * 400 + "s"):
+        with pytest.raises(ConfigError, match=r"(?s)--rtt.*remedy:.*--rtt 50ms"):
+            advice.seconds_of("--rtt", text)
+
+
+def test_a_steps_time_is_that_of_the_runs_log_points(tmp_path) -> None:
+    rows = [
+        {"step": step, "tokens": 512 * step, "tokens_per_s": rate} for step, rate in ((10, 50), (20, 640), (30, 640))
+    ]
+    rows += [
+        {"step": 30, "eval/loss": 3.0},
+        {"step": 0, "tokens": 0, "tokens_per_s": 1},
+        {"step": 1, "tokens": 1, "tokens_per_s": "NaN"},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert advice.step_seconds(str(tmp_path)) == pytest.approx(0.8)
+    with pytest.raises(ConfigError, match=r"(?s)--step-s.*remedy:.*--run DIR"):
+        advice.step_seconds(str(tmp_path / "none"))
+
+
+def test_a_measured_file_gives_its_slowest_line(tmp_path) -> None:
+    file = tmp_path / "lines.json"
+    one = {"up": 9e7, "down": 8e7, "both_up": 9e7, "both_down": 4e7, "trip_s": 0.02}
+    file.write_text(json.dumps({"lines": [one, {**one, "both_down": 8e7, "trip_s": 0.06}]}))
+    line = advice.measured(str(file))
+    assert (line.rate, line.rtt_s) == (5e6, 0.06)
+    for text in ("{", "[]", '{"lines": []}', '{"lines": [{"up": 1}]}', json.dumps({"lines": [{**one, "up": 0}]})):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"(?s)--measured.*doctor --sites"):
+            advice.measured(str(file))
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        (["--rtt", "50ms"], "--rate"),
+        (["--rate", "100mbit"], "--rtt"),
+        (["--rate", "1gbit", "--rtt", "1ms", "--sites", "1"], "--sites"),
+        (["--rate", "1gbit", "--rtt", "1ms", "--world-size", "0"], "--world-size"),
+        (["--rate", "1gbit", "--rtt", "1ms", "--computing", "95"], "--computing"),
+        (["--rate", "1gbit", "--rtt", "1ms", "--step-s", "-1"], "--step-s"),
+        (["--rate", "1gbit", "--measured", "x"], "--measured"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_read(more: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s){key} = .*rule:.*remedy:"):
+        main(["plan", "none.yaml", *more])
+
+
+def test_other_commands_take_no_further_words() -> None:
+    with pytest.raises(SystemExit):
+        main(["status", "--nonsense"])
+
+
+def test_a_run_is_planned_by_its_own_model_and_keys(small_data, tmp_path, capsys) -> None:
+    """Through the command and the resolver: parameters counted by hand, fragments and steps as the YAML has them."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+    model = {"model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64,
+             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+             "tie_word_embeddings": True}  # fmt: skip
+    recipe = {"deepspeed": str(tmp_path / "ds.json"), "model": {"config": model},
+              "data": {"path": small_data, "sequence_length": 32}, "schedule": {"name": "constant"},
+              "train": {"run_dir": str(tmp_path / "run"), "global_batch": 4, "max_steps": 40}}  # fmt: skip
+    (tmp_path / "run.yaml").write_text(json.dumps(recipe))
+    common = ["plan", str(tmp_path / "run.yaml"), "--rate", "1mbit", "--rtt", "50ms", "--step-s", "0.1"]
+    assert main([*common, "--json", "--sites", "3", "--sites.fragments", "2", "--sites.sync_every", "20"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    layer = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+    assert found["job"]["parameters"] == 512 * 32 + 2 * layer + 32 and len(found["job"]["fragments"]) == 2
+    diloco = next(row for row in found["sites"] if (row["way"], row["compress"]) == ("diloco", "none"))
+    assert diloco["sync_every"] == 20 and found["job"]["steps"] == 40
+    assert diloco["bytes_per_step"] == pytest.approx(2 * 2 * 4 * found["job"]["parameters"] * plan.HEADERS / 40)
+    assert found["recommended"]["words"][0] == "--sites.method"
+    assert main([*common, "--model.freeze", '["model.layers.*"]']) == 0
+    shown = capsys.readouterr().out
+    assert "16.4k parameters that train" in shown  # embeddings and the last norm
+    # The words are keys that the configuration takes.
+    assert main([*common, *re.findall(r"recommended: (.*)", shown)[0].split()]) == 0
