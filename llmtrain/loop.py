@@ -198,16 +198,11 @@ class Training:
             self._begin(outer)
         rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
         self.shares = shares = self._shares()
+        pace = shares.pace if shares else None
         self.session = Session(
-            self.engine,
-            ranks,
-            self.resolved.degrees,
-            rate,
-            seed=run.train.seed,
-            objective=self.objective,
-            step=self.position.step,
-            pace=shares.pace if shares else None,
-        )
+            self.engine, ranks, self.resolved.degrees, rate, seed=run.train.seed, objective=self.objective,
+            step=self.position.step, pace=pace,
+        )  # fmt: skip
         consistency = Consistency(
             run, self.resolved.deepspeed, self.resolved.degrees, self.engine, ranks, tracker, self.data.fingerprint
         )

@@ -148,8 +148,7 @@ class OptimConfig:
     """The optimizer."""
 
     name: OptimizerName | None = None
-    """adamw (default); muon: Muon for the matrices of the decoder layers, AdamW for the rest; lion. Or from the
-    JSON."""
+    """adamw (default); muon: Muon for the decoder layers' matrices, AdamW for the rest; lion. Or from the JSON."""
     lr: float | None = None
     """Peak learning rate (of AdamW). Default 3e-4, or from the JSON."""
     muon_lr: float = 0.02
@@ -301,9 +300,8 @@ class SitesConfig:
     mix: float = 0.5
     """Share of this site's own parameters when such a synchronisation arrives; the rest is the common ones'."""
     compress: Literal["none", "bf16", "int8", "int4", "topk", "sign"] = "none"
-    """How sites write what they send: fp32 parameters; or what these have changed by since the last synchronisation, as
-    bf16, 8 or 4 bits with a scale for 256 elements, the 16 largest of 256, or signs. What a synchronisation loses, the
-    next one sends."""
+    """How sites write what they send: fp32 parameters; or these' changes since the last synchronisation in bf16, 8 or 4
+    bits with a scale for 256 elements, as the 16 largest of 256, or as signs. What one loses, the next sends."""
     start_sites: int = 1
     """Sites that the start waits for, this one included (as long as fault.start_timeout_s)."""
     timeout_s: float = 60.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -16,9 +17,11 @@ from llmtrain.data.mixture import Mixture
 from llmtrain.data.order import permute
 from llmtrain.data.reference import read_reference
 from llmtrain.data.shards import PreparedSet, TokenStream
-from llmtrain.data.teacher import TeacherColumn, read_column
 from llmtrain.data.windows import IGNORED, Conversations, Preferences, Texts, Unpaired, Window, kind_of
 from llmtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from llmtrain.data.teacher import TeacherColumn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,8 @@ class TrainData:
         self, objective: ObjectiveConfig, vocabulary: int, precision: str, weights: str = ""
     ) -> list[TeacherColumn]:
         """What the teacher's column of each set is to be; its files are not known."""
+        from llmtrain.data.teacher import TeacherColumn
+
         assert objective.top_k is not None
         return [
             TeacherColumn(
@@ -108,6 +113,8 @@ class TrainData:
     def take_teacher(self, columns: list[TeacherColumn]) -> list[str]:
         """From now on windows have the teacher's likeliest words. `columns`: `teacher_columns`. Returns the hash of the
         weights that each set's are of. Raises DataError when a set has none, or they are not what they are to be."""
+        from llmtrain.data.teacher import read_column
+
         hashes = []
         for member, wanted in zip(self._members, columns, strict=True):
             made, taught = read_column(member.prepared, wanted)

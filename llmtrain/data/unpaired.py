@@ -1,4 +1,4 @@
-"""Answers judged alone: what a shard of them tells of its rows, and whose answer a prompt meets besides its own."""
+"""Answers judged alone: what is told of a row, and whose answer a prompt meets besides its own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from llmtrain.data.shards import JUDGED
+
 if TYPE_CHECKING:
     from llmtrain.data.chat import Row
-
-JUDGED = np.dtype([("prompt", "<u8"), ("begin", "<u4"), ("desirable", "u1")])
-"""Of a row: a hash of its prompt's tokens, the place of its answer's first token, whether the answer is desired."""
 
 
 def judged(rows: Iterable[Row]) -> np.ndarray:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from llmtrain.config.run import DataConfig
 from llmtrain.data.bestfit import best_fit
 from llmtrain.data.shards import TokenStream
-from llmtrain.data.teacher import Taught, row_places
-from llmtrain.data.unpaired import partners
 from llmtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from llmtrain.data.teacher import Taught
 
 IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's default
 
@@ -133,6 +134,8 @@ class Conversations:
 
     @cached_property
     def _places(self) -> np.ndarray:
+        from llmtrain.data.teacher import row_places
+
         return row_places(self.stream, self._lengths)
 
     @property
@@ -187,6 +190,8 @@ class Unpaired(Conversations):
     def _sizes(self) -> np.ndarray:
         judged = self.stream.judged()
         self._begins, self._desirable = judged["begin"].astype(np.int64), judged["desirable"].astype(bool)
+        from llmtrain.data.unpaired import partners
+
         found = partners(judged["prompt"])
         if found is None:
             raise DataError(
