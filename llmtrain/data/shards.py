@@ -17,7 +17,7 @@ from llmtrain.data.manifest import SPLITS, Shard, Split, read_manifest
 from llmtrain.errors import DataError
 
 JUDGED = np.dtype([("prompt", "<u8"), ("begin", "<u4"), ("desirable", "u1")])
-"""Of a row of unpaired answers: a hash of its prompt's tokens, the place of its answer's first token, whether the answer
+"""Of a row of unpaired answers: a hash of its prompt, the place of its answer's first token, whether the answer
 is desired."""
 
 
