@@ -7,11 +7,10 @@ import re
 
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig, SitesConfig
-from llmtrain.topology import Degrees
 
 
-def check_sites(run: RunConfig, degrees: Degrees, path: str, places: Places, problems: Problems) -> None:
-    """A site has a name, a coordinator that it can reach, and a form whose parameters it can exchange."""
+def check_sites(run: RunConfig, places: Places, problems: Problems) -> None:
+    """A site has a name and a coordinator that it can reach."""
     sites = run.sites
     if sites.name is None:
         if sites.coordinator is not None:
@@ -36,9 +35,6 @@ def check_sites(run: RunConfig, degrees: Degrees, path: str, places: Places, pro
         problems.add("sites.timeout_s", sites.timeout_s, "must be less than fault.stall_timeout_s and 3/4 of "
                      f"fault.timeout_s, here {longest:g}: while a synchronisation waits, a site shows no progress",
                      "lower it, or raise them", places.get("sites.timeout_s"))  # fmt: skip
-    if degrees.expert > 1:
-        problems.add("expert_parallel.autoep_size", degrees.expert, "sites whose ranks share experts are not tried yet",
-                     "set it to 1, or remove sites.name", path)  # fmt: skip
 
 
 def _check_streaming(sites: SitesConfig, places: Places, problems: Problems) -> None:
