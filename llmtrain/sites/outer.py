@@ -16,12 +16,10 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.optimizers import PARAM
 from llmtrain.sites.compress import BLOCK
 from llmtrain.sites.fragments import fragment_of
-from llmtrain.sites.replicas import Replicas
 from llmtrain.tensors.checksum import checksum_part_array
 from llmtrain.tensors.region import Region
 
@@ -34,13 +32,12 @@ _CHUNK = 1 << 18
 class Shard:
     """The parameters that a rank owns, one after another in a flat fp32 array."""
 
-    def __init__(self, engine: Engine, ranks: Ranks, frozen: Collection[str], fragments: int = 1) -> None:
+    def __init__(self, engine: Engine, frozen: Collection[str], fragments: int = 1) -> None:
         """`frozen`: names of parameters that do not train: they are the same everywhere, and never sent. `fragments`:
         how many parts of the model synchronise one by one; each begins with a block of its own."""
         self._engine = engine
-        held = [piece for piece in engine.state() if piece.kind == PARAM and piece.name not in frozen]
-        self._replicas = Replicas(held, ranks)
-        pieces = [piece for piece in held if piece.own_region.numel]
+        pieces = [piece for piece in engine.state() if piece.kind == PARAM and piece.name not in frozen]
+        assert all(piece.own == slice(0, piece.region.numel) for piece in pieces), "replicas within a site"
         self._pieces: list[tuple[int, StateTensor]] = []
         """(first element in the array, piece)."""
         self.parts: list[slice] = []
@@ -52,33 +49,30 @@ class Shard:
             for piece in pieces:
                 if fragment[piece.name] == number:
                     self._pieces.append((self.size, piece))
-                    self.size += piece.own_region.numel
+                    self.size += piece.region.numel
             self.parts.append(slice(begin, self.size))
             if number + 1 < fragments:
                 self.size = -(-self.size // BLOCK) * BLOCK
 
     def regions(self, part: slice | None = None) -> list[tuple[int, str, Region]]:
         """(first element in the array, Hugging Face name, elements of the tensor) of each piece, or of a part's."""
-        return [(at, piece.name, piece.own_region) for at, piece in self._of(part)]
+        return [(at, piece.name, piece.region) for at, piece in self._of(part)]
 
     def read(self, part: slice | None = None) -> Array:
         """The live values, [size]; of a part alone, with zeros elsewhere."""
         values = np.zeros(self.size, np.float32)
         for at, piece in self._of(part):
             with piece.open() as live:
-                own = live[piece.own]
-                values[at : at + own.numel()] = own.detach().float().cpu().numpy()
+                values[at : at + live.numel()] = live.detach().float().cpu().numpy()
         return values
 
     @torch.no_grad()
     def write(self, values: Array, part: slice | None = None) -> None:
-        """Make `values` the live ones: [size], or those of a part. All ranks call it together."""
+        """Make `values` the live ones: [size], or those of a part."""
         first = part.start if part else 0
         for at, piece in self._of(part):
             with piece.open() as live:
-                own = live[piece.own]
-                own.copy_(torch.from_numpy(values[at - first : at - first + own.numel()]))
-        self._replicas.tell()
+                live.copy_(torch.from_numpy(values[at - first : at - first + live.numel()]))
         self._engine.refresh()
 
     def _of(self, part: slice | None) -> list[tuple[int, StateTensor]]:

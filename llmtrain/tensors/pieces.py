@@ -40,13 +40,8 @@ def pick(flat: Tensor, region: Region) -> Tensor:
 
 def put(flat: Tensor, region: Region, values: Tensor) -> None:
     """Write the region's elements [numel] into a flat tensor."""
-    put_shared(flat, Region(0, flat.numel()), values, region)
-
-
-def put_shared(into: Tensor, place: Region, values: Tensor, region: Region) -> None:
-    """Write what a piece `into` [place.numel] of a tensor shares with another, `values` [region.numel]."""
-    for rows in shared(place, region):
-        _rows(into, rows, 0).copy_(_rows(values, rows, 1))
+    for rows in shared(region, Region(0, flat.numel())):
+        _rows(flat, rows, 1).copy_(_rows(values, rows, 0))
 
 
 def read_shared(file: TensorFile, name: str, rows: Shared, out: Tensor) -> None:
