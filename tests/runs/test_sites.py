@@ -153,6 +153,41 @@ def test_two_sites_send_four_bits(coordinator, small_data, tmp_path):
     assert received[0] == 0 and all(count / 2 * (1 + 8 / 256) <= each < count * 0.53 for each in received[1:]), received
 
 
+FORMS = [
+    pytest.param({"zero_optimization": {"stage": 0}}, 2, id="ZeRO 0"),
+    pytest.param({"zero_optimization": {"stage": 0}, "pipeline": {"stages": 2}}, 2, id="pipeline", marks=pytest.mark.slow),
+    pytest.param({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}, 2, id="tensor",
+                 marks=pytest.mark.slow),
+    pytest.param({"zero_optimization": {"stage": 1}, "sequence_parallel_size": 2}, 2, id="sequence",
+                 marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "ranks"), FORMS)
+def test_a_site_of_another_form_beside_a_zero_site(form, ranks, coordinator, small_data, tmp_path):
+    """Every element crosses the line once, whichever ranks of the site hold it; both end with the same bits.
+
+    The bound is that of `test_two_sites_train_what_the_definition_says`.
+    """
+    both = ("--sites.start_sites", "2", "--sites.method", "local_sgd")
+    a = start(recipe(tmp_path / "A", small_data, 2), coordinator, *both, ranks=2)
+    file = recipe(tmp_path / "B", small_data)
+    (tmp_path / "B/ds.json").write_text(json.dumps(form))
+    micro = () if form == {"zero_optimization": {"stage": 0}} else ("--train.micro_batch", "2")
+    b = start(file, coordinator, *both, *micro, ranks=ranks)
+    codes = a.wait(120), b.wait(60)
+    assert codes == ([0, 0], [0] * ranks), a.output() + b.output()
+    got = parameters(tmp_path / "A")
+    assert far(got, parameters(tmp_path / "B"))[0] == 0
+    setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
+    data = DataConfig(path=small_data, sequence_length=32)
+    largest, mean = far(got, simulated(MODEL, data, **setting, outer_lr=None))
+    assert largest < 1e-4 and mean < 1e-6, (largest, mean)
+    count = sum(each.numel() for each in got.values())
+    for name in ("A", "B"):
+        assert [event["received_bytes"] for event in synchronised(tmp_path / name)] == [0, *[4 * count] * 3]
+
+
 def test_two_sites_stream_their_fragments_while_they_train(coordinator, small_data, tmp_path):
     """Two fragments, each every four steps, on the way during one; one site has a rank, the other two at ZeRO 3.
 
