@@ -188,6 +188,54 @@ def test_a_site_of_another_form_beside_a_zero_site(form, ranks, coordinator, sma
         assert [event["received_bytes"] for event in synchronised(tmp_path / name)] == [0, *[4 * count] * 3]
 
 
+def adapted(folder: Path, data: str, base: Path) -> Path:
+    file = recipe(folder, data)
+    text = re.sub(r"model: .*", f"model: {{pretrained: {base}}}\nadapter: {{r: 4}}", file.read_text())
+    file.write_text(text)
+    return file
+
+
+def written(folder: Path, seed: int) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{key: value for key, value in MODEL.items() if key != "model_type"})
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_an_adapter_alone_travels_and_another_base_is_refused(coordinator, small_data, tmp_path):
+    """Uncompressed, in fewer bytes than the model has elements; a resume goes on; a site with other frozen values ends."""
+    base, other = (written(tmp_path / name, seed) for seed, name in enumerate(("base", "other")))
+    both = ("--sites.start_sites", "2")
+    for steps in ("8", "12"):
+        sites = [tmp_path / name for name in ("A", "B")]
+        files = [each / "recipe.yaml" if steps == "12" else adapted(each, small_data, base) for each in sites]
+        jobs = [start(file, coordinator, *both, "--train.max_steps", steps, ranks=n + 1)
+                for n, file in enumerate(files)]  # fmt: skip
+        assert [job.wait(90) for job in jobs] == [[0], [0, 0]], jobs[0].output() + jobs[1].output()
+    trained = [CheckpointReader(complete_checkpoints(each / "run/checkpoints")[0]) for each in sites]
+    names = [name for name in trained[0].order() if "lora" in name]
+    values = [torch.cat([r.read(n, 0, torch.Size(r.shape(n)).numel()).flatten() for n in names]) for r in trained]
+    assert names and torch.equal(*values) and values[0].any()
+    model = sum(each.numel() for each in base_values(base))
+    received = [event["received_bytes"] for event in synchronised(tmp_path / "A")]
+    assert set(received) == {0, 4 * values[0].numel()} and 4 * values[0].numel() < model, (received, model)
+    for reader in trained:
+        reader.close()
+    files = [adapted(tmp_path / "C", small_data, base), adapted(tmp_path / "D", small_data, other)]
+    jobs = [start(file, coordinator, *both) for file in files]
+    assert [job.wait(90) for job in jobs] == [[2], [2]]
+    assert "frozen parameters (model.pretrained)" in jobs[0].output()
+
+
+def base_values(folder: Path) -> list[torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return list(load_file(folder / "model.safetensors").values())
+
+
 def test_two_sites_stream_their_fragments_while_they_train(coordinator, small_data, tmp_path):
     """Two fragments, each every four steps, on the way during one; one site has a rank, the other two at ZeRO 3.
 
