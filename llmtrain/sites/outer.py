@@ -64,7 +64,7 @@ class Shard:
                 self.size = -(-self.size // BLOCK) * BLOCK
         self._fragment = fragment
         held = [(at, piece.name, piece.region) for _, at, piece in self._pieces]
-        self._replicas = Replicas(ranks, self.regions(), held) if ranks is not None else None
+        self._replicas = Replicas(ranks, self.regions(), held) if ranks is not None and ranks.world_size > 1 else None
         assert self._replicas or all(piece.own_region.numel == piece.region.numel for piece in pieces), "replicas"
 
     def regions(self, part: slice | None = None) -> list[tuple[int, str, Region]]:
