@@ -18,6 +18,7 @@ from llmtrain.cluster.watch import watched
 from llmtrain.cluster.watch.collectives import count_collectives
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
+from llmtrain.data.reference import weights_hash
 from llmtrain.dist.connect import leave_all
 from llmtrain.dist.control import AgreedError, StopRequests, together
 from llmtrain.dist.device import use_deterministic_kernels
@@ -127,6 +128,7 @@ def _site(training: Training, tracker: Tracker) -> Site:
         "data.sequence_length": run.data.sequence_length,
         "train.seed": run.train.seed,
         "adapter": asdict(run.adapter),
+        "frozen parameters (model.pretrained)": weights_hash(training.frozen_source.checksums),
         "sites.method": run.sites.method,
         "sites.sync_every": run.sites.sync_every,
         "sites.max_alone_steps": run.sites.max_alone_steps,

@@ -16,10 +16,12 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.optimizers import PARAM
 from llmtrain.sites.compress import BLOCK
 from llmtrain.sites.fragments import fragment_of
+from llmtrain.sites.replicas import Replicas
 from llmtrain.tensors.checksum import checksum_part_array
 from llmtrain.tensors.region import Region
 
@@ -32,51 +34,80 @@ _CHUNK = 1 << 18
 class Shard:
     """The parameters that a rank owns, one after another in a flat fp32 array."""
 
-    def __init__(self, engine: Engine, frozen: Collection[str], fragments: int = 1) -> None:
-        """`frozen`: names of parameters that do not train: they are the same everywhere, and never sent. `fragments`:
-        how many parts of the model synchronise one by one; each begins with a block of its own."""
+    def __init__(self, engine: Engine, frozen: Collection[str], fragments: int = 1, ranks: Ranks | None = None) -> None:
+        """
+        Args:
+            engine: its parameters.
+            frozen: names of parameters that do not train: they are the same everywhere, and never sent.
+            fragments: how many parts of the model synchronise one by one; each begins with a block of its own.
+            ranks: of the site, which call it together; None: this rank alone has all that it holds.
+        """
         self._engine = engine
         pieces = [piece for piece in engine.state() if piece.kind == PARAM and piece.name not in frozen]
-        assert all(piece.own == slice(0, piece.region.numel) for piece in pieces), "replicas within a site"
-        self._pieces: list[tuple[int, StateTensor]] = []
-        """(first element in the array, piece)."""
+        self._pieces: list[tuple[int, int, StateTensor]] = []
+        """(first element that it owns in the array, first one in an array of all that it holds, piece)."""
         self.parts: list[slice] = []
         """Of the array, by fragment."""
-        self.size = 0
+        self.size = self._held = 0
         fragment = fragment_of(engine.shapes(), fragments)
         for number in range(fragments):
             begin = self.size
             for piece in pieces:
                 if fragment[piece.name] == number:
-                    self._pieces.append((self.size, piece))
-                    self.size += piece.region.numel
+                    self._pieces.append((self.size, self._held, piece))
+                    self.size += piece.own_region.numel
+                    self._held += piece.region.numel
+            if fragments > 1 and self.size == begin:
+                self.size += BLOCK  # of zeros: parts are told apart by their places, those of nothing too
             self.parts.append(slice(begin, self.size))
             if number + 1 < fragments:
                 self.size = -(-self.size // BLOCK) * BLOCK
+        self._fragment = fragment
+        held = [(at, piece.name, piece.region) for _, at, piece in self._pieces]
+        self._replicas = Replicas(ranks, self.regions(), held) if ranks is not None and ranks.world_size > 1 else None
+        assert self._replicas or all(piece.own_region.numel == piece.region.numel for piece in pieces), "replicas"
 
     def regions(self, part: slice | None = None) -> list[tuple[int, str, Region]]:
-        """(first element in the array, Hugging Face name, elements of the tensor) of each piece, or of a part's."""
-        return [(at, piece.name, piece.region) for at, piece in self._of(part)]
+        """(first element in the array, Hugging Face name, elements of the tensor) of what this rank owns of each piece,
+        or of a part's."""
+        return [(at, p.name, p.own_region) for at, _, p in self._of(part) if p.own_region.numel]
 
     def read(self, part: slice | None = None) -> Array:
         """The live values, [size]; of a part alone, with zeros elsewhere."""
         values = np.zeros(self.size, np.float32)
-        for at, piece in self._of(part):
-            with piece.open() as live:
-                values[at : at + live.numel()] = live.detach().float().cpu().numpy()
+        for at, _, piece in self._of(part):
+            if count := piece.own_region.numel:
+                with piece.open() as live:
+                    values[at : at + count] = live[piece.own].detach().float().cpu().numpy()
         return values
 
     @torch.no_grad()
     def write(self, values: Array, part: slice | None = None) -> None:
-        """Make `values` the live ones: [size], or those of a part."""
-        first = part.start if part else 0
-        for at, piece in self._of(part):
+        """Make `values` the live ones: [size], or those of a part; on all ranks of the site that hold them, which call
+        it together."""
+        held = self._shared(values, part)
+        for _, at, piece in self._of(part):
             with piece.open() as live:
-                live.copy_(torch.from_numpy(values[at - first : at - first + live.numel()]))
+                live.copy_(torch.from_numpy(held[at : at + live.numel()]))
         self._engine.refresh()
 
-    def _of(self, part: slice | None) -> list[tuple[int, StateTensor]]:
-        return [(at, piece) for at, piece in self._pieces if part is None or part.start <= at < part.stop]
+    def _shared(self, values: Array, part: slice | None) -> Array:
+        """All elements that this rank holds, [held]; of a part alone, with anything elsewhere."""
+        own = np.zeros(self.size, np.float32)
+        own[part or slice(None)] = values
+        held = np.zeros(self._held, np.float32)
+        for at, to, piece in self._of(part):
+            count = piece.own_region.numel
+            held[to + piece.own.start : to + piece.own.start + count] = own[at : at + count]
+        if self._replicas is not None:
+            self._replicas.share(own, held)
+        return held
+
+    def _of(self, part: slice | None) -> list[tuple[int, int, StateTensor]]:
+        if part is None:
+            return self._pieces
+        number = self.parts.index(part)
+        return [each for each in self._pieces if self._fragment[each[2].name] == number]
 
     def checksum(self, values: Array) -> int:
         """Of `values` [size]; the sum over a site's ranks does not depend on how they share the model."""

@@ -92,7 +92,7 @@ class Site:
         self._every = settings.sync_every // fragments
         self._overlap, self._last_step = settings.overlap_steps if streams else 0, last_step
         self.id = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
-        self._shard = Shard(engine, frozen, fragments)
+        self._shard = Shard(engine, frozen, fragments, ranks)
         self._anchor = self._shard.read()
         self._momentum = np.zeros_like(self._anchor)
         form = format_of(settings.compress)

@@ -453,16 +453,10 @@ CASES = [
         {"sites": {"name": "a", "coordinator": "h:1", "method": "streaming", "sync_every": 20}},
     ),
     Wrong(
-        "whole models in a site",
-        ("zero_optimization.stage = 0", "share it when they talk to other sites", "1, 2 or 3"),
+        "shared experts in a site",
+        ("expert_parallel.autoep_size = 2", "not proved yet", "remove sites.name"),
         {"sites": {"name": "a", "coordinator": "h:1"}},
-        {"zero_optimization": {"stage": 0}},
-    ),
-    Wrong(
-        "a pipeline in a site",
-        ("pipeline.stages = 2", "ZeRO alone so far", "remove sites.name"),
-        {"sites": {"name": "a", "coordinator": "h:1"}},
-        {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}},
+        {"zero_optimization": {"stage": 1}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
     ),
     # ranks of unequal speed
     *(

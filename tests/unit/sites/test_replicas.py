@@ -1,0 +1,80 @@
+"""Which ranks of a site tell one another what they exchanged."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.sites import replicas
+from llmtrain.sites.replicas import Replicas, copies, joined
+from llmtrain.tensors.region import Region
+
+
+def pieces(*found):
+    return [(at, name, Region(low, high - low)) for at, name, low, high in found]
+
+
+def test_only_ranks_that_hold_elements_of_others_are_joined():
+    own = [pieces((0, "w", 0, 4)), pieces((0, "w", 4, 8)), pieces((0, "v", 0, 6)), pieces()]
+    held = [pieces((0, "w", 0, 8)), pieces((0, "w", 0, 8)), pieces((0, "v", 0, 6)), pieces((0, "v", 2, 5))]
+    assert joined(own, held) == [[0, 1], [2, 3]]
+    assert joined(own[:3], own[:3]) == []  # as under ZeRO
+
+
+def test_rows_of_a_split_tensor_come_from_its_owner():
+    columns = Region(0, 6, ((1, 2),), 4)  # columns 1 and 2 of a [3, 4] tensor
+    sent, into = np.arange(12, dtype=np.float32) + 100, np.zeros(10, np.float32)
+    for each in copies([(0, "w", Region(0, 12))], [(4, "w", columns)]):
+        each.take(sent, into)
+    assert into.tolist() == [0, 0, 0, 0, 101, 102, 105, 106, 109, 110]
+
+
+def test_elements_without_an_owner_are_noticed(monkeypatch):
+    said = (pieces((0, "w", 0, 4)), pieces((0, "w", 0, 8)))
+    monkeypatch.setattr(replicas, "from_all", lambda _ranks, _mine: [said])
+    with pytest.raises(AssertionError, match="8 elements are held, 4 have an owner"):
+        Replicas(None, *said)
+
+
+def test_all_get_the_bits_of_the_owner(monkeypatch):
+    """Two ranks, threads in place of processes; each owns half of one tensor."""
+    own = [pieces((0, "w", 0, 3)), pieces((0, "w", 3, 7))]
+    held = pieces((2, "w", 0, 7))
+    me, box, barrier = threading.local(), {}, threading.Barrier(2)
+
+    def broadcast(tensor, group, group_src):
+        if me.rank == group_src:
+            box["sent"] = tensor.clone()
+        barrier.wait(5)
+        tensor.copy_(box["sent"])
+        barrier.wait(5)
+
+    monkeypatch.setattr(replicas, "from_all", lambda _ranks, _mine: [(each, held) for each in own])
+    monkeypatch.setattr(replicas.dist, "broadcast", broadcast)
+    monkeypatch.setattr(replicas.dist, "get_rank", lambda _group: me.rank)
+    values, results = torch.randn(7).numpy(), {}
+
+    class Ranks:
+        world_size, control = 2, "all"
+
+        def __init__(self, rank):
+            self.rank = rank
+
+    def run(rank):
+        me.rank = rank
+        found = Replicas(Ranks(rank), own[rank], held)
+        part = slice(0, 3) if rank == 0 else slice(3, 7)
+        into = np.zeros(9, np.float32)
+        into[2 + part.start : 2 + part.stop] = values[part]
+        found.share(values[part], into)
+        results[rank] = into
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(10)
+    assert all(np.array_equal(results[rank][2:], values) and not results[rank][:2].any() for rank in range(2))
