@@ -117,6 +117,8 @@ def test_a_column_of_something_else_is_refused(config: DataConfig) -> None:
     assert "objective.top_k: 3 there, and 2 in this run" in refused(config, replace(DISTILL, top_k=2))
     assert "objective.temperature: 2.0 there, and 1.0" in refused(config, replace(DISTILL, temperature=None))
     assert "words of the model: 400 there, and 500" in refused(config, vocabulary=500)
+    with pytest.raises(DataError, match=r"objective\.top_k 3: the model has 2 words; lower it"):
+        TrainData(config).teacher_columns(DISTILL, 2, "fp32")
     if not (folder / "train-00000.rows").exists() and not [*folder.glob("*.rows")]:
         assert "data.sequence_length, isolate" in refused(replace(config, sequence_length=64))
     made = folder / "teacher.json"
