@@ -76,7 +76,8 @@ class Training:
         self.mesh = mesh_of(resolved.degrees)
         with together(ranks):
             self.data = TrainData(self.run.data)
-            teacher = teacher_of(self.run, resolved.precision, ranks, self.mesh)
+            taught = self.run.objective.top_k is not None  # by a column of the data
+            teacher = None if taught else teacher_of(self.run, resolved.precision, ranks, self.mesh)
             self.objective = objective_of(self.run.objective, teacher)
             self.references: list[str] | None = None
             """Of which weights the log-probabilities are that the objective compares with, by set of the data."""
@@ -84,7 +85,7 @@ class Training:
                 self.references = self.data.take_reference(resolved.precision)
             self.model_facts = spec.facts
             columns: list[str] = []
-            if self.run.objective.top_k is not None:
+            if taught:
                 wanted = self.data.teacher_columns(self.run.objective, spec.facts.vocab_size, resolved.precision)
                 columns = self.data.take_teacher(wanted)
             for manifest in self.data.manifests:

@@ -59,13 +59,12 @@ def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mes
 
 
 def teacher_of(run: RunConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teacher | None:
-    """The model that a run distils, on the ranks that compute a loss: a pipeline's last stages, or all. None where the
-    data has its likeliest words.
+    """The model that a run distils, on the ranks that compute a loss: a pipeline's last stages, or all.
 
     Raises: ModelError, on this rank alone.
     """
     objective = run.objective
-    if objective.teacher is None or objective.top_k is not None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
+    if objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
         return None
     from llmtrain.models.teacher import load_teacher, teacher_model
 

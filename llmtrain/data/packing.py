@@ -91,10 +91,13 @@ class TrainData:
     def teacher_columns(
         self, objective: ObjectiveConfig, vocabulary: int, precision: str, weights: str = ""
     ) -> list[TeacherColumn]:
-        """What the teacher's column of each set is to be; its files are not known."""
+        """What the teacher's column of each set is to be; its files are not known. Raises DataError: k is too large."""
         from llmtrain.data.teacher import TeacherColumn
 
         assert objective.top_k is not None
+        if objective.top_k > vocabulary:
+            raise DataError(f"objective.top_k {objective.top_k}: the model has {vocabulary} words; lower it, or leave "
+                            "it out for the whole distribution, computed at each step")  # fmt: skip
         return [
             TeacherColumn(
                 weights=weights,

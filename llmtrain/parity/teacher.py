@@ -96,9 +96,12 @@ class PlainTeacher:
         log_p, log_q = F.log_softmax(theirs / t, -1), F.log_softmax(own / t, -1)
         if self._top_k is not None:  # its likeliest words, and any other as one
             likeliest = log_p.topk(self._top_k).indices
+            words_left = log_p.shape[-1] - self._top_k
             left = torch.ones_like(log_p).scatter(-1, likeliest, 0.0).bool()
             log_p, log_q = (
-                torch.cat([each.gather(-1, likeliest), each[left].view(len(each), -1).logsumexp(-1, keepdim=True)], -1)
+                torch.cat(
+                    [each.gather(-1, likeliest), each[left].view(len(each), words_left).logsumexp(-1, keepdim=True)], -1
+                )
                 for each in (log_p, log_q)
             )
         if beta in (0.0, 1.0):
