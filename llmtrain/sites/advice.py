@@ -173,6 +173,9 @@ def _least(each: Forecast, least: int | None) -> str:
 def said(advice: Advice, timeout_s: float) -> list[str]:
     """What follows the table."""
     best, plain, goal = advice.best, advice.plain, f"{advice.goal:.0%}"
+    if plain.computing >= advice.goal:
+        return [f"recommended: no sites: one run over all hosts computes for {plain.computing:.1%} of the time on this "
+                "line, and synchronises every step"]  # fmt: skip
     if best is None:
         return [f"no sync_every keeps a site computing for {goal} of the time with {plan.GENTLE[-1]} or gentler: the "
                 "line is too slow for this model"]  # fmt: skip

@@ -63,7 +63,7 @@ class Exchange:
         failed: dict[str, str] = {}
         outer, received = None, 0
         kind = "changes" if self._form else "values"
-        for name in _in_turn(sources, self._site):
+        for name in sorted(sources):
             try:
                 found[name], size = (
                     (own, 0) if name == self._site else self._values(sources[name], kind, round_, part, deadline_s)
@@ -120,11 +120,6 @@ class Exchange:
         if not np.isfinite(values).all():
             raise WireError(f"its {kind} are not finite")
         return values, received
-
-
-def _in_turn(sites: Collection[str], own: str) -> list[str]:
-    """From the one after this site on: while all fetch at the same pace, each is asked by one other at a time."""
-    return sorted(sites, key=lambda site: (site <= own, site))
 
 
 def _changes(peer: Peer, form: Format, pairs: Pairs, round_: int, into: Array, deadline_s: float) -> int:

@@ -242,7 +242,9 @@ def _round(job: Job, line: Line, way: str, compress: Compress, part: int) -> tup
     it owns itself, which is with as many ranks there one of them.
     """
     others = job.sites - 1
-    fetch_s = others * line.fetch_s(_payload(part, compress))
+    payload = _payload(part, compress)
+    # All ask in the order of the names: W - 1 sites share the first one's line, W - 2 the second one's.
+    fetch_s = sum(replace(line, rate=line.rate / share).fetch_s(payload) for share in range(1, job.sites))
     encode_s, decode_s = _CODE_S[compress]
     whole_s = _KEEP_S * job.parameters
     part_s = part * (_MOVE_S + _OUTER_S[way] + _MEAN_S * max(0, others - 1) + encode_s + decode_s * others)

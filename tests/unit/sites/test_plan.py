@@ -66,6 +66,13 @@ def test_plain_data_parallelism_sends_what_a_ring_does() -> None:
         assert sent == pytest.approx(2 * (sites - 1) / sites * 2 * JOB.parameters * plan.HEADERS)
 
 
+def test_sites_that_ask_in_the_same_order_share_lines() -> None:
+    """Four sites, a message of a second: b, c, d get a's in 3 s, c, d b's in 2 s, and d c's, as c d's, in 1 s."""
+    line = Line(rate=1e6 * plan.HEADERS, rtt_s=0.0)
+    job = replace(JOB, sites=4, fragments=(250_000,), steps=None)
+    assert plan.with_sites(job, line, "diloco", "none", 10).fetch_s == pytest.approx(6.0)
+
+
 def test_streaming_waits_only_for_what_takes_longer_than_its_overlap() -> None:
     slow = Line(rate=1e6, rtt_s=0.05)  # 16 MB of the largest fragment: 16 s, of which 4 s are trained meanwhile
     job = replace(JOB, fragments=(4_000_000,) * 4, steps=None)
@@ -121,6 +128,13 @@ def test_a_fetch_that_does_not_fit_in_half_of_the_timeout_raises_it() -> None:
     words = advice.words(made, 60.0)
     assert float(words[words.index("--sites.timeout_s") + 1]) / 2 >= 1.5 * made.best.fetch_s
     assert "--sites.timeout_s" not in advice.words(made, 1e6)
+
+
+def test_a_line_that_carries_every_steps_gradients_needs_no_sites() -> None:
+    made = advice.advise(JOB, Line(rate=1.25e10, rtt_s=1e-4), 100, 0.95)
+    assert made.plain.computing >= 0.95 and "no sites" in advice.said(made, 60.0)[0]
+    assert "--sites.method" in advice.said(advice.advise(JOB, LINE, 100, 0.95), 60.0)[0]
+    assert "too slow" in advice.said(advice.advise(JOB, Line(rate=1.0, rtt_s=1.0), 100, 0.95), 60.0)[0]
 
 
 @pytest.mark.parametrize(("text", "value"), [("100mbit", 12.5e6), ("1Gbit/s", 1.25e8), ("512 kbps", 0.0),

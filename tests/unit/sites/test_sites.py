@@ -342,13 +342,6 @@ def test_three_sites_average_by_tokens_and_take_disjoint_samples(joined) -> None
         assert events[-1][1]["used"] == ["a", "b", "c"] and events[-1][1]["received_bytes"] == 48
 
 
-def test_no_two_sites_ask_the_same_one_at_a_time() -> None:
-    """While they keep pace: in each turn every site is asked once. All in the same order, one line would carry all."""
-    sites = ["a:1", "b:2", "c:3", "d:4"]
-    orders = [[each for each in exchange._in_turn(set(sites), own) if each != own] for own in sites]
-    assert all(sorted(turn) == sites for turn in zip(*orders, strict=True))
-
-
 def test_a_site_that_never_comes_is_waited_for_no_longer_than_the_limit(joined) -> None:
     """It goes on alone, takes part again, and stops after so many steps without."""
     meeting = Meeting("a", "b")
