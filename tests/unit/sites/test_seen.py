@@ -16,7 +16,7 @@ def told(events: list, kind: str) -> list[dict]:
 
 
 def test_each_round_is_an_event_and_a_row_of_documented_metrics(joined) -> None:  # noqa: F811
-    """diloco by hand: w of 6 numbers, from 0; the mean of 2 x 1 and 2 x 2 is 3; the first step is 1.9 x 0.5 x 3."""
+    """diloco by hand: w of 6 numbers, from 0; the mean of 1 and 2 is 1.5; the first step is 1.9 x 0.5 x 1.5."""
     setting = {"method": "diloco", "outer_lr": 0.5, "outer_momentum": 0.9}
     meeting = Meeting("a", "b")
     (a, engine_a, _), (b, engine_b, _) = (joined(meeting, name, **setting) for name in "ab")
@@ -29,7 +29,7 @@ def test_each_round_is_an_event_and_a_row_of_documented_metrics(joined) -> None:
     at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 2))
     first, second = told(written, "synchronise")
     assert first["outer_step_norm"] == 0 and rows[0]["step"] == 0
-    assert np.isclose(second["outer_step_norm"], np.sqrt(6) * 1.9 * 0.5 * 3, rtol=1e-6)
+    assert np.isclose(second["outer_step_norm"], np.sqrt(6) * 1.9 * 0.5 * 1.5, rtol=1e-6)
     assert rows[1] == {
         "step": 2, "sites/received_bytes": 24, "sites/stood_s": second["stood_s"], "sites/participants": 2,
         "sites/staleness_steps": 0, "sites/outer_step_norm": second["outer_step_norm"], "more": True,
