@@ -115,7 +115,8 @@ class Heartbeat:
     """The writing side. Until it is connected it beats for nobody: the callers need not know."""
 
     def __init__(self) -> None:
-        self._use(mmap.mmap(-1, _SIZE), rank=0, local_rank=0)
+        own = mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not that of a process that forks it
+        self._use(own, rank=0, local_rank=0)
 
     def connect(self, path: Path, *, rank: int, local_rank: int) -> None:
         """Beat into a new file that the watch reads, from nothing. Raises OSError."""
