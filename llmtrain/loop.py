@@ -233,8 +233,10 @@ class Training:
 
                     check_adapter(self.engine, self.ranks)
                 saving.advance(done.agreed)
-                heart.end_step(self.position.step)
-                speed.step(tokens=self._tokens_per_step(), data_wait_s=waited_s)
+                comm = heart.end_step(self.position.step)
+                speed.step(
+                    tokens=self._tokens_per_step(), data_wait_s=waited_s, comm=comm if self._waits_are_seen() else None
+                )
                 if outer is not None:
                     index = outer.after_update(self.position.step, complete=self._complete())
                     self.position = replace(self.position, sample_index=index)
@@ -252,6 +254,13 @@ class Training:
 
         at_once = resolved.zero_stage >= 2
         return Shares(self.engine, self.ranks, resolved.batch, resolved.degrees, at_once=at_once, kept=kept)
+
+    def _waits_are_seen(self) -> bool:
+        """Whether the clock around collectives shows waiting: those of a device are handed over without, and those of
+        another thread would be counted with the step's."""
+        run, ranks = self.run, self.ranks
+        behind = run.sites.name is not None and run.sites.method == "streaming"
+        return ranks.world_size > 1 and ranks.device.type == "cpu" and not behind
 
     def _begin(self, outer: Outer) -> None:
         step, index = outer.begin(self.position.step, self.position.sample_index, self.run.fault.start_timeout_s)

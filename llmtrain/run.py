@@ -119,6 +119,7 @@ def _saving(training: Training, tracker: Tracker, site: Site | None) -> Saving:
 
 def _site(training: Training, tracker: Tracker) -> Site:
     """This launch among the sites that train the run's model. Raises AgreedError."""
+    from llmtrain.sites.seen import telling
     from llmtrain.sites.site import Share, Site
 
     run, batch = training.run, training.resolved.batch
@@ -145,7 +146,7 @@ def _site(training: Training, tracker: Tracker) -> Site:
         run.sites,
         common,
         Share(batch=batch.global_batch, tokens=batch.tokens),
-        tracker.event,
+        telling(tracker.event, tracker.log),
         frozen=training.spec.frozen,
         last_step=training.resolved.max_steps,
     )

@@ -146,6 +146,11 @@ def _lint(tree: dict[str, Any], path: str, problems: Problems) -> None:
     stage = lookup(tree, "zero_optimization.stage")
     if type(stage) is int and stage not in (0, 1, 2, 3):
         problems.add("zero_optimization.stage", stage, "ZeRO has the stages 0, 1, 2 and 3", "choose one of them", path)
+    for key, off in ds_keys.ZERO_3_ONLY.items():
+        value = lookup(tree, key)
+        if type(stage or 0) is int and stage != 3 and isinstance(value, int) and value > off:
+            rule = f"only ZeRO 3 reads it, and the stage is {stage or 0}: it would change nothing"
+            problems.add(key, value, rule, "set zero_optimization.stage to 3, or remove it", path)
     for key in ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"):
         device = lookup(tree, key)
         if isinstance(device, str) and device not in ("none", "cpu", "nvme", "auto"):

@@ -354,3 +354,10 @@ REFUSED_VALUES: dict[str, tuple[Any, str, str]] = {
     "zero_optimization.legacy_stage1": (True, "the old ZeRO 1 has other internals", "remove it"),
 }
 """Values that work in DeepSpeed but not here -> (the value, rule, remedy)."""
+
+ZERO_3_ONLY: dict[str, int] = {
+    "zero_optimization.zero_quantized_gradients": 0,
+    "zero_optimization.zero_quantized_weights": 0,
+    "zero_optimization.zero_hpz_partition_size": 1,
+}
+"""ZeRO++: keys that the other stages ignore without a word -> the largest value that asks for nothing."""

@@ -24,6 +24,8 @@ class Sent:
     overlap: int
     """Steps that are trained while it travels."""
     began_s: float
+    published_s: float
+    """How long training stood still until it was there for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import socket
 import time
@@ -39,6 +40,7 @@ from llmtrain.sites.meeting import AGAIN_S, Meetings, RoundFailed
 from llmtrain.sites.members import Members, SitesError, TorchftMembers
 from llmtrain.sites.outer import Array, Shard, outer_step, shapes
 from llmtrain.sites.round import Round, Sent
+from llmtrain.sites.seen import listed, say_changes, squared_distance, told_round
 from llmtrain.sites.told import Told
 from llmtrain.sites.wire import Server
 
@@ -113,6 +115,7 @@ class Site:
         self._trained = 0  # sequences since the last synchronisation
         self._weights = [0] * fragments  # tokens since that of each fragment
         self._flight: tuple[Sent, Background[Round]] | None = None
+        self._stands_s = 0.0  # time.monotonic() since when training has stood still for the round
         self._was = self.id
         self._ledger: Ledger | None = None
         self._starts: list[int] = []
@@ -230,7 +233,8 @@ class Site:
                 synchronise()
         except RoundFailed as error:
             self._meetings.missed = True
-            self._tell("synchronise_failed", step=step, round=self._round, reason=str(error))
+            stood_s = round(time.monotonic() - self._stands_s, 3)
+            self._tell("synchronise_failed", step=step, round=self._round, stood_s=stood_s, reason=str(error))
             log.warn(f"step {step}: no synchronisation with the other sites, training goes on without: {error}")
             return False
         return True
@@ -246,6 +250,7 @@ class Site:
 
     def _land(self, step: int, sent: Sent, travelling: Background[Round]) -> None:
         self._flight = None
+        self._stands_s = time.monotonic() - sent.published_s
         self._try(step, lambda: self._apply(travelling.result(), sent, step))
 
     def _synchronise(self, step: int, deadline_s: float, least: int = 1) -> Told:
@@ -274,9 +279,9 @@ class Site:
         have = sorted(got.found) if got.outer or not heals else None
         committed, used = self._meetings.commit(leader.round, have, deadline_s)
         if heals and got.outer is None:
-            raise RoundFailed(f"the common state has not come: {_listed(got.failed)}")
+            raise RoundFailed(f"the common state has not come: {listed(got.failed)}")
         if not used and any(each.weight for each in current.values()):
-            raise RoundFailed(f"no site's parameters have reached all others: {_listed(got.failed)}")
+            raise RoundFailed(f"no site's parameters have reached all others: {listed(got.failed)}")
         return Round(leader=leader, told=told, committed=committed, used=used, got=got, heals=heals, met_s=met_s)
 
     def _apply(self, done: Round, sent: Sent, step: int) -> None:
@@ -291,11 +296,13 @@ class Site:
                 self._feedback.forget()
             elif self.id in used:
                 self._feedback.delivered()
-        anchor[part], momentum[part] = outer_step(
+        after, momentum[part] = outer_step(
             anchor[part], momentum[part], {each: found[each] for each in used},
             {each.id: each.weight for each in done.told},
             method=self._settings.method, lr=self._settings.outer_lr, beta=self._settings.outer_momentum,
         )  # fmt: skip
+        norm = math.sqrt(sum(from_all(self._ranks, squared_distance(anchor[part], after))))
+        anchor[part] = after
         self._anchor, self._momentum = anchor, momentum
         if self.id not in used:  # what it has trained is somebody else's now
             self._shard.write(anchor)
@@ -309,14 +316,14 @@ class Site:
         self._server.publish(leader.round + 1, {})
         self._steps -= sent.steps
         self._go_on(leader, done.told, done.committed, used)
-        self._report(step, done, sent)
+        self._report(step, done, sent, norm)
 
     def _part(self, round_: int) -> slice:
         return self._shard.parts[round_ % len(self._shard.parts)]
 
     def _publish(self, step: int, overlap: int = 0) -> Sent:
         """Serve what this rank has of the fragment whose turn it is."""
-        began_s, part = time.monotonic(), self._part(self._round)
+        self._stands_s, part = time.monotonic(), self._part(self._round)
         sums = from_all(self._ranks, [self._shard.checksum(each) for each in (self._anchor, self._momentum)])
         values = self._shard.read(part)
         own = values[part]
@@ -334,7 +341,10 @@ class Site:
             "weight": self._weights[self._round % len(self._weights)],
             "addresses": self._addresses,
         }
-        return Sent(part=part, own=own, said=said, steps=self._steps, overlap=overlap, began_s=began_s)
+        published_s, began_s = time.monotonic() - self._stands_s, self._stands_s
+        return Sent(
+            part=part, own=own, said=said, steps=self._steps, overlap=overlap, began_s=began_s, published_s=published_s
+        )
 
     def _go_on(self, leader: Told, told: list[Told], committed: list[str], used: list[str]) -> None:
         by_id = {each.id: each for each in told}
@@ -350,22 +360,11 @@ class Site:
         self._was = self.id
         self._exchange.forget_all_but(committed)
 
-    def _report(self, step: int, done: Round, sent: Sent) -> None:
-        now_s, got = time.monotonic(), done.got
-        names, used = ([_name(site) for site in sites] for sites in (done.committed, done.used))
-        self._tell(
-            "synchronise", step=step, round=self._round, sites=names, used=used, healed=got.outer is not None,
-            received_bytes=got.received_bytes, overlapped_steps=sent.overlap,
-            waited_s=round(done.met_s - sent.began_s, 3), seconds=round(now_s - sent.began_s, 3),
-            **({"failed": got.failed} if got.failed else {}),
-        )  # fmt: skip
-        for site, text in got.failed.items():
-            log.warn(f"step {step}: site {_name(site)} is not in this synchronisation: {text}")
-        if gone := sorted(set(self._meetings.before) - set(names)):
-            log.warn(f"step {step}: {', '.join(gone)} left; what it was training is handed on")
-        if come := sorted(set(names) - set(self._meetings.before) - {self._settings.name}):
-            log.info(f"step {step}: training with {', '.join(come)}")
-        self._meetings.before = names
+    def _report(self, step: int, done: Round, sent: Sent, norm: float) -> None:
+        fields = told_round(done, sent, self._stands_s, norm)
+        self._tell("synchronise", step=step, round=self._round, **fields)
+        say_changes(step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
+        self._meetings.before = fields["sites"]
 
 
 def _own_address(coordinator: str) -> str:
@@ -386,11 +385,3 @@ def _own_address(coordinator: str) -> str:
             "encrypted nor signed. Join the sites by a tunnel (WireGuard, ssh) and give its address in sites.listen."
         )
     return own
-
-
-def _name(site: str) -> str:
-    return site.partition(":")[0]
-
-
-def _listed(failed: Mapping[str, str]) -> str:
-    return "; ".join(f"site {_name(site)}: {text}" for site, text in failed.items()) or "nobody has it"

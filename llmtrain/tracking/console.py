@@ -104,6 +104,7 @@ class Console:
             ("grad_norm", self._norm + " norm {:.2f}"),
             ("max_memory_gib", "memory {:.1f} GiB"),
             ("mfu_causal", "MFU {:.1%}"),
+            ("comm_share", "communication {:.0%}"),
             ("loss_scale", "loss scale {:g}"),
         ):
             if (value := _number(row, key)) is not None:

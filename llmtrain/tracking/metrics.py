@@ -51,6 +51,17 @@ METRICS: dict[str, Metric] = {
     "max_memory_gib": _metric("GiB", "Peak of rank 0: allocated device memory, or resident memory on CPU."),
     "data_wait_share": _metric("0 to 1", "Share of training time spent waiting for the next batch."),
     "checkpoint_stall_s": _metric("s", "Time since the last log point in which saving held up training."),
+    "comm_share": _metric(
+        "0 to 1",
+        "Share of rank 0's steps spent inside collectives, waiting for slower ranks included; on CPU, several ranks.",
+    ),
+    "sites/received_bytes": _metric("bytes", "Synchronisation of sites: what this site's ranks received in it."),
+    "sites/stood_s": _metric("s", "Time in which training stood still for it, or for one that failed."),
+    "sites/participants": _metric("sites", "Those that made its outer step, this one included."),
+    "sites/staleness_steps": _metric(
+        "optimizer steps", "Steps that this site trained between sending its parameters and taking the result."
+    ),
+    "sites/outer_step_norm": _metric("1", "L2 norm of the change of the common parameters, of all its ranks."),
     "distill/divergence": _metric("nats/token", "Distillation: the student's divergence from the teacher, by itself."),
     "distill/next_token_loss": _metric("nats/token", "Distillation: the student's next-token loss."),
     "distill/teacher_entropy": _metric("nats/token", "Entropy of the teacher's distribution at objective.temperature."),
@@ -238,12 +249,18 @@ class Throughput:
         self._began_s = self._clock()
         self._tokens = 0
         self._data_wait_s = 0.0
+        self._step_s = self._comm_s = 0.0
         self._paused_s = 0.0
         self._stall_s = 0.0
 
-    def step(self, *, tokens: int, data_wait_s: float = 0.0) -> None:
-        """One optimizer step over `tokens` tokens of all ranks; it waited `data_wait_s` for its batches."""
+    def step(self, *, tokens: int, data_wait_s: float = 0.0, comm: tuple[float, float] | None = None) -> None:
+        """One optimizer step over `tokens` tokens of all ranks; it waited `data_wait_s` for its batches.
+
+        `comm`: (seconds of the step, those inside collectives), where they are known.
+        """
         self._tokens += tokens
+        if comm is not None:
+            self._step_s, self._comm_s = self._step_s + comm[0], self._comm_s + comm[1]
         self._data_wait_s += data_wait_s
 
     @contextmanager
@@ -279,6 +296,8 @@ class Throughput:
             "data_wait_share": min(self._data_wait_s / busy_s, 1.0),
             "checkpoint_stall_s": self._stall_s,
         }
+        if self._step_s > 0:
+            row["comm_share"] = min(self._comm_s / self._step_s, 1.0)
         if self._peak is not None:
             row["mfu_causal"] = causal / (self._peak * self._devices)
             row["mfu_noncausal"] = noncausal / (self._peak * self._devices)

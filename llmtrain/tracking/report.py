@@ -21,6 +21,7 @@ from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.metrics import perplexity
 from llmtrain.tracking.page import page, table
 from llmtrain.tracking.plots import MARKED_BELOW, Curve, Curves, draw, smooth
+from llmtrain.tracking.timeline import launches, site_facts, timeline
 
 _EVENTS_SHOWN = 200
 
@@ -168,11 +169,13 @@ def facts_of(run: Run, curves: Curves) -> list[tuple[str, str]]:
         facts.append(("Peak memory of rank 0", f"{max(memory.values):.2f} GiB"))
     if waits := curves["data_wait_share"]:
         facts.append(("Waiting for data, mean", f"{statistics.fmean(waits.values):.2%}"))
+    if share := curves["comm_share"]:
+        facts.append(("Communication, share of a step, mean", f"{statistics.fmean(share.values):.1%}"))
     if stalls := curves["checkpoint_stall_s"]:
         facts.append(("Checkpoint stall, sum", units.duration(sum(stalls.values))))
     if skipped := curves["skipped_steps"]:
         facts.append(("Skipped steps", f"{skipped.values[-1]:.0f}"))
-    return facts + _history(run)
+    return facts + site_facts(run.of_kind("synchronise"), run.of_kind("synchronise_failed")) + _history(run)
 
 
 def _measured_on(run: Run) -> str:
@@ -207,6 +210,7 @@ _CHARTS = (
     ("Throughput, all devices", "tokens/s", True, (("tokens_per_s", "tokens/s"),)),
     ("Model FLOPs utilization", "share of the peak", True, (("mfu_causal", "causal"), ("mfu_noncausal", "non-causal"))),
     ("Peak memory of rank 0", "GiB", True, (("max_memory_gib", "memory"),)),
+    ("Communication within a step", "share", True, (("comm_share", "rank 0"),)),
     ("Learning rate", "1", True, (("lr", "learning rate"),)),
     ("Gradient norm", "1", False, (("grad_norm", "norm"),)),
     ("Pairs preferred rightly", "share", True, (("pairs/accuracy", "training"), ("eval/pairs/accuracy", "validation"))),
@@ -324,6 +328,8 @@ def page_of(runs: list[Run]) -> str:
     facts = [dict(facts_of(run, curves_of(run))) for run in runs]
     settings = _side_by_side(runs, [run.shown_settings() for run in runs], mark=True)
     tables = [("Figures", _side_by_side(runs, facts, mark=False)), ("Settings", settings)]
+    if sites := timeline([launches(run.settings.get("sites.name"), run.rows, run.events) for run in runs]):
+        tables.append(("Sites", sites))
     tables += [_events(run) for run in runs if run.events]
     names = ", ".join(run.name for run in runs)
     return page(names, "; ".join(dict.fromkeys(_period(run) for run in runs)), tables, charts_of(runs))

@@ -411,6 +411,19 @@ CASES = [
         {"model": {"freeze": ["lm_head.*"]}},
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
     ),
+    *(
+        Wrong(
+            f"ZeRO 2 with {key}",
+            (f"zero_optimization.{key} = {str(value).lower()}", "only ZeRO 3 reads it", "zero_optimization.stage to 3"),
+            {},
+            {"zero_optimization": {"stage": 2, key: value}},
+        )
+        for key, value in (
+            ("zero_quantized_gradients", True),
+            ("zero_quantized_weights", True),
+            ("zero_hpz_partition_size", 2),
+        )
+    ),
     # sites
     Wrong(
         "a site without a coordinator",

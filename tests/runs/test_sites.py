@@ -128,6 +128,12 @@ def test_two_sites_train_what_the_definition_says(method, stage, coordinator, sm
     assert [event["used"] for event in events] == [[], ["A", "B"], ["A", "B"], ["A", "B"]]
     count = sum(each.numel() for each in parameters(tmp_path / "A").values())
     assert [event["received_bytes"] for event in events] == [0, *[4 * count] * 3]  # every element once a round
+    seen = [row for row in rows(tmp_path / "A" / "run") if "sites/outer_step_norm" in row]
+    assert [row["step"] for row in seen] == [0, 4, 8, 12] and {row["sites/participants"] for row in seen} == {2}
+    assert [row["sites/received_bytes"] for row in seen] == [event["received_bytes"] for event in events]
+    assert all(row["sites/outer_step_norm"] > 0 for row in seen[1:])
+    of_ranks = [[row["comm_share"] for row in rows(tmp_path / at / "run") if "comm_share" in row] for at in "AB"]
+    assert of_ranks[0] == [] and of_ranks[1] and all(0 < share < 1 for share in of_ranks[1])  # one rank, and two
 
 
 def test_two_sites_send_four_bits(coordinator, small_data, tmp_path):

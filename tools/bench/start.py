@@ -61,7 +61,7 @@ def llmtrain(folder: Path) -> None:
     from llmtrain.cli import main
     from llmtrain.cluster.watch.heartbeat import heart
 
-    heart.end_step = lambda step: told(folder)  # type: ignore[method-assign]
+    heart.end_step = lambda step: told(folder)  # type: ignore
     run = ("--data.path", str(folder / "data"), "--train.run_dir", str(folder / "run"), "--tracking.wandb", "disabled")
     main(["train", "--config", str(RECIPE), *run])
 

@@ -169,13 +169,18 @@ class Heartbeat:
         self._waited_before_s = self._times[_WAITED_S]
         self.phase("data")
 
-    def end_step(self, step: int) -> None:
-        """... to here: evaluation and saves are not in it. `step`: optimizer steps done."""
+    def end_step(self, step: int) -> tuple[float, float]:
+        """... to here: evaluation and saves are not in it. `step`: optimizer steps done.
+
+        Returns: (seconds of the step, those of them inside collectives).
+        """
         waited_s = self._times[_WAITED_S] - self._waited_before_s
-        self._times[_OWN_S] += time.monotonic() - self._step_began_s - waited_s
+        step_s = time.monotonic() - self._step_began_s
+        self._times[_OWN_S] += step_s - waited_s
         self._words[_TIMED] += 1
         self._words[_STEP] = step
         self.beat()
+        return step_s, waited_s
 
     def enter(self, name: bytes) -> None:
         """A collective begins. `name`: `named(...)`. Collectives that others call count once."""

@@ -135,3 +135,13 @@ def test_the_docs_list_every_metric_with_its_unit_and_meaning():
         key: (unit, meaning) for key, unit, meaning in re.findall(r"^\| `(.+?)` \| (.+?) \| (.+) \|$", section, re.M)
     }
     assert table == {key: (metric.unit, metric.meaning) for key, metric in METRICS.items()}
+
+
+def test_comm_share_is_of_the_steps_that_were_timed_since_the_last_log_point():
+    speed = Throughput(flops=TokenFlops(causal=1.0, noncausal=1.0), devices=1, peak=None, clock=lambda: 0.0)
+    speed.step(tokens=1)
+    assert "comm_share" not in speed.take()
+    speed.step(tokens=1, comm=(3.0, 0.5))
+    speed.step(tokens=1, comm=(1.0, 0.5))
+    assert speed.take()["comm_share"] == 0.25
+    assert "comm_share" not in speed.take()
