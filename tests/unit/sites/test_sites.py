@@ -302,7 +302,8 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site
         ) -> Any:
             engine, events = Numbers(), []
             site = Site(
-                engine, SimpleNamespace(rank=0, world_size=1), replace(SETTINGS, name=name, **changes), {"data": common},  # type: ignore[arg-type]
+                engine, SimpleNamespace(rank=0, world_size=1),  # type: ignore[arg-type]
+            replace(SETTINGS, name=name, **changes), {"data": common},
                 Share(batch=2, tokens=tokens), lambda kind, **fields: events.append((kind, fields)),
                 members=meeting.member, last_step=last_step,
             )  # fmt: skip
