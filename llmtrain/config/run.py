@@ -283,12 +283,12 @@ class SitesConfig:
     """This site's name; with it the run trains together with the other sites of its coordinator."""
     coordinator: str | None = None
     """HOST:PORT of `llmtrain sites coordinator`."""
-    method: Literal["local_sgd", "diloco", "streaming"] = "diloco"
+    method: Literal["local_sgd", "diloco", "streaming", "every_step"] = "diloco"
     """What a synchronisation does: local_sgd averages the sites' parameters; diloco takes their difference from the
     last common ones as a gradient for Nesterov's momentum; streaming does so for one fragment of the model after the
-    other, while training goes on."""
+    other, while training goes on; every_step averages what one optimizer step has changed, after each."""
     sync_every: int = 100
-    """Optimizer steps between two synchronisations."""
+    """Optimizer steps between two synchronisations (every_step: always 1, whatever this says)."""
     outer_lr: float = 0.7
     """Learning rate of diloco's outer step."""
     outer_momentum: float = 0.9

@@ -26,7 +26,9 @@ from llmtrain.tensors.checksum import checksum_part_array
 from llmtrain.tensors.region import Region
 
 Array = npt.NDArray[np.float32]
-Method = Literal["local_sgd", "diloco", "streaming"]
+Method = Literal["local_sgd", "diloco", "streaming", "every_step"]
+AVERAGES: tuple[Method, ...] = ("local_sgd", "every_step")
+"""Methods whose outer step takes the mean, without a momentum."""
 _CHUNK = 1 << 18
 """Elements updated at a time: the fp64 temporaries stay in the cache."""
 
@@ -134,7 +136,7 @@ def outer_step(
     """The outer update: the same on every site to the last bit.
 
     With mean = sum of weight x values / sum of weights:
-        local_sgd   anchor <- mean
+        AVERAGES    anchor <- mean
         others      g = anchor - mean;  momentum <- beta momentum + g;  anchor <- anchor - lr (g + beta momentum)
 
     numpy's operators round after each operation, on every processor alike; sums run in the order of the names.
@@ -156,7 +158,7 @@ def outer_step(
         mean = np.zeros(len(anchor[part]))
         for site in sorted(found):
             mean += found[site][part].astype(np.float64) * (weights[site] / total)
-        if method == "local_sgd":
+        if method in AVERAGES:
             anchor[part] = mean
             continue
         before = anchor[part].astype(np.float64)

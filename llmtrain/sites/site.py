@@ -38,7 +38,7 @@ from llmtrain.sites.kept import COMMON, MOMENTUM, RESIDUAL, pieces, read_back, s
 from llmtrain.sites.ledger import Ledger, Request, steps_of
 from llmtrain.sites.meeting import AGAIN_S, Meetings, RoundFailed
 from llmtrain.sites.members import Members, SitesError, TorchftMembers
-from llmtrain.sites.outer import Array, Shard, outer_step, shapes
+from llmtrain.sites.outer import AVERAGES, Array, Shard, outer_step, shapes
 from llmtrain.sites.round import Round, Sent
 from llmtrain.sites.seen import listed, say_changes, squared_distance, told_round
 from llmtrain.sites.told import Told
@@ -91,7 +91,7 @@ class Site:
         run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
         streams = settings.method == "streaming"
         fragments = settings.fragments if streams else 1
-        self._every = settings.sync_every // fragments
+        self._every = 1 if settings.method == "every_step" else settings.sync_every // fragments
         self._overlap, self._last_step = settings.overlap_steps if streams else 0, last_step
         self.id = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
         self._shard = Shard(engine, frozen, fragments, ranks)
@@ -164,7 +164,7 @@ class Site:
     def state(self) -> list[StateTensor]:
         """What checkpoints keep of it, beside `to_json`."""
         found = pieces(self._shard, COMMON, lambda: self._anchor)
-        if self._settings.method != "local_sgd":
+        if self._settings.method not in AVERAGES:
             found += pieces(self._shard, MOMENTUM, lambda: self._momentum)
         if (feedback := self._feedback) is not None:
             found += pieces(self._shard, RESIDUAL, lambda: feedback.residual)
