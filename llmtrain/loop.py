@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,7 @@ from llmtrain.objectives.named import objective_of, with_reference
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead
 from llmtrain.schedule import learning_rate_factor
-from llmtrain.session import Outer, Requests, Session, Step
+from llmtrain.session import Outer, Position, Requests, Session, Step
 from llmtrain.start import prove_loss, start_engine, taught_by, teacher_of, write_weights
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
@@ -44,19 +44,6 @@ if TYPE_CHECKING:  # what it is handed
     from llmtrain.saving import Saving
     from llmtrain.shares import Shares
     from llmtrain.tracking.tracker import Tracker
-
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a run stands; with the parameters and moments it is all that a checkpoint needs."""
-
-    step: int = 0
-    """Optimizer steps done, skipped ones included."""
-    tokens: int = 0
-    """Training tokens read by all ranks."""
-    sample_index: int = 0
-    """Global index of the next sequence."""
-    skipped_steps: int = 0
 
 
 class Training:
@@ -199,10 +186,9 @@ class Training:
             self._begin(outer)
         rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
         self.shares = shares = self._shares()
-        pace = shares.pace if shares else None
         self.session = Session(
             self.engine, ranks, self.resolved.degrees, rate, seed=run.train.seed, objective=self.objective,
-            step=self.position.step, pace=pace,
+            step=self.position.step, pace=shares.pace if shares else None,
         )  # fmt: skip
         consistency = Consistency(
             run, self.resolved.deepspeed, self.resolved.degrees, self.engine, ranks, tracker, self.data.fingerprint

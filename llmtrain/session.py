@@ -27,6 +27,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands; with the parameters and moments it is all that a checkpoint needs."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    tokens: int = 0
+    """Training tokens read by all ranks."""
+    sample_index: int = 0
+    """Global index of the next sequence."""
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Requests:
     """What this rank has to tell the others, once a step."""
 

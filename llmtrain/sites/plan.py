@@ -36,7 +36,7 @@ _KEEP_S = 5.2e-9
 """Two checksums and two copies of the common state."""
 _MOVE_S = 3e-9
 """Live parameters into the array and back."""
-_OUTER_S: Mapping[str, float] = {"local_sgd": 8e-9, "diloco": 22e-9, "streaming": 22e-9}
+_OUTER_S: Mapping[str, float] = {"local_sgd": 8e-9, "every_step": 8e-9, "diloco": 22e-9, "streaming": 22e-9}
 _MEAN_S = 6.5e-9
 """Each site beyond two."""
 _ASK_S = 2.5e-3
@@ -133,6 +133,8 @@ class Way:
     """Training goes on while a message travels."""
     chooses: bool = True
     """`recommended` may name it."""
+    each_step: bool = False
+    """Whatever sites.sync_every says."""
 
 
 def _whole(job: Job) -> Sequence[int]:
@@ -147,6 +149,7 @@ WAYS: Mapping[str, Way] = {
     "local_sgd": Way(parts=_whole, chooses=False),  # what diloco costs, for less
     "diloco": Way(parts=_whole),
     "streaming": Way(parts=_fragments, overlaps=True),
+    "every_step": Way(parts=_whole, chooses=False, each_step=True),
 }
 
 
@@ -171,6 +174,7 @@ def data_parallel(job: Job, line: Line) -> Forecast:
 def with_sites(job: Job, line: Line, way: str, compress: Compress, sync_every: int) -> Forecast:
     """A run a site, with a `sites.method`."""
     kind = WAYS[way]
+    sync_every = 1 if kind.each_step else sync_every
     parts = kind.parts(job)
     rounds = [_round(job, line, way, compress, part) for part in parts]
     every = sync_every / len(parts)
@@ -198,6 +202,8 @@ def smallest(job: Job, line: Line, way: str, compress: Compress, goal: float = G
     Of a run without end: the last synchronisation, which a short run feels, is left out.
     """
     endless, parts = replace(job, steps=None), len(WAYS[way].parts(job))
+    if WAYS[way].each_step:
+        return 1 if with_sites(endless, line, way, compress, 1).computing >= goal else None
     first = parts * (1 + job.overlap) if WAYS[way].overlaps else 1
     low, high = -(-first // parts), _MOST // parts  # in units of what the method can do
     reaches = lambda units: with_sites(endless, line, way, compress, units * parts).computing >= goal  # noqa: E731

@@ -102,10 +102,8 @@ class Site:
         self._members: Members | None = None
         net = another_group(ranks, 2 * settings.timeout_s) if self._overlap else ranks
         with together(ranks):
-            host = settings.listen or _own_address(settings.coordinator)
-            self._server = Server(
-                host, run=run, member=self.id, pieces=self._shard.regions(), limit_s=settings.timeout_s
-            )
+            host, pieces = settings.listen or _own_address(settings.coordinator), self._shard.regions()
+            self._server = Server(host, run=run, member=self.id, pieces=pieces, limit_s=settings.timeout_s)
             if ranks.rank == 0:
                 self._members = members(settings.coordinator, self.id, settings.timeout_s)
         self._addresses = from_all(ranks, self._server.address)

@@ -45,7 +45,7 @@ def test_every_method_and_compression_of_the_configuration_is_planned() -> None:
 @pytest.mark.parametrize("compress", plan.COMPRESS)
 def test_bytes_are_those_of_the_rounds_that_a_run_has(way: str, compress: plan.Compress) -> None:
     """Counted round by round, as Site.after_update does them; the last step's is of all fragments."""
-    every = 20
+    every = 1 if way == "every_step" else 20
     parts = JOB.fragments if way == "streaming" else (sum(JOB.fragments),)
     form = plan.format_of(compress)
     size = [4 * part if form is None else -(-part // 256) * form.record for part in parts]
@@ -55,7 +55,7 @@ def test_bytes_are_those_of_the_rounds_that_a_run_has(way: str, compress: plan.C
             sent += sum(size)
         elif step % (every // len(parts)) == 0:
             sent, turn = sent + size[turn % len(parts)], turn + 1
-    forecast = plan.with_sites(JOB, LINE, way, compress, every)
+    forecast = plan.with_sites(JOB, LINE, way, compress, 20)
     # The formula takes the mean of the fragments for rounds that do not go round: at most 3 of their sizes are off.
     assert forecast.bytes_per_step * 60 == pytest.approx(sent * plan.HEADERS, rel=0.12 if way == "streaming" else 1e-9)
 
@@ -90,7 +90,7 @@ def test_wall_time_is_the_steps_the_waiting_and_the_last_round() -> None:
     assert forecast.wait_s == pytest.approx(forecast.round_s / 60)
 
 
-@pytest.mark.parametrize("way", plan.WAYS)
+@pytest.mark.parametrize("way", [way for way in plan.WAYS if way != "every_step"])
 def test_the_smallest_sync_every_reaches_the_goal_and_the_next_smaller_does_not(way: str) -> None:
     job, line = replace(JOB, steps=None), Line(rate=2e5, rtt_s=0.1)
     unit = 4 if way == "streaming" else 1
@@ -98,6 +98,11 @@ def test_the_smallest_sync_every_reaches_the_goal_and_the_next_smaller_does_not(
     assert steps is not None and steps % unit == 0
     assert plan.with_sites(job, line, way, "int8", steps).computing >= plan.GOAL
     assert plan.with_sites(job, line, way, "int8", steps - unit).computing < plan.GOAL
+
+
+def test_every_step_synchronises_after_each_or_does_not_reach_the_goal() -> None:
+    assert plan.smallest(JOB, Line(rate=2e5, rtt_s=0.1), "every_step", "int8") is None
+    assert plan.smallest(JOB, Line(rate=1e12, rtt_s=1e-7), "every_step", "none", goal=0.1) == 1
 
 
 def test_streaming_leaves_each_fragment_more_steps_than_it_travels() -> None:

@@ -303,7 +303,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site
             engine, events = Numbers(), []
             site = Site(
                 engine, SimpleNamespace(rank=0, world_size=1),  # type: ignore[arg-type]
-            replace(SETTINGS, name=name, **changes), {"data": common},
+                replace(SETTINGS, name=name, **changes), {"data": common},
                 Share(batch=2, tokens=tokens), lambda kind, **fields: events.append((kind, fields)),
                 members=meeting.member, last_step=last_step,
             )  # fmt: skip
