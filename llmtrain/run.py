@@ -136,6 +136,7 @@ def _site(training: Training, tracker: Tracker) -> Site:
         "sites.outer_lr": run.sites.outer_lr,
         "sites.outer_momentum": run.sites.outer_momentum,
         "sites.compress": run.sites.compress,
+        "sites.mean": run.sites.mean,
         "sites.fragments": run.sites.fragments,
         "sites.mix": run.sites.mix,
     }

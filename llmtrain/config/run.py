@@ -71,8 +71,7 @@ class AdapterConfig:
     dropout: float = 0.0
     """Share of A's inputs that are left out in training."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Patterns (`*`, `?`, `[...]`) of modules, such as `*.q_proj`; all-linear: every linear map of the decoder
-    layers."""
+    """Patterns (`*`, `?`, `[...]`) of modules, such as `*.q_proj`; all-linear: all linear maps of decoder layers."""
     quantize: str | None = None
     """Refused: QLoRA's weights in 4 bits are not there yet. Under ZeRO 3 the ranks share them in bf16."""
     modules_to_save: list[str] = field(default_factory=list)
@@ -284,9 +283,11 @@ class SitesConfig:
     coordinator: str | None = None
     """HOST:PORT of `llmtrain sites coordinator`."""
     method: Literal["local_sgd", "diloco", "streaming", "every_step"] = "diloco"
-    """What a synchronisation does: local_sgd averages the sites' parameters; diloco takes their difference from the
-    last common ones as a gradient for Nesterov's momentum; streaming does so for one fragment of the model after the
-    other, while training goes on; every_step averages what one optimizer step has changed, after each."""
+    """local_sgd averages the sites' parameters; diloco takes their difference from the last common ones as a gradient
+    for Nesterov's momentum; streaming does so for one fragment of the model after the other, while training goes on;
+    every_step averages what one optimizer step has changed, after each."""
+    mean: Literal["weighted", "median", "trimmed"] = "weighted"
+    """By tokens; or, of three or more sites, element by element the median, or the mean without both extremes."""
     sync_every: int = 100
     """Optimizer steps between two synchronisations (every_step: always 1, whatever this says)."""
     outer_lr: float = 0.7
@@ -319,8 +320,7 @@ class RunConfig:
     deepspeed: str
     """The DeepSpeed JSON (`llmtrain init DIR` writes some)."""
     resume: str = "auto"
-    """auto: continue from the newest intact checkpoint of the run folder; none: the folder must be new; or
-    a checkpoint's path."""
+    """auto: go on from the newest intact checkpoint of the run folder; none: the folder must be new; or a path."""
     resume_weights_only: bool = False
     """With a path in `resume`: take its parameters alone; moments, schedule, data and step count begin anew."""
     model: ModelConfig = field(default_factory=ModelConfig)

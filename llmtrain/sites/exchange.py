@@ -11,7 +11,8 @@ from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.sites.blocks import Blocks, Pairs
 from llmtrain.sites.compress import Format, decode
-from llmtrain.sites.outer import Array, Shard
+from llmtrain.sites.judge import outsized
+from llmtrain.sites.outer import Array, Shard, squared_distance
 from llmtrain.sites.told import Told
 from llmtrain.sites.wire import Peer, WireError
 
@@ -45,6 +46,7 @@ class Exchange:
         sources: Mapping[str, Told],
         healers: Sequence[Told],
         own: Array,
+        common: Array,
         round_: int,
         part: slice,
         deadline_s: float,
@@ -55,6 +57,7 @@ class Exchange:
             sources: whose parameters count, this site's too if they do.
             healers: who has the common state; empty if this site has it.
             own: this rank's parameters, or its changes as others read them.
+            common: parameters that the sites have changed since, [size]; those that came count before them.
             round_: the round.
             part: of the array, what it is about.
             deadline_s: time.monotonic() by which all must be there.
@@ -81,23 +84,35 @@ class Exchange:
                 continue
             outer, received = (anchor, momentum), received + size + more
             break
-        return self._joined(found, failed, outer, received)
+        base = None if self._form else (outer[0] if outer else common)[part]
+        squares = {name: squared_distance(base, values) for name, values in found.items()}
+        steps = {name: told.trained / told.batch for name, told in sources.items()}
+        return self._joined(found, failed, outer, received, squares, steps)
 
     def forget_all_but(self, sites: Collection[str]) -> None:
         """Other sites are gone: one that comes back is another process."""
         self._peers = {site: peers for site, peers in self._peers.items() if site in sites}
 
     def _joined(
-        self, found: dict[str, Array], failed: dict[str, str], outer: tuple[Array, Array] | None, received: int
+        self,
+        found: dict[str, Array],
+        failed: dict[str, str],
+        outer: tuple[Array, Array] | None,
+        received: int,
+        squares: Mapping[str, float],
+        steps: Mapping[str, float],
     ) -> Fetched:
-        """What all ranks have."""
-        reports = from_all(self._ranks, (failed, outer is not None, received))
-        failures = {site: text for other, _, _ in reversed(reports) for site, text in other.items()}
+        """What all ranks have, without updates that are too large. `squares`: norms of this rank's parts of them."""
+        reports = from_all(self._ranks, (failed, outer is not None, received, squares))
+        failures = {site: text for other, *_ in reversed(reports) for site, text in other.items()}
+        there = [site for site in found if site not in failures]
+        totals = {site: sum(parts[site] for *_, parts in reports) for site in there}
+        failures |= outsized(totals, steps, self._site)
         return Fetched(
             found={site: values for site, values in found.items() if site not in failures},
             failed=failures,
-            outer=outer if all(healed for _, healed, _ in reports) else None,
-            received_bytes=sum(size for _, _, size in reports),
+            outer=outer if all(healed for _, healed, *_ in reports) else None,
+            received_bytes=sum(size for _, _, size, _ in reports),
         )
 
     def _values(self, site: Told, kind: str, round_: int, part: slice | None, deadline_s: float) -> tuple[Array, int]:

@@ -27,6 +27,9 @@ from llmtrain.tensors.region import Region
 
 Array = npt.NDArray[np.float32]
 Method = Literal["local_sgd", "diloco", "streaming", "every_step"]
+Mean = Literal["weighted", "median", "trimmed"]
+ROBUST = 3
+"""Sites without which neither a median nor a trimmed mean tells one that is wrong from the others."""
 AVERAGES: tuple[Method, ...] = ("local_sgd", "every_step")
 """Methods whose outer step takes the mean, without a momentum."""
 _CHUNK = 1 << 18
@@ -132,10 +135,11 @@ def outer_step(
     method: Method,
     lr: float,
     beta: float,
+    mean: Mean = "weighted",
 ) -> tuple[Array, Array]:
     """The outer update: the same on every site to the last bit.
 
-    With mean = sum of weight x values / sum of weights:
+    With mean = sum of weight x values / sum of weights, or by `robust`:
         AVERAGES    anchor <- mean
         others      g = anchor - mean;  momentum <- beta momentum + g;  anchor <- anchor - lr (g + beta momentum)
 
@@ -146,6 +150,7 @@ def outer_step(
         momentum: the outer momentum, fp32 [n].
         found: site -> its parameters, fp32 [n]; with none, nothing changes.
         weights: of each of them.
+        mean: of the sites; fewer than ROBUST have none but the weighted one.
 
     Returns: (anchor, momentum), new arrays: another site may still be reading the old ones.
     """
@@ -155,15 +160,41 @@ def outer_step(
         return anchor, momentum
     for low in range(0, len(anchor), _CHUNK):
         part = slice(low, low + _CHUNK)
-        mean = np.zeros(len(anchor[part]))
-        for site in sorted(found):
-            mean += found[site][part].astype(np.float64) * (weights[site] / total)
+        values = [found[site][part].astype(np.float64) for site in sorted(found)]
+        if mean == "weighted" or len(values) < ROBUST:
+            middle = np.zeros(len(anchor[part]))
+            for site, each in zip(sorted(found), values, strict=True):
+                middle += each * (weights[site] / total)
+        else:
+            middle = robust(values, mean)
         if method in AVERAGES:
-            anchor[part] = mean
+            anchor[part] = middle
             continue
         before = anchor[part].astype(np.float64)
-        gradient = before - mean
+        gradient = before - middle
         momentum[part] = beta * momentum[part].astype(np.float64) + gradient
         # Not `before - lr * gradient`: with lr 1 and no momentum the result is the mean, whatever it was before.
-        anchor[part] = (1 - lr) * before + lr * mean - lr * beta * momentum[part].astype(np.float64)
+        anchor[part] = (1 - lr) * before + lr * middle - lr * beta * momentum[part].astype(np.float64)
     return anchor, momentum
+
+
+def robust(values: list[npt.NDArray[np.float64]], mean: Mean) -> npt.NDArray[np.float64]:
+    """Element by element, of ROBUST or more arrays [n]: the median, or the mean without the least and the largest.
+
+    D. Yin et al., "Byzantine-Robust Distributed Learning", arXiv 1803.01498. Every site has the same voice.
+    """
+    ordered = np.sort(np.stack(values), axis=0)
+    if mean == "median":
+        return (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2
+    return ordered[1:-1].sum(axis=0) / (len(values) - 2)
+
+
+def squared_distance(before: Array | None, after: Array) -> float:
+    """Squared L2 norm of the difference between two arrays [n], or of one, summed in fp64."""
+    total = 0.0
+    for low in range(0, len(after), _CHUNK):
+        difference = after[low : low + _CHUNK].astype(np.float64)
+        if before is not None:
+            difference -= before[low : low + _CHUNK]
+        total += float(difference @ difference)
+    return total

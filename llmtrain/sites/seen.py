@@ -6,14 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from llmtrain import log
-from llmtrain.sites.outer import Array
 from llmtrain.sites.round import Round, Sent
 
-_CHUNK = 1 << 18
-"""Elements of which the difference is taken at a time: the fp64 temporaries stay in the cache."""
 _METRICS = {
     "received_bytes": "sites/received_bytes",
     "stood_s": "sites/stood_s",
@@ -38,15 +33,6 @@ def telling(event: Callable[..., None], row: Callable[..., None]) -> Callable[..
             row({"step": fields["step"], **found}, more=True)
 
     return tell
-
-
-def squared_distance(before: Array, after: Array) -> float:
-    """Squared L2 norm of the difference between two arrays [n], summed in fp64."""
-    total = 0.0
-    for low in range(0, len(before), _CHUNK):
-        difference = after[low : low + _CHUNK].astype(np.float64) - before[low : low + _CHUNK]
-        total += float(difference @ difference)
-    return total
 
 
 def told_round(done: Round, sent: Sent, stands_s: float, norm: float) -> dict[str, Any]:

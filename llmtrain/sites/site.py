@@ -38,9 +38,9 @@ from llmtrain.sites.kept import COMMON, MOMENTUM, RESIDUAL, pieces, read_back, s
 from llmtrain.sites.ledger import Ledger, Request, steps_of
 from llmtrain.sites.meeting import AGAIN_S, Meetings, RoundFailed
 from llmtrain.sites.members import Members, SitesError, TorchftMembers
-from llmtrain.sites.outer import AVERAGES, Array, Shard, outer_step, shapes
+from llmtrain.sites.outer import AVERAGES, Array, Shard, outer_step, shapes, squared_distance
 from llmtrain.sites.round import Round, Sent
-from llmtrain.sites.seen import listed, say_changes, squared_distance, told_round
+from llmtrain.sites.seen import listed, say_changes, told_round
 from llmtrain.sites.told import Told
 from llmtrain.sites.wire import Server
 
@@ -270,6 +270,7 @@ class Site:
             {each.id: each for each in current.values() if each.weight},
             list(current.values()) if heals else [],
             sent.own,
+            self._anchor,
             leader.round,
             self._part(leader.round),
             fetched_by_s,
@@ -298,6 +299,7 @@ class Site:
             anchor[part], momentum[part], {each: found[each] for each in used},
             {each.id: each.weight for each in done.told},
             method=self._settings.method, lr=self._settings.outer_lr, beta=self._settings.outer_momentum,
+            mean=self._settings.mean,
         )  # fmt: skip
         norm = math.sqrt(sum(from_all(self._ranks, squared_distance(anchor[part], after))))
         anchor[part] = after

@@ -441,6 +441,27 @@ def test_parameters_that_are_not_finite_are_left_out_and_mended(joined) -> None:
     assert "not finite" in str(made[0][2][-1][1]["failed"])
 
 
+@pytest.mark.parametrize("compress", ["none", "int8"])
+def test_an_update_that_is_too_large_is_left_out_named_and_mended(joined, compress) -> None:
+    for names, values in (("abc", (1, 2, 1e9)), ("ab", (1, 1e9))):
+        meeting = Meeting(*names)
+        made = [joined(meeting, name, compress=compress) for name in names]
+        begin_all(*(site for site, _, _ in made))
+        at_once(*(two_steps(site, engine, value) for (site, engine, _), value in zip(made, values, strict=True)))
+        want = 1.5 if len(names) == 3 else 1.0
+        assert all(engine.values.tolist() == pytest.approx([want] * 6, rel=1e-2) for _, engine, _ in made)
+        _, told = made[0][2][-1]
+        assert told["used"] == list(names[:-1]) and "the limit is 100" in str(told["failed"]), told
+
+
+def test_a_robust_mean_is_what_three_sites_agree_on(joined) -> None:
+    meeting = Meeting("a", "b", "c")
+    made = [joined(meeting, name, mean="median") for name in "abc"]
+    begin_all(*(site for site, _, _ in made))
+    at_once(*(two_steps(site, engine, value) for (site, engine, _), value in zip(made, (1, 2, 50), strict=True)))
+    assert [engine.values.tolist() for _, engine, _ in made] == [[2.0] * 6] * 3
+
+
 def test_a_late_site_takes_parameters_momentum_and_step_from_the_others(joined) -> None:
     meeting = Meeting("a", "b")
     (a, engine_a, _), (b, engine_b, _) = joined(meeting, "a", method="diloco"), joined(meeting, "b", method="diloco")

@@ -1,0 +1,76 @@
+"""Updates that are too large, and means that a wrong site does not move."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from llmtrain.sites.judge import LARGEST, outsized
+from llmtrain.sites.outer import ROBUST, outer_step, robust, squared_distance
+
+
+def test_of_two_sites_each_trusts_itself() -> None:
+    squares, steps = {"a": 1.0, "b": 1e18}, {"a": 4.0, "b": 4.0}
+    assert list(outsized(squares, steps, "a")) == ["b"]
+    assert outsized(squares, steps, "b") == {}
+    assert "its update is 1e+09 times what the others change in a step" in outsized(squares, steps, "a")["b"]
+
+
+def test_of_three_one_cannot_make_the_others_look_large() -> None:
+    """Not by a tiny update of its own, nor by claiming many steps."""
+    for own in ("a", "b"):
+        assert outsized({"a": 1.0, "b": 1.21, "c": 1e-30}, dict.fromkeys("abc", 4.0), own) == {}
+        assert outsized({"a": 1.0, "b": 1.21, "c": 1.0}, {"a": 4.0, "b": 4.0, "c": 1e15}, own) == {}
+        assert list(outsized({"a": 1.0, "b": 1.21, "c": (3 * LARGEST) ** 2}, dict.fromkeys("abc", 4.0), own)) == ["c"]
+
+
+def test_unequal_steps_are_no_fault() -> None:
+    """One step beside 500, all in one direction or in none."""
+    for exponent in (1.0, 0.5):
+        squares = {"a": 1.0, "b": (500**exponent) ** 2}
+        assert outsized(squares, {"a": 1.0, "b": 500.0}, "a") == outsized(squares, {"a": 1.0, "b": 500.0}, "b") == {}
+
+
+def test_nothing_that_has_changed_is_too_large_where_nothing_else_has() -> None:
+    assert outsized({}, {}, "a") == outsized({"a": 0.0, "b": 0.0}, {"a": 1.0, "b": 1.0}, "a") == {}
+
+
+def test_squared_distances_are_fp64s() -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=700_001).astype(np.float32) for _ in range(2))
+    want = ((a.astype(np.float64) - b) ** 2).sum()
+    assert squared_distance(a, b) == pytest.approx(want, rel=1e-12)
+    assert squared_distance(None, b) == pytest.approx((b.astype(np.float64) ** 2).sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("mean", ["median", "trimmed"])
+@pytest.mark.parametrize("sites", [3, 4, 5])
+def test_one_site_moves_a_robust_mean_no_further_than_the_others_reach(mean, sites) -> None:
+    rng = np.random.default_rng(sites)
+    honest = [rng.normal(size=64) for _ in range(sites - 1)]
+    for wrong in (-1e9, 1e9):
+        found = robust([*honest, np.full(64, wrong)], mean)
+        assert (found >= np.min(honest, axis=0)).all() and (found <= np.max(honest, axis=0)).all()
+
+
+def test_robust_means_by_hand() -> None:
+    rows = [np.array([1.0, 10.0]), np.array([2.0, 0.0]), np.array([6.0, 4.0]), np.array([4.0, 1.0])]
+    for each in permutations(rows):
+        assert robust(list(each), "median").tolist() == [3.0, 2.5]
+        assert robust(list(each), "trimmed").tolist() == [3.0, 2.5]
+    assert robust(rows[:3], "median").tolist() == robust(rows[:3], "trimmed").tolist() == [2.0, 4.0]
+
+
+def test_an_outer_step_takes_the_robust_mean_of_enough_sites() -> None:
+    anchor = np.zeros(4, np.float32)
+    found = {name: np.full(4, value, np.float32) for name, value in (("a", 1.0), ("b", 2.0), ("c", 1e9))}
+    weights = {"a": 1, "b": 3, "c": 1}
+
+    def after(names: str, mean: str) -> list[float]:
+        chosen = {name: found[name] for name in names}
+        return outer_step(anchor, anchor, chosen, weights, method="local_sgd", lr=1, beta=0, mean=mean)[0].tolist()  # type: ignore[arg-type]
+
+    assert after("abc", "median") == after("abc", "trimmed") == [2.0] * 4 and len(found) == ROBUST
+    assert after("ab", "median") == after("ab", "weighted") == [1.75] * 4
