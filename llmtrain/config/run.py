@@ -41,11 +41,9 @@ class ModelConfig:
     keep_attention: bool = False
     """With activation_checkpointing in the JSON: keep what attention gave, and recompute the rest (attention: sdpa)."""
     compile_layers: bool | None = None
-    """torch.compile each decoder layer (not under ZeRO 3); null = on CUDA, where a compiler works and nothing else of
-    the run stands against it."""
+    """torch.compile each decoder layer (not under ZeRO 3); null = on CUDA, where a compiler works and the run may."""
     freeze: list[str] = field(default_factory=list)
-    """Patterns (`*`, `?`, `[...]`) of Hugging Face names: these parameters get no gradient, no optimizer state and no
-    fp32 master."""
+    """Patterns (`*`, `?`, `[...]`) of Hugging Face names: these have no gradient, optimizer state or fp32 master."""
     train_only: list[str] = field(default_factory=list)
     """The opposite of `freeze`: all parameters but those with such a name are frozen."""
 
@@ -309,6 +307,8 @@ class SitesConfig:
     """Seconds that a synchronisation may take; after them this site goes on without it."""
     max_alone_steps: int = 1000
     """Optimizer steps beyond sync_every that this site trains while no synchronisation succeeds."""
+    keys: str | None = None
+    """This site's folder of `llmtrain sites keys`: connections are encrypted, and of sites that have one of the run."""
     listen: str | None = None
     """This host's address for the ranks of other sites. Default: that from which the coordinator is reached."""
 

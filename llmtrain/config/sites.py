@@ -27,9 +27,9 @@ def check_sites(run: RunConfig, expert: int, path: str, places: Places, problems
         problems.add("sites.coordinator", sites.coordinator, "must be HOST:PORT",
                      "start `llmtrain sites coordinator` and give its address",
                      places.get("sites.coordinator"))  # fmt: skip
-    if sites.listen is not None and not private(sites.listen):
+    if sites.listen is not None and sites.keys is None and not private(sites.listen):
         problems.add("sites.listen", sites.listen, "must be an IP address of this host, and no public one: what sites "
-                     "send is neither encrypted nor signed", "join the sites by a tunnel, and give its address",
+                     "send is neither encrypted nor signed", "give a tunnel's address, or set sites.keys",
                      places.get("sites.listen"))  # fmt: skip
     if sites.method == "streaming":
         _check_streaming(sites, places, problems)

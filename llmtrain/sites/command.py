@@ -11,11 +11,14 @@ import socket
 import threading
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 
 from llmtrain import completion, log
 from llmtrain.config.sites import private
 from llmtrain.errors import UserError
 from llmtrain.sites import advice, measure
+from llmtrain.sites.forward import Forwarder, as_it_is, to_coordinator
+from llmtrain.sites.keys import Keys, make_keys
 
 _BIND = "127.0.0.1:29510"
 _MEMBER = re.compile(r"<b>(.*?)</b>")
@@ -43,18 +46,24 @@ def _coordinator(args: argparse.Namespace) -> int:
             f"the coordinator is torchft's lighthouse, which cannot be imported ({error}). Run "
             "`pip install 'llmtrain[sites]'`."
         ) from error
-    _check_bind(args.bind)
+    keys = Keys(Path(args.keys), "--keys") if args.keys else None
+    if keys is None:
+        _check_bind(args.bind)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
         server = LighthouseServer(
-            bind=args.bind,
+            bind=args.bind if keys is None else "127.0.0.1:0",
             min_replicas=1,
             join_timeout_ms=round(1000 * args.wait_s),
             quorum_tick_ms=100,
             heartbeat_timeout_ms=round(1000 * _SILENT_S),
         )
+        if keys is not None:
+            host, _, port = args.bind.rpartition(":")
+            inside = int(server.address().rpartition(":")[2])
+            Forwarder((host.strip("[]"), int(port)), ("127.0.0.1", inside), accept=keys.accept, connect=as_it_is)
     except Exception as error:  # torchft has no class of its own
         raise UserError(f"--bind {args.bind}: {error}. Give an address of this host and a free port.") from error
     log.info(f"the coordinator listens on {args.bind}; sites give it as --sites.coordinator HOST:PORT")
@@ -80,9 +89,19 @@ def _check_bind(bind: str) -> None:
         )
 
 
+def _keys(args: argparse.Namespace) -> int:
+    for folder in make_keys(Path(args.out), args.sites, args.days):
+        print(f"{folder}: copy it to {folder.name}'s host")
+    print(f"{Path(args.out) / 'authority'}: keep it; it makes more sites of the run, and belongs to nobody else")
+    return 0
+
+
 def _status(args: argparse.Namespace) -> int:
     try:
-        with urllib.request.urlopen(f"http://{args.coordinator}/status", timeout=10) as answer:
+        address = args.coordinator
+        if args.keys:
+            address = to_coordinator(address, Keys(Path(args.keys), "--keys")).address
+        with urllib.request.urlopen(f"http://{address}/status", timeout=10) as answer:
             page = answer.read(1 << 20).decode(errors="replace")
     except (OSError, ValueError) as error:
         raise UserError(
@@ -106,6 +125,10 @@ def seen(page: str) -> list[Seen]:
     return sorted((Seen(member.partition(":")[0], member in met, age) for member, age in found), key=lambda s: s.site)
 
 
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--keys", metavar="DIR", help="a folder that `llmtrain sites keys` has made")
+
+
 def main(argv: list[str]) -> int:
     """The command line behind `llmtrain sites`; 0 on success. Raises UserError."""
     parser = argparse.ArgumentParser(prog="llmtrain sites", description="Several sites that train one model.")
@@ -116,10 +139,17 @@ def main(argv: list[str]) -> int:
         "--wait-s", type=float, default=30.0, metavar="S",
         help="how long a majority of the sites waits for one that is alive and late (30)",
     )  # fmt: skip
+    _add_keys(coordinator)
     coordinator.set_defaults(run=_coordinator)
     status = commands.add_parser("status", help="show which sites are there")
     status.add_argument("--coordinator", default=_BIND, metavar="HOST:PORT", help=f"its address ({_BIND})")
+    _add_keys(status)
     status.set_defaults(run=_status)
+    keys = commands.add_parser("keys", help="make a run's own certificates, a folder for each site")
+    keys.add_argument("--out", required=True, metavar="DIR", help="where the folders are made")
+    keys.add_argument("--sites", nargs="+", required=True, metavar="NAME", help="the sites' names")
+    keys.add_argument("--days", type=int, default=365, help="how long the certificates are valid (365)")
+    keys.set_defaults(run=_keys)
     advice.register(commands)
     measure.register(commands)
     completion.offer(parser)

@@ -12,6 +12,7 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.sites.blocks import Blocks, Pairs
 from llmtrain.sites.compress import Format, decode
 from llmtrain.sites.judge import outsized
+from llmtrain.sites.keys import Keys
 from llmtrain.sites.outer import Array, Shard, squared_distance
 from llmtrain.sites.told import Told
 from llmtrain.sites.wire import Peer, WireError
@@ -35,10 +36,13 @@ class Fetched:
 class Exchange:
     """The other sites' ranks, as those of this one see them."""
 
-    def __init__(self, ranks: Ranks, shard: Shard, site: str, run: str, form: Format | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks, shard: Shard, site: str, run: str, form: Format | None = None, keys: Keys | None = None
+    ) -> None:
         """`site`: this one's id. `run`: what the sites have in common. `form`: how they write their changes; without
         one they send parameters."""
         self._ranks, self._shard, self._site, self._run, self._form = ranks, shard, site, run, form
+        self._keys = keys
         self._peers: dict[str, list[Peer]] = {}
 
     def fetch(
@@ -117,7 +121,9 @@ class Exchange:
 
     def _values(self, site: Told, kind: str, round_: int, part: slice | None, deadline_s: float) -> tuple[Array, int]:
         """(this rank's elements, or those of a part, as another site has them; bytes). Raises WireError."""
-        peers = self._peers.setdefault(site.id, [Peer(a, run=self._run, member=site.id) for a in site.addresses])
+        peers = self._peers.setdefault(
+            site.id, [Peer(a, run=self._run, member=site.id, keys=self._keys) for a in site.addresses]
+        )
         first, end = (part.start, part.stop) if part else (0, self._shard.size)
         mine = [(at - first, name, region) for at, name, region in self._shard.regions(part)]
         values = np.zeros(end - first, np.float32)

@@ -33,8 +33,10 @@ from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.errors import TrainingStopped
 from llmtrain.sites.compress import Bytes, Feedback, format_of
 from llmtrain.sites.exchange import Exchange
+from llmtrain.sites.forward import to_coordinator
 from llmtrain.sites.fragments import Background
 from llmtrain.sites.kept import COMMON, MOMENTUM, RESIDUAL, pieces, read_back, standing
+from llmtrain.sites.keys import Keys
 from llmtrain.sites.ledger import Ledger, Request, steps_of
 from llmtrain.sites.meeting import AGAIN_S, Meetings, RoundFailed
 from llmtrain.sites.members import Members, SitesError, TorchftMembers
@@ -102,12 +104,14 @@ class Site:
         self._members: Members | None = None
         net = another_group(ranks, 2 * settings.timeout_s) if self._overlap else ranks
         with together(ranks):
-            host, pieces = settings.listen or _own_address(settings.coordinator), self._shard.regions()
-            self._server = Server(host, run=run, member=self.id, pieces=pieces, limit_s=settings.timeout_s)
+            keys = Keys(Path(settings.keys), "sites.keys") if settings.keys is not None else None
+            host, pieces = settings.listen or _own_address(settings.coordinator, keys), self._shard.regions()
+            self._server = Server(host, run=run, member=self.id, pieces=pieces, limit_s=settings.timeout_s, keys=keys)
             if ranks.rank == 0:
-                self._members = members(settings.coordinator, self.id, settings.timeout_s)
+                coordinator = to_coordinator(settings.coordinator, keys).address if keys else settings.coordinator
+                self._members = members(coordinator, self.id, settings.timeout_s)
         self._addresses = from_all(ranks, self._server.address)
-        self._exchange = Exchange(net, self._shard, self.id, run, form)
+        self._exchange = Exchange(net, self._shard, self.id, run, form, keys)
         self._meetings = Meetings(net, self._members, self.id, run, common)
         self._round = self._steps = 0
         self._trained = 0  # sequences since the last synchronisation
@@ -367,7 +371,7 @@ class Site:
         self._meetings.before = fields["sites"]
 
 
-def _own_address(coordinator: str) -> str:
+def _own_address(coordinator: str, keys: Keys | None) -> str:
     """The address of this host from which the coordinator is reached. Raises SitesError."""
     host, _, port = coordinator.rpartition(":")
     try:
@@ -379,9 +383,9 @@ def _own_address(coordinator: str) -> str:
         raise SitesError(
             f"sites.coordinator {coordinator}: {error.strerror}. Give HOST:PORT of `llmtrain sites coordinator`."
         ) from error
-    if not private(own):
+    if keys is None and not private(own):
         raise SitesError(
             f"sites.coordinator {coordinator} is reached from {own}, a public address, and what sites send is neither "
-            "encrypted nor signed. Join the sites by a tunnel (WireGuard, ssh) and give its address in sites.listen."
+            "encrypted nor signed. Make keys (sites.keys), or join the sites by a tunnel and name it in sites.listen."
         )
     return own

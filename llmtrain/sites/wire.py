@@ -8,7 +8,7 @@ the sites may differ in their number of ranks and in how they cut the model. One
     the elements: fp32, little-endian; or bytes, of compressed blocks
     8 bytes, xxh3_64 of them
 
-Nothing is encrypted or signed.
+With `sites.keys` all of it goes through TLS 1.3; without, nothing is encrypted or signed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import numpy.typing as npt
 import xxhash
 
 from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.log import warn_once
+from llmtrain.sites.keys import Keys
 from llmtrain.tensors.region import Region, shared
 
 Array = npt.NDArray[Any]
@@ -40,6 +42,7 @@ _HEADER_BYTES = 1 << 24
 _AT_ONCE = 1 << 20
 """Bytes sent or received at a time."""
 _CONNECTIONS = 64
+_HANDSHAKE_S = 10.0
 
 
 class WireError(Exception):
@@ -49,7 +52,9 @@ class WireError(Exception):
 class Server:
     """Serves this rank's arrays to the ranks of other sites, from a thread for each connection."""
 
-    def __init__(self, host: str, *, run: str, member: str, pieces: Pieces, limit_s: float) -> None:
+    def __init__(
+        self, host: str, *, run: str, member: str, pieces: Pieces, limit_s: float, keys: Keys | None = None
+    ) -> None:
         """
         Args:
             host: address to listen on; the port is any free one.
@@ -57,8 +62,9 @@ class Server:
             member: this site's id, so that a later process at this address is not taken for it.
             pieces: of which the arrays consist.
             limit_s: how long one connection may last.
+            keys: connections are encrypted, and of members that these tell.
         """
-        self._run, self._member, self._limit_s = run, member, limit_s
+        self._run, self._member, self._limit_s, self._keys = run, member, limit_s, keys
         self._index = [[at, name, *_packed(region)] for at, name, region in pieces]
         self._arrays: dict[str, tuple[int, Array]] = {}
         self._slots = threading.BoundedSemaphore(_CONNECTIONS)
@@ -87,8 +93,10 @@ class Server:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with contextlib.suppress(OSError, WireError), connection:
-                line = _Line(connection, time.monotonic() + self._limit_s)
+            with contextlib.suppress(OSError, WireError), contextlib.ExitStack() as stack:
+                stack.enter_context(connection)
+                deadline_s = time.monotonic() + self._limit_s
+                line = _Line(stack.enter_context(self._secured(connection)), deadline_s)
                 try:
                     answer = self._answer(line.receive_header())
                 except OSError:
@@ -99,6 +107,18 @@ class Server:
                     self._send(line, *answer)
         finally:
             self._slots.release()
+
+    def _secured(self, connection: socket.socket) -> socket.socket:
+        """Raises OSError, and says once who it was: no member."""
+        if self._keys is None:
+            return connection
+        host = connection.getpeername()[0]
+        connection.settimeout(min(self._limit_s, _HANDSHAKE_S))
+        try:
+            return self._keys.accept(connection)
+        except OSError as error:
+            warn_once(f"sites: a connection from {host} is refused: {error}")
+            raise
 
     def _answer(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[Array]]:
         """(header, elements)."""
@@ -133,8 +153,9 @@ class Server:
 class Peer:
     """A rank of another site."""
 
-    def __init__(self, address: str, *, run: str, member: str) -> None:
-        self._address, self._run, self._member = address, run, member
+    def __init__(self, address: str, *, run: str, member: str, keys: Keys | None = None) -> None:
+        """`keys`: it must have the certificate of that member's site."""
+        self._address, self._run, self._member, self._keys = address, run, member, keys
         self._index: list[tuple[int, str, Region]] | None = None
 
     def covers(self, mine: Pieces, deadline_s: float) -> list[tuple[Rectangle, Rectangle]]:
@@ -194,7 +215,12 @@ class Peer:
         host, _, port = self._address.rpartition(":")
         began_s = time.monotonic()
         try:
-            with socket.create_connection((host, int(port)), timeout=max(deadline_s - began_s, 0.001)) as connection:
+            with contextlib.ExitStack() as stack:
+                address = (host, int(port))
+                connection = socket.create_connection(address, timeout=max(deadline_s - began_s, 0.001))
+                stack.enter_context(connection)
+                if self._keys is not None:
+                    connection = stack.enter_context(self._keys.connect(connection, self._member.partition(":")[0]))
                 line = _Line(connection, deadline_s, heart.beat)
                 line.send_header({"run": self._run, "to": self._member, "round": round_, "kind": kind, "take": take})
                 header = line.receive_header()

@@ -1,0 +1,128 @@
+"""A run's own certificates: who may take part with its sites, and nobody else reads what they send.
+
+`llmtrain sites keys` makes an authority and a folder for each member, with openssl. A member proves with its
+certificate that the authority has named it, and takes part in nothing with anybody who cannot (TLS 1.3, both sides).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import UserError
+
+COORDINATOR = "coordinator"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
+_AUTHORITY, _CERTIFICATE, _KEY = "ca.pem", "cert.pem", "key.pem"
+_URI = "llmtrain://site/"
+_CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+class Keys:
+    """A member's certificate, its key and the authority's certificate, read from its folder."""
+
+    def __init__(self, folder: Path, setting: str) -> None:
+        """`setting`: where the folder is named, for messages. Raises UserError: it lacks a file, or they do not fit."""
+        try:
+            self._server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            self._client.check_hostname = False  # a site has a name and no host of its own: `_name` compares that
+            for context in (self._server, self._client):
+                context.minimum_version = ssl.TLSVersion.TLSv1_3
+                context.verify_mode = ssl.CERT_REQUIRED
+                context.load_verify_locations(folder / _AUTHORITY)
+                context.load_cert_chain(folder / _CERTIFICATE, folder / _KEY)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise UserError(
+                f"{setting} {folder}: {error}. Copy one member's folder here as `llmtrain sites keys` has made it "
+                f"({_AUTHORITY}, {_CERTIFICATE}, {_KEY})."
+            ) from error
+
+    def accept(self, connection: socket.socket) -> ssl.SSLSocket:
+        """The server's side of a connection whose timeout is set. Raises OSError: the other is no member."""
+        return self._server.wrap_socket(connection, server_side=True)
+
+    def connect(self, connection: socket.socket, member: str) -> ssl.SSLSocket:
+        """The client's side. Raises OSError: the other is no member, or not the one of that name."""
+        secured = self._client.wrap_socket(connection)
+        if (name := _name(secured)) != member:
+            secured.close()
+            raise ssl.SSLError(f"its certificate is of {name!r} and not of {member!r}")
+        return secured
+
+
+def _name(connection: ssl.SSLSocket) -> str | None:
+    """The member that the other side's certificate names."""
+    told: Any = (connection.getpeercert() or {}).get("subjectAltName", ())
+    uris = [value for kind, value in told if kind == "URI" and value.startswith(_URI)]
+    return uris[0].removeprefix(_URI) if len(uris) == 1 else None
+
+
+def make_keys(out: Path, sites: Sequence[str], days: int) -> list[Path]:
+    """Write a folder for the coordinator and for each site, or for more sites of an authority that is there.
+
+    The keys are readable by their owner alone; each folder appears whole. Returns the new folders.
+
+    Raises: UserError: openssl is missing or fails, a name is none, a folder is there already.
+    """
+    if shutil.which("openssl") is None:
+        raise UserError("llmtrain sites keys runs openssl, which is not there. Install it (apt-get install openssl).")
+    wrong = [name for name in sites if not _NAME.fullmatch(name) or name in (COORDINATOR, "authority")]
+    if wrong or len(set(sites)) != len(sites):
+        raise UserError(
+            f"--sites {' '.join(sites)}: names must differ, have 1 to 40 letters, digits, `_`, `.` or `-`, and "
+            f"none may be {COORDINATOR} or authority. Give others."
+        )
+    authority = out / "authority"
+    members = [*([] if authority.exists() else [COORDINATOR]), *sites]
+    if there := [name for name in members if (out / name).exists()]:
+        raise UserError(f"--out {out}: {there[0]} is there already. Remove it, or leave that site out of --sites.")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as made:
+        if not authority.exists():
+            _authority(Path(made) / "authority", days)
+            (Path(made) / "authority").rename(authority)
+        for name in members:
+            _member(Path(made) / name, authority, name, days)
+        for name in members:
+            (Path(made) / name).rename(out / name)
+    return [out / name for name in members]
+
+
+def _authority(folder: Path, days: int) -> None:
+    folder.mkdir(mode=0o700)
+    _openssl(folder, "req", "-x509", *_CURVE, "-keyout", _KEY, "-out", _AUTHORITY, "-days", str(days),
+             "-subj", "/CN=llmtrain sites", "-addext", "basicConstraints=critical,CA:TRUE",
+             "-addext", "keyUsage=critical,keyCertSign")  # fmt: skip
+
+
+def _member(folder: Path, authority: Path, name: str, days: int) -> None:
+    folder.mkdir(mode=0o700)
+    shutil.copyfile(authority / _AUTHORITY, folder / _AUTHORITY)
+    _openssl(folder, "req", *_CURVE, "-keyout", _KEY, "-out", "request", "-subj", f"/CN={name}")
+    (folder / "extensions").write_text(f"basicConstraints=CA:FALSE\nsubjectAltName=URI:{_URI}{name}\n")
+    _openssl(folder, "x509", "-req", "-in", "request", "-CA", _AUTHORITY, "-CAkey", str((authority / _KEY).resolve()),
+             "-days", str(days), "-extfile", "extensions", "-out", _CERTIFICATE)  # fmt: skip
+    for left in ("request", "extensions"):
+        (folder / left).unlink()
+
+
+def _openssl(folder: Path, *words: str) -> None:
+    """Run it in a folder; what it writes is its owner's alone. Raises UserError."""
+    before = os.umask(0o077)
+    try:
+        done = subprocess.run(["openssl", *words], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    finally:
+        os.umask(before)
+    if done.returncode:
+        raise UserError(
+            f"openssl {words[0]} has failed: {done.stderr.strip()[-300:]}. Look at `openssl version`: 3 works."
+        )
