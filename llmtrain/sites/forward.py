@@ -68,12 +68,15 @@ class Forwarder:
 
 def _relay(one: socket.socket, other: socket.socket) -> None:
     """Until one of them ends. One thread does both directions: a TLS connection is not to be used by two."""
-    for each in (one, other):
+    ends = {each.fileno(): each for each in (one, other)}
+    came = select.poll()  # not select.select, which knows 1,024 files
+    for each in ends.values():
         each.setblocking(False)
+        came.register(each, select.POLLIN)
     with contextlib.suppress(OSError):
         while True:
-            ready = [each for each in (one, other) if isinstance(each, ssl.SSLSocket) and each.pending()]
-            for source in ready or select.select([one, other], [], [])[0]:
+            ready = [each for each in ends.values() if isinstance(each, ssl.SSLSocket) and each.pending()]
+            for source in ready or [ends[number] for number, _ in came.poll()]:
                 try:
                     data = source.recv(_AT_ONCE)
                 except (ssl.SSLWantReadError, BlockingIOError):  # a part of a record
