@@ -75,8 +75,8 @@ def _relay(one: socket.socket, other: socket.socket) -> None:
         came.register(each, select.POLLIN)
     with contextlib.suppress(OSError):
         while True:
-            ready = [each for each in ends.values() if isinstance(each, ssl.SSLSocket) and each.pending()]
-            for source in ready or [ends[number] for number, _ in came.poll()]:
+            ready = [fd for fd, each in ends.items() if isinstance(each, ssl.SSLSocket) and each.pending()]
+            for source in (ends[fd] for fd in ready or [fd for fd, _ in came.poll()]):
                 try:
                     data = source.recv(_AT_ONCE)
                 except (ssl.SSLWantReadError, BlockingIOError):  # a part of a record
