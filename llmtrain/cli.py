@@ -7,6 +7,8 @@ import importlib
 import os
 import select
 import sys
+import threading
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
@@ -80,7 +82,19 @@ def _main(words: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+        _let_threads_begin()
         return 130
+
+
+def _let_threads_begin() -> None:
+    """Ctrl-C may fall between a pool's start of a thread and the thread's first instruction.
+
+    Python waits at its end for the threads that have begun. One that begins later computes in an interpreter that is
+    going, and in torch it ends the process by abort ("terminate called without an active exception").
+    """
+    deadline = time.monotonic() + 5.0
+    while not all(thread.is_alive() for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _plain(text: str) -> str:

@@ -110,11 +110,12 @@ def test_whether_a_gpu_compiles_layers_unasked(pools, small_data, changes, compi
     case = Case(data=small_data, **{"stage": 1, "compile_layers": None, **changes})
     assert pools(2).run(decided_on_cuda, case, None) == [compiles] * 2
     assert pools(2).run(decided_on_cuda, case, "no gcc") == [False] * 2
+    assert pools(2).run(decided_on_cuda, case, None, False) == [False] * 2
 
 
-def decided_on_cuda(case: Case, trouble: str | None) -> bool:
+def decided_on_cuda(case: Case, trouble: str | None, one_shape: bool = True) -> bool:
     ranks = replace(joined(), device=torch.device("cuda"))
     resolved = resolved_run(case, ranks.world_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "_answers", {"cuda": trouble})
-        return start._compiles_layers(ModelSpec.of(resolved.run.model), resolved.mix, ranks)
+        return start._compiles_layers(ModelSpec.of(resolved.run.model), resolved.mix, ranks, one_shape=one_shape)

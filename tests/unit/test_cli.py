@@ -120,3 +120,27 @@ def test_the_shell_completes(line: str, offered: set[str]) -> None:
     command = f"{shlex.quote(sys.executable)} -m llmtrain 8>&1 9>/dev/null >/dev/null 2>&1"
     done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=120)
     assert set(done.stdout.splitlines()) == offered, done
+
+
+def test_a_thread_that_ctrl_c_has_overtaken_is_waited_for(tmp_path: Path) -> None:
+    """The signal comes while a pool starts a thread; what the thread was given is done before the process ends."""
+    program = """
+import pathlib, signal, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from llmtrain import cli
+
+begin = threading.Thread._bootstrap
+threading.Thread._bootstrap = lambda self: time.sleep(1.0) or begin(self)  # a busy machine
+
+def command(words):
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    with ThreadPoolExecutor(1) as pool:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        pool.submit(pathlib.Path("done").touch)
+
+cli._command = lambda name: command
+sys.exit(cli.main(["generate"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+    assert (tmp_path / "done").exists()
