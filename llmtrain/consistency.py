@@ -16,6 +16,7 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
 from llmtrain.engine.replicas import Difference, Replicas, describe, tensor_hash
 from llmtrain.errors import TrainingStopped
+from llmtrain.schedule import is_due
 from llmtrain.topology import Degrees
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ class Consistency:
         self._constant = {"data fingerprint": data, "configuration": hashlib.sha256(settings.encode()).hexdigest()[:16]}
         self._agreed_step: int | None = None
 
-    def is_due(self, step: int, *, saving: bool) -> bool:
-        """Whether the ranks compare after this step; `saving`: a checkpoint of it follows."""
-        return self._ranks.world_size > 1 and self._every > 0 and (saving or step % self._every == 0)
+    def is_due(self, steps: range, *, saving: bool) -> bool:
+        """Whether the ranks compare after these steps; `saving`: a checkpoint follows."""
+        return self._ranks.world_size > 1 and self._every > 0 and (saving or is_due(self._every, steps))
 
     def check(self, position: Mapping[str, int], batch: StepBatch) -> None:
         """Compare the ranks after a step.

@@ -33,7 +33,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.named import objective_of, with_reference
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead
-from llmtrain.schedule import learning_rate_factor
+from llmtrain.schedule import is_due, learning_rate_factor
 from llmtrain.session import Outer, Position, Requests, Session, Step
 from llmtrain.start import prove_loss, start_engine, taught_by, teacher_of, write_weights
 from llmtrain.tracking.environment import new_run_id, versions
@@ -183,7 +183,7 @@ class Training:
         run, ranks = self.run, self.ranks
         if outer is not None:
             self.outer = outer
-            self._begin(outer)
+            self._move(*outer.begin(self.position.step, self.position.sample_index, run.fault.start_timeout_s))
         rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
         self.shares = shares = self._shares()
         self.session = Session(
@@ -209,6 +209,7 @@ class Training:
         with contextlib.closing(loader):
             while goes_on:
                 heart.begin_step()
+                before = self.position.step
                 waited_s = loader.data_wait_s
                 batch = next(loader)
                 waited_s = loader.data_wait_s - waited_s
@@ -220,16 +221,16 @@ class Training:
                     check_adapter(self.engine, self.ranks)
                 saving.advance(done.agreed)
                 comm = heart.end_step(self.position.step)
-                speed.step(
-                    tokens=self._tokens_per_step(), data_wait_s=waited_s, comm=comm if self._waits_are_seen() else None
-                )
+                seen = comm if self._waits_are_seen() else None
+                speed.step(tokens=self.resolved.batch.tokens, data_wait_s=waited_s, comm=seen)
                 if outer is not None:
-                    index = outer.after_update(self.position.step, complete=self._complete())
-                    self.position = replace(self.position, sample_index=index)
-                    loader.seek(index)
+                    self._move(*outer.after_update(self.position.step, complete=self._complete()))
+                    self.session.step_number = self.position.step
+                    loader.seek(self.position.sample_index)
                 if shares is not None:
                     shares.after_step(self.position.step, done.agreed.paces, loader, tracker.event)
-                goes_on = self._after_update(done, tracker, saving, consistency, speed)
+                steps = range(before + 1, self.position.step + 1)
+                goes_on = self._after_update(done, steps, tracker, saving, consistency, speed)
         return self._complete() or not done.agreed.stop
 
     def _shares(self) -> Shares | None:
@@ -248,8 +249,8 @@ class Training:
         behind = run.sites.name is not None and run.sites.method == "streaming"
         return ranks.world_size > 1 and ranks.device.type == "cpu" and not behind
 
-    def _begin(self, outer: Outer) -> None:
-        step, index = outer.begin(self.position.step, self.position.sample_index, self.run.fault.start_timeout_s)
+    def _move(self, step: int, index: int) -> None:
+        """Go on where other sites are: at their step, with samples that nobody else trains."""
         self.uncounted_steps -= step - self.position.step
         self.position = replace(self.position, step=step, sample_index=index)
 
@@ -263,24 +264,27 @@ class Training:
         )
 
     def _after_update(
-        self, done: Step, tracker: Tracker, saving: Saving, consistency: Consistency, speed: Throughput
+        self, done: Step, steps: range, tracker: Tracker, saving: Saving, consistency: Consistency, speed: Throughput
     ) -> bool:
-        """What is due between this step and the next: logs, evaluation, comparison, checkpoint. Whether one follows."""
-        train, step = self.run.train, self.position.step
+        """What is due between this step and the next: logs, evaluation, comparison, checkpoint. Whether one follows.
+
+        `steps`: this one, and those that other sites have trained beyond it.
+        """
+        train = self.run.train
         last = done.agreed.stop or done.agreed.time_up or self._complete()
-        evaluates = train.eval and (self._complete() if last else step % (train.eval_every or math.inf) == 0)
-        if last or step % train.log_every == 0:
+        evaluates = train.eval and (self._complete() if last else is_due(train.eval_every, steps))
+        if last or is_due(train.log_every, steps):
             self._log(tracker, speed, done, evaluates)
         if evaluates and not last:
             with speed.pause():
                 self.evaluate(tracker)
-        due = not last and saving.is_due(step, done.agreed)
-        if consistency.is_due(step, saving=due or last):
+        due = not last and saving.is_due(steps, done.agreed)
+        if consistency.is_due(steps, saving=due or last):
             with heart.during("compare"):
                 consistency.check(asdict(self.position), done.batch)
         if due:
             with speed.checkpoint_stall(), heart.during("save"):
-                saving.save(step, self.trainer_state)
+                saving.save(self.position.step, self.trainer_state)
         return not last
 
     def evaluation_batches(self) -> Iterator[MicroBatch]:
@@ -311,7 +315,7 @@ class Training:
         self.position = replace(
             self.position,
             step=self.position.step + 1,
-            tokens=self.position.tokens + self._tokens_per_step(),
+            tokens=self.position.tokens + self.resolved.batch.tokens,
             sample_index=self.position.sample_index + self.resolved.batch.global_batch,
             skipped_steps=self.position.skipped_steps + int(done.update.skipped),
         )
@@ -383,9 +387,6 @@ class Training:
         )
         peak = peak_flops(device_name(self.ranks.device), self.resolved.precision)
         return Throughput(flops=flops, devices=self.ranks.world_size, peak=peak)
-
-    def _tokens_per_step(self) -> int:
-        return self.resolved.batch.tokens
 
     def _complete(self) -> bool:
         limit = self.resolved.max_steps

@@ -132,6 +132,7 @@ def _site(training: Training, tracker: Tracker) -> Site:
         "frozen parameters (model.pretrained)": weights_hash(training.frozen_source.checksums),
         "sites.method": run.sites.method,
         "sites.sync_every": 1 if run.sites.method == "every_step" else run.sites.sync_every,
+        "sites.pace": run.sites.pace,
         "sites.max_alone_steps": run.sites.max_alone_steps,
         "sites.outer_lr": run.sites.outer_lr,
         "sites.outer_momentum": run.sites.outer_momentum,

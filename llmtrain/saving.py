@@ -19,6 +19,7 @@ from llmtrain.dist.control import Agreement
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.errors import CheckpointError
+from llmtrain.schedule import is_due
 from llmtrain.topology import Mix
 
 if TYPE_CHECKING:
@@ -70,10 +71,9 @@ class Saving:
         minutes = self._settings.every_minutes
         return minutes is not None and self._ranks.rank == 0 and time.monotonic() - self._began_s > 60 * minutes
 
-    def is_due(self, step: int, agreed: Agreement) -> bool:
-        """Whether all ranks save after this step."""
-        every = self._settings.every_steps
-        return agreed.save or bool(every and step % every == 0)
+    def is_due(self, steps: range, agreed: Agreement) -> bool:
+        """Whether all ranks save after these steps."""
+        return agreed.save or is_due(self._settings.every_steps, steps)
 
     def status(self) -> tuple[bool, bool]:
         """For the ranks' next agreement: whether this rank's part of the save under way has ended, or failed."""

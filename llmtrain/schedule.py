@@ -1,4 +1,4 @@
-"""What depends on the number of a step alone: the learning rate, and the random numbers of dropout."""
+"""What depends on the number of a step alone: the learning rate, dropout's random numbers, and what is due."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, max_steps: int | N
     progress = min(1.0, max(0.0, (step - first) / max(1, max_steps - 1 - first)))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1.0 - progress
     return schedule.min_ratio + (1 - schedule.min_ratio) * shape
+
+
+def is_due(every: int | None, steps: range) -> bool:
+    """Whether what happens every so many steps (None, 0: never) happens after these, of which a site may skip some."""
+    return every is not None and every > 0 and any(step % every == 0 for step in steps)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

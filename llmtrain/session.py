@@ -77,8 +77,9 @@ class Outer(Protocol):
         """Before the first step: (optimizer steps done, index of the next sequence) to go on with."""
         ...
 
-    def after_update(self, step: int, *, complete: bool) -> int:
-        """After each step: the index of the next sequence. `complete`: no step follows."""
+    def after_update(self, step: int, *, complete: bool) -> tuple[int, int]:
+        """After each step: (optimizer steps done, index of the next sequence) to go on with. `complete`: no step
+        follows."""
         ...
 
 

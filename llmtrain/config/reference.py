@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from llmtrain import topology
-from llmtrain.config import run as run_module
 from llmtrain.config import together
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
@@ -32,11 +32,10 @@ def schema() -> dict[str, Any]:
 @functools.cache
 def _walk() -> dict[str, tuple[Any, str, str]]:
     """Dotted key -> (type, default in words, docstring)."""
-    docs = _docstrings()
     found: dict[str, tuple[Any, str, str]] = {}
 
     def visit(cls: type, prefix: str) -> None:
-        hints = get_type_hints(cls)
+        hints, docs = get_type_hints(cls), _docstrings(sys.modules[cls.__module__])
         for item in fields(cls):
             kind = hints[item.name]
             if isinstance(kind, type) and is_dataclass(kind):
@@ -48,10 +47,11 @@ def _walk() -> dict[str, tuple[Any, str, str]]:
     return found
 
 
-def _docstrings() -> dict[tuple[str, str], str]:
+@functools.cache
+def _docstrings(module: ModuleType) -> dict[tuple[str, str], str]:
     """(class, field) -> the string literal below the field; Python itself throws it away."""
     docs = {}
-    for cls in ast.parse(inspect.getsource(run_module)).body:
+    for cls in ast.parse(inspect.getsource(module)).body:
         if isinstance(cls, ast.ClassDef):
             for node, after in zip(cls.body, cls.body[1:], strict=False):
                 if (

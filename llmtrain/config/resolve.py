@@ -13,7 +13,7 @@ from llmtrain.config.join import SHARED, check_scheduler, join_values
 from llmtrain.config.objective import filled
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ResolvedRun, RunConfig
-from llmtrain.config.sites import check_sites
+from llmtrain.config.sites_rules import check_sites
 from llmtrain.config.together import check_together
 from llmtrain.topology import Degrees
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmtrain.config.batch import Batch
+from llmtrain.config.sites import SitesConfig
 from llmtrain.hub.names import local_folder
 from llmtrain.optimizers import OptimizerName
 from llmtrain.topology import Degrees, Mix
@@ -270,47 +271,6 @@ class FaultConfig:
     """Seconds without progress on any rank before the job is explained and ended. At most 3/4 of timeout_s counts."""
     preempt_file: str | None = None
     """When this file appears on any host, all ranks save and leave."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SitesConfig:
-    """Several sites that train one model over a slow network, each with its own launch."""
-
-    name: str | None = None
-    """This site's name; with it the run trains together with the other sites of its coordinator."""
-    coordinator: str | None = None
-    """HOST:PORT of `llmtrain sites coordinator`."""
-    method: Literal["local_sgd", "diloco", "streaming", "every_step"] = "diloco"
-    """local_sgd averages the sites' parameters; diloco takes their difference from the last common ones as a gradient
-    for Nesterov's momentum; streaming does so for one fragment of the model after the other, while training goes on;
-    every_step averages what one optimizer step has changed, after each."""
-    mean: Literal["weighted", "median", "trimmed"] = "weighted"
-    """By tokens; or, of three or more sites, element by element the median, or the mean without both extremes."""
-    sync_every: int = 100
-    """Optimizer steps between two synchronisations (every_step: always 1, whatever this says)."""
-    outer_lr: float = 0.7
-    """Learning rate of diloco's outer step."""
-    outer_momentum: float = 0.9
-    """Nesterov momentum of diloco's outer step."""
-    fragments: int = 4
-    """Parts of the model that streaming synchronises in turn, each every sync_every steps."""
-    overlap_steps: int = 5
-    """Optimizer steps that streaming trains while a synchronisation is on its way; 0 waits for it."""
-    mix: float = 0.5
-    """Share of this site's own parameters when such a synchronisation arrives; the rest is the common ones'."""
-    compress: Literal["none", "bf16", "int8", "int4", "topk", "sign"] = "none"
-    """How sites write what they send: fp32 parameters; or these' changes since the last synchronisation in bf16, 8 or 4
-    bits with a scale for 256 elements, as the 16 largest of 256, or as signs. What one loses, the next sends."""
-    start_sites: int = 1
-    """Sites that the start waits for, this one included (as long as fault.start_timeout_s)."""
-    timeout_s: float = 60.0
-    """Seconds that a synchronisation may take; after them this site goes on without it."""
-    max_alone_steps: int = 1000
-    """Optimizer steps beyond sync_every that this site trains while no synchronisation succeeds."""
-    keys: str | None = None
-    """This site's folder of `llmtrain sites keys`: connections are encrypted, and of sites that have one of the run."""
-    listen: str | None = None
-    """This host's address for the ranks of other sites. Default: that from which the coordinator is reached."""
 
 
 @dataclass(frozen=True, kw_only=True)

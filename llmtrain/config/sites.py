@@ -1,64 +1,49 @@
-"""What the values of the sites section must be."""
+"""The sites section of the run's YAML."""
 
 from __future__ import annotations
 
-import ipaddress
-import re
-
-from llmtrain.config.problems import Places, Problems
-from llmtrain.config.run import RunConfig, SitesConfig
+from dataclasses import dataclass
+from typing import Literal
 
 
-def check_sites(run: RunConfig, expert: int, path: str, places: Places, problems: Problems) -> None:
-    """A site has a name and a coordinator, and addresses that only other sites reach.
+@dataclass(frozen=True, kw_only=True)
+class SitesConfig:
+    """Several sites that train one model over a slow network, each with its own launch."""
 
-    `expert`: over how many ranks experts are spread; `path`: the DeepSpeed file, which says so.
-    """
-    sites = run.sites
-    if sites.name is None:
-        if sites.coordinator is not None:
-            problems.add("sites.coordinator", sites.coordinator, "this site has no name",
-                         "set sites.name, or remove it", places.get("sites.coordinator"))  # fmt: skip
-        return
-    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", sites.name):
-        problems.add("sites.name", sites.name, "must be 1 to 40 letters, digits, `_`, `.` or `-`", "give another name",
-                     places.get("sites.name"))  # fmt: skip
-    if not re.fullmatch(r"[^:/\s]+:[0-9]{1,5}", sites.coordinator or ""):
-        problems.add("sites.coordinator", sites.coordinator, "must be HOST:PORT",
-                     "start `llmtrain sites coordinator` and give its address",
-                     places.get("sites.coordinator"))  # fmt: skip
-    if sites.listen is not None and sites.keys is None and not private(sites.listen):
-        problems.add("sites.listen", sites.listen, "must be an IP address of this host, and no public one: what sites "
-                     "send is neither encrypted nor signed", "give a tunnel's address, or set sites.keys",
-                     places.get("sites.listen"))  # fmt: skip
-    if sites.method == "streaming":
-        _check_streaming(sites, places, problems)
-    longest = min(run.fault.stall_timeout_s, 0.75 * run.fault.timeout_s)
-    if sites.timeout_s >= longest:
-        problems.add("sites.timeout_s", sites.timeout_s, "must be less than fault.stall_timeout_s and 3/4 of "
-                     f"fault.timeout_s, here {longest:g}: while a synchronisation waits, a site shows no progress",
-                     "lower it, or raise them", places.get("sites.timeout_s"))  # fmt: skip
-    if expert > 1:
-        problems.add("expert_parallel.autoep_size", expert, "sites whose ranks share experts are not proved yet",
-                     "set it to 1, or remove sites.name", path)  # fmt: skip
-
-
-def _check_streaming(sites: SitesConfig, places: Places, problems: Problems) -> None:
-    """Each fragment's round has steps of its own, and ends before the next one's begins."""
-    if sites.sync_every % sites.fragments:
-        problems.add("sites.sync_every", sites.sync_every, f"must be a multiple of sites.fragments, {sites.fragments}",
-                     "change one of them", places.get("sites.sync_every"))  # fmt: skip
-    most = min(sites.sync_every // sites.fragments - 1, sites.max_alone_steps)
-    if sites.overlap_steps > most:
-        problems.add("sites.overlap_steps", sites.overlap_steps, f"must be at most {most}: less than sites.sync_every "
-                     "/ sites.fragments, and no more than sites.max_alone_steps", "lower it, or raise "
-                     "sites.sync_every", places.get("sites.overlap_steps"))  # fmt: skip
-
-
-def private(address: str) -> bool:
-    """Whether it is an IP address that no other network reaches. 0.0.0.0 and :: are every address of a host."""
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return not (found.is_global or found.is_unspecified or found.is_multicast)
+    name: str | None = None
+    """This site's name; with it the run trains together with the other sites of its coordinator."""
+    coordinator: str | None = None
+    """HOST:PORT of `llmtrain sites coordinator`."""
+    method: Literal["local_sgd", "diloco", "streaming", "every_step"] = "diloco"
+    """local_sgd averages the sites' parameters; diloco takes their difference from the last common ones as a gradient
+    for Nesterov's momentum; streaming does so for one fragment of the model after the other, while training goes on;
+    every_step averages what one optimizer step has changed, after each."""
+    mean: Literal["weighted", "median", "trimmed"] = "weighted"
+    """By tokens; or, of three or more sites, element by element the median, or the mean without both extremes."""
+    sync_every: int = 100
+    """Optimizer steps between two synchronisations, of the fastest site (every_step: 1, whatever this says)."""
+    pace: Literal["measured", "equal"] = "measured"
+    """measured: slower sites train fewer steps in between, so that all come together; equal: every site as many."""
+    outer_lr: float = 0.7
+    """Learning rate of diloco's outer step."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of diloco's outer step."""
+    fragments: int = 4
+    """Parts of the model that streaming synchronises in turn, each every sync_every steps."""
+    overlap_steps: int = 5
+    """Optimizer steps that streaming trains while a synchronisation is on its way; 0 waits for it."""
+    mix: float = 0.5
+    """Share of this site's own parameters when such a synchronisation arrives; the rest is the common ones'."""
+    compress: Literal["none", "bf16", "int8", "int4", "topk", "sign"] = "none"
+    """How sites write what they send: fp32 parameters; or these' changes since the last synchronisation in bf16, 8 or 4
+    bits with a scale for 256 elements, as the 16 largest of 256, or as signs. What one loses, the next sends."""
+    start_sites: int = 1
+    """Sites that the start waits for, this one included (as long as fault.start_timeout_s)."""
+    timeout_s: float = 60.0
+    """Seconds that a synchronisation may take; after them this site goes on without it."""
+    max_alone_steps: int = 1000
+    """Optimizer steps beyond sync_every that this site trains while no synchronisation succeeds."""
+    keys: str | None = None
+    """This site's folder of `llmtrain sites keys`: connections are encrypted, and of sites that have one of the run."""
+    listen: str | None = None
+    """This host's address for the ranks of other sites. Default: that from which the coordinator is reached."""

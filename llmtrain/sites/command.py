@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain import completion, log
-from llmtrain.config.sites import private
+from llmtrain.config.sites_rules import private
 from llmtrain.errors import UserError
 from llmtrain.sites import advice, measure
 from llmtrain.sites.forward import Forwarder, as_it_is, to_coordinator

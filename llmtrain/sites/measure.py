@@ -8,7 +8,7 @@ from typing import Any
 
 from llmtrain import log, units
 from llmtrain.cluster.doctor.sites import Answering
-from llmtrain.config.sites import private
+from llmtrain.config.sites_rules import private
 from llmtrain.errors import UserError
 
 _LONGEST_S = 86_400.0

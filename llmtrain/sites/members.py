@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.sites_rules import private
 from llmtrain.errors import UserError
 
 _HEARTBEAT_S = 1.0
@@ -110,6 +112,26 @@ class TorchftMembers:
                 self._pulse.heartbeat(self.id, timedelta(seconds=_CALL_S))
             except Exception:  # the coordinator may be away: `meet` says so
                 continue
+
+
+def own_address(coordinator: str, *, encrypted: bool) -> str:
+    """The address of this host from which the coordinator is reached. Raises SitesError."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError as error:
+        raise SitesError(
+            f"sites.coordinator {coordinator}: {error.strerror}. Give HOST:PORT of `llmtrain sites coordinator`."
+        ) from error
+    if not encrypted and not private(own):
+        raise SitesError(
+            f"sites.coordinator {coordinator} is reached from {own}, a public address, and what sites send is neither "
+            "encrypted nor signed. Make keys (sites.keys), or join the sites by a tunnel and name it in sites.listen."
+        )
+    return own
 
 
 def lighthouse_client() -> Any:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import secrets
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -24,8 +23,7 @@ import xxhash
 
 from llmtrain import log
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.config.run import SitesConfig
-from llmtrain.config.sites import private
+from llmtrain.config.sites import SitesConfig
 from llmtrain.dist.connect import another_group
 from llmtrain.dist.control import from_all, from_rank_0, together
 from llmtrain.dist.ranks import Ranks
@@ -39,8 +37,9 @@ from llmtrain.sites.kept import COMMON, MOMENTUM, RESIDUAL, pieces, read_back, s
 from llmtrain.sites.keys import Keys
 from llmtrain.sites.ledger import Ledger, Request, steps_of
 from llmtrain.sites.meeting import AGAIN_S, Meetings, RoundFailed
-from llmtrain.sites.members import Members, SitesError, TorchftMembers
+from llmtrain.sites.members import Members, SitesError, TorchftMembers, own_address
 from llmtrain.sites.outer import AVERAGES, Array, Shard, outer_step, shapes, squared_distance
+from llmtrain.sites.pace import StepClock, steps_each
 from llmtrain.sites.round import Round, Sent
 from llmtrain.sites.seen import listed, say_changes, told_round
 from llmtrain.sites.told import Told
@@ -105,7 +104,10 @@ class Site:
         net = another_group(ranks, 2 * settings.timeout_s) if self._overlap else ranks
         with together(ranks):
             keys = Keys(Path(settings.keys), "sites.keys") if settings.keys is not None else None
-            host, pieces = settings.listen or _own_address(settings.coordinator, keys), self._shard.regions()
+            host, pieces = (
+                settings.listen or own_address(settings.coordinator, encrypted=keys is not None),
+                self._shard.regions(),
+            )
             self._server = Server(host, run=run, member=self.id, pieces=pieces, limit_s=settings.timeout_s, keys=keys)
             if ranks.rank == 0:
                 coordinator = to_coordinator(settings.coordinator, keys).address if keys else settings.coordinator
@@ -113,7 +115,10 @@ class Site:
         self._addresses = from_all(ranks, self._server.address)
         self._exchange = Exchange(net, self._shard, self.id, run, form, keys)
         self._meetings = Meetings(net, self._members, self.id, run, common)
-        self._round = self._steps = 0
+        self._clock = StepClock()
+        self._step = self._round = self._steps = 0
+        self._due = self._every  # of `_steps`, for the next synchronisation
+        self._ahead = 0  # steps that the fastest site will have trained more by then
         self._trained = 0  # sequences since the last synchronisation
         self._weights = [0] * fragments  # tokens since that of each fragment
         self._flight: tuple[Sent, Background[Round]] | None = None
@@ -146,11 +151,11 @@ class Site:
         Raises:
             SitesError: there is nobody to begin with, or they train something else. On all ranks alike.
         """
-        self._ledger = self._ledger or Ledger(next=sample_index)
+        self._ledger, self._step = self._ledger or Ledger(next=sample_index), step
         deadline_s = time.monotonic() + limit_s
         while True:
             try:
-                leader = self._synchronise(step, deadline_s, least=self._settings.start_sites)
+                leader = self._synchronise(deadline_s, least=self._settings.start_sites)
                 break
             except RoundFailed as error:
                 if from_rank_0(self._ranks, lambda: time.monotonic() + AGAIN_S > deadline_s):
@@ -161,7 +166,9 @@ class Site:
                     failed.everywhere = failed.passing = True
                     raise failed from error
                 time.sleep(AGAIN_S)
-        return leader.step if leader.id != self.id else step, self._starts.pop()
+        self._step = leader.step if leader.id != self.id else step
+        self._clock.begin()
+        return self._step, self._starts.pop()
 
     def state(self) -> list[StateTensor]:
         """What checkpoints keep of it, beside `to_json`."""
@@ -195,71 +202,79 @@ class Site:
         if self._feedback is not None and RESIDUAL in found:
             self._feedback.residual = found[RESIDUAL]
 
-    def after_update(self, step: int, *, complete: bool) -> int:
+    def after_update(self, step: int, *, complete: bool) -> tuple[int, int]:
         """Count an optimizer step, and synchronise if it is time.
 
         Args:
             step: optimizer steps done.
             complete: it was the last.
 
-        Returns: the first sample of the next step.
+        Returns: (optimizer steps done: as many as the fastest site's, first sample of the next).
 
         Raises:
             TrainingStopped: too many steps without the others. On all ranks alike.
         """
+        self._clock.end()
+        self._step = step
         self._steps += 1
         self._trained += self._share.batch
         self._weights = [weight + self._share.tokens for weight in self._weights]
+        ends = len(self._shard.parts)  # rounds after the last step: one for each fragment
         if self._flight is not None and self._steps >= self._flight[0].steps + self._flight[0].overlap:
-            self._land(step, *self._flight)
-        if complete:
-            for _ in self._shard.parts:  # the last time each; who is not there for one is not waited for again
-                if not self._try(step, lambda: self._synchronise(step, self._deadline())):
+            self._land(*self._flight)
+        if not complete and self._flight is None and self._steps >= self._due:
+            self._set_off()
+            ends -= 1  # the fastest site's first, if this was its last step
+        if complete or self._step == self._last_step:
+            for _ in range(ends):  # who is not there for one is not waited for again
+                if not self._try(lambda: self._synchronise(self._deadline())):
                     break
-        elif self._flight is None and self._steps % self._every == 0:
-            self._set_off(step)
         if not self._starts:
             raise TrainingStopped(
                 f"site {self._settings.name} has trained {self._steps} steps without the other sites; "
                 f"sites.max_alone_steps is {self._settings.max_alone_steps}. Look at the coordinator "
                 f"({self._settings.coordinator}) and the network; the same command goes on from the last checkpoint."
             )
-        return self._starts.pop()
+        self._clock.begin()
+        return self._step, self._starts.pop()
 
     def _deadline(self) -> float:
         return time.monotonic() + self._settings.timeout_s
 
-    def _try(self, step: int, synchronise: Callable[[], object]) -> bool:
+    def _try(self, synchronise: Callable[[], object]) -> bool:
         try:
             with heart.during("compare"):
                 synchronise()
         except RoundFailed as error:
             self._meetings.missed = True
+            self._due = self._steps + self._every
             stood_s = round(time.monotonic() - self._stands_s, 3)
-            self._tell("synchronise_failed", step=step, round=self._round, stood_s=stood_s, reason=str(error))
-            log.warn(f"step {step}: no synchronisation with the other sites, training goes on without: {error}")
+            self._tell("synchronise_failed", step=self._step, round=self._round, stood_s=stood_s, reason=str(error))
+            log.warn(f"step {self._step}: no synchronisation with the other sites, training goes on without: {error}")
             return False
         return True
 
-    def _set_off(self, step: int) -> None:
+    def _set_off(self) -> None:
         """Synchronise now, or while the next steps are trained."""
-        overlap = self._overlap if self._last_step is None else min(self._overlap, self._last_step - step)
+        overlap = self._overlap
+        if self._last_step is not None:
+            overlap = min(overlap, self._last_step - self._step - self._ahead)
         if overlap <= 0:
-            self._try(step, lambda: self._synchronise(step, self._deadline()))
+            self._try(lambda: self._synchronise(self._deadline()))
             return
-        sent, deadline_s = self._publish(step, overlap), self._deadline()
+        sent, deadline_s = self._publish(overlap), self._deadline()
         self._flight = sent, Background(lambda: self._travel(sent, deadline_s))
 
-    def _land(self, step: int, sent: Sent, travelling: Background[Round]) -> None:
+    def _land(self, sent: Sent, travelling: Background[Round]) -> None:
         self._flight = None
         self._stands_s = time.monotonic() - sent.published_s
-        self._try(step, lambda: self._apply(travelling.result(), sent, step))
+        self._try(lambda: self._apply(travelling.result(), sent))
 
-    def _synchronise(self, step: int, deadline_s: float, least: int = 1) -> Told:
+    def _synchronise(self, deadline_s: float, least: int = 1) -> Told:
         """One round; returns what the site told whose state counts. Raises RoundFailed, or SitesError at the start."""
-        sent = self._publish(step)
+        sent = self._publish()
         done = self._travel(sent, deadline_s, least)
-        self._apply(done, sent, step)
+        self._apply(done, sent)
         return done.leader
 
     def _travel(self, sent: Sent, deadline_s: float, least: int = 1) -> Round:
@@ -287,7 +302,7 @@ class Site:
             raise RoundFailed(f"no site's parameters have reached all others: {listed(got.failed)}")
         return Round(leader=leader, told=told, committed=committed, used=used, got=got, heals=heals, met_s=met_s)
 
-    def _apply(self, done: Round, sent: Sent, step: int) -> None:
+    def _apply(self, done: Round, sent: Sent) -> None:
         """The outer step of a round, and what it changes here."""
         leader, used, found = done.leader, done.used, done.got.found
         part = self._part(leader.round)
@@ -319,13 +334,13 @@ class Site:
             self._weights[leader.round % len(self._weights)] -= sent.said["weight"]
         self._server.publish(leader.round + 1, {})
         self._steps -= sent.steps
-        self._go_on(leader, done.told, done.committed, used)
-        self._report(step, done, sent, norm)
+        self._go_on(done, sent)
+        self._report(done, sent, norm)
 
     def _part(self, round_: int) -> slice:
         return self._shard.parts[round_ % len(self._shard.parts)]
 
-    def _publish(self, step: int, overlap: int = 0) -> Sent:
+    def _publish(self, overlap: int = 0) -> Sent:
         """Serve what this rank has of the fragment whose turn it is."""
         self._stands_s, part = time.monotonic(), self._part(self._round)
         sums = from_all(self._ranks, [self._shard.checksum(each) for each in (self._anchor, self._momentum)])
@@ -339,7 +354,8 @@ class Site:
         said = {
             **self.to_json(),
             "checksum": "-".join(f"{sum(parts) % 2**64:016x}" for parts in zip(*sums, strict=True)),
-            "step": step,
+            "step": self._step,
+            "step_s": self._clock.take() if self._settings.pace == "measured" else 0.0,
             "batch": self._share.batch,
             "trained": self._trained + overlap * self._share.batch,  # nobody else is dealt what is trained meanwhile
             "weight": self._weights[self._round % len(self._weights)],
@@ -350,42 +366,27 @@ class Site:
             part=part, own=own, said=said, steps=self._steps, overlap=overlap, began_s=began_s, published_s=published_s
         )
 
-    def _go_on(self, leader: Told, told: list[Told], committed: list[str], used: list[str]) -> None:
-        by_id = {each.id: each for each in told}
-        trained = {by_id[site].was: by_id[site].trained for site in used}
+    def _go_on(self, done: Round, sent: Sent) -> None:
+        leader, by_id = done.leader, {each.id: each for each in done.told}
+        trained = {by_id[site].was: by_id[site].trained for site in done.used}
+        at = max(each.step for each in done.told if each.state == leader.state)
+        self._step = max(self._step, self._step + at - sent.said["step"])
+        left = self._every if self._last_step is None else self._last_step - at
+        most = min(self._every, left) if left > 0 else self._every
+        steps = steps_each({site: by_id[site].step_s for site in done.committed}, most, 1 + self._overlap)
         requests = [
-            Request(site=site, batch=by_id[site].batch, steps=self._every,
-                    reserve=self._settings.max_alone_steps)
-            for site in committed
-        ]  # fmt: skip
+            Request(site=site, batch=by_id[site].batch, steps=steps[site], reserve=self._settings.max_alone_steps)
+            for site in done.committed
+        ]
+        self._due, self._ahead = steps[self.id], most - steps[self.id]
         self._ledger = leader.ledger.settled(trained, requests)
         self._starts = list(steps_of(self._ledger.dealt[self.id], self._share.batch))[::-1]
         self._round, self._meetings.missed = leader.round + 1, False
         self._was = self.id
-        self._exchange.forget_all_but(committed)
+        self._exchange.forget_all_but(done.committed)
 
-    def _report(self, step: int, done: Round, sent: Sent, norm: float) -> None:
+    def _report(self, done: Round, sent: Sent, norm: float) -> None:
         fields = told_round(done, sent, self._stands_s, norm)
-        self._tell("synchronise", step=step, round=self._round, **fields)
-        say_changes(step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
+        self._tell("synchronise", step=self._step, round=self._round, **fields)
+        say_changes(self._step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
         self._meetings.before = fields["sites"]
-
-
-def _own_address(coordinator: str, keys: Keys | None) -> str:
-    """The address of this host from which the coordinator is reached. Raises SitesError."""
-    host, _, port = coordinator.rpartition(":")
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            own = str(probe.getsockname()[0])
-    except OSError as error:
-        raise SitesError(
-            f"sites.coordinator {coordinator}: {error.strerror}. Give HOST:PORT of `llmtrain sites coordinator`."
-        ) from error
-    if keys is None and not private(own):
-        raise SitesError(
-            f"sites.coordinator {coordinator} is reached from {own}, a public address, and what sites send is neither "
-            "encrypted nor signed. Make keys (sites.keys), or join the sites by a tunnel and name it in sites.listen."
-        )
-    return own

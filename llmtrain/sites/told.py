@@ -28,6 +28,8 @@ class Told:
     step: int
     batch: int
     """Sequences of one of its steps."""
+    step_s: float
+    """Seconds that one of its steps takes; 0: it has trained none."""
     trained: int
     """Sequences since its last synchronisation, and those that it trains during this one."""
     weight: int
@@ -64,7 +66,8 @@ def told_of(member: Member) -> Told | None:
         return None
     try:
         counts = {key: int(said[key]) for key in ("round", "step", "batch", "trained", "weight")}
-        if any(not 0 <= count < _LARGEST for count in counts.values()) or not counts["batch"]:
+        step_s = float(said["step_s"])
+        if any(not 0 <= count < _LARGEST for count in (*counts.values(), step_s)) or not counts["batch"]:
             return None
         return Told(
             id=member.id,
@@ -73,6 +76,7 @@ def told_of(member: Member) -> Told | None:
             checksum=str(said["checksum"]),
             was=str(said["was"]),
             addresses=tuple(map(str, said["addresses"])),
+            step_s=step_s,
             ledger=Ledger.from_json(said["ledger"]),
             **counts,
         )

@@ -57,7 +57,7 @@ class Trial:
                 str(2 if number < 2 else 1),
             ),
             *("--sites.sync_every", "10", "--sites.timeout_s", "5", "--sites.compress", "int8"),
-            *("--checkpoint.every_steps", "20", "--optim.lr", "3e-3"),
+            *("--checkpoint.every_steps", "20", "--optim.lr", "3e-3", "--sites.pace", "measured"),
         ]
         rank = bench.Rank(host, home, host.name, words, PACE_S=str(PACE_S))
         self.ranks.append(rank)

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ schedule: {{name: constant}}
 train: {{run_dir: {run}, global_batch: 4, max_steps: 12, log_every: 1, eval: false, export: false}}
 tracking: {{wandb: disabled}}
 """
-SYNC = ("--sites.sync_every", "4", "--sites.max_alone_steps", "8")
+SYNC = ("--sites.sync_every", "4", "--sites.max_alone_steps", "8", "--sites.pace", "equal")
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +326,51 @@ def test_a_site_that_dies_in_the_middle_of_a_synchronisation_holds_nobody_up(coo
     assert third["used"] == ["A"] and "closed the connection" in str(third["failed"]) and third["seconds"] < 15
     assert "site B is not in this synchronisation" in a.output() and "B left" in a.output()
     assert max(losses(tmp_path / "A/run")) == 20
+
+
+def slow(_: int) -> None:
+    """A machine whose steps take three times as long as those of `fast`."""
+    _paced(0.3)
+
+
+def fast(_: int) -> None:
+    _paced(0.1)
+
+
+def _paced(seconds: float) -> None:
+    from llmtrain.session import Session, Step
+
+    usual = Session.step
+
+    def step(self: Session, *args: Any, **kwargs: Any) -> Step:
+        ends_s = time.monotonic() + seconds
+        done = usual(self, *args, **kwargs)
+        time.sleep(max(0.0, ends_s - time.monotonic()))
+        return done
+
+    Session.step = step  # type: ignore[method-assign]
+
+
+def test_a_slow_site_trains_fewer_steps_and_holds_nobody_up(coordinator, small_data, tmp_path):
+    """Sixteen steps of the fast site to about five of the slow one; both end at the same step with the same bits.
+
+    With as many steps each the fast site would stand for two thirds of the time. It may stand for half a step of the
+    slow one, by rounding, and for the synchronisation itself.
+    """
+    more = ("--sites.start_sites", "2", "--sites.method", "local_sgd", "--sites.pace", "measured",
+            "--sites.sync_every", "16", "--train.max_steps", "64")  # fmt: skip
+    a = start(recipe(tmp_path / "A", small_data), coordinator, *more, before=fast)
+    b = start(recipe(tmp_path / "B", small_data), coordinator, *more, before=slow)
+    assert a.wait(90) == [0] and b.wait(30) == [0], a.output() + b.output()
+    assert far(parameters(tmp_path / "A"), parameters(tmp_path / "B"))[0] == 0
+    assert max(losses(tmp_path / "A/run")) == max(losses(tmp_path / "B/run")) == 64
+    first, *rounds = synchronised(tmp_path / "A")[1:]  # nobody has been measured before the first
+    assert first["stood_s"] > 2.0 and all(each["used"] == ["A", "B"] for each in (first, *rounds))
+    assert [each["stood_s"] < 0.6 for each in rounds] == [True] * 3, rounds
+    trained = [step for step in losses(tmp_path / "B/run") if step > 16]
+    assert 12 <= len(trained) <= 20, trained
+    steps = [rows(tmp_path / name / "run")[-1]["tokens"] // 128 for name in "AB"]
+    assert steps == [64, 16 + len(trained)]
 
 
 def test_a_site_that_comes_late_takes_the_model_from_the_others(coordinator, small_data, tmp_path):

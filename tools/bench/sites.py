@@ -141,6 +141,7 @@ def recipe(home: Path, data: Path, options: argparse.Namespace, batch: int, step
                   "max_steps": steps, "seed": options.seed, "log_every": 10, "export": False},
         "checkpoint": {"every_steps": 10 * options.steps},
         "tracking": {"wandb": "disabled"},
+        "sites": {"pace": "equal"},  # as many tokens in each way
     }  # fmt: skip
     (home / "recipe.yaml").write_text(json.dumps(tree))
     return home

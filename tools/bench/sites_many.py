@@ -37,7 +37,7 @@ os.environ.setdefault("RUST_LOG", "warn")
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from llmtrain.config.run import SitesConfig  # noqa: E402
+from llmtrain.config.sites import SitesConfig  # noqa: E402
 from llmtrain.engine.api import StateTensor  # noqa: E402
 from llmtrain.sites import exchange, meeting, plan, site  # noqa: E402
 from llmtrain.sites.ledger import Ledger, Request  # noqa: E402

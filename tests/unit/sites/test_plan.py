@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from llmtrain.config.run import SitesConfig
+from llmtrain.config.sites import SitesConfig
 from llmtrain.errors import ConfigError
 from llmtrain.sites import advice, plan
 from llmtrain.sites.command import main

@@ -26,7 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.config.run import SitesConfig
+from llmtrain.config.sites import SitesConfig
 from llmtrain.engine.api import StateTensor
 from llmtrain.errors import TrainingStopped
 from llmtrain.sites import exchange
@@ -276,7 +276,13 @@ class Numbers:
 
 
 SETTINGS = SitesConfig(
-    name="a", coordinator="127.0.0.1:1", method="local_sgd", sync_every=2, timeout_s=2.0, max_alone_steps=4
+    name="a",
+    coordinator="127.0.0.1:1",
+    method="local_sgd",
+    sync_every=2,
+    timeout_s=2.0,
+    max_alone_steps=4,
+    pace="equal",
 )
 
 
@@ -324,7 +330,7 @@ def begin_all(*sites: Site) -> list[tuple[int, int]]:
 def two_steps(site: Site, engine: Numbers, value: float) -> Callable[[], list[int]]:
     def run() -> list[int]:
         engine.values += value
-        return [site.after_update(1, complete=False), site.after_update(2, complete=False)]
+        return [site.after_update(step, complete=False)[1] for step in (1, 2)]
 
     return run
 
@@ -494,15 +500,17 @@ def test_a_site_that_trains_something_else_does_not_get_in(joined) -> None:
 
 
 SENSE = {
-    "phase": "meet", "common": {}, "round": 9, "checksum": "0", "step": 0, "batch": 2, "trained": 4, "weight": 16,
-    "was": "b:0", "addresses": ["127.0.0.1:9"], "ledger": {"next": 0, "free": [], "dealt": {}},
+    "phase": "meet", "common": {}, "round": 9, "checksum": "0", "step": 0, "step_s": 1.0, "batch": 2,
+    "trained": 4, "weight": 16, "was": "b:0", "addresses": ["127.0.0.1:9"],
+    "ledger": {"next": 0, "free": [], "dealt": {}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"phase": "commit", "have": "x"}, {"phase": 3}, {"round": -1}, {"round": "1e9"}, {"weight": 1 << 80}, {"batch": 0},
-     {"addresses": 5}, {"common": 1}, {"ledger": {}}, {"ledger": {"next": 0, "free": [1], "dealt": {}}}],
+    [{"phase": "commit", "have": "x"}, {"phase": 3}, {"round": -1}, {"round": "1e9"}, {"weight": 1 << 80},
+     {"step_s": float("nan")}, {"batch": 0}, {"addresses": 5}, {"common": 1}, {"ledger": {}},
+     {"ledger": {"next": 0, "free": [1], "dealt": {}}}],
     ids=str,
 )  # fmt: skip
 def test_nonsense_at_a_meeting_is_nobody(joined, wrong) -> None:

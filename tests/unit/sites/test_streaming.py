@@ -58,7 +58,7 @@ def steps(
         for step in range(1, last + 1):
             engine.values += grow(step)
             starts.append(first)
-            first = site.after_update(step, complete=step == last)
+            _, first = site.after_update(step, complete=step == last)
             seen.append(engine.values.clone())
         return starts
 

@@ -1,0 +1,65 @@
+"""What the values of the sites section must be."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from llmtrain.config.problems import Places, Problems
+from llmtrain.config.run import RunConfig
+from llmtrain.config.sites import SitesConfig
+
+
+def check_sites(run: RunConfig, expert: int, path: str, places: Places, problems: Problems) -> None:
+    """A site has a name and a coordinator, and addresses that only other sites reach.
+
+    `expert`: over how many ranks experts are spread; `path`: the DeepSpeed file, which says so.
+    """
+    sites = run.sites
+    if sites.name is None:
+        if sites.coordinator is not None:
+            problems.add("sites.coordinator", sites.coordinator, "this site has no name",
+                         "set sites.name, or remove it", places.get("sites.coordinator"))  # fmt: skip
+        return
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", sites.name):
+        problems.add("sites.name", sites.name, "must be 1 to 40 letters, digits, `_`, `.` or `-`", "give another name",
+                     places.get("sites.name"))  # fmt: skip
+    if not re.fullmatch(r"[^:/\s]+:[0-9]{1,5}", sites.coordinator or ""):
+        problems.add("sites.coordinator", sites.coordinator, "must be HOST:PORT",
+                     "start `llmtrain sites coordinator` and give its address",
+                     places.get("sites.coordinator"))  # fmt: skip
+    if sites.listen is not None and sites.keys is None and not private(sites.listen):
+        problems.add("sites.listen", sites.listen, "must be an IP address of this host, and no public one: what sites "
+                     "send is neither encrypted nor signed", "give a tunnel's address, or set sites.keys",
+                     places.get("sites.listen"))  # fmt: skip
+    if sites.method == "streaming":
+        _check_streaming(sites, places, problems)
+    longest = min(run.fault.stall_timeout_s, 0.75 * run.fault.timeout_s)
+    if sites.timeout_s >= longest:
+        problems.add("sites.timeout_s", sites.timeout_s, "must be less than fault.stall_timeout_s and 3/4 of "
+                     f"fault.timeout_s, here {longest:g}: while a synchronisation waits, a site shows no progress",
+                     "lower it, or raise them", places.get("sites.timeout_s"))  # fmt: skip
+    if expert > 1:
+        problems.add("expert_parallel.autoep_size", expert, "sites whose ranks share experts are not proved yet",
+                     "set it to 1, or remove sites.name", path)  # fmt: skip
+
+
+def _check_streaming(sites: SitesConfig, places: Places, problems: Problems) -> None:
+    """Each fragment's round has steps of its own, and ends before the next one's begins."""
+    if sites.sync_every % sites.fragments:
+        problems.add("sites.sync_every", sites.sync_every, f"must be a multiple of sites.fragments, {sites.fragments}",
+                     "change one of them", places.get("sites.sync_every"))  # fmt: skip
+    most = min(sites.sync_every // sites.fragments - 1, sites.max_alone_steps)
+    if sites.overlap_steps > most:
+        problems.add("sites.overlap_steps", sites.overlap_steps, f"must be at most {most}: less than sites.sync_every "
+                     "/ sites.fragments, and no more than sites.max_alone_steps", "lower it, or raise "
+                     "sites.sync_every", places.get("sites.overlap_steps"))  # fmt: skip
+
+
+def private(address: str) -> bool:
+    """Whether it is an IP address that no other network reaches. 0.0.0.0 and :: are every address of a host."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return not (found.is_global or found.is_unspecified or found.is_multicast)

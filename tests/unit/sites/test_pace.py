@@ -1,0 +1,86 @@
+"""Sites of unequal speed: how many steps each trains, and that all of them end together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from llmtrain.schedule import is_due
+from llmtrain.sites.ledger import Ledger
+from llmtrain.sites.pace import SLOWEST, steps_each
+from tests.unit.sites.test_sites import Meeting, at_once, joined
+
+__all__ = ["joined"]
+
+
+def test_steps_follow_the_speeds_and_no_word_of_one_site_stops_the_others() -> None:
+    assert steps_each({"a": 1.0, "b": 2.0, "c": 1.04, "d": 0.0}, 100, 1) == {"a": 100, "b": 50, "c": 100, "d": 100}
+    assert steps_each({"a": 1.0, "b": 3.0}, 2, 1) == {"a": 2, "b": 1}
+    assert steps_each({"a": 1.0, "b": 10.0}, 100, 21) == {"a": 100, "b": 21}
+    assert steps_each({"a": 1e-9, "b": 1.0}, 160, 1) == {"a": 160, "b": 160 * SLOWEST}
+    assert steps_each({"a": 0.0}, 7, 1) == {"a": 7}
+
+
+def test_what_is_due_is_not_lost_among_skipped_steps() -> None:
+    assert [is_due(50, range(first, end)) for first, end in ((50, 51), (51, 52), (98, 101), (101, 150))] == [
+        True, False, True, False
+    ]  # fmt: skip
+    assert not is_due(0, range(1, 9)) and not is_due(None, range(1, 9))
+
+
+def run_of(site: Any, engine: Any, step_s: float, last: int, trained: list[int]) -> Callable[[], list[int]]:
+    """Trains to step `last` as the loop does, each step so long; the steps after which it stood. `trained`: samples."""
+    site._clock.take = lambda: step_s
+
+    def run() -> list[int]:
+        step, first = site.begin(0, 0, 5.0)
+        seen = []
+        while step < last:
+            trained.extend((first, first + 1))
+            engine.values += 1
+            step, first = site.after_update(step + 1, complete=step + 1 >= last)
+            seen.append(step)
+        return seen
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("method", "last"),
+    [
+        ({"method": "local_sgd", "sync_every": 8}, 32),
+        ({"method": "diloco", "sync_every": 8}, 29),  # the last round is a shorter one
+        ({"method": "streaming", "sync_every": 16, "fragments": 2, "overlap_steps": 0}, 32),
+        ({"method": "streaming", "sync_every": 16, "fragments": 2, "overlap_steps": 2}, 29),
+        ({"method": "every_step"}, 5),
+    ],
+)
+def test_sites_of_three_speeds_end_at_one_step_with_one_model_and_every_sample_once(joined, method, last) -> None:
+    meeting = Meeting("a", "b", "c")
+    speeds = {"a": 1.0, "b": 2.0, "c": 4.0}
+    made = {
+        name: joined(meeting, name, pace="measured", last_step=last, max_alone_steps=20, timeout_s=5.0, **method)
+        for name in speeds
+    }
+    samples: dict[str, list[int]] = {name: [] for name in speeds}
+    seen = at_once(*(run_of(*made[name][:2], each, last, samples[name]) for name, each in speeds.items()))
+    assert [each[-1] for each in seen] == [last] * 3
+    values = [engine.values.tolist() for _, engine, _ in made.values()]
+    assert values[0] == values[1] == values[2]
+    told = [[fields["step"] for kind, fields in events if kind == "synchronise"] for *_, events in made.values()]
+    assert len(told[0]) == len(told[1]) == len(told[2]), told
+    assert not any(kind == "synchronise_failed" for *_, events in made.values() for kind, _ in events)
+    if method["method"] == "every_step":
+        assert seen[0] == seen[1] == seen[2] == list(range(1, last + 1))
+    else:  # after the first round, which begins before anybody has been measured
+        first = min(8, last)
+        steps = [sum(step > first for step in each[:-1]) for each in seen]
+        assert steps[0] > steps[1] > steps[2] and math.isclose(steps[1], steps[0] / 2, abs_tol=4), steps
+    every = sorted(each for mine in samples.values() for each in mine)
+    assert len(set(every)) == len(every)
+    ledger: Ledger = made["a"][0]._ledger
+    open_ = [n for spans in (ledger.free, *ledger.dealt.values()) for span in spans for n in range(*span)]
+    assert sorted([*every, *open_]) == list(range(ledger.next))
