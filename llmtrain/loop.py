@@ -246,7 +246,7 @@ class Training:
         """Whether the clock around collectives shows waiting: those of a device are handed over without, and those of
         another thread would be counted with the step's."""
         run, ranks = self.run, self.ranks
-        behind = run.sites.name is not None and run.sites.method == "streaming"
+        behind = run.sites.name is not None and run.sites.method in ("streaming", "async")
         return ranks.world_size > 1 and ranks.device.type == "cpu" and not behind
 
     def _move(self, step: int, index: int) -> None:

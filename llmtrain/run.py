@@ -119,8 +119,9 @@ def _saving(training: Training, tracker: Tracker, site: Site | None) -> Saving:
 
 def _site(training: Training, tracker: Tracker) -> Site:
     """This launch among the sites that train the run's model. Raises AgreedError."""
+    from llmtrain.sites.pace import Share
     from llmtrain.sites.seen import telling
-    from llmtrain.sites.site import Share, Site
+    from llmtrain.sites.site import Site
 
     run, batch = training.run, training.resolved.batch
     common = {
@@ -138,6 +139,7 @@ def _site(training: Training, tracker: Tracker) -> Site:
         "sites.outer_momentum": run.sites.outer_momentum,
         "sites.compress": run.sites.compress,
         "sites.mean": run.sites.mean,
+        "sites.meet_every": run.sites.meet_every,
         "sites.fragments": run.sites.fragments,
         "sites.mix": run.sites.mix,
     }

@@ -81,6 +81,7 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "sites.outer_momentum": (_DECAY, "0.9 is the default"),
     "sites.fragments": (_AT_LEAST_1, "4 is the default"),
     "sites.overlap_steps": (_NOT_NEGATIVE, "5 is the default"),
+    "sites.meet_every": (_AT_LEAST_1, "10 is the default"),
     "sites.mix": (_DECAY, "0.5 is the default"),
     "sites.start_sites": (_AT_LEAST_1, "1 waits for nobody"),
     "sites.timeout_s": (_POSITIVE, "60 is the default"),

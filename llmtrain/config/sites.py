@@ -14,9 +14,10 @@ class SitesConfig:
     """This site's name; with it the run trains together with the other sites of its coordinator."""
     coordinator: str | None = None
     """HOST:PORT of `llmtrain sites coordinator`."""
-    method: Literal["local_sgd", "diloco", "streaming", "every_step"] = "diloco"
+    method: Literal["local_sgd", "diloco", "streaming", "async", "every_step"] = "diloco"
     """local_sgd averages the sites' parameters; diloco takes their difference from the last common ones as a gradient
     for Nesterov's momentum; streaming does so for one fragment of the model after the other, while training goes on;
+    async sends what this site has changed and takes the newest of the others every sync_every steps, without waiting;
     every_step averages what one optimizer step has changed, after each."""
     mean: Literal["weighted", "median", "trimmed"] = "weighted"
     """By tokens; or, of three or more sites, element by element the median, or the mean without both extremes."""
@@ -31,7 +32,9 @@ class SitesConfig:
     fragments: int = 4
     """Parts of the model that streaming synchronises in turn, each every sync_every steps."""
     overlap_steps: int = 5
-    """Optimizer steps that streaming trains while a synchronisation is on its way; 0 waits for it."""
+    """Optimizer steps that streaming and async train while parameters are on their way; 0 waits for them."""
+    meet_every: int = 10
+    """async: after so many times sync_every steps all sites meet, so that none is staler."""
     mix: float = 0.5
     """Share of this site's own parameters when such a synchronisation arrives; the rest is the common ones'."""
     compress: Literal["none", "bf16", "int8", "int4", "topk", "sign"] = "none"

@@ -34,6 +34,8 @@ def check_sites(run: RunConfig, expert: int, path: str, places: Places, problems
                      places.get("sites.listen"))  # fmt: skip
     if sites.method == "streaming":
         _check_streaming(sites, places, problems)
+    if sites.method == "async":
+        _check_async(sites, places, problems)
     longest = min(run.fault.stall_timeout_s, 0.75 * run.fault.timeout_s)
     if sites.timeout_s >= longest:
         problems.add("sites.timeout_s", sites.timeout_s, "must be less than fault.stall_timeout_s and 3/4 of "
@@ -54,6 +56,18 @@ def _check_streaming(sites: SitesConfig, places: Places, problems: Problems) -> 
         problems.add("sites.overlap_steps", sites.overlap_steps, f"must be at most {most}: less than sites.sync_every "
                      "/ sites.fragments, and no more than sites.max_alone_steps", "lower it, or raise "
                      "sites.sync_every", places.get("sites.overlap_steps"))  # fmt: skip
+
+
+def _check_async(sites: SitesConfig, places: Places, problems: Problems) -> None:
+    """What the others have changed comes before the next exchange, and all count by their tokens."""
+    most = sites.sync_every - 1
+    if sites.overlap_steps > most:
+        problems.add("sites.overlap_steps", sites.overlap_steps, f"must be at most {most}: less than sites.sync_every",
+                     "lower it, or raise sites.sync_every", places.get("sites.overlap_steps"))  # fmt: skip
+    if sites.mean != "weighted":
+        problems.add("sites.mean", sites.mean, "between two meetings async takes what each site sends by itself, and "
+                     "has none but the weighted mean", "set it to weighted, or choose another sites.method",
+                     places.get("sites.mean"))  # fmt: skip
 
 
 def private(address: str) -> bool:

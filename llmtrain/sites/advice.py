@@ -233,7 +233,7 @@ def command(args: argparse.Namespace) -> int:
     step_s = args.step_s or step_seconds(args.folder or resolved.run_dir)
     job = Job(
         fragments=sizes(run, run.sites.fragments), sites=args.sites, ranks=args.world_size, step_s=step_s,
-        steps=resolved.max_steps, overlap=run.sites.overlap_steps,
+        steps=resolved.max_steps, overlap=run.sites.overlap_steps, meet_every=run.sites.meet_every,
     )  # fmt: skip
     advice = advise(job, line, run.sites.sync_every, args.computing)
     if args.json:

@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from llmtrain.dist.control import from_all
+from llmtrain.dist.control import from_all, from_rank_0
 from llmtrain.dist.ranks import Ranks
 from llmtrain.sites.blocks import Blocks, Pairs
 from llmtrain.sites.compress import Format, decode
@@ -16,6 +17,26 @@ from llmtrain.sites.keys import Keys
 from llmtrain.sites.outer import Array, Shard, squared_distance
 from llmtrain.sites.told import Told
 from llmtrain.sites.wire import Peer, WireError
+
+CHANGES = "changes"
+"""Of parameters since the last synchronisation, compressed."""
+CLOCK, NEWEST = "clock", "newest"
+"""What `async` serves between meetings: a Clock, and `newest VERSION`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """How far a site has come since the sites met."""
+
+    version: int
+    """Changes that it has sent."""
+    tokens: int
+    """Behind the last."""
+    steps: int
+
+    def array(self) -> npt.NDArray[np.int64]:
+        """As it is served, [3]."""
+        return np.array([self.version, self.tokens, self.steps], "<i8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +90,7 @@ class Exchange:
         found: dict[str, Array] = {}
         failed: dict[str, str] = {}
         outer, received = None, 0
-        kind = "changes" if self._form else "values"
+        kind = CHANGES if self._form else "values"
         for name in sorted(sources):
             try:
                 found[name], size = (
@@ -92,6 +113,56 @@ class Exchange:
         squares = {name: squared_distance(base, values) for name, values in found.items()}
         steps = {name: told.trained / told.batch for name, told in sources.items()}
         return self._joined(found, failed, outer, received, squares, steps)
+
+    def newest(
+        self,
+        sources: Sequence[Told],
+        known: Mapping[str, int],
+        own: Array,
+        steps: int,
+        round_: int,
+        deadline_s: float,
+    ) -> tuple[Fetched, dict[str, Clock]]:
+        """What other sites have changed since all met, with all ranks of the site; nobody is waited for.
+
+        Args:
+            sources: the other sites.
+            known: of each the version that is here.
+            own: what this site has changed, by which theirs are judged.
+            steps: behind that.
+            round_: the round since which.
+            deadline_s: time.monotonic() by which all must be there.
+
+        Returns: (what has come and is newer, clocks of the sites).
+        """
+        told = from_rank_0(self._ranks, lambda: {each.id: self._clock(each, round_, deadline_s) for each in sources})
+        clocks = {site: each for site, each in told.items() if isinstance(each, Clock)}
+        found, failed = {self._site: own}, {site: each for site, each in told.items() if isinstance(each, str)}
+        received = 0
+        for each in sources:
+            if each.id not in clocks or clocks[each.id].version <= known.get(each.id, 0):
+                continue
+            try:
+                kind = f"{NEWEST} {clocks[each.id].version}"
+                found[each.id], size = self._values(each, kind, round_, None, deadline_s)
+            except WireError as error:
+                failed[each.id] = str(error)
+                continue
+            received += size
+        squares = {site: squared_distance(None, values) for site, values in found.items()}
+        behind = {self._site: float(steps), **{site: float(clock.steps) for site, clock in clocks.items()}}
+        return self._joined(found, failed, None, received, squares, behind), clocks
+
+    def _clock(self, site: Told, round_: int, deadline_s: float) -> Clock | str:
+        """A site's clock, or why it is not known."""
+        read = np.zeros(3, "<i8")
+        peer = self._peers_of(site)[0]
+        try:
+            peer.fetch(CLOCK, round_, [((0, 0, 1, 3), (0, 0, 1, 3))], read, deadline_s)
+        except WireError as error:
+            return str(error)
+        version, tokens, steps = map(int, read)
+        return Clock(version=version, tokens=tokens, steps=steps) if min(read) >= 0 else "its clock makes no sense"
 
     def forget_all_but(self, sites: Collection[str]) -> None:
         """Other sites are gone: one that comes back is another process."""
@@ -121,19 +192,16 @@ class Exchange:
 
     def _values(self, site: Told, kind: str, round_: int, part: slice | None, deadline_s: float) -> tuple[Array, int]:
         """(this rank's elements, or those of a part, as another site has them; bytes). Raises WireError."""
-        peers = self._peers.setdefault(
-            site.id, [Peer(a, run=self._run, member=site.id, keys=self._keys) for a in site.addresses]
-        )
         first, end = (part.start, part.stop) if part else (0, self._shard.size)
         mine = [(at - first, name, region) for at, name, region in self._shard.regions(part)]
         values = np.zeros(end - first, np.float32)
         wanted = sum(region.numel for _, _, region in mine)
         elements = received = 0
-        for peer in peers:
+        for peer in self._peers_of(site):
             pairs = peer.covers(mine, deadline_s)
             elements += sum(rows * length for _, (_, _, rows, length) in pairs)
-            if kind == "changes" and self._form:
-                received += _changes(peer, self._form, pairs, round_, values, deadline_s)
+            if self._form and kind.startswith((CHANGES, NEWEST)):
+                received += _changes(peer, self._form, kind, pairs, round_, values, deadline_s)
             else:
                 received += peer.fetch(kind, round_, pairs, values, deadline_s)
         if elements != wanted:
@@ -142,11 +210,15 @@ class Exchange:
             raise WireError(f"its {kind} are not finite")
         return values, received
 
+    def _peers_of(self, site: Told) -> list[Peer]:
+        made = [Peer(a, run=self._run, member=site.id, keys=self._keys) for a in site.addresses]
+        return self._peers.setdefault(site.id, made)
 
-def _changes(peer: Peer, form: Format, pairs: Pairs, round_: int, into: Array, deadline_s: float) -> int:
+
+def _changes(peer: Peer, form: Format, kind: str, pairs: Pairs, round_: int, into: Array, deadline_s: float) -> int:
     """Fill the elements `pairs` of `into` from the blocks that hold them; returns the bytes that came."""
     blocks = Blocks(pairs)
     records = np.empty(blocks.count * form.record, np.uint8)
-    received = peer.fetch("changes", round_, blocks.wanted(form.record), records, deadline_s)
+    received = peer.fetch(kind, round_, blocks.wanted(form.record), records, deadline_s)
     blocks.spread(decode(form, records), into)
     return received

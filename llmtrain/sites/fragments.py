@@ -48,6 +48,10 @@ class Background(Generic[T]):
         self._thread = threading.Thread(target=self._run, args=(call,), name="sites-round", daemon=True)
         self._thread.start()
 
+    def done(self) -> bool:
+        """Whether `result` is there at once."""
+        return not self._thread.is_alive()
+
     def result(self) -> T:
         """Wait for it; what it returned or raised."""
         while self._thread.is_alive():

@@ -28,6 +28,8 @@ COMMON = OUTER + "common"
 MOMENTUM = OUTER + "momentum"
 RESIDUAL = OUTER + "residual"
 """What this site's messages have lost so far."""
+LINE = OUTER + "line"
+"""async: the parameters as this site alone has changed them since all sites met."""
 
 
 def pieces(shard: Shard, kind: str, array: Callable[[], Array]) -> list[StateTensor]:

@@ -26,11 +26,11 @@ from llmtrain.tensors.checksum import checksum_part_array
 from llmtrain.tensors.region import Region
 
 Array = npt.NDArray[np.float32]
-Method = Literal["local_sgd", "diloco", "streaming", "every_step"]
+Method = Literal["local_sgd", "diloco", "streaming", "async", "every_step"]
 Mean = Literal["weighted", "median", "trimmed"]
 ROBUST = 3
 """Sites without which neither a median nor a trimmed mean tells one that is wrong from the others."""
-AVERAGES: tuple[Method, ...] = ("local_sgd", "every_step")
+AVERAGES: tuple[Method, ...] = ("local_sgd", "async", "every_step")
 """Methods whose outer step takes the mean, without a momentum."""
 _CHUNK = 1 << 18
 """Elements updated at a time: the fp64 temporaries stay in the cache."""

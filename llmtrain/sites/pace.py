@@ -5,11 +5,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 NEAR = 0.05
 """A site that is slower than the fastest by no more trains as many steps: the fastest would wait less than it loses."""
 SLOWEST = 1 / 16
 """Share of the fastest site's steps that each site trains at least: one site's word must not stop the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a site trains between two synchronisations."""
+
+    batch: int
+    """Sequences of an optimizer step."""
+    tokens: int
+    """Tokens of one."""
 
 
 class StepClock:

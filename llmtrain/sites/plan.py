@@ -36,7 +36,13 @@ _KEEP_S = 5.2e-9
 """Two checksums and two copies of the common state."""
 _MOVE_S = 3e-9
 """Live parameters into the array and back."""
-_OUTER_S: Mapping[str, float] = {"local_sgd": 8e-9, "every_step": 8e-9, "diloco": 22e-9, "streaming": 22e-9}
+_OUTER_S: Mapping[str, float] = {
+    "local_sgd": 8e-9,
+    "every_step": 8e-9,
+    "async": 8e-9,
+    "diloco": 22e-9,
+    "streaming": 22e-9,
+}
 _MEAN_S = 6.5e-9
 """Each site beyond two."""
 _ASK_S = 2.5e-3
@@ -94,6 +100,8 @@ class Job:
     """Of the whole run; None: unknown, and no wall time is given."""
     overlap: int
     """sites.overlap_steps."""
+    meet_every: int = 1
+    """sites.meet_every."""
 
     @property
     def parameters(self) -> int:
@@ -131,6 +139,8 @@ class Way:
     """Parameters of each message; they are sent in turn."""
     overlaps: bool = False
     """Training goes on while a message travels."""
+    meets: bool = False
+    """But for one of `meet_every`."""
     chooses: bool = True
     """`recommended` may name it."""
     each_step: bool = False
@@ -149,6 +159,7 @@ WAYS: Mapping[str, Way] = {
     "local_sgd": Way(parts=_whole, chooses=False),  # what diloco costs, for less
     "diloco": Way(parts=_whole),
     "streaming": Way(parts=_fragments, overlaps=True),
+    "async": Way(parts=_whole, overlaps=True, meets=True, chooses=False),  # at the same bytes, staler than the others
     "every_step": Way(parts=_whole, chooses=False, each_step=True),
 }
 
@@ -179,8 +190,11 @@ def with_sites(job: Job, line: Line, way: str, compress: Compress, sync_every: i
     rounds = [_round(job, line, way, compress, part) for part in parts]
     every = sync_every / len(parts)
     meanwhile_s = job.overlap * job.step_s if kind.overlaps else 0.0
-    stops = [own_s + max(0.0, fetch_s + _meet_s(line) - meanwhile_s) for fetch_s, own_s in rounds]
     blocked = [fetch_s + _meet_s(line) + own_s for fetch_s, own_s in rounds]
+    stops = [own_s + max(0.0, fetch_s + _meet_s(line) - meanwhile_s) for fetch_s, own_s in rounds]
+    if kind.meets:
+        share = 1 / job.meet_every
+        stops = [share * all_of_it + (1 - share) * some for all_of_it, some in zip(blocked, stops, strict=True)]
     sent = [(job.sites - 1) * _payload(part, compress) * HEADERS for part in parts]
     wait_s = sum(stops) / len(stops) / every
     total, run_s = sum(sent) / len(sent) / every, None

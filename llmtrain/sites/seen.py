@@ -14,6 +14,7 @@ _METRICS = {
     "stood_s": "sites/stood_s",
     "participants": "sites/participants",
     "overlapped_steps": "sites/staleness_steps",
+    "late_updates": "sites/late_updates",
     "outer_step_norm": "sites/outer_step_norm",
 }
 """Field of the events -> key of metrics.jsonl."""

@@ -9,12 +9,12 @@ result from the others in the next round. No rank waits for another site longer 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +31,18 @@ from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.errors import TrainingStopped
 from llmtrain.sites.compress import Bytes, Feedback, format_of
 from llmtrain.sites.exchange import Exchange
-from llmtrain.sites.forward import to_coordinator
 from llmtrain.sites.fragments import Background
-from llmtrain.sites.kept import COMMON, MOMENTUM, RESIDUAL, pieces, read_back, standing
-from llmtrain.sites.keys import Keys
+from llmtrain.sites.kept import COMMON, LINE, MOMENTUM, RESIDUAL, pieces, read_back, standing
 from llmtrain.sites.ledger import Ledger, Request, steps_of
 from llmtrain.sites.meeting import AGAIN_S, Meetings, RoundFailed
-from llmtrain.sites.members import Members, SitesError, TorchftMembers, own_address
+from llmtrain.sites.members import Members, SitesError, TorchftMembers
+from llmtrain.sites.newest import Newest
+from llmtrain.sites.opened import opened
 from llmtrain.sites.outer import AVERAGES, Array, Shard, outer_step, shapes, squared_distance
-from llmtrain.sites.pace import StepClock, steps_each
+from llmtrain.sites.pace import Share, StepClock, steps_each
 from llmtrain.sites.round import Round, Sent
 from llmtrain.sites.seen import listed, say_changes, told_round
 from llmtrain.sites.told import Told
-from llmtrain.sites.wire import Server
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What a site trains between two synchronisations."""
-
-    batch: int
-    """Sequences of an optimizer step."""
-    tokens: int
-    """Tokens of one."""
 
 
 class Site:
@@ -92,7 +81,9 @@ class Site:
         run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
         streams = settings.method == "streaming"
         fragments = settings.fragments if streams else 1
+        alone = settings.method == "async"
         self._every = 1 if settings.method == "every_step" else settings.sync_every // fragments
+        self._every *= settings.meet_every if alone else 1
         self._overlap, self._last_step = settings.overlap_steps if streams else 0, last_step
         self.id = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
         self._shard = Shard(engine, frozen, fragments, ranks)
@@ -100,21 +91,16 @@ class Site:
         self._momentum = np.zeros_like(self._anchor)
         form = format_of(settings.compress)
         self._feedback = Feedback(form, self._shard.size) if form else None
-        self._members: Members | None = None
-        net = another_group(ranks, 2 * settings.timeout_s) if self._overlap else ranks
+        net = another_group(ranks, 2 * settings.timeout_s) if settings.overlap_steps and (streams or alone) else ranks
         with together(ranks):
-            keys = Keys(Path(settings.keys), "sites.keys") if settings.keys is not None else None
-            host, pieces = (
-                settings.listen or own_address(settings.coordinator, encrypted=keys is not None),
-                self._shard.regions(),
-            )
-            self._server = Server(host, run=run, member=self.id, pieces=pieces, limit_s=settings.timeout_s, keys=keys)
-            if ranks.rank == 0:
-                coordinator = to_coordinator(settings.coordinator, keys).address if keys else settings.coordinator
-                self._members = members(coordinator, self.id, settings.timeout_s)
+            mine = self._shard.regions()
+            keys, self._server, self._members = opened(settings, ranks.rank, run, self.id, mine, members)
         self._addresses = from_all(ranks, self._server.address)
         self._exchange = Exchange(net, self._shard, self.id, run, form, keys)
         self._meetings = Meetings(net, self._members, self.id, run, common)
+        self._newest: Newest | None = None
+        if alone:
+            self._newest = Newest(ranks, self._shard, self._exchange, self._server, form, tell, settings)
         self._clock = StepClock()
         self._step = self._round = self._steps = 0
         self._due = self._every  # of `_steps`, for the next synchronisation
@@ -131,9 +117,12 @@ class Site:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._flight is not None and kind is None:  # its collectives must not outlive their group
+        if kind is None:  # collectives on their way must not outlive their group
             with contextlib.suppress(RoundFailed):
-                self._flight[1].result()
+                if self._flight is not None:
+                    self._flight[1].result()
+                if self._newest is not None:
+                    self._newest.settle()
         self._server.close()
         if self._members is not None:
             self._members.close()
@@ -177,6 +166,9 @@ class Site:
             found += pieces(self._shard, MOMENTUM, lambda: self._momentum)
         if (feedback := self._feedback) is not None:
             found += pieces(self._shard, RESIDUAL, lambda: feedback.residual)
+        if (newest := self._newest) is not None:
+            line = functools.cache(lambda: newest.line(self._shard.read()))  # once a save
+            found += pieces(self._shard, LINE, line)
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -192,7 +184,7 @@ class Site:
         Raises:
             AgreedError: the checkpoint is damaged.
         """
-        found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL), self._ranks)
+        found = read_back(self._shard, folder, (COMMON, MOMENTUM, RESIDUAL, LINE), self._ranks)
         with together(self._ranks):
             self._ledger, self._was, self._round, self._trained, weights = standing(kept, folder)
         same = len(weights) == len(self._weights)
@@ -201,6 +193,8 @@ class Site:
         self._momentum = found.get(MOMENTUM, self._momentum)
         if self._feedback is not None and RESIDUAL in found:
             self._feedback.residual = found[RESIDUAL]
+        if self._newest is not None:
+            self._newest.begin(self._anchor, self._round, [], found.get(LINE, self._shard.read()))
 
     def after_update(self, step: int, *, complete: bool) -> tuple[int, int]:
         """Count an optimizer step, and synchronise if it is time.
@@ -225,6 +219,8 @@ class Site:
         if not complete and self._flight is None and self._steps >= self._due:
             self._set_off()
             ends -= 1  # the fastest site's first, if this was its last step
+        elif self._newest is not None and not complete:
+            self._newest.after_step(self._step, self._steps, self._weights[0])
         if complete or self._step == self._last_step:
             for _ in range(ends):  # who is not there for one is not waited for again
                 if not self._try(lambda: self._synchronise(self._deadline())):
@@ -343,13 +339,19 @@ class Site:
     def _publish(self, overlap: int = 0) -> Sent:
         """Serve what this rank has of the fragment whose turn it is."""
         self._stands_s, part = time.monotonic(), self._part(self._round)
+        if self._newest is not None:
+            self._newest.settle()
         sums = from_all(self._ranks, [self._shard.checksum(each) for each in (self._anchor, self._momentum)])
         values = self._shard.read(part)
+        if self._newest is not None:
+            values = self._newest.advance(values)
         own = values[part]
         served: dict[str, Array | Bytes] = {"values": values}
         if self._feedback is not None:
             records, own = self._feedback.encode(own - self._anchor[part], part)
             served = {"changes": records}
+        if self._newest is not None:
+            served |= self._newest.served()
         self._server.publish(self._round, {**served, "anchor": self._anchor, "momentum": self._momentum})
         said = {
             **self.to_json(),
@@ -384,6 +386,9 @@ class Site:
         self._round, self._meetings.missed = leader.round + 1, False
         self._was = self.id
         self._exchange.forget_all_but(done.committed)
+        if self._newest is not None:
+            others = [by_id[site] for site in done.committed if site != self.id]
+            self._newest.begin(self._anchor, self._round, others)
 
     def _report(self, done: Round, sent: Sent, norm: float) -> None:
         fields = told_round(done, sent, self._stands_s, norm)

@@ -61,6 +61,9 @@ METRICS: dict[str, Metric] = {
     "sites/staleness_steps": _metric(
         "optimizer steps", "Steps that this site trained between sending its parameters and taking the result."
     ),
+    "sites/late_updates": _metric(
+        "updates", "`async`: those of another site since this one's ground, beyond 2; its change weighs less for them."
+    ),
     "sites/outer_step_norm": _metric("1", "L2 norm of the change of the common parameters, of all its ranks."),
     "distill/divergence": _metric("nats/token", "Distillation: the student's divergence from the teacher, by itself."),
     "distill/next_token_loss": _metric("nats/token", "Distillation: the student's next-token loss."),

@@ -125,6 +125,16 @@ def streamed(
     return {name: value.float() for name, value in shared.items()}
 
 
+def loss_of(model_fields: dict[str, Any], data: DataConfig, parameters: dict[str, torch.Tensor], samples: int) -> float:
+    """Mean loss of a model with these parameters on the first sequences of the training data, nats a token."""
+    model, windows = _first(model_fields), [TrainData(data).window_at(index) for index in range(samples)]
+    inputs, labels = (torch.stack([torch.from_numpy(getattr(w, key)) for w in windows]) for key in ("inputs", "labels"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parameters[name].view_as(parameter))
+        return float(mean_cross_entropy(model(inputs.long()).logits, labels.long()))
+
+
 def _first(model_fields: dict[str, Any]) -> torch.nn.Module:
     """A transformers model with the values that a run of seed 0 begins with."""
     from transformers import AutoConfig, AutoModelForCausalLM

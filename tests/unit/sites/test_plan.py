@@ -84,6 +84,15 @@ def test_streaming_waits_only_for_what_takes_longer_than_its_overlap() -> None:
     assert all_of_it < 0.5  # this site's own work
 
 
+def test_async_waits_for_the_others_at_its_meetings_alone() -> None:
+    line, job = Line(rate=1e6, rtt_s=0.05), replace(JOB, overlap=60, meet_every=4, steps=None)
+    diloco = plan.with_sites(job, line, "local_sgd", "none", 40)
+    alone = plan.with_sites(job, line, "async", "none", 40)
+    assert alone.bytes_per_step == diloco.bytes_per_step
+    own_s = 40 * diloco.wait_s - diloco.fetch_s - plan.MEETINGS * 0.05
+    assert 40 * alone.wait_s == pytest.approx((diloco.fetch_s + plan.MEETINGS * 0.05) / 4 + own_s)
+
+
 def test_wall_time_is_the_steps_the_waiting_and_the_last_round() -> None:
     forecast = plan.with_sites(JOB, LINE, "diloco", "none", 30)  # rounds after steps 30 and 60
     assert forecast.run_s == pytest.approx(60 * 0.8 + 2 * forecast.round_s)

@@ -29,13 +29,14 @@ from hypothesis import strategies as st
 from llmtrain.config.sites import SitesConfig
 from llmtrain.engine.api import StateTensor
 from llmtrain.errors import TrainingStopped
-from llmtrain.sites import exchange
+from llmtrain.sites import exchange, newest
 from llmtrain.sites import meeting as meeting_module
 from llmtrain.sites import site as site_module
 from llmtrain.sites.ledger import Ledger, Request, steps_of
 from llmtrain.sites.members import Member, MembersError, SitesError
 from llmtrain.sites.outer import outer_step
-from llmtrain.sites.site import Share, Site
+from llmtrain.sites.pace import Share
+from llmtrain.sites.site import Site
 from llmtrain.sites.wire import Peer, Server, WireError
 from llmtrain.tensors.region import Region, shard
 
@@ -289,9 +290,9 @@ SETTINGS = SitesConfig(
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site, Numbers, list]]]:
     """Makes sites of one rank."""
-    for module in (site_module, exchange):
+    for module in (site_module, exchange, newest):
         monkeypatch.setattr(module, "from_all", lambda _ranks, value: [value])
-    for module in (site_module, meeting_module):
+    for module in (site_module, meeting_module, exchange):
         monkeypatch.setattr(module, "from_rank_0", lambda _ranks, make: make())
     monkeypatch.setattr(site_module, "another_group", lambda ranks, _limit_s: ranks)
     monkeypatch.setattr(site_module, "together", lambda _ranks: contextlib.nullcontext())

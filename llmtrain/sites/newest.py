@@ -1,0 +1,172 @@
+"""async: between two meetings of all sites each sends what it has changed, and takes the newest of the others, alone.
+
+What a site itself has changed since the meeting is a line of its own: the common parameters and the sum of its steps.
+It trains on the mean of the newest lines that it knows, weighted by the tokens behind them, which is what a parameter
+server would give out; and the next meeting makes the mean of all lines common. A change whose ground has moved by late
+more updates of another site than USUAL is weighted by (1 + late) ** -0.5, after C. Xie et al., "Asynchronous Federated
+Optimization", arXiv 1903.03934.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmtrain import log
+from llmtrain.config.sites import SitesConfig
+from llmtrain.dist.control import from_all
+from llmtrain.dist.ranks import Ranks
+from llmtrain.sites.compress import Format, encode
+from llmtrain.sites.exchange import CLOCK, NEWEST, Clock, Exchange, Fetched
+from llmtrain.sites.fragments import Background
+from llmtrain.sites.outer import Array, Shard
+from llmtrain.sites.seen import name_of
+from llmtrain.sites.told import Told
+from llmtrain.sites.wire import Array as Served
+from llmtrain.sites.wire import Server
+
+USUAL = 2
+"""Updates that an equally fast site makes between two exchanges: one, and by their order now and then another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What a site has changed since the meeting, as another knows it."""
+
+    clock: Clock
+    change: Array
+    """Of this rank's elements."""
+
+
+class Newest:
+    """The exchanges of one site between meetings. All of its ranks call every method together."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        shard: Shard,
+        exchange: Exchange,
+        server: Server,
+        form: Format | None,
+        tell: Callable[..., None],
+        settings: SitesConfig,
+    ) -> None:
+        """
+        Args:
+            exchange: with a group of ranks of its own where `overlap_steps` is not 0.
+            form: how changes are written; what a record loses is not made up for before the meeting.
+            tell: takes the kind of an event and its fields.
+            settings: an exchange every `sync_every` steps; the others' part is on its way during `overlap_steps`, for
+                `timeout_s` at most.
+        """
+        self._ranks, self._shard, self._exchange, self._server = ranks, shard, exchange, server
+        self._form, self._tell = form, tell
+        self._every, self._overlap, self._limit_s = settings.sync_every, settings.overlap_steps, settings.timeout_s
+        self._asked: Background[tuple[Fetched, dict[str, Clock]]] | None = None
+        self.begin(shard.read(), 0, [])
+
+    def begin(self, common: Array, round_: int, others: Sequence[Told], line: Array | None = None) -> None:
+        """All sites have met, or this one goes on from a checkpoint.
+
+        Args:
+            common: the parameters that all have alike, [size].
+            round_: synchronisations behind them.
+            others: the other sites.
+            line: this site's own, if it has changed them: the live parameters are the ground of what follows.
+        """
+        self._common, self._round, self._others = common, round_, others
+        self._line = common if line is None else line
+        self._ground = common if line is None else self._shard.read()
+        self._known: dict[str, Line] = {}
+        self._under: dict[str, int] = {}
+        """Versions of the others in the ground."""
+        self._clock = Clock(version=0, tokens=0, steps=0)
+        self._served: dict[str, Served] = {}
+
+    def line(self, live: Array) -> Array:
+        """This site's line with what it has changed since it last took the others'. `live`: its parameters, [size]."""
+        if self._line is self._ground and not self._late():
+            return live
+        return self._line + np.float32((1 + self._late()) ** -0.5) * (live - self._ground)
+
+    def advance(self, live: Array) -> Array:
+        """The same, and what follows is counted from `live`."""
+        self._line = self.line(live)
+        self._ground = self._line if not self._known else live
+        return self._line
+
+    def served(self) -> Mapping[str, Served]:
+        """What the others may fetch of it: the last two versions, for those that have begun with the older one."""
+        return self._served
+
+    def settle(self) -> None:
+        """Before a meeting: what is on its way must not meet its collectives."""
+        if self._asked is not None:
+            self._asked.result()
+            self._asked = None
+
+    def after_step(self, step: int, steps: int, tokens: int) -> None:
+        """Ask, or send and take, if it is time.
+
+        Args:
+            step: of the run, for the log.
+            steps: of this site since the meeting.
+            tokens: behind them.
+        """
+        if (steps + self._overlap) % self._every == 0 and self._asked is None and self._others:
+            known = {site: line.clock.version for site, line in self._known.items()}
+            sources, round_, change = self._others, self._round, self.line(self._shard.read()) - self._common
+            deadline_s = time.monotonic() + self._limit_s
+            self._asked = Background(lambda: self._exchange.newest(sources, known, change, steps, round_, deadline_s))
+        if steps % self._every == 0:
+            self._send_and_take(step, steps, tokens)
+
+    def _send_and_take(self, step: int, steps: int, tokens: int) -> None:
+        began_s = time.monotonic()
+        asked, got = self._asked, None
+        if asked is not None and (self._overlap == 0 or all(from_all(self._ranks, asked.done()))):
+            got, clocks = asked.result()
+            self._asked = None
+            self._known |= {
+                site: Line(clock=clocks[site], change=change) for site, change in got.found.items() if site in clocks
+            }
+        late = self._late()
+        self._send(self.advance(self._shard.read()), steps, tokens)
+        if self._known:
+            self._ground = self._mean()
+            self._shard.write(self._ground)
+            self._under = {site: line.clock.version for site, line in self._known.items()}
+        for site, why in (got.failed if got else {}).items():
+            log.warn_once(f"nothing new from site {name_of(site)} before the sites meet again: {why}")
+        self._tell(
+            "exchange", step=step, round=self._round, version=self._clock.version, participants=1 + len(self._known),
+            known={name_of(site): line.clock.version for site, line in self._known.items()}, late_updates=late,
+            received_bytes=got.received_bytes if got else 0, stood_s=round(time.monotonic() - began_s, 3),
+        )  # fmt: skip
+
+    def _send(self, line: Array, steps: int, tokens: int) -> None:
+        before = f"{NEWEST} {self._clock.version}"
+        self._clock = Clock(version=self._clock.version + 1, tokens=tokens, steps=steps)
+        change = line - self._common
+        self._served = {
+            CLOCK: self._clock.array(),
+            f"{NEWEST} {self._clock.version}": change if self._form is None else encode(self._form, change),
+            **{kind: array for kind, array in self._served.items() if kind == before},
+        }
+        self._server.publish(self._round, self._served)
+
+    def _late(self) -> int:
+        """Updates of another site that have come since the ground, beyond USUAL."""
+        come = [line.clock.version - self._under.get(site, 0) for site, line in self._known.items()]
+        return max(0, max(come, default=0) - USUAL)
+
+    def _mean(self) -> Array:
+        """Of all lines, by the tokens behind them."""
+        total = self._clock.tokens + sum(line.clock.tokens for line in self._known.values())
+        mean = self._common + np.float32(self._clock.tokens / total) * (self._line - self._common)
+        for site in sorted(self._known):
+            mean += np.float32(self._known[site].clock.tokens / total) * self._known[site].change
+        return mean
