@@ -56,7 +56,16 @@ class Trial:
                 "--sites.start_sites",
                 str(2 if number < 2 else 1),
             ),
-            *("--sites.sync_every", "10", "--sites.timeout_s", "5", "--sites.compress", "int8"),
+            *(
+                "--sites.method",
+                "local_sgd",
+                "--sites.sync_every",
+                "10",
+                "--sites.timeout_s",
+                "5",
+                "--sites.compress",
+                "int8",
+            ),
             *("--checkpoint.every_steps", "20", "--optim.lr", "3e-3", "--sites.pace", "measured"),
         ]
         rank = bench.Rank(host, home, host.name, words, PACE_S=str(PACE_S))

@@ -466,6 +466,16 @@ CASES = [
         {"sites": {"name": "a", "coordinator": "h:1", "method": "streaming", "sync_every": 20}},
     ),
     Wrong(
+        "what async asks for comes after the exchange",
+        ("sites.overlap_steps = 5", "at most 4: less than sites.sync_every", "lower it, or raise sites.sync_every"),
+        {"sites": {"name": "a", "coordinator": "h:1", "method": "async", "sync_every": 5}},
+    ),
+    Wrong(
+        "a median of what comes one by one",
+        ('sites.mean = "median"', "none but the weighted mean", "choose another sites.method"),
+        {"sites": {"name": "a", "coordinator": "h:1", "method": "async", "mean": "median"}},
+    ),
+    Wrong(
         "shared experts in a site",
         ("expert_parallel.autoep_size = 2", "not proved yet", "remove sites.name"),
         {"sites": {"name": "a", "coordinator": "h:1"}},

@@ -333,6 +333,11 @@ def slow(_: int) -> None:
     _paced(0.3)
 
 
+def steady(_: int) -> None:
+    """A machine that trains 15 steps a second whatever else goes on."""
+    _paced(0.07)
+
+
 def fast(_: int) -> None:
     _paced(0.1)
 
@@ -410,17 +415,25 @@ def test_async_with_one_site_is_training_without_sites_to_the_last_bit(coordinat
     assert far(parameters(tmp_path / "A"), parameters(tmp_path / "plain"))[0] == 0
 
 
-def test_a_site_that_comes_late_takes_the_model_from_the_others(coordinator, small_data, tmp_path):
-    """It begins with their parameters and their step, so that all end together with the same model."""
-    steps = ("--train.max_steps", "240", "--train.log_every", "8", "--sites.sync_every", "8")
-    a = start(recipe(tmp_path / "A", small_data), coordinator, *steps)
-    wait_for_step(a, tmp_path / "A/run", 8)
-    b = start(recipe(tmp_path / "B", small_data), coordinator, *steps)
-    assert a.wait(90) == [0] and b.wait(30) == [0], a.output() + b.output()
-    first, *rest = synchronised(tmp_path / "B")
-    assert first["healed"] and not any(event["healed"] for event in rest)
-    assert min(losses(tmp_path / "B/run")) > 8
+def test_a_site_is_killed_and_comes_back_late_and_300_steps_end_with_one_good_model(coordinator, small_data, tmp_path):
+    """It takes the others' parameters and step. The loss is at most 1.02 times that of local SGD by its definition, in
+    plain PyTorch, of two sites that nothing happens to; that of one site alone would be 1.05 times."""
+    steps = ("--train.max_steps", "300", "--train.log_every", "10", "--sites.sync_every", "10",
+             "--sites.method", "local_sgd", "--checkpoint.every_steps", "40", "--sites.pace", "measured")  # fmt: skip
+    a = start(recipe(tmp_path / "A", small_data), coordinator, *steps, "--sites.start_sites", "2", before=steady)
+    b = start(recipe(tmp_path / "B", small_data), coordinator, *steps, "--sites.start_sites", "2", before=steady)
+    wait_for_step(b, tmp_path / "B/run", 60)
+    os.kill(b.ranks[0].pid, signal.SIGKILL)
+    assert b.wait(5) == [-signal.SIGKILL]
+    b = start(tmp_path / "B/recipe.yaml", coordinator, *steps, before=steady)
+    assert a.wait(120) == [0] and b.wait(30) == [0], a.output() + b.output()
+    healed = [event["step"] for event in synchronised(tmp_path / "B") if event["healed"]]
+    assert len(healed) == 1 and 60 < healed[0] < 300, healed
     assert far(parameters(tmp_path / "A"), parameters(tmp_path / "B"))[0] == 0
+    data = DataConfig(path=small_data, sequence_length=32)
+    whole = simulated(MODEL, data, sites=2, batch=4, steps=300, sync_every=10, lr=3e-3, outer_lr=None)
+    got, want = (loss_of(MODEL, data, each, 512) for each in (parameters(tmp_path / "A"), whole))
+    assert got <= 1.02 * want, (got, want)
 
 
 def test_sites_that_train_different_models_are_told_what_differs(coordinator, small_data, tmp_path):
