@@ -48,26 +48,11 @@ class Trial:
         if not home.exists():
             bench.recipe(home, self.data, options, options.batch, STEPS)
         words = [
-            *(
-                "--sites.name",
-                f"s{number}",
-                "--sites.coordinator",
-                self.address,
-                "--sites.start_sites",
-                str(2 if number < 2 else 1),
-            ),
-            *(
-                "--sites.method",
-                "local_sgd",
-                "--sites.sync_every",
-                "10",
-                "--sites.timeout_s",
-                "5",
-                "--sites.compress",
-                "int8",
-            ),
-            *("--checkpoint.every_steps", "20", "--optim.lr", "3e-3", "--sites.pace", "measured"),
-        ]
+            "--sites.name", f"s{number}", "--sites.coordinator", self.address, "--sites.timeout_s", "5",
+            "--sites.start_sites", str(2 if number < 2 else 1), "--sites.pace", "measured",
+            "--sites.method", "local_sgd", "--sites.sync_every", "10", "--sites.compress", "int8",
+            "--checkpoint.every_steps", "20", "--optim.lr", "3e-3",
+        ]  # fmt: skip
         rank = bench.Rank(host, home, host.name, words, PACE_S=str(PACE_S))
         self.ranks.append(rank)
         return rank
