@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.run import AdapterConfig, ResolvedRun, RunConfig
 from llmtrain.data.reference import REMEDY, weights_hash
 from llmtrain.dist.control import AgreedError, from_all, together
 from llmtrain.dist.device import check_device
@@ -122,7 +122,8 @@ def _compiles_unasked(spec: ModelSpec, mix: Mix) -> bool:
     gives up after 8; and a collective in compiled code is not counted for the watch (cluster/watch/collectives.py).
     """
     shared = mix.degrees.tensor > 1 or mix.degrees.sequence > 1
-    return mix.may_compile_layers and not shared and experts_per_token(spec.config) is None
+    packed = spec.adapter.quantize is not None  # bitsandbytes' own kernels
+    return mix.may_compile_layers and not shared and not packed and experts_per_token(spec.config) is None
 
 
 def _agreed_trouble(ranks: Ranks) -> str | None:
@@ -149,6 +150,19 @@ def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict
     with together(ranks):
         engine.refresh()
         return prove_weights(engine, source, ranks)
+
+
+def pack_weights(engine: Engine, adapter: AdapterConfig, ranks: Ranks) -> list[str]:
+    """Once all values are there: put those in fewer bits that the run wants so. Returns lines for the log.
+
+    Raises: AgreedError, on all ranks.
+    """
+    if adapter.quantize is None:
+        return []
+    from llmtrain.models.quantized import quantize_maps
+
+    with together(ranks):
+        return [quantize_maps(engine.module)]
 
 
 def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmtrain.config.objective import wants_column
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import AdapterConfig, RunConfig
 from llmtrain.topology import Degrees
@@ -20,20 +21,41 @@ def check_adapter(run: RunConfig, places: Places, problems: Problems) -> None:
             rule = "beside an adapter (adapter.r) all parameters of the model are frozen"
             problems.add(f"model.{key}", patterns, rule, "remove it", places.get(f"model.{key}"))
     if run.adapter.quantize is not None:
-        rule = (
-            "a model's values are written slice by slice and proved by their checksums, and bitsandbytes' blocks of 4 "
-            "bits have none of the folder's values: QLoRA does not train here"
-        )
-        remedy = "remove it: ZeRO 3 shards the frozen weights in bf16, offload_param keeps them on the host"
-        problems.add("adapter.quantize", run.adapter.quantize, rule, remedy, places.get("adapter.quantize"))
+        _check_quantize(run, places, problems)
     if not run.adapter.targets:
         problems.add("adapter.targets", [], "names no module", 'write ["all-linear"]', places.get("adapter.targets"))
 
 
-def check_adapter_form(run: RunConfig, degrees: Degrees, path: str, places: Places, problems: Problems) -> None:
+def _check_quantize(run: RunConfig, places: Places, problems: Problems) -> None:
+    """Packed weights are those of whole maps that compute as the run says, and what it compares with has them too."""
+    value, place = run.adapter.quantize, places.get("adapter.quantize")
+    if run.adapter.dora:
+        rule = "the lengths that DoRA begins with are those of the folder's rows (adapter.dora), not of packed ones"
+        problems.add("adapter.quantize", value, rule, "remove one of them", place)
+    if run.model.compile_layers:
+        rule = "bitsandbytes' maps are not compiled here (model.compile_layers)"
+        problems.add("adapter.quantize", value, rule, "remove one of them", place)
+    if wants_column(run.objective):
+        rule = "the log-probabilities of `llmtrain reference` are of weights that are not packed"
+        problems.add("adapter.quantize", value, rule, "set objective.reference to online: the packed base", place)
+
+
+def check_adapter_form(
+    run: RunConfig, degrees: Degrees, zero_stage: int, path: str, places: Places, problems: Problems
+) -> None:
     """The forms in which an adapter does not train."""
     if run.adapter.r is None:
         return
+    if run.adapter.quantize is not None:
+        forms = {"zero_optimization.stage": (zero_stage, zero_stage == 3),
+                 "tensor_parallel.autotp_size": (degrees.tensor, degrees.tensor > 1),
+                 "pipeline.stages": (degrees.pipeline, degrees.pipeline > 1)}  # fmt: skip
+        for key, (degree, wrong) in forms.items():
+            if wrong:
+                rule = f"blocks of 4 bits are of whole maps that each rank has, not with {key} = {degree} ({path})"
+                remedy = "remove one of them: sharded over the ranks, weights in bf16 may take as little"
+                place = places.get("adapter.quantize")
+                problems.add("adapter.quantize", run.adapter.quantize, rule, remedy, place)
     if degrees.expert > 1:
         rule = f"adapters are trained on whole layers, not with expert_parallel.autoep_size = {degrees.expert} ({path})"
         remedy = "remove that key: ZeRO 3 shards frozen experts, too"

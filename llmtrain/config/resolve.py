@@ -44,7 +44,7 @@ def resolve(
     _check_declared_ranks(tree, path, degrees.data, world, problems)
     rules.check_shared_heads(run, degrees, path, places, problems)
     rules.check_shared_rows(run, degrees, path, places, problems)
-    check_together(run, degrees, path, places, problems)
+    check_together(run, degrees, facts.mix.zero_stage, path, places, problems)
     rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, places, problems)
     check_sites(run, degrees.expert, path, places, problems)
     problems.raise_if_any()

@@ -71,8 +71,9 @@ class AdapterConfig:
     """Share of A's inputs that are left out in training."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Patterns (`*`, `?`, `[...]`) of modules, such as `*.q_proj`; all-linear: all linear maps of decoder layers."""
-    quantize: str | None = None
-    """Refused: QLoRA's weights in 4 bits are not there yet. Under ZeRO 3 the ranks share them in bf16."""
+    quantize: Literal["nf4"] | None = None
+    """nf4: the maps beside the adapter keep their frozen weights in 4 bits (QLoRA), by bitsandbytes: pip install
+    llmtrain[quantize]. ZeRO 0 to 2, without tensor parallelism and pipelines."""
     modules_to_save: list[str] = field(default_factory=list)
     """Patterns of modules that train whole beside the adapter, such as `model.embed_tokens`, `lm_head` or `*norm`."""
     start: str | None = None

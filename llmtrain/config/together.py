@@ -23,6 +23,7 @@ ADAPTERS: dict[str, AdapterConfig] = {
     "LoRA, rsLoRA": AdapterConfig(r=8),
     "DoRA": AdapterConfig(r=8, dora=True),
     "`adapter.dropout`": AdapterConfig(r=8, dropout=0.1),
+    "`adapter.quantize`": AdapterConfig(r=8, quantize="nf4"),
 }
 
 
@@ -38,17 +39,19 @@ class _Kept(Problems):
         self.told.append((rule, remedy))
 
 
-def check_together(run: RunConfig, degrees: Degrees, path: str, places: Places, problems: Problems) -> None:
+def check_together(
+    run: RunConfig, degrees: Degrees, zero_stage: int, path: str, places: Places, problems: Problems
+) -> None:
     """The forms in which an objective or an adapter does not train. `path`: of the DeepSpeed JSON."""
     check_form(run, degrees, path, problems)
-    check_adapter_form(run, degrees, path, places, problems)
+    check_adapter_form(run, degrees, zero_stage, path, places, problems)
 
 
 def refusals(objective: str, adapter: AdapterConfig, form: Mix) -> list[tuple[str, str]]:
     """(rule, remedy) of what the resolver has against it; empty: it trains."""
     problems = _Kept()
     run = RunConfig(deepspeed="the JSON", adapter=adapter, objective=ObjectiveConfig(name=objective))  # type: ignore[arg-type]
-    check_together(run, form.degrees, run.deepspeed, {}, problems)
+    check_together(run, form.degrees, form.zero_stage, run.deepspeed, {}, problems)
     told = [(rule.replace(f"objective.name {objective}", "the objective"), remedy) for rule, remedy in problems.told]
     return [*((rule.reason, rule.remedy) for rule in clashes(form)), *told]
 

@@ -27,6 +27,7 @@ from llmtrain.config.run import AdapterConfig
 from llmtrain.errors import ConfigError
 from llmtrain.models.build import decoder_layers, materialise
 from llmtrain.models.parameters import Shard, local_parameter, set_shard
+from llmtrain.models.quantized import need_bitsandbytes
 from llmtrain.models.score import SCORE, WEIGHT, gives_scores
 from llmtrain.models.source import ParameterSource
 from llmtrain.tensors.pieces import pick
@@ -181,6 +182,8 @@ def lora_config(hf: PreTrainedModel, adapter: AdapterConfig, paths: Iterable[str
 
 def adapted(skeleton: PreTrainedModel, adapter: AdapterConfig) -> PreTrainedModel:
     """A copy of the skeleton with the adapter's layers, on the meta device like it. Raises ConfigError."""
+    if adapter.quantize is not None:
+        need_bitsandbytes()
     config = lora_config(skeleton, adapter, paths := target_paths(skeleton, adapter))
     from peft import inject_adapter_in_model
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from llmtrain.tensors.region import Region, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What a parameter in fewer bits stands for."""
+
+    dtype: torch.dtype
+    values: Callable[[], Tensor]
+    """Makes them anew."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -24,6 +35,15 @@ class LocalParameter:
     copy: tuple[int, int] = (0, 1)
     """This is copy (index, of) among the ranks of other tensor-parallel and pipeline positions: a norm that every
     tensor-parallel rank holds, an embedding tied over two stages. Data-parallel replicas do not count here."""
+
+    @property
+    def packed(self) -> Packed | None:
+        """What a parameter in fewer bits stands for."""
+        return getattr(self.parameter, "llmtrain_packed", None)
+
+    def values(self) -> Tensor:
+        """The flat values, [region.numel]: the parameter's own, or those that it stands for."""
+        return (self.parameter.detach() if self.packed is None else self.packed.values()).reshape(-1)
 
     @property
     def trains(self) -> bool:
@@ -45,6 +65,11 @@ class Shard:
 def set_shard(parameter: Tensor, shard: Shard) -> None:
     """The note stays with the object, whatever DeepSpeed does to its values."""
     parameter.llmtrain_shard = shard  # type: ignore[attr-defined]
+
+
+def set_packed(parameter: Tensor, packed: Packed) -> None:
+    """Note it at the object, as `set_shard` does."""
+    parameter.llmtrain_packed = packed  # type: ignore[attr-defined]
 
 
 def local_parameter(name: str, parameter: Tensor) -> LocalParameter:

@@ -25,7 +25,7 @@ from llmtrain.models.build import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optimizers import OPTIMIZERS
-from llmtrain.parity.adapter import adapt_plainly, frozen_beside, loud_source
+from llmtrain.parity.adapter import adapt_plainly, frozen_beside, loud_source, pack_plainly
 from llmtrain.parity.answers import Answers, divergence, plain_loss
 from llmtrain.parity.teacher import PlainTeacher
 from llmtrain.parity.tokens import Tokens
@@ -100,6 +100,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     frozen = _frozen(model, spec.shapes)
     for name, tensor in frozen.items():  # the family's own in fp32, as transformers keeps a router's bias
         tensor.data = _value(source, name).to(device, DTYPES[resolved.precision] if name in chosen else torch.float32)
+    pack_plainly(model, run.adapter)
     if order.halves:
         _halve_products(model)
     optimizer = PlainOptimizer(

@@ -58,7 +58,10 @@ def test_an_adapter_to_begin_with_that_is_another_is_refused_by_name(tmp_path, c
         ({}, {"r": 0}, "at least 1"),
         ({}, {"alpha": 8.0}, "adapter.r = null(.|\n)*without a rank there is no adapter"),
         ({}, {"r": 4, "targets": []}, "names no module"),
-        ({}, {"r": 4, "quantize": "nf4"}, r'adapter.quantize = "nf4"(.|\n)*QLoRA does not train here'),
+        ({"stage": 3}, {"r": 4, "quantize": "nf4"}, r'adapter.quantize = "nf4"(.|\n)*zero_optimization.stage = 3'),
+        ({"stage": 1, "tensor": 2}, {"r": 4, "quantize": "nf4"}, "whole maps(.|\n)*tensor_parallel.autotp_size = 2"),
+        ({"stage": 1, "pipeline": 2}, {"r": 4, "quantize": "nf4"}, "whole maps(.|\n)*pipeline.stages = 2"),
+        ({}, {"r": 4, "dora": True, "quantize": "nf4"}, "adapter.dora(.|\n)*remove one of them"),
         ({"extra": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}}, {"r": 4}, "keeps copies"),
     ],
 )

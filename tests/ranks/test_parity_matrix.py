@@ -56,6 +56,7 @@ def run(pools: Any, form: Form) -> None:
     assert outcome.verdict.passed, "\n".join(report(form.name, outcome.verdict, outcome.hint))
 
 
+PACKED = '{"r": 4, "alpha": 8.0, "quantize": "nf4"}'
 TELLING = [
     replace(FORMS["pp2"], family="gemma3", tied=True),
     replace(FORMS["sp2"], family="qwen2", isolate_documents=True),
@@ -67,8 +68,12 @@ TELLING = [
     replace(FORMS["ep2"], family="mixtral", changes=json.dumps(BALANCED), accumulation=2),
     Form(zero=1, accumulation=2, objective="orpo", steps=6),
     replace(FORMS["tp2"], objective="distill", precision="bf16", steps=8),
+    Form(zero=2, adapter=PACKED, steps=6),
 ]
 TELLING_SLOW = [
+    Form(zero=1, adapter=PACKED, precision="bf16", steps=6),
+    Form(adapter=PACKED, objective="dpo", reference="online", steps=6),
+    replace(FORMS["sp2"], adapter=PACKED, steps=6),
     replace(FORMS["pp2-dp2"], family="gpt2", isolate_documents=True),
     replace(FORMS["tp2"], family="stablelm", precision="bf16"),
     Form(zero=3, accumulation=2, objective="orpo", steps=8),

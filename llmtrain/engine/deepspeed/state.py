@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmtrain.engine.api import ForwardCopy, StateTensor
 from llmtrain.engine.deepspeed.moments import moments_of
-from llmtrain.models.parameters import LocalParameter
+from llmtrain.models.parameters import LocalParameter, Packed
 from llmtrain.optimizers import PARAM
 
 
@@ -83,7 +83,7 @@ class State(ABC):
         found: list[LocalParameter] = self.engine.module.local_parameters()
         for held in found:
             here = getattr(held.parameter, "ds_numel", held.parameter.numel())
-            assert here == held.region.numel, (held.name, here, held.region)
+            assert held.packed is not None or here == held.region.numel, (held.name, here, held.region)
         return found
 
     def tensors(self) -> list[StateTensor]:
@@ -96,10 +96,18 @@ class State(ABC):
                 found.append(home.tensor(kind, view))
         found.extend(self.whole_moments())
         for held in self.local_parameters():
-            if not held.trains:
+            if held.packed is not None:
+                found.append(self._packed(held, held.packed))
+            elif not held.trains:
                 home = self.untrained(held)
                 found.append(home.tensor(PARAM, home.flat.narrow(0, home.offset, home.numel)))
         return found
+
+    def _packed(self, held: LocalParameter, packed: Packed) -> StateTensor:
+        """What does not train, in fewer bits: its values are made when it is opened, and nothing writes them."""
+        home = Home(held, held.parameter, 0, 0, held.region.numel, self.replica(held))
+        made = home.tensor(PARAM, held.parameter.detach())
+        return replace(made, dtype=packed.dtype, open=lambda: nullcontext(held.values()))
 
     def untrained(self, held: LocalParameter) -> Home:
         """Where the only values of what does not train lie: in the module."""
@@ -140,7 +148,7 @@ class State(ABC):
         return ForwardCopy(
             name=held.name,
             region=held.region,
-            values=held.parameter.detach().reshape(-1),
+            values=held.values(),
             replica=self.replica(held),
             partition=False,
         )

@@ -1,0 +1,67 @@
+"""A run with its frozen weights in 4 bits, from a folder of weights to a PEFT folder."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from safetensors.torch import load_file
+
+from llmtrain.parity.adapter import in_four_bits
+from tests.helpers import forked
+from tests.helpers.launching import losses
+from tests.runs.test_sites_forms import written
+
+RECIPE = """
+deepspeed: {ds}
+model: {{pretrained: {base}}}
+adapter: {{r: 4, quantize: nf4}}
+data: {{path: {data}, sequence_length: 32}}
+optim: {{lr: 3.0e-3}}
+schedule: {{name: constant}}
+train: {{run_dir: {run}, global_batch: 4, micro_batch: 2, max_steps: 8, log_every: 1, eval: false, export: true}}
+checkpoint: {{every_steps: 4}}
+tracking: {{wandb: disabled}}
+"""
+
+
+def test_qlora_trains_on_the_rounded_weights_goes_on_and_ends_in_a_peft_folder(small_data, tmp_path):
+    """Two ranks at ZeRO 2. The first loss is that of the model with its maps rounded; a resume on one rank at ZeRO 0
+    goes on as if nothing had happened (sums of another order: 1e-5); the folder's adapter is for the folder's base."""
+    from transformers import AutoModelForCausalLM
+
+    base = written(tmp_path / "base", 0)
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(ds=tmp_path / "ds.json", base=base, data=small_data, run=tmp_path / "run"))
+    said = forked.train(recipe)
+    assert "4 bits (NF4)" in said
+    whole = losses(tmp_path / "run")
+    recipe.write_text(recipe.read_text().replace(str(tmp_path / "run"), str(tmp_path / "again")))
+    forked.train(recipe, "--train.max_steps", "4")
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+    forked.train(recipe, world_size=1)
+    again = losses(tmp_path / "again")
+    assert all(abs(whole[step] - again[step]) < 1e-5 for step in range(1, 9)), (whole, again)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    first = _first_loss(model, small_data)
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            parameter.data = in_four_bits(parameter)
+    rounded = _first_loss(model, small_data)
+    assert abs(whole[1] - rounded) < 1e-5 < abs(whole[1] - first), (whole[1], rounded, first)
+    found = load_file(tmp_path / "run/export/adapter_model.safetensors")
+    assert all(".lora_" in name for name in found) and any(
+        bool(each.any()) for n, each in found.items() if "lora_B" in n
+    )
+
+
+def _first_loss(model: torch.nn.Module, data: str) -> float:
+    from llmtrain.config.run import DataConfig
+    from llmtrain.data.loader import TrainData
+    from tests.helpers.training import mean_cross_entropy
+
+    windows = [TrainData(DataConfig(path=data, sequence_length=32)).window_at(index) for index in range(4)]
+    inputs, labels = (torch.stack([torch.from_numpy(getattr(w, key)) for w in windows]) for key in ("inputs", "labels"))
+    with torch.no_grad():
+        return float(mean_cross_entropy(model(inputs.long()).logits, labels.long()))
