@@ -7,7 +7,7 @@ from torch import Tensor
 from llmtrain.config.objective import options
 from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.loader import MicroBatch, TaughtBatch
-from llmtrain.models.distillation import TeacherSays, Terms, TopWords, top_words
+from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.teacher import Teacher
@@ -25,7 +25,7 @@ class Distill:
 
     def __init__(self, config: ObjectiveConfig, teacher: Teacher | None) -> None:
         """`teacher`: None on a rank that computes no loss, and where the data has a teacher's column."""
-        self._terms, self._teacher, self._top_k = Terms(**options(config)), teacher, config.top_k
+        self._terms, self._teacher = Terms(**options(config)), teacher
 
     def weight(self, micro: MicroBatch) -> int:
         """Labels that count."""
@@ -39,10 +39,7 @@ class Distill:
         if isinstance(micro, TaughtBatch):
             return TopWords(words=micro.words.flatten(0, 1), logs=micro.logs.flatten(0, 1)).of
         assert self._teacher is not None
-        logits, k = self._teacher.logits(micro.inputs, micro.positions), self._top_k
-        if k is None:
-            return logits
-        return lambda rows: top_words(logits(rows), k, self._terms.temperature)  # what a column would say
+        return self._teacher.logits(micro.inputs, micro.positions)
 
 
 class Likeliest:

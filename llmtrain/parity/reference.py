@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -107,7 +108,8 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision), bf16=resolved.mix.bf16_moments
     )
     vocabulary = config.get_text_config().vocab_size
-    tokens = Tokens(run.data, vocabulary) if run.objective.name in BY_TOKEN else Answers(run, vocabulary)
+    by_token, top_k = run.objective.name in BY_TOKEN, run.objective.top_k
+    tokens = Tokens(run.data, vocabulary, top_k) if by_token else Answers(run, vocabulary)
     teacher = PlainTeacher.of(run.objective, order.attention, DTYPES[resolved.precision], device)
     trace = Trace(by_sign=OPTIMIZERS[optim.name].by_sign)
     trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})
@@ -204,11 +206,10 @@ def _forward_backward(
     rows = list(range(step * count, (step + 1) * count))
     if order.reverse:
         rows.reverse()
-    inputs, labels = (part.to(device) for part in _rows(tokens, rows))
-    counted = int((labels >= 0).sum())
-    total = 0.0
-    for some_inputs, some_labels in zip(inputs.chunk(order.pieces), labels.chunk(order.pieces), strict=True):
-        passes = [_loss_sum(model, *document, teacher) for document in _documents(some_inputs, some_labels, tokens)]
+    parts = [part.to(device) for part in _rows(tokens, rows)]
+    counted, total = int((parts[1] >= 0).sum()), 0.0
+    for some in zip(*(part.chunk(order.pieces) for part in parts), strict=True):
+        passes = [_loss_sum(model, teacher, *document) for document in _documents(some, tokens)]
         loss = torch.stack([loss for loss, _ in passes]).sum()
         part = loss / counted
         if coefficient := _balance_coefficient(model.config):
@@ -233,9 +234,9 @@ def _of_answers(model: Any, config: ObjectiveConfig, answers: Answers, rows: lis
     return total
 
 
-def _rows(tokens: Tokens, rows: list[int]) -> tuple[Tensor, Tensor]:
-    """(inputs, labels), int64 [rows, T]: the label of a place is the next token, unless that begins a document whose
-    beginning is not to count, or lies behind the row's last label that counts."""
+def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
+    """[inputs, labels], int64 [rows, T]: the label of a place is the next token, unless that begins a document whose
+    beginning is not to count, or lies behind the row's last label that counts. Then a teacher's column, if any."""
     inputs, labels = [], []
     for row in rows:
         window, counted = tokens.window(row)
@@ -243,7 +244,9 @@ def _rows(tokens: Tokens, rows: list[int]) -> tuple[Tensor, Tensor]:
         hidden = [tokens.mask_document_starts and before == tokens.separator_id for before in text[:-1]]
         labels.append([-100 if hide or place >= counted else text[place + 1] for place, hide in enumerate(hidden)])
         inputs.append(text[:-1])
-    return torch.tensor(inputs), torch.tensor(labels)
+    columns = [tokens.column(row) for row in rows] if tokens.top_k else []
+    column = [torch.from_numpy(np.stack(each)) for each in zip(*columns, strict=True)]
+    return [torch.tensor(inputs), torch.tensor(labels), *column]
 
 
 def rate_of_step(schedule: ScheduleConfig, number: int, steps: int) -> float:
@@ -276,22 +279,22 @@ def _balance(model: Any, passes: list[tuple[Tensor, ...]]) -> Tensor:
     return function(layers, model.num_experts, model.num_experts_per_tok)
 
 
-def _documents(inputs: Tensor, labels: Tensor, tokens: Tokens) -> Iterator[tuple[Tensor, Tensor]]:
-    """What goes through the model at once. With data.isolate_documents each document goes alone, as a sequence of its
-    own: no mask and no position has to be right for that."""
+def _documents(parts: tuple[Tensor, ...], tokens: Tokens) -> Iterator[tuple[Tensor, ...]]:
+    """What goes through the model at once, of `_rows`. With data.isolate_documents each document goes alone, as a
+    sequence of its own: no mask and no position has to be right for that."""
     if not tokens.isolate_documents:
-        yield inputs, labels
+        yield parts
         return
-    for row, row_labels in zip(inputs, labels, strict=True):
+    for row, *others in zip(*parts, strict=True):
         ends = [int(place) + 1 for place in (row == tokens.separator_id).nonzero()]
         begins = [0, *ends]
         for begin, end in zip(begins, [*ends, len(row)], strict=True):
             if end > begin:
-                yield row[begin:end].unsqueeze(0), row_labels[begin:end].unsqueeze(0)
+                yield tuple(part[begin:end].unsqueeze(0) for part in (row, *others))
 
 
 def _loss_sum(
-    model: Any, inputs: Tensor, labels: Tensor, teacher: PlainTeacher | None = None
+    model: Any, teacher: PlainTeacher | None, inputs: Tensor, labels: Tensor, *column: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(summed loss, the routers' logits of each layer)"""
     out = model(input_ids=inputs, use_cache=False)
@@ -299,7 +302,7 @@ def _loss_sum(
     if teacher is None:
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     else:
-        loss = teacher.loss_sum(logits, inputs, labels)
+        loss = teacher.loss_sum(logits, inputs, labels, *column)
     return loss, getattr(out, "router_logits", None) or ()
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmtrain.config.objective import options
+from llmtrain.config.objective import DISTILL, options
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ObjectiveConfig, RunConfig
 from llmtrain.models.build import load_config
@@ -28,15 +28,15 @@ _SEED = 7_919
 
 
 def with_small_teacher(run: RunConfig, student: dict[str, Any], where: Path) -> ObjectiveConfig:
-    """The run's objective with a small copy of its teacher, whose words are computed at each step and not read from a
-    column: see `small_teacher`. Raises ConfigError or ModelError."""
-    folder, objective = teacher_model(run.objective, run.model).folder, run.objective
-    if folder is None:
-        raise stop(KEY, None, "the comparison makes a small copy of the teacher", "name it, beside objective.top_k")
+    """The run's objective with a small copy of its teacher: see `small_teacher`. With objective.top_k a run reads a
+    column and has no teacher; the comparison's column is that of tokens.py. Raises ConfigError or ModelError."""
+    objective = run.objective
     if objective.top_k is not None:
         words = load_config(ModelConfig(config=student)).get_text_config().vocab_size
-        objective = replace(objective, top_k=min(objective.top_k, words // 2))  # else no word is left out
-    return replace(objective, teacher=small_teacher(str(folder), student, where), teacher_revision=None)
+        top_k = min(objective.top_k, words // 2)  # else no word is left out
+        return replace(objective, teacher=None, teacher_revision=None, top_k=top_k)
+    folder = str(teacher_model(objective, run.model).folder)
+    return replace(objective, teacher=small_teacher(folder, student, where), teacher_revision=None)
 
 
 def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
@@ -68,42 +68,42 @@ def small_teacher(folder: str, student: dict[str, Any], where: Path) -> str:
 
 
 class PlainTeacher:
-    """transformers' own model of a folder, and the loss that a student has beside it."""
+    """transformers' own model of a folder, or a column, and the loss that a student has beside it."""
 
     def __init__(self, config: ObjectiveConfig, attention: str, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
 
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(config.teacher), attn_implementation=attention, dtype=dtype
-        )
-        self._model: Any = model.to(device).eval()  # type: ignore[arg-type]
-        self._options, self._top_k = options(config), config.top_k
+        self._options = options(config)
+        self._model: Any = None
+        if config.top_k is None:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                str(config.teacher), attn_implementation=attention, dtype=dtype
+            )
+            self._model = model.to(device).eval()  # type: ignore[arg-type]
 
     @classmethod
     def of(
         cls, config: ObjectiveConfig, attention: str, dtype: torch.dtype, device: torch.device
     ) -> PlainTeacher | None:
         """None: the run has no teacher."""
-        return None if config.teacher is None else cls(config, attention, dtype, device)
+        return cls(config, attention, dtype, device) if config.name == DISTILL else None
 
-    def loss_sum(self, logits: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Summed over the counted tokens. logits: the student's, fp32 [B, T, V]."""
-        with torch.no_grad():
-            theirs = self._model(input_ids=inputs, use_cache=False).logits.float()
+    def loss_sum(self, logits: Tensor, inputs: Tensor, labels: Tensor, *column: Tensor) -> Tensor:
+        """Summed over the counted tokens. logits: the student's, fp32 [B, T, V]; column: words [B, T, k] and logarithms
+        [B, T, k + 1], where there is one."""
         beta, t, alpha = (self._options[key] for key in ("beta", "temperature", "alpha"))
         counted = labels >= 0
-        own, theirs, words = logits[counted], theirs[counted], labels[counted]
-        log_p, log_q = F.log_softmax(theirs / t, -1), F.log_softmax(own / t, -1)
-        if self._top_k is not None:  # its likeliest words, and any other as one
-            likeliest = log_p.topk(self._top_k).indices
-            words_left = log_p.shape[-1] - self._top_k
-            left = torch.ones_like(log_p).scatter(-1, likeliest, 0.0).bool()
-            log_p, log_q = (
-                torch.cat(
-                    [each.gather(-1, likeliest), each[left].view(len(each), words_left).logsumexp(-1, keepdim=True)], -1
-                )
-                for each in (log_p, log_q)
-            )
+        own, words = logits[counted], labels[counted]
+        log_q = F.log_softmax(own / t, -1)
+        if column:  # its words, and any other as one
+            likeliest, log_p = (each[counted] for each in column)
+            left = torch.ones_like(log_q).scatter(-1, likeliest, 0.0).bool()
+            others = log_q[left].view(len(log_q), log_q.shape[-1] - likeliest.shape[-1]).logsumexp(-1, keepdim=True)
+            log_q = torch.cat([log_q.gather(-1, likeliest), others], -1)
+        else:
+            with torch.no_grad():
+                theirs = self._model(input_ids=inputs, use_cache=False).logits.float()
+            log_p = F.log_softmax(theirs[counted] / t, -1)
         if beta in (0.0, 1.0):
             one, other = (log_p, log_q) if beta == 0.0 else (log_q, log_p)
             apart = (one.exp() * (one - other)).sum()

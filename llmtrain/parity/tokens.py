@@ -19,13 +19,16 @@ class Tokens(TrainData):
     layers and attention all have something to learn in a few steps, and a fault in any of them shows.
     """
 
-    def __init__(self, config: DataConfig, vocab_size: int) -> None:  # the base class opens folders
-        assert vocab_size >= 8, vocab_size
+    def __init__(self, config: DataConfig, vocab_size: int, top_k: int | None = None) -> None:
+        """The base class opens folders. `top_k`: with a column of so many words in place of each label, of no teacher's
+        but drawn."""
+        assert vocab_size >= 8 and (top_k is None or top_k < vocab_size), (vocab_size, top_k)
         self.sequence_length = config.sequence_length
         self.mask_document_starts = config.mask_document_starts
         self.isolate_documents = config.isolate_documents
         self.vocab_size = vocab_size
         self.separator_id = vocab_size - 1
+        self.top_k = top_k
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, labels), int64 [T] each, cut as a run cuts them. From a place on that depends on the index no label
@@ -39,7 +42,20 @@ class Tokens(TrainData):
         """The same with positions."""
         inputs, labels = self.sequence(index)
         isolated = self.isolate_documents
-        return Window(inputs, labels, positions_of(inputs[None], self.separator_id)[0] if isolated else None)
+        window = Window(inputs, labels, positions_of(inputs[None], self.separator_id)[0] if isolated else None)
+        if self.top_k is None:
+            return window
+        words, logs = self.column(index)
+        return window._replace(words=words, logs=logs)
+
+    def column(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """What a column of the data says of each place: (words, int64 [T, k], no word twice in a place; logarithms of
+        their probabilities and of the mass of all others, fp32 [T, k + 1])"""
+        assert self.top_k is not None
+        draw = np.random.default_rng((SEED, index, self.top_k))
+        words = draw.random((self.sequence_length, self.vocab_size)).argsort(axis=1)[:, : self.top_k]
+        chances = np.exp(2 * draw.standard_normal((self.sequence_length, self.top_k + 1)))
+        return words, np.log(chances / chances.sum(axis=1, keepdims=True)).astype(np.float32)
 
     def window(self, index: int) -> tuple[np.ndarray, int]:
         """(tokens, int64 [T + 1]; so many labels count at most)"""

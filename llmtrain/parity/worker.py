@@ -50,7 +50,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     run, mesh = resolved.run, mesh_of(resolved.degrees)
     spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
     vocabulary, over_tokens = spec.facts.vocab_size, run.objective.name in BY_TOKEN
-    tokens = Tokens(run.data, vocabulary) if over_tokens else Answers(run, vocabulary)
+    tokens = Tokens(run.data, vocabulary, run.objective.top_k) if over_tokens else Answers(run, vocabulary)
     engine = start_engine(resolved, spec, ranks, mesh)
     write_weights(engine, loud_source(spec, run.train.seed), ranks)
     pack_weights(engine, run.adapter, ranks)

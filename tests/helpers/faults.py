@@ -328,6 +328,7 @@ def adapter_of_a_rank() -> Context:
 
 
 _LORA = '{"r": 4, "alpha": 8.0}'
+_COLUMN = {"zero": 2, "objective": "distill", "top_k": 7}
 
 
 @contextlib.contextmanager
@@ -438,7 +439,40 @@ def other_direction() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _another_column(change: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]) -> Iterator[None]:
+    """A micro-batch's part of a teacher's column is another. `change`: (words [b, T, k], logs [b, T, k + 1]) -> what
+    stands in their place."""
+    from llmtrain.data import loader
+
+    right = loader.TaughtBatch
+    with patch.object(loader, "TaughtBatch", lambda **given: right(**given | change(given["words"], given["logs"]))):
+        yield
+
+
+def late_column() -> Context:
+    """A place has the words of the place before it."""
+    return _another_column(lambda words, logs: {"words": words.roll(1, dims=1), "logs": logs.roll(1, dims=1)})
+
+
+def words_of_other_chances() -> Context:
+    """The least likely word has the largest probability."""
+    return _another_column(lambda words, _: {"words": words.flip(2)})
+
+
+def others_without_mass() -> Context:
+    """The mass of the words that are not in the column is taken for 0."""
+    from torch.nn.functional import pad
+
+    from llmtrain.models.distillation import NOTHING
+
+    return _another_column(lambda _, logs: {"logs": pad(logs[..., :-1].log_softmax(2), (0, 1), value=NOTHING)})
+
+
 FAULTS: dict[str, Fault] = {
+    "late_column": Fault(late_column, _COLUMN, "forward pass"),
+    "words_of_other_chances": Fault(words_of_other_chances, _COLUMN, "forward pass"),
+    "others_without_mass": Fault(others_without_mass, _COLUMN, "forward pass"),
     "reference_with_adapter": Fault(
         reference_with_adapter,
         {"zero": 3, "adapter": _LORA, "objective": "dpo", "reference": "online"},

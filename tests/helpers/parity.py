@@ -6,7 +6,7 @@ import functools
 import json
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class Form:
     """The section of that name."""
     objective: str = "next_token"
     reference: str = "column"
+    top_k: int | None = None
+    """Of a distillation: from a column with so many words."""
 
     @property
     def name(self) -> str:
@@ -73,14 +75,16 @@ class Form:
         tied = {None: [], True: ["tied"], False: ["untied"]}[self.tied]
         optimizer = [self.optimizer] if self.optimizer != "adamw" else []
         objective = [self.objective] if self.objective != "next_token" else []
+        objective += ["column"] if self.top_k else []
         return "-".join([self.family, *tied, *optimizer, *objective, *parts, self.precision])
 
 
-def _objective(name: str, model: str, reference: str) -> ObjectiveConfig:
+def _objective(form: Form, model: str) -> ObjectiveConfig:
     """As filled in by a run. `model`: fields of the student's config.json."""
-    if name != "distill":
-        return filled(ObjectiveConfig(name=name, reference=reference))  # type: ignore[arg-type]
-    return ObjectiveConfig(name="distill", teacher=_teacher(model).name, beta=0.3, temperature=2.0, alpha=0.25)
+    if form.objective != "distill":
+        return filled(ObjectiveConfig(name=form.objective, reference=form.reference))  # type: ignore[arg-type]
+    asked = ObjectiveConfig(name="distill", beta=0.3, temperature=2.0, alpha=0.25, top_k=form.top_k)
+    return asked if form.top_k else replace(asked, teacher=_teacher(model).name)
 
 
 @functools.cache
@@ -121,7 +125,7 @@ def resolved(form: Form) -> ResolvedRun:
                 train_only=list(form.train_only),
             ),
             adapter=AdapterConfig(**json.loads(form.adapter)),
-            objective=_objective(form.objective, json.dumps(model), form.reference),
+            objective=_objective(form, json.dumps(model)),
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
             optim=OptimConfig(name=form.optimizer),  # type: ignore[arg-type]
             schedule=ScheduleConfig(warmup_steps=100),

@@ -17,6 +17,8 @@ from tests.helpers.ranks import RankFailed
 
 STEPS = 4
 DOUBLES = [
+    "words_of_other_chances",
+    "others_without_mass",
     "rewards_per_micro_batch",
     "pairs_per_micro_batch",
     "divergence_of_a_micro_batch",

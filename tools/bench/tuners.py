@@ -224,7 +224,8 @@ def run_plain(clock: Clock, task: Tuning, how: str) -> None:
 
 
 def run_trl(clock: Clock, task: Tuning, how: str) -> None:
-    """TRL's trainer with the same DeepSpeed JSON and otherwise its defaults, but for recomputation. how: sft, online
+    """TRL's trainer with the same DeepSpeed JSON, but for its batch, which it counts in rows or pairs where ours counts
+    sequences of two rows; and otherwise its defaults, but for recomputation. how: sft, online
     (DPO with a second model), prepared (DPO with the reference's log-probabilities as columns)."""
     import deepspeed
     from contestants import after_each_step
@@ -241,7 +242,8 @@ def run_trl(clock: Clock, task: Tuning, how: str) -> None:
     options = {
         "output_dir": str(Path(task.folder) / f"trl-{how}"),
         "max_length": task.sequence,
-        "deepspeed": json.loads((Path(task.folder) / "deepspeed.json").read_text()),
+        "deepspeed": json.loads((Path(task.folder) / "deepspeed.json").read_text())
+        | {"train_batch_size": share, "train_micro_batch_size_per_gpu": share},
         "per_device_train_batch_size": share,
         "max_steps": task.total_steps,
         "learning_rate": LR,

@@ -249,11 +249,11 @@ def test_documents_alone_are_what_transformers_makes_of_positions() -> None:
     tokens = Tokens(run.data, 512)
     pairs = [tokens.sequence(index) for index in range(4)]
     inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
-    alone = sum(float(_loss_sum(model, *document)[0]) for document in _documents(inputs, labels, tokens))
+    alone = sum(float(_loss_sum(model, None, *document)[0]) for document in _documents((inputs, labels), tokens))
     positions = torch.from_numpy(positions_of(inputs.numpy(), tokens.separator_id))
     logits = model(input_ids=inputs, position_ids=positions, use_cache=False).logits
     packed = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    one_text = float(_loss_sum(model, inputs, labels)[0])
+    one_text = float(_loss_sum(model, None, inputs, labels)[0])
     assert alone == pytest.approx(float(packed), rel=1e-6)
     assert abs(alone - one_text) > 0.1, "the documents matter"
 
