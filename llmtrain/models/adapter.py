@@ -208,12 +208,14 @@ def put_around(
     """
     from peft.tuners.lora import LoraLayer
 
+    from llmtrain.models.lora import scaled_first
+
     made: list[nn.Module] = []
     maps = dict(hf.named_modules())
     for path, module in list(like.named_modules()):
         if not isinstance(module, LoraLayer) or path not in maps:
             continue
-        layer: Any = copy.deepcopy(module)
+        layer: Any = scaled_first(copy.deepcopy(module))
         layer.base_layer = maps[path]
         if share is not None:
             share(path, layer)

@@ -52,11 +52,16 @@ class ScoredSource:
         return self._drawn if name == WEIGHT and self.new else self.base
 
 
-def _head_names(hf: PreTrainedModel) -> set[str]:
-    """Of the tensors that the language model of the same decoder has beside it: its head's."""
+def language_model(hf: PreTrainedModel) -> PreTrainedModel:
+    """A skeleton of the language model that has the same decoder, under the same names."""
     config = copy.deepcopy(hf.config)
     config.architectures = None
-    language = skeleton(config)
+    return skeleton(config)
+
+
+def _head_names(hf: PreTrainedModel) -> set[str]:
+    """Of the tensors that the language model of the same decoder has beside it: its head's."""
+    language = language_model(hf)
     own = {name for name, _ in hf.named_parameters()}
     head = language.get_output_embeddings()
     inside = {id(parameter) for parameter in head.parameters()}

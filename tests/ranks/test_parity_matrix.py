@@ -83,6 +83,8 @@ TELLING_SLOW = [
     replace(FORMS["pp2-dp2"], objective="distill"),
     replace(FORMS["pp2-dp2"], objective="distill", top_k=7, steps=8),
     replace(FORMS["tp2"], objective="distill", top_k=7, steps=8),
+    replace(FORMS["tp2-dp2"], objective="reward", accumulation=2, steps=8),
+    replace(FORMS["tp2"], objective="reward", adapter='{"r": 4, "alpha": 8.0}', steps=8),
     *(Form(zero=zero, objective="distill", top_k=7, accumulation=2, steps=8) for zero in range(4)),
     replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"),
     replace(FORMS["dp4"], family="opt"),

@@ -171,8 +171,8 @@ def records(race: Race, count: int, sequence: int) -> Iterator[dict[str, object]
     def text(length: int) -> str:
         return "".join(draw.choices("abcdefgh ijkl", k=length - 1)) + "."
 
-    # Of a row: 7 control tokens and line ends of ChatML around a question, 12 bytes of its roles' names.
-    room = sequence // 2 - 24
+    # Of a row: 8 control tokens and line ends of ChatML around a question, 12 bytes of its roles' names.
+    room = sequence // 2 - 20
     for _ in range(count):
         length = min(2 * room, max(8, int(draw.lognormvariate(math.log(room / 2), 0.9)))) if race.skewed else room
         question, answer = text(length // 4), length - length // 4

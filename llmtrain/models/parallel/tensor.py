@@ -22,6 +22,7 @@ from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.tensor_layers import Column, Row, Span, copied, gathered, summed
 from llmtrain.models.parallel.vocabulary import VocabularyShard, shard_embedding
 from llmtrain.models.parameters import Shard, set_shard
+from llmtrain.models.score_source import language_model
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
@@ -42,9 +43,10 @@ def sharded_model(
     `exact`: DeepSpeed's dict. Raises: ModelError, when the model cannot be taken apart, or not for so many ranks.
     """
     hf = spec.own_skeleton()
-    anatomy = anatomy_of(hf)
+    like = language_model(hf) if spec.scores else hf  # its logits prove the parts of the decoder
+    anatomy = anatomy_of(like)
     settle = _partition(exact, mesh) if mix.zero_stage == 3 else _leave
-    plan = projections(hf, anatomy)
+    plan = projections(like, anatomy)
     shard_model(hf, anatomy, plan, mesh.tensor, device, DTYPES[mix.precision], settle=settle)
     for buffer in hf.buffers():
         buffer.data = buffer.to(device)
@@ -108,7 +110,9 @@ def shard_model(
     experts = {layer.experts: modules[layer.experts] for layer in anatomy.layers if layer.experts in modules}
     check_degree(plan, degree, {path: _expert_width(path, module) for path, module in experts.items()})
     hf.whole_shapes = tensor_shapes(hf)  # type: ignore[assignment]
-    weights = {path: next(modules[path].parameters(), None) for path in (anatomy.embedding, anatomy.head)}
+    # A score has one row, and is whole on every rank, as the hidden state is that it reads.
+    tables = [path for path in (anatomy.embedding, anatomy.head) if path in modules]
+    weights = {path: next(modules[path].parameters(), None) for path in tables}
     # Each by its own rows: Moshi's embedding has one more than there are words. Another stage's table has none.
     vocabularies = {path: VocabularyShard.of(len(w), group) for path, w in weights.items() if w is not None}
     shards = _map_shards(modules, plan, rank, degree) | _vocabulary_shards(modules, vocabularies)
