@@ -305,7 +305,8 @@ class Site:
             method=self._settings.method, lr=self._settings.outer_lr, beta=self._settings.outer_momentum,
             mean=self._settings.mean,
         )  # fmt: skip
-        norm = math.sqrt(sum(from_all(self._ranks, squared_distance(anchor[part], after))))
+        ends = from_all(self._ranks, (squared_distance(anchor[part], after), self._server.sent_bytes()))
+        norm, served = math.sqrt(sum(square for square, _ in ends)), sum(size for _, size in ends)
         anchor[part] = after
         self._anchor, self._momentum = anchor, momentum
         if self.id not in used:  # what it has trained is somebody else's now
@@ -320,7 +321,7 @@ class Site:
         self._server.publish(leader.round + 1, {})
         self._steps -= sent.steps
         self._go_on(leader, done.told, done.committed, used)
-        self._report(step, done, sent, norm)
+        self._report(step, done, sent, norm, served)
 
     def _part(self, round_: int) -> slice:
         return self._shard.parts[round_ % len(self._shard.parts)]
@@ -364,8 +365,8 @@ class Site:
         self._was = self.id
         self._exchange.forget_all_but(committed)
 
-    def _report(self, step: int, done: Round, sent: Sent, norm: float) -> None:
-        fields = told_round(done, sent, self._stands_s, norm)
+    def _report(self, step: int, done: Round, sent: Sent, norm: float, served: int) -> None:
+        fields = told_round(done, sent, self._stands_s, norm, served)
         self._tell("synchronise", step=step, round=self._round, **fields)
         say_changes(step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
         self._meetings.before = fields["sites"]
