@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,26 +91,24 @@ class Exchange:
         """
         found: dict[str, Array] = {}
         failed: dict[str, str] = {}
-        outer, received = None, 0
         kind = CHANGES if self._form else "values"
+        others = {name: told for name, told in sorted(sources.items()) if name != self._site}
+        # All at the same time: one that sends slowly, or nothing, takes no time from the others.
+        with ThreadPoolExecutor(len(others) + 1, "sites-fetch") as threads:
+            healing = threads.submit(self._healed, healers, round_, deadline_s)
+            coming = {
+                name: threads.submit(self._values, told, kind, round_, part, deadline_s)
+                for name, told in others.items()
+            }
+        outer, received, unhealed = healing.result()
+        failed |= unhealed
         for name in sorted(sources):
             try:
-                found[name], size = (
-                    (own, 0) if name == self._site else self._values(sources[name], kind, round_, part, deadline_s)
-                )
+                found[name], size = (own, 0) if name == self._site else coming[name].result()
             except WireError as error:
                 failed[name] = str(error)
                 continue
             received += size
-        for each in healers:
-            try:
-                anchor, size = self._values(each, "anchor", round_, None, deadline_s)
-                momentum, more = self._values(each, "momentum", round_, None, deadline_s)
-            except WireError as error:
-                failed[each.id] = str(error)
-                continue
-            outer, received = (anchor, momentum), received + size + more
-            break
         base = None if self._form else (outer[0] if outer else common)[part]
         squares = {name: squared_distance(base, values) for name, values in found.items()}
         steps = {name: told.trained / told.batch for name, told in sources.items()}
@@ -164,6 +164,23 @@ class Exchange:
         version, tokens, steps = map(int, read)
         return Clock(version=version, tokens=tokens, steps=steps) if min(read) >= 0 else "its clock makes no sense"
 
+    def _healed(
+        self, healers: Sequence[Told], round_: int, deadline_s: float
+    ) -> tuple[tuple[Array, Array] | None, int, dict[str, str]]:
+        """((common parameters, outer momentum) of the first that sends them, bytes, why others have not)."""
+        failed: dict[str, str] = {}
+        for each in healers:
+            last, now_s = each is healers[-1], time.monotonic()
+            by_s = deadline_s if last else (now_s + deadline_s) / 2  # one that is slow leaves time for the next
+            try:
+                anchor, size = self._values(each, "anchor", round_, None, by_s)
+                momentum, more = self._values(each, "momentum", round_, None, by_s)
+            except WireError as error:
+                failed[each.id] = str(error)
+                continue
+            return (anchor, momentum), size + more, failed
+        return None, 0, failed
+
     def forget_all_but(self, sites: Collection[str]) -> None:
         """Other sites are gone: one that comes back is another process."""
         self._peers = {site: peers for site, peers in self._peers.items() if site in sites}
@@ -194,18 +211,21 @@ class Exchange:
         """(this rank's elements, or those of a part, as another site has them; bytes). Raises WireError."""
         first, end = (part.start, part.stop) if part else (0, self._shard.size)
         mine = [(at - first, name, region) for at, name, region in self._shard.regions(part)]
-        values = np.zeros(end - first, np.float32)
         wanted = sum(region.numel for _, _, region in mine)
-        elements = received = 0
-        for peer in self._peers_of(site):
-            pairs = peer.covers(mine, deadline_s)
-            elements += sum(rows * length for _, (_, _, rows, length) in pairs)
-            if self._form and kind.startswith((CHANGES, NEWEST)):
-                received += _changes(peer, self._form, kind, pairs, round_, values, deadline_s)
-            else:
-                received += peer.fetch(kind, round_, pairs, values, deadline_s)
+        peers = self._peers_of(site)
+        pairs = [peer.covers(mine, deadline_s) for peer in peers]
+        elements = sum(rows * length for each in pairs for _, (_, _, rows, length) in each)
         if elements != wanted:
             raise WireError(f"it has {elements} of {wanted} elements")
+        values = np.zeros(end - first, np.float32)
+        for at, _, region in mine:
+            values[at : at + region.numel] = np.nan  # what it sends twice does not stand for what it does not send
+        received = 0
+        for peer, theirs in zip(peers, pairs, strict=True):
+            if self._form and kind.startswith((CHANGES, NEWEST)):
+                received += _changes(peer, self._form, kind, theirs, round_, values, deadline_s)
+            else:
+                received += peer.fetch(kind, round_, theirs, values, deadline_s)
         if not np.isfinite(values).all():
             raise WireError(f"its {kind} are not finite")
         return values, received

@@ -62,7 +62,9 @@ class Ledger:
     def from_json(tree: Mapping[str, Any]) -> Ledger:
         """What `to_json` gave. Raises KeyError, TypeError, ValueError for anything else."""
         spans = {site: _spans(given) for site, given in tree["dealt"].items()}
-        return Ledger(next=int(tree["next"]), free=_spans(tree["free"]), dealt=spans)
+        if (following := int(tree["next"])) < 0:
+            raise ValueError(f"{following} is no sample")
+        return Ledger(next=following, free=_spans(tree["free"]), dealt=spans)
 
 
 def steps_of(spans: Sequence[Span], batch: int) -> Iterator[int]:
@@ -126,4 +128,7 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 
 
 def _spans(given: Sequence[Sequence[int]]) -> tuple[Span, ...]:
-    return tuple((int(begin), int(end)) for begin, end in given)
+    spans = tuple((int(begin), int(end)) for begin, end in given)
+    if any(not 0 <= begin < end for begin, end in spans):
+        raise ValueError(f"{spans} are no samples")
+    return spans

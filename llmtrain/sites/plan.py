@@ -1,7 +1,7 @@
 """What a run over a slow network will cost: bytes, waiting, share of computing and wall time, before it is started.
 
-The formulas stand in docs/networks.md under "Plan". They follow what the code does: `exchange.py` fetches from the
-other sites one after another, `wire.py` opens a connection for each request, `meeting.py` meets twice.
+The formulas stand in docs/networks.md under "Plan". They follow what the code does: `exchange.py` fetches from all
+other sites at once, `wire.py` opens a connection for each request, `meeting.py` meets twice.
 """
 
 from __future__ import annotations
@@ -258,13 +258,13 @@ def _payload(part: int, compress: Compress) -> float:
 def _round(job: Job, line: Line, way: str, compress: Compress, part: int) -> tuple[float, float]:
     """(seconds of fetching, seconds of this site's own work) of a round about so many parameters.
 
-    The ranks of a site fetch at the same time over its line; each asks the ranks of the other sites in turn for what
+    The ranks of a site fetch at the same time over its line; each asks the ranks of each other site in turn for what
     it owns itself, which is with as many ranks there one of them.
     """
     others = job.sites - 1
     payload = _payload(part, compress)
-    # All ask in the order of the names: W - 1 sites share the first one's line, W - 2 the second one's.
-    fetch_s = sum(replace(line, rate=line.rate / share).fetch_s(payload) for share in range(1, job.sites))
+    # All ask all others at once: a site's line carries W - 1 of them, in each direction.
+    fetch_s = replace(line, rate=line.rate / max(1, others)).fetch_s(payload) if others else 0.0
     encode_s, decode_s = _CODE_S[compress]
     whole_s = _KEEP_S * job.parameters
     part_s = part * (_MOVE_S + _OUTER_S[way] + _MEAN_S * max(0, others - 1) + encode_s + decode_s * others)

@@ -11,6 +11,7 @@ from llmtrain.sites.round import Round, Sent
 
 _METRICS = {
     "received_bytes": "sites/received_bytes",
+    "sent_bytes": "sites/sent_bytes",
     "stood_s": "sites/stood_s",
     "participants": "sites/participants",
     "overlapped_steps": "sites/staleness_steps",
@@ -36,12 +37,13 @@ def telling(event: Callable[..., None], row: Callable[..., None]) -> Callable[..
     return tell
 
 
-def told_round(done: Round, sent: Sent, stands_s: float, norm: float) -> dict[str, Any]:
+def told_round(done: Round, sent: Sent, stands_s: float, norm: float, served: int) -> dict[str, Any]:
     """The fields of a round's event.
 
     Args:
         stands_s: time.monotonic() from which training has stood still for it; where it has done so twice, for both.
         norm: of the outer step.
+        served: bytes that the site's ranks have sent since the last round that succeeded.
     """
     now_s, got = time.monotonic(), done.got
     return {
@@ -50,6 +52,7 @@ def told_round(done: Round, sent: Sent, stands_s: float, norm: float) -> dict[st
         "participants": len(done.committed),
         "healed": got.outer is not None,
         "received_bytes": got.received_bytes,
+        "sent_bytes": served,
         "overlapped_steps": sent.overlap,
         "outer_step_norm": norm,
         "waited_s": round(done.met_s - sent.began_s, 3),

@@ -316,7 +316,8 @@ class Site:
             method=self._settings.method, lr=self._settings.outer_lr, beta=self._settings.outer_momentum,
             mean=self._settings.mean,
         )  # fmt: skip
-        norm = math.sqrt(sum(from_all(self._ranks, squared_distance(anchor[part], after))))
+        ends = from_all(self._ranks, (squared_distance(anchor[part], after), self._server.sent_bytes()))
+        norm, served = math.sqrt(sum(square for square, _ in ends)), sum(size for _, size in ends)
         anchor[part] = after
         self._anchor, self._momentum = anchor, momentum
         if self.id not in used:  # what it has trained is somebody else's now
@@ -331,7 +332,7 @@ class Site:
         self._server.publish(leader.round + 1, {})
         self._steps -= sent.steps
         self._go_on(done, sent)
-        self._report(done, sent, norm)
+        self._report(done, sent, norm, served)
 
     def _part(self, round_: int) -> slice:
         return self._shard.parts[round_ % len(self._shard.parts)]
@@ -390,8 +391,8 @@ class Site:
             others = [by_id[site] for site in done.committed if site != self.id]
             self._newest.begin(self._anchor, self._round, others)
 
-    def _report(self, done: Round, sent: Sent, norm: float) -> None:
-        fields = told_round(done, sent, self._stands_s, norm)
+    def _report(self, done: Round, sent: Sent, norm: float, served: int) -> None:
+        fields = told_round(done, sent, self._stands_s, norm, served)
         self._tell("synchronise", step=self._step, round=self._round, **fields)
         say_changes(self._step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
         self._meetings.before = fields["sites"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,13 +73,22 @@ def told_of(member: Member) -> Told | None:
         return Told(
             id=member.id,
             run=str(said["run"]),
-            common=dict(said["common"]),
+            common={str(key): value for key, value in dict(said["common"]).items()},
             checksum=str(said["checksum"]),
             was=str(said["was"]),
-            addresses=tuple(map(str, said["addresses"])),
+            addresses=tuple(map(_address, said["addresses"])),
             step_s=step_s,
             ledger=Ledger.from_json(said["ledger"]),
             **counts,
         )
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
+
+
+def _address(said: object) -> str:
+    """HOST:PORT with an IP address, as it is: no name is looked up for others. Raises ValueError."""
+    host, _, port = str(said).rpartition(":")
+    ipaddress.ip_address(host)
+    if not 0 < int(port) < 1 << 16:
+        raise ValueError(port)
+    return str(said)

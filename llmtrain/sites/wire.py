@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,10 +39,16 @@ Pieces = Sequence[tuple[int, str, Region]]
 """(first element in the array, Hugging Face name, which elements of the tensor) of all that a rank owns."""
 
 _HEADER_BYTES = 1 << 24
+_REQUEST_BYTES = 1 << 22
+"""Of a stranger's header, of which 64 may be here at a time; a rectangle takes about 30 of them."""
 _AT_ONCE = 1 << 20
 """Bytes sent or received at a time."""
 _CONNECTIONS = 64
 _HANDSHAKE_S = 10.0
+_LARGEST = 1 << 48
+"""More elements than any tensor has."""
+_RUNS = 1 << 10
+"""More sections than any fused matrix has."""
 
 
 class WireError(Exception):
@@ -68,6 +74,10 @@ class Server:
         self._index = [[at, name, *_packed(region)] for at, name, region in pieces]
         self._arrays: dict[str, tuple[int, Array]] = {}
         self._slots = threading.BoundedSemaphore(_CONNECTIONS)
+        self._silent: dict[int, socket.socket] = {}
+        """Connections without a request yet, the oldest first, by the ids of their sockets."""
+        self._sent = 0
+        self._counting = threading.Lock()
         self._listener = socket.create_server((host, 0))
         self.address = "{}:{}".format(*self._listener.getsockname()[:2])
         threading.Thread(target=self._accept, name="sites-server", daemon=True).start()
@@ -75,6 +85,12 @@ class Server:
     def publish(self, round_: int, arrays: Mapping[str, Array]) -> None:
         """Serve these, and nothing of before, to whoever asks for this round."""
         self._arrays = {kind: (round_, array) for kind, array in arrays.items()}
+
+    def sent_bytes(self) -> int:
+        """Of elements, to all who asked, since it was asked for the last time."""
+        with self._counting:
+            sent, self._sent = self._sent, 0
+        return sent
 
     def close(self) -> None:
         """Stop listening."""
@@ -84,21 +100,44 @@ class Server:
         while True:
             try:
                 connection, _ = self._listener.accept()
+                twin = connection.dup()  # TLS takes the socket itself over
             except OSError:
-                return
-            if not self._slots.acquire(blocking=False):
-                connection.close()
+                if self._listener.fileno() < 0:
+                    return
+                time.sleep(0.1)  # too many open files: those of others, it may be
                 continue
+            if not self._slots.acquire(blocking=False) and not self._freed():
+                connection.close()
+                twin.close()
+                continue
+            with self._counting:
+                self._silent[id(connection)] = twin
             threading.Thread(target=self._serve, args=(connection,), name="sites-serve", daemon=True).start()
 
+    def _freed(self) -> bool:
+        """Whether a connection that says nothing has made room: strangers cannot hold all of them."""
+        with self._counting:
+            for each in list(self._silent.values())[:1]:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+        return self._slots.acquire(timeout=1.0)
+
+    def _has_spoken(self, connection: int) -> None:
+        with self._counting:
+            if (twin := self._silent.pop(connection, None)) is not None:
+                twin.close()
+
     def _serve(self, connection: socket.socket) -> None:
+        this = id(connection)
         try:
             with contextlib.suppress(OSError, WireError), contextlib.ExitStack() as stack:
                 stack.enter_context(connection)
                 deadline_s = time.monotonic() + self._limit_s
                 line = _Line(stack.enter_context(self._secured(connection)), deadline_s)
                 try:
-                    answer = self._answer(line.receive_header())
+                    asked = line.receive_header(_REQUEST_BYTES)
+                    self._has_spoken(this)
+                    answer = self._answer(asked)
                 except OSError:
                     raise
                 except Exception as error:  # whatever a stranger's header makes of it
@@ -106,6 +145,7 @@ class Server:
                 else:
                     self._send(line, *answer)
         finally:
+            self._has_spoken(this)
             self._slots.release()
 
     def _secured(self, connection: socket.socket) -> socket.socket:
@@ -120,7 +160,7 @@ class Server:
             warn_once(f"sites: a connection from {host} is refused: {error}")
             raise
 
-    def _answer(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[Array]]:
+    def _answer(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], Iterable[Array]]:
         """(header, elements)."""
         if asked["run"] != self._run:
             raise WireError("it belongs to another run")
@@ -131,13 +171,13 @@ class Server:
         round_, array = self._arrays.get(str(asked["kind"]), (None, None))
         if array is None or round_ != asked["round"]:
             raise WireError(f"{str(asked['kind'])[:40]} of round {str(asked['round'])[:20]} is not here")
-        parts = [_cut(array, rectangle) for rectangle in asked["take"]]
-        size = sum(part.size for part in parts)
+        take = asked["take"]
+        size = sum(rows * length for _, _, rows, length in (_checked(array, rectangle) for rectangle in take))
         if size > array.size:
             raise WireError(f"it asks for {size} of {array.size} elements")
-        return {"bytes": array.itemsize * size}, parts
+        return {"bytes": array.itemsize * size}, (_cut(array, rectangle) for rectangle in take)
 
-    def _send(self, line: _Line, header: dict[str, Any], parts: list[Array]) -> None:
+    def _send(self, line: _Line, header: dict[str, Any], parts: Iterable[Array]) -> None:
         line.send_header(header)
         if not header["bytes"]:
             return
@@ -147,6 +187,8 @@ class Server:
                 data = row.data.cast("B")
                 hash_.update(data)
                 line.send(data)
+        with self._counting:  # before the last bytes: whoever has all of it is counted
+            self._sent += header["bytes"]
         line.send(struct.pack("<Q", hash_.intdigest()))
 
 
@@ -164,15 +206,20 @@ class Peer:
             header = self._ask("index", 0, [], deadline_s, lambda _line, header: header)
             try:
                 self._index = [(int(at), str(name), _unpacked(rest)) for at, name, *rest in header["index"]]
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, OverflowError, TypeError, ValueError) as error:
                 raise WireError(f"its index makes no sense ({error})") from error
         theirs: dict[str, list[tuple[int, Region]]] = {}
         for at, name, region in self._index:
             theirs.setdefault(name, []).append((at, region))
         found = []
+        left = sum(region.numel for _, _, region in mine)
         for at, name, region in mine:
             for other_at, other in theirs.get(name, ()):
+                if time.monotonic() > deadline_s:
+                    raise WireError("its index makes no end")
                 for each in shared(other, region):
+                    if (left := left - each.rows * each.length) < 0:
+                        raise WireError("its index makes no sense (it has elements twice)")
                     there, here = each.at
                     found.append(((other_at + there, each.step[0], each.rows, each.length),
                                   (at + here, each.step[1], each.rows, each.length)))  # fmt: skip
@@ -230,7 +277,7 @@ class Peer:
         except TimeoutError as error:
             waited = f"it has not sent all of it within {time.monotonic() - began_s:.1f} s"
             raise WireError(f"{self._address}: {waited}") from error
-        except (OSError, WireError, ValueError) as error:
+        except (OSError, OverflowError, WireError, ValueError) as error:
             raise WireError(f"{self._address}: {error}") from error
 
 
@@ -260,15 +307,18 @@ class _Line:
                 raise WireError(f"it has closed the connection after {done} of {len(data)} bytes")
             done += count
 
-    def receive_header(self) -> dict[str, Any]:
+    def receive_header(self, limit: int = _HEADER_BYTES) -> dict[str, Any]:
         size = bytearray(4)
         self.receive_into(memoryview(size))
         (length,) = struct.unpack("<I", size)
-        if length > _HEADER_BYTES:
+        if length > limit:
             raise WireError(f"its header of {length} bytes is too long")
         text = bytearray(length)
         self.receive_into(memoryview(text))
-        header = json.loads(text)
+        try:
+            header = json.loads(text)
+        except RecursionError as error:
+            raise WireError("its header is nested too deep") from error
         if not isinstance(header, dict):
             raise WireError("its header is no object")
         return header
@@ -281,12 +331,18 @@ class _Line:
         self._connection.settimeout(left_s)
 
 
-def _cut(array: Array, rectangle: Sequence[int]) -> Array:
-    """A view [rows, elements of a row]. Raises ValueError for what lies outside of the array."""
+def _checked(array: Array, rectangle: Sequence[int]) -> Rectangle:
+    """Raises ValueError for what lies outside of the array."""
     at, step, rows, length = (int(number) for number in rectangle)
     inside = at >= 0 and rows > 0 and length > 0 and step >= 0 and at + (rows - 1) * step + length <= array.size
     if not inside or (rows > 1 and step < length):
         raise ValueError(f"{(at, step, rows, length)} lies outside of {array.size} elements")
+    return at, step, rows, length
+
+
+def _cut(array: Array, rectangle: Sequence[int]) -> Array:
+    """A view [rows, elements of a row]. Raises ValueError for what lies outside of the array."""
+    at, step, rows, length = _checked(array, rectangle)
     size = array.itemsize
     return np.lib.stride_tricks.as_strided(array[at:], (rows, length), (step * size, size))
 
@@ -302,5 +358,16 @@ def _packed(region: Region) -> list[Any]:
 
 def _unpacked(rest: Sequence[Any]) -> Region:
     start, numel, runs, stride, skip = rest
+    if len(runs) > _RUNS:
+        raise ValueError(f"{len(runs)} runs")
     pairs = tuple((int(offset), int(length)) for offset, length in runs)
-    return Region(int(start), int(numel), pairs, int(stride), int(skip))
+    region = Region(int(start), int(numel), pairs, int(stride), int(skip))
+    numbers = (region.start, region.numel, region.stride, region.skip, *(each for pair in pairs for each in pair))
+    if any(not 0 <= number < _LARGEST for number in numbers):
+        raise ValueError(f"a region of {min(numbers)} to {max(numbers)}")
+    ends = [offset + length for offset, length in pairs]
+    begins = [*(offset for offset, _ in pairs[1:]), region.stride]
+    held = sum(length for _, length in pairs)
+    if pairs and (any(end > begin for end, begin in zip(ends, begins, strict=True)) or region.skip >= held):
+        raise ValueError(f"runs that do not fit into {region.stride} elements")
+    return region

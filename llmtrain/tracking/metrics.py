@@ -56,6 +56,9 @@ METRICS: dict[str, Metric] = {
         "Share of rank 0's steps spent inside collectives, waiting for slower ranks included; on CPU, several ranks.",
     ),
     "sites/received_bytes": _metric("bytes", "Synchronisation of sites: what this site's ranks received in it."),
+    "sites/sent_bytes": _metric(
+        "bytes", "Elements that this site's ranks sent to all others since the last one that succeeded."
+    ),
     "sites/stood_s": _metric("s", "Time in which training stood still for it, or for one that failed."),
     "sites/participants": _metric("sites", "Those that made its outer step, this one included."),
     "sites/staleness_steps": _metric(

@@ -105,11 +105,12 @@ def site_facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list
     """The synchronisations of a run in figures: pairs of label and text. Takes the events."""
     if not done and not failed:
         return []
-    received = sum(_number(each.get("received_bytes")) for each in done)
+    received, sent = (sum(_number(each.get(f"{way}_bytes")) for each in done) for way in ("received", "sent"))
     stood_s = sum(_number(each.get("stood_s", each.get("seconds"))) for each in (*done, *failed))
     return [
         ("Synchronisations of sites", f"{len(done)}, failed {len(failed)}"),
         ("Received from other sites", units.size(round(received))),
+        ("Sent to other sites", units.size(round(sent))),
         ("Waiting for other sites, sum", units.duration(stood_s)),
     ]
 

@@ -103,9 +103,17 @@ def synchronised(folder: Path, kind: str = "synchronise") -> list[dict]:
     return [event for event in rows(folder / "run", "events.jsonl") if event["kind"] == kind]
 
 
-@pytest.mark.parametrize(("method", "stage"), [("local_sgd", 3), ("diloco", 2)])
-def test_two_sites_train_what_the_definition_says(method, stage, coordinator, small_data, tmp_path):
-    """One rank at ZeRO 1 and two at ZeRO 2 or 3, which cut the model elsewhere.
+TWO_BY_TWO = [
+    pytest.param(method, stage, stage, 2, marks=pytest.mark.slow, id=f"two by two ranks at ZeRO {stage}")
+    for method, stage in (("diloco", 1), ("local_sgd", 2), ("diloco", 3))
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "stage", "of_a", "ranks_of_a"), [("local_sgd", 3, 1, 1), ("diloco", 2, 1, 1), *TWO_BY_TWO]
+)
+def test_two_sites_train_what_the_definition_says(method, stage, of_a, ranks_of_a, coordinator, small_data, tmp_path):
+    """One rank at ZeRO 1 and two at ZeRO 2 or 3, which cut the model elsewhere; and two sites of two ranks each.
 
     Both sites end with the same bits. Plain PyTorch sums gradients in another order, which changes their last digits;
     AdamW's division makes that a part of a step (3e-3) where a gradient is nearly 0, and nothing elsewhere. So: no
@@ -113,9 +121,9 @@ def test_two_sites_train_what_the_definition_says(method, stage, coordinator, sm
     wrong one, is 100 times beyond both.
     """
     both = ("--sites.start_sites", "2", "--sites.method", method)
-    a = start(recipe(tmp_path / "A", small_data), coordinator, *both)
+    a = start(recipe(tmp_path / "A", small_data, of_a), coordinator, *both, ranks=ranks_of_a)
     b = start(recipe(tmp_path / "B", small_data, stage), coordinator, *both, ranks=2)
-    assert a.wait(90) == [0] and b.wait(30) == [0, 0], a.output() + b.output()
+    assert a.wait(90) == [0] * ranks_of_a and b.wait(30) == [0, 0], a.output() + b.output()
     assert far(parameters(tmp_path / "A"), parameters(tmp_path / "B"))[0] == 0
     setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
     data = DataConfig(path=small_data, sequence_length=32)
@@ -132,9 +140,14 @@ def test_two_sites_train_what_the_definition_says(method, stage, coordinator, sm
     seen = [row for row in rows(tmp_path / "A" / "run") if "sites/outer_step_norm" in row]
     assert [row["step"] for row in seen] == [0, 4, 8, 12] and {row["sites/participants"] for row in seen} == {2}
     assert [row["sites/received_bytes"] for row in seen] == [event["received_bytes"] for event in events]
+    assert [row["sites/sent_bytes"] for row in seen] == [
+        event["received_bytes"] for event in synchronised(tmp_path / "B")
+    ]
     assert all(row["sites/outer_step_norm"] > 0 for row in seen[1:])
     of_ranks = [[row["comm_share"] for row in rows(tmp_path / at / "run") if "comm_share" in row] for at in "AB"]
-    assert of_ranks[0] == [] and of_ranks[1] and all(0 < share < 1 for share in of_ranks[1])  # one rank, and two
+    several = of_ranks[2 - ranks_of_a :]
+    assert all(several) and all(0 < share < 1 for each in several for share in each)
+    assert ranks_of_a == 2 or of_ranks[0] == []
 
 
 @pytest.mark.slow

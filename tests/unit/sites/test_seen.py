@@ -31,7 +31,8 @@ def test_each_round_is_an_event_and_a_row_of_documented_metrics(joined) -> None:
     assert first["outer_step_norm"] == 0 and rows[0]["step"] == 0
     assert np.isclose(second["outer_step_norm"], np.sqrt(6) * 1.9 * 0.5 * 1.5, rtol=1e-6)
     assert rows[1] == {
-        "step": 2, "sites/received_bytes": 24, "sites/stood_s": second["stood_s"], "sites/participants": 2,
+        "step": 2, "sites/received_bytes": 24, "sites/sent_bytes": 24,
+        "sites/stood_s": second["stood_s"], "sites/participants": 2,
         "sites/staleness_steps": 0, "sites/outer_step_norm": second["outer_step_norm"], "more": True,
     }  # fmt: skip
     assert rows[1].keys() - {"more"} <= METRICS.keys() and 0 <= second["stood_s"] <= second["seconds"] < 60
