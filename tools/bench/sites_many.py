@@ -201,7 +201,7 @@ def rounds(count: int, compress: plan.Compress, options: argparse.Namespace) -> 
             engines.append(Numbers(options.parameters))
             tell = (lambda kind, **fields: events.append((kind, fields))) if number == 0 else (lambda kind, **_: None)
             sites.append(stack.enter_context(site.Site(
-                engines[-1], SimpleNamespace(rank=0), settings, {}, Share(batch=1, tokens=1), tell,  # type: ignore[arg-type]
+                engines[-1], SimpleNamespace(rank=0, world_size=1), settings, {}, Share(batch=1, tokens=1), tell,  # type: ignore[arg-type]
                 members=hall.member,
             )))  # fmt: skip
         at_once(pool, [lambda e=each: e.begin(0, 0, 600.0) for each in sites])  # type: ignore[misc]
