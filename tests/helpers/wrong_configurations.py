@@ -465,12 +465,6 @@ CASES = [
         ("sites.overlap_steps = 5", "at most 4: less than", "lower it, or raise sites.sync_every"),
         {"sites": {"name": "a", "coordinator": "h:1", "method": "streaming", "sync_every": 20}},
     ),
-    Wrong(
-        "shared experts in a site",
-        ("expert_parallel.autoep_size = 2", "not proved yet", "remove sites.name"),
-        {"sites": {"name": "a", "coordinator": "h:1"}},
-        {"zero_optimization": {"stage": 1}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
-    ),
     # ranks of unequal speed
     *(
         Wrong(
