@@ -46,7 +46,7 @@ def resolve(
     rules.check_shared_rows(run, degrees, path, places, problems)
     check_together(run, degrees, facts.mix.zero_stage, path, places, problems)
     rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, places, problems)
-    check_sites(run, degrees.expert, path, places, problems)
+    check_sites(run, places, problems)
     problems.raise_if_any()
 
     batch = _batch(run, degrees, world, places, problems)

@@ -10,11 +10,8 @@ from llmtrain.config.run import RunConfig
 from llmtrain.config.sites import SitesConfig
 
 
-def check_sites(run: RunConfig, expert: int, path: str, places: Places, problems: Problems) -> None:
-    """A site has a name and a coordinator, and addresses that only other sites reach.
-
-    `expert`: over how many ranks experts are spread; `path`: the DeepSpeed file, which says so.
-    """
+def check_sites(run: RunConfig, places: Places, problems: Problems) -> None:
+    """A site has a name and a coordinator, and addresses that only other sites reach."""
     sites = run.sites
     if sites.name is None:
         if sites.coordinator is not None:
@@ -41,9 +38,6 @@ def check_sites(run: RunConfig, expert: int, path: str, places: Places, problems
         problems.add("sites.timeout_s", sites.timeout_s, "must be less than fault.stall_timeout_s and 3/4 of "
                      f"fault.timeout_s, here {longest:g}: while a synchronisation waits, a site shows no progress",
                      "lower it, or raise them", places.get("sites.timeout_s"))  # fmt: skip
-    if expert > 1:
-        problems.add("expert_parallel.autoep_size", expert, "sites whose ranks share experts are not proved yet",
-                     "set it to 1, or remove sites.name", path)  # fmt: skip
 
 
 def _check_streaming(sites: SitesConfig, places: Places, problems: Problems) -> None:

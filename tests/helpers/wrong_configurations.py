@@ -475,12 +475,6 @@ CASES = [
         ('sites.mean = "median"', "none but the weighted mean", "choose another sites.method"),
         {"sites": {"name": "a", "coordinator": "h:1", "method": "async", "mean": "median"}},
     ),
-    Wrong(
-        "shared experts in a site",
-        ("expert_parallel.autoep_size = 2", "not proved yet", "remove sites.name"),
-        {"sites": {"name": "a", "coordinator": "h:1"}},
-        {"zero_optimization": {"stage": 1}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
-    ),
     # ranks of unequal speed
     *(
         Wrong(

@@ -12,7 +12,9 @@ import torch
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import DataConfig
+from tests.helpers.families import FAMILIES
 from tests.helpers.simulated_sites import simulated
+from tests.runs import test_sites
 from tests.runs.test_sites import MODEL, coordinator, far, parameters, recipe, start, synchronised
 
 __all__ = ["coordinator"]
@@ -26,20 +28,27 @@ FORMS = [
                  marks=pytest.mark.slow),
     pytest.param({"zero_optimization": {"stage": 1}, "sequence_parallel_size": 2}, 2, id="sequence",
                  marks=pytest.mark.slow),
+    *(pytest.param({"zero_optimization": {"stage": stage}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
+                   ranks, id=f"experts, {ranks} ranks at ZeRO {stage}", marks=pytest.mark.slow)
+      for stage, ranks in ((0, 4), (1, 2), (2, 4), (3, 2))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "ranks"), FORMS)
-def test_a_site_of_another_form_beside_a_zero_site(form, ranks, coordinator, small_data, tmp_path):
+def test_a_site_of_another_form_beside_a_zero_site(form, ranks, coordinator, small_data, tmp_path, monkeypatch):
     """Every element crosses the line once, whichever ranks of the site hold it; both end with the same bits.
 
     The bound is that of `test_two_sites_train_what_the_definition_says`.
     """
     both = ("--sites.start_sites", "2", "--sites.method", "local_sgd")
+    model = MODEL
+    if "expert_parallel" in form:
+        model = {**FAMILIES["qwen3_moe"], "num_hidden_layers": 2, "tie_word_embeddings": True}
+        monkeypatch.setattr(test_sites, "MODEL", model)
     a = start(recipe(tmp_path / "A", small_data, 2), coordinator, *both, ranks=2)
     file = recipe(tmp_path / "B", small_data)
     (tmp_path / "B/ds.json").write_text(json.dumps(form))
-    micro = () if form == {"zero_optimization": {"stage": 0}} else ("--train.micro_batch", "2")
+    micro = () if form == {"zero_optimization": {"stage": 0}} else ("--train.micro_batch", str(4 // max(ranks, 2)))
     b = start(file, coordinator, *both, *micro, ranks=ranks)
     codes = a.wait(120), b.wait(60)
     assert codes == ([0, 0], [0] * ranks), a.output() + b.output()
@@ -47,7 +56,7 @@ def test_a_site_of_another_form_beside_a_zero_site(form, ranks, coordinator, sma
     assert far(got, parameters(tmp_path / "B"))[0] == 0
     setting = {"sites": 2, "batch": 4, "steps": 12, "sync_every": 4, "lr": 3e-3}
     data = DataConfig(path=small_data, sequence_length=32)
-    largest, mean = far(got, simulated(MODEL, data, **setting, outer_lr=None))
+    largest, mean = far(got, simulated(model, data, **setting, outer_lr=None))
     assert largest < 1e-4 and mean < 1e-6, (largest, mean)
     count = sum(each.numel() for each in got.values())
     for name in ("A", "B"):
