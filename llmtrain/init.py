@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import re
 import shutil
 from pathlib import Path
 
@@ -40,7 +41,10 @@ def main(argv: list[str]) -> int:
             shutil.copyfile(old, new)
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}. Give a folder that can be written to.") from None
-    log.info(f"{len(pairs)} files in {folder}\n{_NEXT.format(folder=folder)}")
+    then = _NEXT.format(folder=folder)
+    if folder.resolve() == Path.cwd():
+        then = re.sub(r"cd .*\n +", "", then)
+    log.info(f"{len(pairs)} files in {folder}\n{then}")
     return 0
 
 

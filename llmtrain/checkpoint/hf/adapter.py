@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,9 @@ def _as_peft_loads(folder: Path, layout: FolderLayout) -> nn.Module:
     from peft import PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
-    model = PeftModel.from_pretrained(copy.deepcopy(layout.skeleton), str(folder), low_cpu_mem_usage=True)
+    with warnings.catch_warnings():  # peft 0.21 asks transformers 5.23 for a name that goes: no affair of the user's
+        warnings.simplefilter("ignore", FutureWarning)
+        model = PeftModel.from_pretrained(copy.deepcopy(layout.skeleton), str(folder), low_cpu_mem_usage=True)
     # By default it adds embeddings that are longer than the base's, which the folder has by their own names.
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     held = load_peft_weights(str(folder), device="cpu").keys()
