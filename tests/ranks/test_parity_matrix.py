@@ -70,6 +70,7 @@ TELLING = [
     replace(FORMS["tp2"], objective="distill", precision="bf16", steps=8),
     Form(zero=2, adapter=PACKED, steps=6),
 ]
+TELLING = [replace(form, steps=min(form.steps, 8)) for form in TELLING]  # `test_matrix` has the same forms for 20
 TELLING_SLOW = [
     Form(zero=1, adapter=PACKED, precision="bf16", steps=6),
     Form(adapter=PACKED, objective="dpo", reference="online", steps=6),
