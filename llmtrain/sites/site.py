@@ -372,7 +372,8 @@ class Site:
     def _go_on(self, done: Round, sent: Sent) -> None:
         leader, by_id = done.leader, {each.id: each for each in done.told}
         trained = {by_id[site].was: by_id[site].trained for site in done.used}
-        at = max(each.step for each in done.told if each.state == leader.state)
+        steps_told = [each.step for each in done.told if each.state == leader.state]
+        at = min(max(steps_told), min(steps_told) + self._every + self._settings.max_alone_steps)
         self._step = max(self._step, self._step + at - sent.said["step"])
         left = self._every if self._last_step is None else self._last_step - at
         most = min(self._every, left) if left > 0 else self._every

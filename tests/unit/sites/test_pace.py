@@ -84,3 +84,17 @@ def test_sites_of_three_speeds_end_at_one_step_with_one_model_and_every_sample_o
     ledger: Ledger = made["a"][0]._ledger
     open_ = [n for spans in (ledger.free, *ledger.dealt.values()) for span in spans for n in range(*span)]
     assert sorted([*every, *open_]) == list(range(ledger.next))
+
+
+def test_a_site_that_tells_a_step_far_ahead_does_not_end_the_others_runs(joined) -> None:
+    """No site can be further than it trains alone: sync_every and max_alone_steps."""
+    meeting = Meeting("a", "b")
+    (a, _, _), (b, _, _) = (joined(meeting, name, last_step=10**9) for name in "ab")
+    at_once(lambda: a.begin(0, 0, 5.0), lambda: b.begin(0, 0, 5.0))
+
+    def run(site: Any, first: int) -> int:
+        for step in (first + 1, first + 2):
+            at, _ = site.after_update(step, complete=False)
+        return at
+
+    assert at_once(lambda: run(a, 0), lambda: run(b, 10**6)) == [2 + 2 + 4, 10**6 + 2]
