@@ -87,4 +87,4 @@ def test_lora_and_dpo_train_on_ranks_in_each_form_that_says_yes() -> None:
 def test_every_objective_has_one_row() -> None:
     lines = [line for line in markdown().splitlines() if line.startswith("| ") and "`" in line.split(" | ")[0]]
     told = [name for line in lines for name in line.split(" | ")[0].strip("| ").replace("`", "").split(", ")]
-    assert sorted(told) == sorted([*OBJECTIVES.keys() - {"next_token"}, "adapter.dropout"])
+    assert sorted(told) == sorted([*OBJECTIVES.keys() - {"next_token"}, "adapter.dropout", "adapter.quantize"])
