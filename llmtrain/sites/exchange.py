@@ -60,12 +60,17 @@ class Exchange:
     """The other sites' ranks, as those of this one see them."""
 
     def __init__(
-        self, ranks: Ranks, shard: Shard, site: str, run: str, form: Format | None = None, keys: Keys | None = None
+        self, ranks: Ranks, shard: Shard, site: str, run: str, form: Format | None, keys: Keys | None, most_steps: int
     ) -> None:
-        """`site`: this one's id. `run`: what the sites have in common. `form`: how they write their changes; without
-        one they send parameters."""
+        """
+        Args:
+            site: this one's id.
+            run: what the sites have in common.
+            form: how they write their changes; without one they send parameters.
+            most_steps: that a site trains between two synchronisations; who tells of more has not trained them.
+        """
         self._ranks, self._shard, self._site, self._run, self._form = ranks, shard, site, run, form
-        self._keys = keys
+        self._keys, self._most_steps = keys, float(most_steps)
         self._peers: dict[str, list[Peer]] = {}
 
     def fetch(
@@ -199,7 +204,8 @@ class Exchange:
         failures = {site: text for other, *_ in reversed(reports) for site, text in other.items()}
         there = [site for site in found if site not in failures]
         totals = {site: sum(parts[site] for *_, parts in reports) for site in there}
-        failures |= outsized(totals, steps, self._site)
+        believed = {site: min(count, self._most_steps) for site, count in steps.items()}
+        failures |= outsized(totals, believed, self._site)
         return Fetched(
             found={site: values for site, values in found.items() if site not in failures},
             failed=failures,

@@ -65,9 +65,7 @@ class Meetings:
             same = (theirs.get("phase"), theirs.get("run"), theirs.get("round")) == ("commit", self._run, round_)
             if same and isinstance(theirs.get("have"), list):
                 votes[member.id] = set(map(str, theirs["have"]))
-        if self._site not in votes and have is not None:
-            raise RoundFailed("the other sites have gone on without this one")
-        return sorted(votes), sorted(set.intersection(*votes.values())) if votes else []
+        return agreed(votes)
 
     def _refuse(self, other: Told, *, late: bool) -> None:
         """Somebody trains something else at this coordinator: whoever was here first stays."""
@@ -94,3 +92,20 @@ class Meetings:
             known = [each for each in self.before if each != self._site.partition(":")[0]]
             raise RoundFailed(f"{wrong}; last time {', '.join(known)} took part" if known else wrong)
         return members
+
+
+def agreed(votes: Mapping[str, set[str]]) -> tuple[list[str], list[str]]:
+    """(sites that make an outer step, sites whose parameters all of them have), from what each has got.
+
+    Nobody is left out who does not stand in the way of the others: as many sites as can be both go on and count. One to
+    which the others' parameters have not come, over a line that carries its votes alone, would else decide that nothing
+    counts but its own. More than half must go on: those that are apart from each other make no step in two ways.
+    """
+    ordered = sorted(votes, key=lambda site: (len(votes[site]), site))
+    most: tuple[list[str], list[str]] = ([], [])
+    for left_out in range((len(votes) + 1) // 2):
+        going = sorted(ordered[left_out:])
+        used = sorted(set.intersection(*(votes[site] for site in going)))
+        if not left_out or len({*used} & {*going}) > len({*most[0]} & {*most[1]}):
+            most = going, used
+    return most

@@ -82,8 +82,8 @@ class Site:
         streams = settings.method == "streaming"
         fragments = settings.fragments if streams else 1
         alone = settings.method == "async"
-        self._every = 1 if settings.method == "every_step" else settings.sync_every // fragments
-        self._every *= settings.meet_every if alone else 1
+        every = settings.sync_every * (settings.meet_every if alone else 1)
+        self._every = 1 if settings.method == "every_step" else every // fragments
         self._overlap, self._last_step = settings.overlap_steps if streams else 0, last_step
         self.id = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
         self._shard = Shard(engine, frozen, fragments, ranks)
@@ -96,7 +96,8 @@ class Site:
             mine = self._shard.regions()
             keys, self._server, self._members = opened(settings, ranks.rank, run, self.id, mine, members)
         self._addresses = from_all(ranks, self._server.address)
-        self._exchange = Exchange(net, self._shard, self.id, run, form, keys)
+        most_steps = self._every * fragments + settings.max_alone_steps
+        self._exchange = Exchange(net, self._shard, self.id, run, form, keys, most_steps)
         self._meetings = Meetings(net, self._members, self.id, run, common)
         self._newest: Newest | None = None
         if alone:
@@ -292,8 +293,9 @@ class Site:
         )
         have = sorted(got.found) if got.outer or not heals else None
         committed, used = self._meetings.commit(leader.round, have, deadline_s)
-        if heals and got.outer is None:
-            raise RoundFailed(f"the common state has not come: {listed(got.failed)}")
+        if self.id not in committed:
+            why = "the common state has not come" if have is None else "the other sites have gone on without this one"
+            raise RoundFailed(f"{why}: {listed(got.failed)}")
         if not used and any(each.weight for each in current.values()):
             raise RoundFailed(f"no site's parameters have reached all others: {listed(got.failed)}")
         return Round(leader=leader, told=told, committed=committed, used=used, got=got, heals=heals, met_s=met_s)
@@ -389,8 +391,7 @@ class Site:
         self._was = self.id
         self._exchange.forget_all_but(done.committed)
         if self._newest is not None:
-            others = [by_id[site] for site in done.committed if site != self.id]
-            self._newest.begin(self._anchor, self._round, others)
+            self._newest.begin(self._anchor, self._round, [by_id[site] for site in done.committed if site != self.id])
 
     def _report(self, done: Round, sent: Sent, norm: float, served: int) -> None:
         fields = told_round(done, sent, self._stands_s, norm, served)

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -315,14 +315,14 @@ def die_while_sending(_: int) -> None:
     """In the third synchronisation, after half of what the other site wants."""
     from llmtrain.sites import wire
 
-    def send(line: wire._Line, header: dict, parts: list) -> None:
+    def send(line: wire._Line, header: dict, parts: Iterable) -> None:
         line.send_header(header)
-        line.send(parts[0].tobytes()[: header["bytes"] // 2])
+        line.send(next(iter(parts)).tobytes()[: header["bytes"] // 2])
         os.kill(os.getpid(), signal.SIGKILL)
 
     usual = wire.Server._send
 
-    def server_send(self: wire.Server, line: wire._Line, header: dict, parts: list) -> None:
+    def server_send(self: wire.Server, line: wire._Line, header: dict, parts: Iterable) -> None:
         late = any(round_ == 3 for round_, _ in self._arrays.values())
         send(line, header, parts) if late and header["bytes"] else usual(self, line, header, parts)
 

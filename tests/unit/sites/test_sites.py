@@ -33,6 +33,7 @@ from llmtrain.sites import exchange, newest
 from llmtrain.sites import meeting as meeting_module
 from llmtrain.sites import site as site_module
 from llmtrain.sites.ledger import Ledger, Request, steps_of
+from llmtrain.sites.meeting import agreed
 from llmtrain.sites.members import Member, MembersError, SitesError
 from llmtrain.sites.outer import outer_step
 from llmtrain.sites.pace import Share
@@ -438,6 +439,47 @@ def test_a_site_whose_parameters_do_not_come_is_left_out(joined, wrong, said) ->
     assert told["used"] == ["a", "b"] and site.startswith("c:") and not others and re.search(said, why), told
 
 
+def test_a_site_that_reaches_nobody_but_the_coordinator_holds_no_others_up(joined, monkeypatch) -> None:
+    """It votes for its own parameters alone. The others take those and go on; when its line is mended it follows."""
+    meeting = Meeting("a", "b", "c")
+    made = [joined(meeting, name, timeout_s=1.0) for name in "abc"]
+    begin_all(*(site for site, _, _ in made))
+
+    def train() -> None:
+        at_once(*(two_steps(site, engine, value) for (site, engine, _), value in zip(made, (1, 2, 6), strict=True)))
+
+    def no_route(*_: Any) -> Any:
+        raise WireError("no route to host")
+
+    with monkeypatch.context() as cut:
+        cut.setattr(made[2][0]._exchange, "_values", no_route)
+        train()
+    assert [engine.values.tolist() for _, engine, _ in made] == [[3.0] * 6, [3.0] * 6, [6.0] * 6]
+    told, (kind, failed) = made[0][2][-1][1], made[2][2][-1]
+    assert (told["sites"], told["used"], kind) == (["a", "b"], ["a", "b", "c"], "synchronise_failed")
+    assert re.search("have gone on without this one: site a: no route.*site b: no route", failed["reason"])
+    train()
+    assert [engine.values.tolist() for _, engine, _ in made] == [[4.5] * 6] * 3 and made[2][2][-1][1]["healed"]
+
+
+@pytest.mark.parametrize(
+    ("votes", "going", "used"),
+    [
+        ({"a": "ab", "b": "ab", "c": "abc"}, "abc", "ab"),  # c's have come to nobody
+        ({"a": "abc", "b": "abc", "c": "c"}, "ab", "abc"),  # nobody's have come to c
+        ({"a": "abc", "b": "abc", "c": ""}, "ab", "abc"),  # or it is hostile
+        ({"a": "a", "b": "a", "c": ""}, "ab", "a"),  # b has trained nothing yet
+        ({"a": "ab", "b": "ab", "c": "cd", "d": "cd"}, "abcd", ""),  # neither half makes a step alone
+        ({"a": "ab", "b": "b"}, "ab", "b"),
+        ({"a": "abce", "b": "abcd", "c": "abcde", "d": "abcde", "e": "e"}, "abcd", "abc"),
+        ({"a": ""}, "a", ""),
+        ({}, "", ""),
+    ],
+)
+def test_most_sites_go_on(votes, going, used) -> None:
+    assert agreed({site: set(have) for site, have in votes.items()}) == (list(going), list(used))
+
+
 def test_parameters_that_are_not_finite_are_left_out_and_mended(joined) -> None:
     meeting = Meeting("a", "b", "c")
     made = [joined(meeting, name) for name in "abc"]
@@ -459,6 +501,16 @@ def test_an_update_that_is_too_large_is_left_out_named_and_mended(joined, compre
         assert all(engine.values.tolist() == pytest.approx([want] * 6, rel=1e-2) for _, engine, _ in made)
         _, told = made[0][2][-1]
         assert told["used"] == list(names[:-1]) and "the limit is 100" in str(told["failed"]), told
+
+
+def test_a_site_is_not_believed_more_steps_than_it_can_have_trained(joined) -> None:
+    """Else an update of any size would be small for each of them."""
+    meeting = Meeting("a", "b", "c")
+    made = [joined(meeting, name) for name in "abc"]
+    begin_all(*(site for site, _, _ in made))
+    made[2][0]._trained = 1 << 40
+    at_once(*(two_steps(site, engine, value) for (site, engine, _), value in zip(made, (1, 2, 1e9), strict=True)))
+    assert [engine.values.tolist() for _, engine, _ in made] == [[1.5] * 6] * 3
 
 
 def test_a_robust_mean_is_what_three_sites_agree_on(joined) -> None:

@@ -74,7 +74,7 @@ def told_by(server: Server):  # noqa: F811
 
 def exchange() -> Exchange:
     shard = SimpleNamespace(size=65, regions=lambda _part: PIECES)
-    return Exchange(SimpleNamespace(), shard, "b:1", "run")  # type: ignore[arg-type]
+    return Exchange(SimpleNamespace(), shard, "b:1", "run", None, None, 100)  # type: ignore[arg-type]
 
 
 def test_a_healer_that_sends_slowly_leaves_time_for_the_next(server: Server) -> None:  # noqa: F811
