@@ -163,12 +163,10 @@ def check_start(run: RunConfig, places: Places, problems: Problems) -> None:
 
 def check_form(run: RunConfig, degrees: Degrees, path: str, problems: Problems) -> None:
     """A rank can sum an answer, has its whole score, or the teacher's logits. `path`: of the DeepSpeed JSON."""
-    if run.objective.name in SCORED:
-        for key, degree in (("pipeline.stages", degrees.pipeline), ("expert_parallel.autoep_size", degrees.expert)):
-            if degree > 1:
-                rule = f"objective.name {run.objective.name} has a score in place of the head that this form knows"
-                remedy = "remove the section: ZeRO 1 to 3 and tensor parallelism shard the model"
-                problems.add(key, degree, rule, remedy, path)
+    if run.objective.name in SCORED and degrees.expert > 1:
+        rule = f"objective.name {run.objective.name} has a score in place of the head that this form knows"
+        remedy = "remove the section: ZeRO 1 to 3, tensor and pipeline parallelism shard the model"
+        problems.add("expert_parallel.autoep_size", degrees.expert, rule, remedy, path)
     if run.objective.name == DISTILL and degrees.sequence > 1:
         problems.add("sequence_parallel_size", degrees.sequence,
                      f"objective.name {DISTILL} has a whole teacher on each rank, which computes whole sequences "

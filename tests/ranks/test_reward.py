@@ -1,5 +1,5 @@
-"""A reward model against its definition in plain PyTorch: ZeRO 0 to 3, tensor parallelism, whole and beside an
-adapter; resume.
+"""A reward model against its definition in plain PyTorch: ZeRO 0 to 3, tensor parallelism, pipelines, whole and beside
+an adapter; resume.
 
 Both sides are fp32: 1e-5 is a few roundings of a loss near 1 after four steps; of a parameter 1/50 of the rate: AdamW
 makes a whole step of a gradient that is all rounding.
@@ -95,6 +95,8 @@ FORMS: list[dict[str, Any]] = [
     {"stage": 2, "objective": {"centering": 0.1}},
     {"stage": 3, "adapter": ADAPTER},
     {"stage": 1, "tensor": 2, "objective": {"centering": 0.1}},
+    {"stage": 1, "pipeline": 2, "accumulation": 2, "objective": {"centering": 0.1}},
+    {"stage": 0, "pipeline": 2, "accumulation": 3, "adapter": ADAPTER},
     {"stage": 2, "tensor": 2, "adapter": ADAPTER},
 ]
 

@@ -216,7 +216,7 @@ class ZeroEngine:
         inputs = self._shareable(inputs)
         micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
         scores = gives_scores(self.module.config)
-        own: Objective = _LastScore(last_read(self.module.config, inputs)) if scores else NEXT_TOKEN
+        own: Objective = _LastScore(self._last_read(inputs)) if scores else NEXT_TOKEN
         ours, _ = self.evaluate([micro], own)
         self._want_logits(True)
         try:
@@ -224,6 +224,10 @@ class ZeroEngine:
         finally:
             self._want_logits(False)
         compare_losses(self.module.hf, ours["loss"], theirs["loss"])
+
+    def _last_read(self, inputs: Tensor) -> int:
+        """Where transformers' own class reads the score of `inputs` [1, T]."""
+        return last_read(self.module.config, inputs)
 
     def _want_logits(self, wanted: bool) -> None:
         self.module.wants_logits = wanted

@@ -28,6 +28,8 @@ from llmtrain.models.parallel.stage import Part, Stage, build_stage
 from llmtrain.models.parallel.stage_times import Measure, fastest_pass, seconds_of
 from llmtrain.models.parallel.tensor import shard_model, share_adapter
 from llmtrain.models.parameters import LocalParameter, local_parameter
+from llmtrain.models.score import SCORE
+from llmtrain.models.score_source import language_model
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import projections
@@ -133,7 +135,10 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     """
     model, degrees = resolved.run.model, resolved.degrees
     hf = spec.own_skeleton()
-    anatomy = anatomy_of(hf)
+    like = language_model(hf) if spec.scores else hf  # its logits prove the parts of the decoder
+    words = anatomy_of(like)
+    plan = projections(like, words) if degrees.tensor > 1 else None
+    anatomy = replace(words, head=SCORE, tied=False) if spec.scores else words
     section = resolved.deepspeed.get("activation_checkpointing")
 
     def build(hf: PreTrainedModel, part: Part, shard: Callable[[nn.Module], None] | None = None) -> Stage:
@@ -149,14 +154,13 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
 
     counts = layer_counts(resolved.pipeline_partition, mesh, hf, anatomy, measure)
     ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
-    plan = projections(hf, anatomy) if degrees.tensor > 1 else None
     index = mesh.place.pipeline
     first = sum(counts[:index])
     part = Part(range(first, first + counts[index]), first=index == 0, last=index == degrees.pipeline - 1)
 
     def shard(rest: nn.Module) -> None:
         assert plan is not None
-        shard_model(rest, anatomy, plan, mesh.tensor, device, DTYPES[resolved.precision])
+        shard_model(rest, words, plan, mesh.tensor, device, DTYPES[resolved.precision])
 
     pipeline = PipelineLanguageModel(
         build(hf, part, None if plan is None else shard),

@@ -17,6 +17,7 @@ from llmtrain.models.head import Head
 from llmtrain.models.parallel.balance import Weights
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.stage import Part, Stage
+from llmtrain.models.score import gives_scores
 from llmtrain.models.structure.anatomy import Anatomy
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def fastest_pass(stage: Stage, part: Part, batch: Batch, chunk: int) -> float:
 
 def _backward(stage: Stage, out: Any, tokens: torch.Tensor, last: bool, chunk: int) -> None:
     if last:
-        Head(stage.hf, chunk).nll_sum(out, tokens).backward()
+        head = Head(stage.hf, chunk)
+        loss = head.scores(out).sum() if gives_scores(stage.hf.config) else head.nll_sum(out, tokens)
+        loss.backward()
     elif out.requires_grad:
         out.backward(torch.ones_like(out))

@@ -46,9 +46,8 @@ def test_the_score_is_read_at_the_last_token_of_each_row(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("degrees", "key"),
-    [(Degrees(pipeline=2), "pipeline.stages"), (Degrees(tensor=2), "tensor_parallel.autotp_size"),
-     (Degrees(expert=2), "expert_parallel.autoep_size"), (Degrees(sequence=2), "sequence_parallel_size")],
-)  # fmt: skip
+    [(Degrees(expert=2), "expert_parallel.autoep_size"), (Degrees(sequence=2), "sequence_parallel_size")],
+)
 def test_forms_that_do_not_know_a_score_are_refused_by_name(degrees: Degrees, key: str) -> None:
     problems = Problems()
     check_form(RunConfig(deepspeed="ds.json", objective=ObjectiveConfig(name="reward")), degrees, "ds.json", problems)

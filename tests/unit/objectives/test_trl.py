@@ -1,10 +1,11 @@
-"""TRL's losses of the same batches. Skipped by name where TRL is not installed: `pip install trl`."""
+"""TRL's losses of the same batches, by TRL's own trainers as far as they can be asked."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,13 @@ from llmtrain.models.distillation import Terms, distilled_sums
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import HeadForm
 from llmtrain.objectives.named import objective_of
+from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Objective
 from tests.helpers.preference import Plain, prepared_preferences, prepared_unpaired
 from tests.helpers.training import LLAMA
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: its losses are not compared with ours")
+pytestmark = pytest.mark.long
 LENGTH, MICRO = 192, 4
 DIFFERENCE = 1e-5
 """Relative: both are fp32, theirs padded and ours packed."""
@@ -88,22 +91,29 @@ def halves(plain: Plain, row: int) -> tuple[list[int], list[int]]:
     return ids[:begin].tolist(), ids[begin:].tolist()
 
 
-def trainer(kind: str, models: tuple[Any, Any], folder: str, **options: Any) -> Any:
+RECORDS: dict[str, dict[str, Any]] = {
+    "SFT": {"text": "hi"},
+    "DPO": {"prompt": "hi", "chosen": "a", "rejected": "b"},
+    "KTO": {"prompt": "hi", "completion": "a", "label": True},
+    "Reward": {"chosen": "hi a", "rejected": "hi b"},
+}
+
+
+def trainer(kind: str, models: tuple[Any, ...], folder: str, **options: Any) -> Any:
+    """TRL's own, with a model and, if there is a second one, its reference."""
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    text = "hi"
-    record = {"prompt": text, "chosen": "a", "rejected": "b"} if kind == "DPO" else {
-        "prompt": text, "completion": "a", "label": True}  # fmt: skip
     arguments = getattr(trl, f"{kind}Config")(
         output_dir=str(Path(folder) / kind), report_to=[], use_cpu=True, bf16=False, fp16=False,
         gradient_checkpointing=False, per_device_train_batch_size=2, **options,
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    reference = {"ref_model": copy.deepcopy(models[1])} if len(models) > 1 else {}
     return getattr(trl, f"{kind}Trainer")(
-        model=copy.deepcopy(models[0]), ref_model=copy.deepcopy(models[1]), args=arguments,
-        train_dataset=Dataset.from_list([record, record]), processing_class=tokenizer,
+        model=copy.deepcopy(models[0]), args=arguments, processing_class=tokenizer, **reference,
+        train_dataset=Dataset.from_list([RECORDS[kind]] * 2),
     )  # fmt: skip
 
 
@@ -115,7 +125,10 @@ SAME: list[tuple[str, dict[str, float], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "theirs"), SAME, ids=[name for name, *_ in SAME])
+@pytest.mark.parametrize(
+    ("name", "options", "theirs"),
+    [pytest.param(*each, id=each[0], marks=pytest.mark.slow if each[0] in ("robust", "ipo") else ()) for each in SAME],
+)
 def test_losses_over_pairs_are_those_of_trl(tmp_path: Path, models: Any, name: str, options: Any, theirs: Any) -> None:
     folder = prepared_preferences(tmp_path, 60)
     micro, _, plain = batch_of(folder, models)
@@ -129,6 +142,76 @@ def test_losses_over_pairs_are_those_of_trl(tmp_path: Path, models: Any, name: s
     got = ours(models[0], objective_of(filled(ObjectiveConfig(name=name, **options))), micro)
     print(f"{name}: {got:.8f} here, {want:.8f} in TRL {trl.__version__}, {len(examples)} pairs")
     assert got == pytest.approx(want, rel=DIFFERENCE)
+
+
+def test_the_loss_of_conversations_is_that_of_trl(tmp_path: Path, models: Any) -> None:
+    """Over the counted tokens of the same rows, which here lie packed in windows."""
+    folder = prepared_preferences(tmp_path, 60)
+    micro, _, plain = batch_of(folder, models)
+    peer = trainer("SFT", models[:1], folder)
+    examples = []
+    for ids, counted in (plain.rows[row] for row in micro.rows.tolist()):
+        labels = [each if counts else -100 for each, counts in zip(ids.tolist(), counted, strict=True)]
+        examples.append({"input_ids": ids.tolist(), "labels": labels})
+    with torch.no_grad():
+        want = peer.compute_loss(peer.model.eval(), peer.data_collator(examples)).item()
+    got = ours(models[0], NEXT_TOKEN, micro)
+    print(f"sft: {got:.8f} here, {want:.8f} in TRL {trl.__version__}, {len(examples)} rows")
+    assert got == pytest.approx(want, rel=DIFFERENCE)
+
+
+@pytest.mark.parametrize("centering", [0.0, 0.1])
+def test_a_reward_models_loss_is_that_of_trl(tmp_path: Path, centering: float) -> None:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    fields = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    config = AutoConfig.for_model(fields.pop("model_type"), num_labels=1, **fields)
+    torch.manual_seed(1)
+    made: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    made.config.architectures = [type(made).__name__]
+    torch.nn.init.normal_(made.score.weight, std=0.5)
+    folder = prepared_preferences(tmp_path, 60)
+    stream = TrainData(DataConfig(path=folder, sequence_length=LENGTH, isolate_documents=True))
+    micro = next(batches_of(stream.window_at, MICRO, MICRO, 0, 1, False))
+    assert isinstance(micro, AnswerBatch)
+    rows = Plain(None, folder).rows
+    peer = trainer("Reward", (made,), folder, center_rewards_coefficient=centering or None)
+    examples = [
+        {"chosen_ids": rows[chosen][0].tolist(), "rejected_ids": rows[rejected][0].tolist()}
+        for chosen, rejected in micro.rows.view(-1, 2).tolist()
+    ]
+    padding = len(
+        peer.processing_class
+    )  # no token of a row: transformers reads a score at the last one that is no padding
+    peer.model.config.pad_token_id = peer.data_collator.pad_token_id = min(padding, made.config.vocab_size - 1)
+    with torch.no_grad():
+        want = peer.compute_loss(peer.model.eval(), peer.data_collator(examples)).item()
+    got = ours(made, objective_of(filled(ObjectiveConfig(name="reward", centering=centering))), micro)
+    print(f"reward: {got:.8f} here, {want:.8f} in TRL {trl.__version__}, {len(examples)} pairs")
+    assert got == pytest.approx(want, rel=DIFFERENCE)
+
+
+def test_losses_without_a_reference_are_those_of_trl(tmp_path: Path, models: Any) -> None:
+    """simpo, and of orpo the odds: TRL's loss of the chosen answers beside them is over their prompts, too. From the
+    answers' mean log-probabilities, which the other tests compare."""
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    micro, _, plain = batch_of(prepared_preferences(tmp_path, 60), models)
+    plain.hf = models[0]
+    with torch.no_grad():
+        sums, counts = plain.answers(micro.rows.tolist())
+    means = (sums / counts).view(-1, 2)
+    on = SimpleNamespace(device="cpu")
+    cpo = SimpleNamespace(loss_type="simpo", alpha=0.0, beta=2.0, simpo_gamma=0.5, label_smoothing=0.0, accelerator=on)
+    odds = SimpleNamespace(beta=0.1, accelerator=on)
+    for name, want in (
+        ("simpo", CPOTrainer.cpo_loss(cpo, *means.T)[0].mean()),
+        ("orpo", -means[:, 0].mean() - ORPOTrainer.odds_ratio_loss(odds, *means.T)[0].mean()),
+    ):
+        got = ours(models[0], objective_of(filled(ObjectiveConfig(name=name))), micro)
+        print(f"{name}: {got:.8f} here, {want.item():.8f} in TRL {trl.__version__}")
+        assert got == pytest.approx(want.item(), rel=DIFFERENCE)
 
 
 def test_kto_is_that_of_trl(tmp_path: Path, models: Any) -> None:

@@ -190,6 +190,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.parity.adapter.adapt_plainly",
         "llmtrain.parity.adapter.frozen_beside",
         "llmtrain.parity.adapter.loud_source",
+        "llmtrain.parity.adapter.pack_plainly",
         "llmtrain.parity.answers.Answers",
         "llmtrain.parity.answers.divergence",
         "llmtrain.parity.answers.plain_loss",
