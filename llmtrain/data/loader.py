@@ -51,10 +51,13 @@ class MicroBatch:
     """Global index of each row (rows that only pad a validation batch have none)."""
     positions: torch.Tensor | None = None
     """int64 [b, T] with data.isolate_documents: each token's position in its document. None: 0 to T - 1 in each row."""
+    counted: int | None = None
+    """Labels that count, on a device, where counting them would make the host wait."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same with every tensor there; the host does not wait."""
-        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+        counted = int((self.labels != IGNORED).sum()) if self.labels.device.type == "cpu" else self.counted
+        return replace(self._with(lambda tensor: tensor.to(device, non_blocking=True)), counted=counted)
 
     def pinned(self) -> MicroBatch:
         """The same in page-locked memory."""

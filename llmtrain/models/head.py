@@ -46,18 +46,19 @@ class Head:
         sums: Tensor = self._layer(hidden, loss)
         return sums
 
-    def nll_sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def nll_sum(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
         """Summed negative log-likelihood of the counted labels (nats, fp32 scalar), for a `Loss`.
 
         Args:
             hidden: [b, t, H], what the loss was given, or some of its rows.
             labels: [b, T] of whole rows, already shifted; IGNORE = not counted.
+            counted: how many of them count, as far as it is known: the head computes no other token.
 
         Returns: under sequence parallelism the sum over this rank's columns.
         """
-        return self._likelihoods(chunked_nll_sum, hidden, labels)
+        return self._likelihoods(functools.partial(chunked_nll_sum, counted=self._own(counted)), hidden, labels)
 
-    def token_nll(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def token_nll(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
         """The negative log-likelihood of each label (nats, fp32 [b, t]), 0 where it is not counted.
 
         For an objective that is no sum over tokens; its backward pass computes the logits a second time.
@@ -66,7 +67,7 @@ class Head:
 
         Returns: under sequence parallelism this rank's columns.
         """
-        return self._likelihoods(token_nll, hidden, labels)
+        return self._likelihoods(functools.partial(token_nll, counted=self._own(counted)), hidden, labels)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """What a model that gives scores says of texts that end here: fp32 [...], for a `Loss`.
@@ -111,6 +112,10 @@ class Head:
     def values(self, hidden: Tensor) -> Tensor:
         """Logits as the loss sees them, fp32 [..., V], of [..., H]: of a model whose weights are whole here."""
         return self.form.apply(F.linear(hidden, self._layer.weight, self._layer.bias).float())
+
+    def _own(self, counted: int | None) -> int | None:
+        """Of this rank's columns: not known where it has a part of them."""
+        return counted if self.columns[1] == 1 else None
 
     def _likelihoods(self, compute: Callable[..., Tensor], hidden: Tensor, labels: Tensor) -> Tensor:
         index, of = self.columns

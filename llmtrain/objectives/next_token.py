@@ -20,7 +20,7 @@ class NextToken:
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1]: nats."""
-        return head.nll_sum(hidden, micro.labels).unsqueeze(0)
+        return head.nll_sum(hidden, micro.labels, micro.counted).unsqueeze(0)
 
 
 NEXT_TOKEN = NextToken()

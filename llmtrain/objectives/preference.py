@@ -184,7 +184,7 @@ class Kto:
 
 def answers_of(head: Head, hidden: Tensor, micro: AnswerBatch) -> tuple[Tensor, Tensor]:
     """(log-probability, counted tokens) of each answer of a micro-batch, fp32 [A]. hidden: [B, T, H], whole rows."""
-    nll, answers = head.token_nll(hidden, micro.labels).flatten(), micro.answers.flatten()
+    nll, answers = head.token_nll(hidden, micro.labels, micro.counted).flatten(), micro.answers.flatten()
     none = nll.new_zeros(len(micro.rows) + 1)  # the last one is of tokens that belong to no answer
     sums = none.index_add(0, answers, nll)[:-1]
     return -sums, counted_tokens(micro)

@@ -114,7 +114,7 @@ def shifted_twice() -> Iterator[None]:
 
     nll_sum = Head.nll_sum
 
-    def shifting(self: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def shifting(self: Any, hidden: torch.Tensor, labels: torch.Tensor, _counted: int | None) -> torch.Tensor:
         labels = labels.roll(-1, dims=1)
         labels[:, -1] = -100
         return nll_sum(self, hidden, labels)

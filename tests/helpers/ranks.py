@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import multiprocessing as mp
 import os
@@ -123,6 +124,7 @@ def _context() -> Any:
 
 def become_rank(rank: int, world_size: int, port: int) -> None:
     """The environment that a launcher gives a rank, in a process that has imported torch."""
+    import cpuinfo
     import torch
 
     os.environ.update(
@@ -134,6 +136,7 @@ def become_rank(rank: int, world_size: int, port: int) -> None:
         OMP_NUM_THREADS="1",
     )
     os.environ.pop("LOCAL_SIZE", None)
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # 1.2 s, asked for by each optimizer in host memory
     gc.freeze()  # DeepSpeed collects when an engine begins: 0.4 s each time, with all that was imported
     torch.set_num_threads(1)  # the variable comes too late for that; more threads than cores spin while they wait
 

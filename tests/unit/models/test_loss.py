@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llmtrain.models import compiler, loss
-from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum
+from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, token_nll
 from tests.helpers.compiled import inductor_in
 
 pytestmark = pytest.mark.long
@@ -253,3 +253,36 @@ def test_a_label_beyond_the_vocabulary_is_no_loss():
     labels[1] = WORDS
     with pytest.raises(RuntimeError, match="out of bounds"):
         chunked_nll_sum(hidden, weight, None, labels, chunk=16, form=HeadForm())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["exactly", "in whole chunks"])
+@pytest.mark.parametrize("every", [1, 2, 3, TOKENS + 1])
+def test_tokens_that_do_not_count_do_not_go_through_the_head(
+    monkeypatch: pytest.MonkeyPatch, every: int, compiled: bool
+) -> None:
+    """Loss and gradients are those of all tokens; of compiled kernels, which have one shape, a chunk is filled up."""
+    if compiled:
+        monkeypatch.setattr(loss, "_fused", loss._in_place)
+    given, chunk, seen = problem(torch.float32, bias=True), 16, []
+    labels = torch.full((TOKENS,), IGNORE)
+    labels[::every] = given[3].clamp(min=0)[::every]
+    labels[0] = IGNORE if every > TOKENS else labels[0]
+    counted = int((labels != IGNORE).sum())
+    in_chunks = loss.in_chunks
+
+    def watched(leaves: Any, *rest: Any) -> Any:
+        seen.append(len(leaves[0]))
+        return in_chunks(leaves, *rest)
+
+    monkeypatch.setattr(loss, "in_chunks", watched)
+    found = []
+    for known in (None, counted):
+        leaves = [each.clone().requires_grad_() for each in given[:3] if each is not None]
+        total = chunked_nll_sum(*leaves, labels, chunk=chunk, form=HeadForm(), counted=known)
+        each = token_nll(*leaves, labels, chunk=chunk, form=HeadForm(), counted=known)
+        (total + each.square().sum()).backward()
+        found.append([total.detach(), each.detach(), *(leaf.grad for leaf in leaves)])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    whole = -(-counted // chunk) * chunk if compiled else counted
+    assert set(seen) == {TOKENS, TOKENS if whole > 0.9 * TOKENS else whole}
