@@ -10,7 +10,7 @@
 # Exit code: 0 passed, 1 a part failed, 2 no CUDA device or packages missing.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-all=(tests 0.5b 1.2b 8b host checkpoints parity context-1b context-8b)
+all=(tests 0.5b 1.2b 8b host checkpoints parity context-1b context-8b sft-1b lora-1b)
 out=${1:-runs/gpu-check}
 parts=("${@:2}")
 ((${#parts[@]})) || parts=("${all[@]}")
@@ -38,7 +38,7 @@ fi
 cache=$out/cache
 export TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor TORCH_EXTENSIONS_DIR=$cache/extensions
 export HF_HUB_OFFLINE=1 WANDB_MODE=disabled PYTHONPATH=$PWD:$cache/packages
-if ! "$python" -c "import deepspeed, accelerate, jsonargparse, xxhash, pytest_timeout" >>"$log" 2>&1; then
+if ! "$python" -c "import deepspeed, accelerate, jsonargparse, peft, xxhash, pytest_timeout" >>"$log" 2>&1; then
   if ! compgen -G ".wheels/*.whl" >/dev/null; then
     say "$python lacks packages and there is no .wheels folder. Make it with tools/gpu_wheels.sh where there is a network."
     exit 2
@@ -58,6 +58,7 @@ limited() { # limited SECONDS COMMAND...
   return "${PIPESTATUS[0]}"
 }
 speed=("$python" tools/bench/train_speed.py --rounds 5)
+tuning=("$python" tools/bench/posttraining.py --preset 1.2b --steps 4)
 context=("$python" tools/bench/long_context.py --limit-s 540)
 parity() { # a small copy of the quickstart in each form that one rank can have
   local name failed=0 passed=()
@@ -79,6 +80,12 @@ run() {
       ;;
     parity) parity ;;
     context-1b) limited 580 "${context[@]}" --preset 1b --tokens 393216 --json "$out/context-1b.json" ;;
+    sft-1b)
+      limited 580 "${tuning[@]}" --only sft --contestants llmtrain-full,trainer-full,trl-sft --json "$out/sft-1b.json"
+      ;;
+    lora-1b)
+      limited 580 "${tuning[@]}" --only lora --contestants llmtrain-lora,trainer-lora,trl-lora --json "$out/lora-1b.json"
+      ;;
     context-8b) limited 580 "${context[@]}" --preset 8b --tokens 65536 --json "$out/context-8b.json" ;;
   esac
 }

@@ -53,6 +53,21 @@ def checkpoints(found: dict[str, Any]) -> Iterator[str]:
         yield f"| {name} | {one['blocked_s']:.3f} | {one['lost_s']:.3f} | {each:.3f} |"
 
 
+def tuning(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Of posttraining.py: the speed of ours over a peer's is one over the share of its seconds."""
+    if found:
+        yield "| part | contestant | tokens/s | ms a step | peak, GiB | llmtrain over it | largest loss difference |"
+        yield "|---|---|---|---|---|---|---|"
+    for part, one in found.items():
+        for name, row in one["contestants"].items():
+            peer = not name.startswith("llmtrain")
+            ratio, apart = (f"{1 / row['ours_over_it']:.2f}", f"{row['loss_difference']:.1e}") if peer else ("", "")
+            yield (
+                f"| {part} | {name} | {row['tokens_per_s']:,.0f} | {row['ms_per_step']:.1f} | {row['peak_gib']:.1f} | "
+                f"{ratio} | {apart} |"
+            )
+
+
 def context(part: str, found: dict[str, Any]) -> Iterator[str]:
     for name, one in found.items():
         took = f"{one['step_s']:.0f} s, {one['peak_gib']:.1f} GiB" if "step_s" in one else "did not fit"
@@ -74,7 +89,9 @@ def table(folder: Path) -> str:
     for part in ("context-1b", "context-8b"):
         if part in found:
             lines += list(context(part, found[part]))
-    parts = (*SPEEDS, "checkpoints", "parity", "context-1b", "context-8b")
+    tuned = ("sft-1b", "lora-1b")
+    lines += ["", *tuning({part: found[part] for part in tuned if part in found})]
+    parts = (*SPEEDS, "checkpoints", "parity", "context-1b", "context-8b", *tuned)
     missing = [part for part in parts if part not in found] + ["tests"] * (not (folder / "tests.xml").is_file())
     if missing:
         lines += ["", f"not measured: {', '.join(missing)}"]

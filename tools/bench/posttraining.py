@@ -12,7 +12,9 @@ CPU-second of the process and of what it started, starts included, and the ratio
 
 The others train one model in processes of their own that take turns, round by round, as in train_speed.py; the losses
 of every step are compared. But for `packing` rows are equally long, so that nothing is padded. TRL takes part where it
-is installed.
+is installed. On a GPU they train in bf16, and a second is one of the clock:
+
+    python tools/bench/posttraining.py --only sft --preset 1.2b --contestants llmtrain-full,trainer-full,trl-sft
 """
 
 from __future__ import annotations
@@ -151,14 +153,18 @@ class Race:
     """Contestant -> the largest share of its seconds that ours is to take."""
     other_loss: tuple[str, ...] = ()
     """Contestants that train something else: their losses are not compared."""
+    others: tuple[str, ...] = ()
+    """Contestants that take part when they are named."""
 
 
 RACES = {
     "lora": Race(contestants=("llmtrain lora", "llmtrain full", "peft lora"),
-                 targets={"llmtrain full": 0.72, "peft lora": 1.03}, other_loss=("llmtrain full",)),
+                 targets={"llmtrain full": 0.72, "peft lora": 1.03}, other_loss=("llmtrain full",),
+                 others=("trainer lora", "trl lora")),
     "dpo": Race(contestants=("llmtrain dpo", "plain online", "trl online", "trl prepared"), pairs=True,
                 targets={"plain online": 0.76, "trl online": 0.9}),
-    "sft": Race(contestants=("llmtrain full", "plain full", "trl sft"), targets={"trl sft": 0.9}),
+    "sft": Race(contestants=("llmtrain full", "plain full", "trl sft"), targets={"trl sft": 0.9},
+                others=("trainer full",)),
     "packing": Race(contestants=("llmtrain full", "plain padded"), skewed=True),
 }  # fmt: skip
 VOCABULARY = 4096
@@ -185,12 +191,15 @@ def records(race: Race, count: int, sequence: int) -> Iterator[dict[str, object]
 def write_workplace(race: Race, options: argparse.Namespace, folder: Path, steps: int) -> None:
     """model/, data/ and deepspeed.json for the contestants."""
     import torch
+    from train_speed import PRESETS
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tests.helpers.chat import KINDS, write_tokenizer
 
     torch.manual_seed(0)
-    fields = {
+    on_gpu = torch.cuda.is_available()
+    fields = dict(PRESETS[options.preset].model) if options.preset else {
+        "model_type": "llama",
         "vocab_size": VOCABULARY,
         "hidden_size": options.hidden,
         "intermediate_size": options.hidden * 11 // 4,
@@ -199,14 +208,15 @@ def write_workplace(race: Race, options: argparse.Namespace, folder: Path, steps
         "num_key_value_heads": options.hidden // 64 or 1,
         "max_position_embeddings": options.sequence,
         "tie_word_embeddings": True,
-    }
-    config = AutoConfig.for_model("llama", **fields)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    }  # fmt: skip
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    made.save_pretrained(folder / "model")
     write_tokenizer(folder / "model", KINDS["chatml"])
     config_of_deepspeed = {
         "train_batch_size": options.batch, "train_micro_batch_size_per_gpu": options.batch,
         "gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
+        "zero_allow_untested_optimizer": True, **({"bf16": {"enabled": True}} if on_gpu else {}),
     }  # fmt: skip
     (folder / "deepspeed.json").write_text(json.dumps(config_of_deepspeed))
     source = folder / "records.jsonl"
@@ -223,17 +233,20 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
     """Write the workplace, let the contestants take turns, print the table."""
     import importlib.util
 
+    import torch
     import yaml
+    from train_speed import about
     from train_speed import race as take_turns
     from tuners import Tuning, padding_share, serve_tuning, write_adapter
 
-    race = RACES[name]
+    race, on_gpu = RACES[name], torch.cuda.is_available()
+    asked = tuple(options.contestants or race.contestants)
     there = importlib.util.find_spec("trl") is not None
-    contestants = tuple(each for each in race.contestants if there or not each.startswith("trl"))
-    if contestants != race.contestants:
+    contestants = tuple(each for each in asked if there or not each.startswith("trl"))
+    if contestants != asked:
         print("TRL is not installed: it does not take part")
     task = Tuning(folder=str(folder), sequence=options.sequence, global_batch=options.batch, contestants=contestants,
-                  threads=1, steps_per_round=options.steps, rounds=options.rounds + 1)  # fmt: skip
+                  threads=1, steps_per_round=options.steps, rounds=options.rounds + 1, bf16=on_gpu)  # fmt: skip
     write_workplace(race, options, folder, task.total_steps)
     if any(each.endswith("lora") for each in contestants):
         write_adapter(folder)
@@ -243,11 +256,18 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
                "objective": {"name": "dpo"}, "train": {"max_steps": 1, "run_dir": str(folder / "column")}}  # fmt: skip
         (folder / "column.yaml").write_text(yaml.safe_dump(run))
         seconds([sys.executable, "-m", "llmtrain", "reference", str(folder / "column.yaml")])
-    shape = f"hidden size {options.hidden}, {options.layers} layers, fp32, ZeRO 1"
+    shape = options.preset or f"hidden size {options.hidden}, {options.layers} layers"
+    shape += f", {'bf16' if on_gpu else 'fp32'}, ZeRO 1"
     batch = f"{options.batch} sequences of {options.sequence} tokens a step"
     print(f"{name}: {batch}, {shape}, {options.rounds} rounds of {options.steps} steps", flush=True)
-    rounds = take_turns(task, lambda _: None, serve_tuning)
-    print(race_table(race, task, rounds))
+
+    def keep(rounds: dict[str, list[Round]]) -> None:
+        if options.json:
+            head = {"machine": about(), "table": name, "shape": f"{batch}, {shape}"}
+            options.json.write_text(json.dumps({**head, "contestants": figures(task, rounds, on_gpu)}, indent=2))
+
+    rounds = take_turns(task, keep, serve_tuning)
+    print(race_table(race, task, rounds, on_gpu))
     if race.skewed:
         share = padding_share(task)
         ratio = statistics.median(b.cpu_s / a.cpu_s for a, b in zip(*rounds.values(), strict=True))
@@ -255,26 +275,43 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
               f"target 0.95 / (1 - share) = {0.95 / (1 - share):.2f}")  # fmt: skip
 
 
-def race_table(race: Race, task: Tuning, rounds: dict[str, list[Round]]) -> str:
-    """Medians over the rounds; ratios are taken within a round, losses compared in every step."""
-    ours, *peers = task.contestants
-    lines = [
-        f"{'':<15}{'CPU-ms/step':>12}{'peak GiB':>10}{'held MB':>9}   ours over it (quartiles), target; loss difference"
-    ]
+def figures(task: Tuning, rounds: dict[str, list[Round]], on_gpu: bool) -> dict[str, dict[str, float]]:
+    """Medians over the rounds; the ratio, of ours over it, is taken within a round, losses are compared in every step.
+    On a CPU a second is one of the processor, which others on the machine cannot take."""
+
+    def seconds_of(one: Round) -> float:
+        return one.wall_s if on_gpu else one.cpu_s
+
+    ours, found = rounds[task.contestants[0]], {}
     for name in task.contestants:
-        step = statistics.median(1000 * one.cpu_s / task.steps_per_round for one in rounds[name])
-        peak = max(one.peak_bytes for one in rounds[name]) / 2**30
-        held = int(Path(task.folder, f"{name}.bytes").read_text()) / 1e6
-        line = f"{name:<15}{step:>12.1f}{peak:>10.2f}{held:>9.1f}"
-        if name in peers:
-            ratios = sorted(a.cpu_s / b.cpu_s for a, b in zip(rounds[ours], rounds[name], strict=True))
-            low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        ratios = sorted(seconds_of(a) / seconds_of(b) for a, b in zip(ours, rounds[name], strict=True))
+        both = [
+            (x, y) for a, b in zip(ours, rounds[name], strict=True) for x, y in zip(a.losses, b.losses, strict=True)
+        ]
+        step_s = statistics.median(seconds_of(one) for one in rounds[name]) / task.steps_per_round
+        found[name] = {
+            "ms_per_step": 1000 * step_s,
+            "tokens_per_s": task.global_batch * task.sequence / step_s,
+            "peak_gib": max(one.peak_bytes for one in rounds[name]) / 2**30,
+            "held_mb": int(Path(task.folder, f"{name}.bytes").read_text()) / 1e6,
+            "ours_over_it": statistics.median(ratios),
+            "low": ratios[len(ratios) // 4],
+            "high": ratios[-1 - len(ratios) // 4],
+            "loss_difference": max(abs(x - y) for x, y in both),
+        }
+    return found
+
+
+def race_table(race: Race, task: Tuning, rounds: dict[str, list[Round]], on_gpu: bool) -> str:
+    """The figures for a reader."""
+    ms = "ms/step" if on_gpu else "CPU-ms/step"
+    lines = [f"{'':<15}{ms:>12}{'peak GiB':>10}{'held MB':>9}   ours over it (quartiles), target; loss difference"]
+    for name, one in figures(task, rounds, on_gpu).items():
+        line = f"{name:<15}{one['ms_per_step']:>12.1f}{one['peak_gib']:>10.2f}{one['held_mb']:>9.1f}"
+        if name != task.contestants[0]:
             target = f", {race.targets[name]}" if name in race.targets else ""
-            line += f"   {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}){target}"
-            if name not in race.other_loss:
-                both = [(x, y) for a, b in zip(rounds[ours], rounds[name], strict=True)
-                        for x, y in zip(a.losses, b.losses, strict=True)]  # fmt: skip
-                line += f"; {max(abs(x - y) for x, y in both):.1e}"
+            line += f"   {one['ours_over_it']:.3f} ({one['low']:.3f} to {one['high']:.3f}){target}"
+            line += "" if name in race.other_loss else f"; {one['loss_difference']:.1e}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -288,10 +325,24 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (default 3)")
     parser.add_argument("--steps", type=int, default=3, help="timed optimizer steps of a turn (default 3)")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step (default 4)")
-    parser.add_argument("--sequence", type=int, default=256, help="tokens of a sequence (default 256)")
+    parser.add_argument("--sequence", type=int, help="tokens of a sequence (default 256, of a preset 4096)")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model that trains (default 512)")
     parser.add_argument("--layers", type=int, default=4, help="its layers (default 4)")
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--preset", choices=["0.5b", "1.2b"], help="a model of train_speed.py, of 4096 tokens a sequence"
+    )
+    parser.add_argument("--contestants", help="of --only: ours first, and whom it is held to, with commas between")
+    parser.add_argument("--json", type=Path, help="of --only: write the figures to this file, after each round")
+    found = parser.parse_args(argv)
+    found.sequence = found.sequence or (4096 if found.preset else 256)
+    if (found.contestants or found.json) and found.only in (None, "prepare"):
+        parser.error("--contestants and --json are of one table: name it with --only")
+    if found.contestants:
+        there = {each.replace(" ", "-"): each for each in (*RACES[found.only].contestants, *RACES[found.only].others)}
+        if wrong := [each for each in found.contestants.split(",") if each not in there]:
+            parser.error(f"--contestants: --only {found.only} has no {wrong[0]}; there are {', '.join(there)}")
+        found.contestants = [there[each] for each in found.contestants.split(",")]
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The training loops of posttraining.py, each in a process of its own: llmtrain, plain PyTorch, TRL.
+"""The training loops of posttraining.py, each in a process of its own: llmtrain, plain PyTorch, transformers, TRL.
 
 All start from the same folder, take the same rows in each optimizer step, use AdamW and clip to the same norm. Peers
 get rows of ids with a mask, padded at their ends to a batch; ours reads the prepared folder.
@@ -42,6 +42,11 @@ class Tuning:
     steps_per_round: int
     rounds: int
     """The first one warms up and is not counted."""
+    bf16: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def total_steps(self) -> int:
@@ -104,7 +109,8 @@ def serve_tuning(name: str, pipe: Connection, task: Tuning) -> None:
     enter(task.threads)
     kind, _, how = name.partition(" ")
     clock = _Counting(pipe, task, Path(task.folder, f"{name}.bytes"))
-    {"llmtrain": run_ours, "plain": run_plain, "peft": run_plain, "trl": run_trl}[kind](clock, task, how)
+    loops = {"llmtrain": run_ours, "plain": run_plain, "peft": run_plain, "trainer": run_trainer, "trl": run_trl}
+    loops[kind](clock, task, how)
     pipe.send("end")
 
 
@@ -123,6 +129,8 @@ class _Counting(Clock):
 
 def _held_bytes() -> int:
     """Of all tensors that are alive: parameters, gradients, masters, moments, the engine's buffers."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
     found = {}
     for thing in gc.get_objects():
         kind = type(thing)  # isinstance asks a lazy module for its class, and that imports or warns
@@ -170,30 +178,36 @@ def run_ours(clock: Clock, task: Tuning, how: str) -> None:
     timed_run(clock, path)
 
 
-def _model(task: Tuning) -> Any:
+def _model(task: Tuning, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
-        Path(task.folder) / "model", dtype=torch.float32, attn_implementation="sdpa", use_cache=False
+        Path(task.folder) / "model", dtype=dtype, attn_implementation="sdpa", use_cache=False
     )
+
+
+def _with_adapter(task: Tuning, model: Any) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, Path(task.folder) / "adapter", is_trainable=True)
 
 
 def _log_probs(model: nn.Module, rows: list[Row]) -> Tensor:
     """Log-probability of each row's counted tokens, summed, [rows]."""
-    ids, counted = padded(rows)
-    logits = model(input_ids=ids).logits[:, :-1]
-    each = -F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    device = next(model.parameters()).device
+    ids, counted = (each.to(device) for each in padded(rows))
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        logits = model(input_ids=ids).logits[:, :-1]
+    each = -F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
     return (each * counted[:, 1:]).sum(1)
 
 
 def run_plain(clock: Clock, task: Tuning, how: str) -> None:
     """A loop as one writes it. how: full, padded (in micro-batches of rows), lora (by peft), online (DPO with a second
     model)."""
-    model = _model(task).train()
+    model = _model(task).to(task.device).train()
     if how == "lora":
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, Path(task.folder) / "adapter", is_trainable=True)
+        model = _with_adapter(task, model)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
@@ -201,10 +215,10 @@ def run_plain(clock: Clock, task: Tuning, how: str) -> None:
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
     steps = list(steps_of(task))
-    reference = _model(task).eval() if how == "online" else None
+    reference = _model(task).to(task.device).eval() if how == "online" else None
     clock.ready()
     for rows in steps:
-        total = torch.zeros(())
+        total = torch.zeros((), device=task.device)
         at_once = MICRO_ROWS if how == "padded" else len(rows)
         for at in range(0, len(rows), at_once):
             s = _log_probs(model, rows[at : at + at_once])
@@ -223,25 +237,58 @@ def run_plain(clock: Clock, task: Tuning, how: str) -> None:
         clock.step_done(total)
 
 
+def run_trainer(clock: Clock, task: Tuning, how: str) -> None:
+    """transformers.Trainer over padded rows; TRL and LLaMA-Factory extend it. how: full, lora (by peft)."""
+    from transformers import Trainer, TrainingArguments
+
+    rows, options = _batches_of(task, f"trainer-{how}", 1)
+    model = _model(task, torch.bfloat16 if task.bf16 else torch.float32)
+    trainer = Trainer(
+        model=_with_adapter(task, model) if how == "lora" else model,
+        args=TrainingArguments(remove_unused_columns=False, **options),
+        train_dataset=[{"row": row} for row in rows],
+        data_collator=_batch,
+    )
+    _take_time(trainer, clock)
+
+
+def _batch(examples: list[dict[str, Row]]) -> dict[str, Tensor]:
+    rows = [each["row"] for each in examples]
+    ids, counted = padded(rows)
+    lengths = torch.tensor([[len(ids)] for ids, _ in rows])
+    mask = torch.arange(ids.shape[1]).unsqueeze(0) < lengths
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(counted == 0, -100)}
+
+
 def run_trl(clock: Clock, task: Tuning, how: str) -> None:
-    """TRL's trainer with the same DeepSpeed JSON, but for its batch, which it counts in rows or pairs where ours counts
-    sequences of two rows; and otherwise its defaults, but for recomputation. how: sft, online
-    (DPO with a second model), prepared (DPO with the reference's log-probabilities as columns)."""
-    import deepspeed
-    from contestants import after_each_step
-    from datasets import Dataset
+    """TRL's trainer. how: sft, lora (the same with an adapter, by peft), online (DPO with a second model), prepared
+    (DPO with the reference's log-probabilities as columns)."""
     from transformers import AutoTokenizer
 
+    pairs = how in ("online", "prepared")
+    rows, options = _batches_of(task, f"trl-{how}", 2 if pairs else 1)
+    options["max_length"] = task.sequence
+    tokenizer = AutoTokenizer.from_pretrained(Path(task.folder) / "model")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    trainer = (_trl_dpo if pairs else _trl_sft)(task, how, rows, options, tokenizer)
+    _take_time(trainer, clock)
+
+
+def _batches_of(task: Tuning, name: str, group: int) -> tuple[list[Row], dict[str, Any]]:
+    """(rows in the order of the steps, arguments of transformers' trainers): the same DeepSpeed JSON, but for its
+    batch, which they count in rows (or pairs: a `group` of 2) where ours counts sequences of two rows; otherwise their
+    defaults, but for recomputation."""
+    import deepspeed
+
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    on_cpu = task.device.type == "cpu"
+    if on_cpu:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     steps = list(steps_of(task))
-    pairs = how != "sft"
-    share = len(steps[0]) // (2 if pairs else 1)
-    assert all(len(rows) == len(steps[0]) for rows in steps), "TRL's batches have equally many rows"
-    rows = [row for step in steps for row in step]
-    options = {
-        "output_dir": str(Path(task.folder) / f"trl-{how}"),
-        "max_length": task.sequence,
+    share = len(steps[0]) // group
+    assert all(len(rows) == len(steps[0]) for rows in steps), "their batches have equally many rows"
+    return [row for step in steps for row in step], {
+        "output_dir": str(Path(task.folder) / name),
         "deepspeed": json.loads((Path(task.folder) / "deepspeed.json").read_text())
         | {"train_batch_size": share, "train_micro_batch_size_per_gpu": share},
         "per_device_train_batch_size": share,
@@ -254,20 +301,21 @@ def run_trl(clock: Clock, task: Tuning, how: str) -> None:
         "adam_epsilon": EPS,
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": CLIP_NORM,
-        "bf16": False,
+        "bf16": task.bf16,
         "gradient_checkpointing": False,
         "train_sampling_strategy": "sequential",
         "logging_steps": 10,
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": on_cpu,
     }
-    tokenizer = AutoTokenizer.from_pretrained(Path(task.folder) / "model")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    trainer = (
-        _trl_dpo(task, how, rows, options, tokenizer) if pairs else _trl_sft(task, rows, options, tokenizer, Dataset)
-    )
+
+
+def _take_time(trainer: Any, clock: Clock) -> None:
+    """Train, and tell the clock of each step's loss."""
+    from contestants import after_each_step
+
     losses: list[Tensor] = []
     step = trainer.training_step
 
@@ -280,13 +328,15 @@ def run_trl(clock: Clock, task: Tuning, how: str) -> None:
     trainer.train()
 
 
-def _trl_sft(task: Tuning, rows: list[Row], options: dict[str, Any], tokenizer: Any, dataset: Any) -> Any:
+def _trl_sft(task: Tuning, how: str, rows: list[Row], options: dict[str, Any], tokenizer: Any) -> Any:
+    from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
+    model = _model(task, torch.bfloat16 if task.bf16 else torch.float32)
     given = [{"input_ids": ids, "completion_mask": [int(bit) for bit in mask]} for ids, mask in rows]
     return SFTTrainer(
-        model=_model(task), args=SFTConfig(completion_only_loss=True, **options), processing_class=tokenizer,
-        train_dataset=dataset.from_list(given),
+        model=_with_adapter(task, model) if how == "lora" else model, processing_class=tokenizer,
+        args=SFTConfig(completion_only_loss=True, **options), train_dataset=Dataset.from_list(given),
     )  # fmt: skip
 
 
