@@ -60,7 +60,8 @@ def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
     for manifest in data.manifests:
         check_vocabulary(manifest, spec.facts.vocab_size)
     if run.objective.teacher is not None:
-        check_teacher(teacher_model(run.objective, run.model), spec, data.tokenizer_dir, resolved.places)
+        teacher, shared = teacher_model(run.objective, run.model), resolved.degrees.sequence
+        check_teacher(teacher, spec, data.tokenizer_dir, resolved.places, sequence=shared)
     if run.objective.top_k is not None:
         data.take_teacher(data.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision))
     if starts_from_model(run):

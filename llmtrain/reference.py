@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
     given = resolved
     if teacher is not None:
         student = ModelSpec.of(resolved.run.model, resolved.run.adapter)
-        check_teacher(teacher, student, TrainData(resolved.run.data).tokenizer_dir, resolved.places)
+        tokenizer_dir, shared = TrainData(resolved.run.data).tokenizer_dir, resolved.degrees.sequence
+        check_teacher(teacher, student, tokenizer_dir, resolved.places, sequence=shared)
         resolved = of_teacher(resolved, teacher)
     # What it trains for needs the column that is to be written here.
     resolved = replace(resolved, run=replace(resolved.run, objective=ObjectiveConfig()))
@@ -160,7 +161,7 @@ def _write_teacher(
                 figures, counted = engine.evaluate(some, collect)
                 left, tokens = left + figures["loss"] * counted, tokens + counted
                 mine = [(samples, words.numpy().astype(column.dtype), logs.numpy()) for samples, words, logs in
-                        collect.found] if place.tensor == 0 else []  # fmt: skip
+                        collect.found] if place.tensor == place.sequence == 0 else []  # fmt: skip
                 every = to_rank_0(ranks, mine)
                 with together(ranks):
                     if writer is not None:

@@ -9,6 +9,7 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,7 +69,12 @@ def teacher_of(run: RunConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teac
         return None
     from llmtrain.models.teacher import load_teacher, teacher_model
 
-    return load_teacher(teacher_model(objective, run.model), precision, ranks.device)
+    teacher = teacher_model(objective, run.model)
+    if mesh.sequence is None:
+        return load_teacher(teacher, precision, ranks.device)
+    from llmtrain.models.parallel.sequence import SequenceLanguageModel
+
+    return load_teacher(teacher, precision, ranks.device, partial(SequenceLanguageModel, group=mesh.sequence))
 
 
 def teacher_hash(run: RunConfig, ranks: Ranks) -> str | None:

@@ -83,10 +83,16 @@ class CheckpointReader:
         return self.read_kind_region(kind, name, Region(start, stop - start))
 
     def read_kind_region(self, kind: str, name: str, region: Region) -> Tensor:
-        """The same for a region. Rows of less than 1 KiB are read with the gaps between them."""
+        """The same for a region. Rows of less than 1 KiB are read with the gaps between them.
+
+        Raises: CheckpointError, also where a part of it is nowhere.
+        """
         wanted = list(self._held(kind, name, region))
         for held, _ in wanted:
             self._check_piece(held)  # before memory is taken for what it claims
+        there = sum(some.rows * some.length for _, rows in wanted for some in rows)
+        if there < region.numel:
+            raise CheckpointError(f"{self.folder} holds {there} of {region.numel} elements asked of {kind} of {name}.")
         out = torch.empty(region.numel, dtype=torch.float32)
         for held, rows in wanted:
             file = self._open(held.file)

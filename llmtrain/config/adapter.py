@@ -56,10 +56,6 @@ def check_adapter_form(
                 remedy = "remove one of them: sharded over the ranks, weights in bf16 may take as little"
                 place = places.get("adapter.quantize")
                 problems.add("adapter.quantize", run.adapter.quantize, rule, remedy, place)
-    if degrees.expert > 1:
-        rule = f"adapters are trained on whole layers, not with expert_parallel.autoep_size = {degrees.expert} ({path})"
-        remedy = "remove that key: ZeRO 3 shards frozen experts, too"
-        problems.add("adapter.r", run.adapter.r, rule, remedy, places.get("adapter.r"))
     asked: dict[str, bool | float] = {"adapter.dora": run.adapter.dora, "adapter.dropout": run.adapter.dropout}
     for key, value in asked.items():
         if value and degrees.tensor > 1:

@@ -9,7 +9,6 @@ from typing import Any
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ObjectiveConfig, RunConfig
 from llmtrain.hub.names import REVISION, is_name
-from llmtrain.topology import Degrees
 
 NEXT_TOKEN = "next_token"
 DISTILL = "distill"
@@ -159,22 +158,6 @@ def check_start(run: RunConfig, places: Places, problems: Problems) -> None:
     if name not in WITHOUT_REFERENCE and run.model.config is not None:
         problems.add("objective.name", name, f"{start}, and that of model.config has learnt nothing",
                      "name a trained model: model.pretrained: FOLDER", places.get("objective.name"))  # fmt: skip
-
-
-def check_form(run: RunConfig, degrees: Degrees, path: str, problems: Problems) -> None:
-    """A rank can sum an answer, has its whole score, or the teacher's logits. `path`: of the DeepSpeed JSON."""
-    if run.objective.name in SCORED and degrees.expert > 1:
-        rule = f"objective.name {run.objective.name} has a score in place of the head that this form knows"
-        remedy = "remove the section: ZeRO 1 to 3, tensor and pipeline parallelism shard the model"
-        problems.add("expert_parallel.autoep_size", degrees.expert, rule, remedy, path)
-    if run.objective.name == DISTILL and degrees.sequence > 1:
-        problems.add("sequence_parallel_size", degrees.sequence,
-                     f"objective.name {DISTILL} has a whole teacher on each rank, which computes whole sequences "
-                     "only", "use ZeRO, tensor or pipeline parallelism instead", path)  # fmt: skip
-    elif run.objective.name != NEXT_TOKEN and degrees.sequence > 1:
-        problems.add("sequence_parallel_size", degrees.sequence,
-                     f"objective.name {run.objective.name} sums the tokens of each answer, and the ranks of a group "
-                     "would have parts of it", "use ZeRO, tensor or pipeline parallelism instead", path)  # fmt: skip
 
 
 def check_data(run: RunConfig, key: str, path: str, manifest: dict[str, Any], place: str | None,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmtrain.config import ds_json, rules
+from llmtrain.config.adapter import check_adapter_form
 from llmtrain.config.balance import check_balance
 from llmtrain.config.batch import Batch, solve
 from llmtrain.config.deepspeed import DEGREE_KEYS, exact_dict, read_facts
@@ -14,7 +15,6 @@ from llmtrain.config.objective import filled
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.sites_rules import check_sites
-from llmtrain.config.together import check_together
 from llmtrain.topology import Degrees
 
 
@@ -44,7 +44,7 @@ def resolve(
     _check_declared_ranks(tree, path, degrees.data, world, problems)
     rules.check_shared_heads(run, degrees, path, places, problems)
     rules.check_shared_rows(run, degrees, path, places, problems)
-    check_together(run, degrees, facts.mix.zero_stage, path, places, problems)
+    check_adapter_form(run, degrees, facts.mix.zero_stage, path, places, problems)
     rules.check_frozen(run, facts.tree.get("zero_optimization") or {}, path, places, problems)
     check_sites(run, places, problems)
     problems.raise_if_any()

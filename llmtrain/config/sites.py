@@ -50,3 +50,12 @@ class SitesConfig:
     """This site's folder of `llmtrain sites keys`: connections are encrypted, and of sites that have one of the run."""
     listen: str | None = None
     """This host's address for the ranks of other sites. Default: that from which the coordinator is reached."""
+
+    @property
+    def round_steps(self) -> int:
+        """Optimizer steps between two rounds of all sites; a round of streaming is about one fragment."""
+        if self.method == "every_step":
+            return 1
+        if self.method == "streaming":
+            return self.sync_every // self.fragments
+        return self.sync_every * (self.meet_every if self.method == "async" else 1)

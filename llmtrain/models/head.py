@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
-from llmtrain.models.loss import HeadForm, chunked_nll_sum, token_nll
+from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, has_one_shape, token_nll
 from llmtrain.models.score import gives_scores, score_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from llmtrain.models.distillation import TeacherSays, Terms, TopWords
+
+
+_WORTH_IT = 0.9
+"""Share of the tokens above which leaving the others out of the head spares less than finding them costs."""
+
+
+class SharedRows(Protocol):
+    """The ranks that share each row: this one has the columns [rank T / degree, (rank + 1) T / degree)."""
+
+    rank: int
+    degree: int
+
+    def of_all(self, own: Tensor) -> Tensor:
+        """[degree, ...] from [...] of each of these ranks, by rank. A gradient goes back to where a part came from."""
+        ...
 
 
 class Head:
@@ -33,8 +48,8 @@ class Head:
         if not isinstance(layer, nn.Linear):
             raise ModelError(f"model: the head of {type(hf).__name__} is no linear layer ({type(layer).__name__}).")
         self.form = HeadForm.of(hf.config)
-        self.columns = (0, 1)
-        """(index, of): which part of each row's tokens this rank's hidden state is."""
+        self.shared_rows: SharedRows | None = None
+        """Set under sequence parallelism: the hidden state is of this rank's columns."""
         self._layer: Any = layer
         self._vocabulary: Any = getattr(layer, "vocabulary", None)  # its shard, under tensor parallelism
         self._chunk = chunk
@@ -56,18 +71,26 @@ class Head:
 
         Returns: under sequence parallelism the sum over this rank's columns.
         """
-        return self._likelihoods(functools.partial(chunked_nll_sum, counted=self._own(counted)), hidden, labels)
+        labels = self.own(labels)
+        rows = self._counted_rows(labels, counted)
+        if rows is not None:
+            hidden, labels = hidden.flatten(0, 1).index_select(0, rows), labels.flatten()[rows]
+        return self._likelihoods(chunked_nll_sum, hidden, labels)
 
     def token_nll(self, hidden: Tensor, labels: Tensor, counted: int | None = None) -> Tensor:
-        """The negative log-likelihood of each label (nats, fp32 [b, t]), 0 where it is not counted.
+        """The negative log-likelihood of each label (nats, fp32 [b, T]), 0 where it is not counted.
 
-        For an objective that is no sum over tokens; its backward pass computes the logits a second time.
+        For an objective that is no sum over tokens; its backward pass computes the logits a second time. Ranks that
+        share the rows get the same: what is made of it goes through `once`.
 
         Args: as of `nll_sum`.
-
-        Returns: under sequence parallelism this rank's columns.
         """
-        return self._likelihoods(functools.partial(token_nll, counted=self._own(counted)), hidden, labels)
+        labels = self.own(labels)
+        rows = self._counted_rows(labels, counted)
+        if rows is None:
+            return self.whole(self._likelihoods(token_nll, hidden, labels))
+        nll = self._likelihoods(token_nll, hidden.flatten(0, 1).index_select(0, rows), labels.flatten()[rows])
+        return nll.new_zeros(labels.numel()).index_copy(0, rows, nll).view(labels.shape)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """What a model that gives scores says of texts that end here: fp32 [...], for a `Loss`.
@@ -78,22 +101,55 @@ class Head:
         scores: Tensor = F.linear(hidden.float(), self._layer.weight.float())
         return scores.squeeze(-1)
 
+    def scores_at(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """The same, fp32 [A], at `places` (int64 [A]) of whole rows [B, T], flattened.
+
+        Ranks that share the rows get the same: what is made of it goes through `once`.
+
+        Args:
+            hidden: [B, t, H], what the loss was given.
+        """
+        shared = self.shared_rows
+        if shared is None:
+            return self.scores(hidden.flatten(0, 1)[places])
+        length = hidden.shape[1]
+        part = places // length  # rows and their parts, row by row
+        own = self.scores(hidden[part // shared.degree, places % length])
+        return shared.of_all(own.where(part % shared.degree == shared.rank, 0.0)).sum(0)
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Of whole rows [B, T, ...] those columns that the hidden state is of: [B, t, ...]."""
+        shared = self.shared_rows
+        return rows if shared is None else rows.chunk(shared.degree, dim=1)[shared.rank]
+
+    def whole(self, columns: Tensor) -> Tensor:
+        """Whole rows [B, T, ...] from each rank's columns [B, t, ...]."""
+        shared = self.shared_rows
+        return columns if shared is None else shared.of_all(columns).transpose(0, 1).flatten(1, 2)
+
+    def once(self, sums: Tensor) -> Tensor:
+        """This rank's part of sums that all ranks which share the rows have."""
+        shared = self.shared_rows
+        return sums if shared is None else sums / shared.degree
+
     def distilled_sums(self, hidden: Tensor, labels: Tensor, teacher: TeacherSays, terms: Terms) -> Tensor:
         """Sums over the counted tokens, nats, fp32 [4]: loss, divergence from the teacher, next-token loss, the
-        teacher's entropy. A gradient goes through the first. Not under sequence parallelism.
+        teacher's entropy. A gradient goes through the first.
 
         Args:
             hidden, labels: as of `nll_sum`.
-            teacher: gives the logits of the same tokens, or their likeliest words.
+            teacher: gives the logits of the hidden state's tokens, or their likeliest words.
             terms: of the loss.
+
+        Returns: under sequence parallelism the sums over this rank's columns.
         """
         from llmtrain.models.distillation import distilled_sums
 
-        return self._likelihoods(functools.partial(distilled_sums, teacher=teacher, terms=terms), hidden, labels)
+        distilled = functools.partial(distilled_sums, teacher=teacher, terms=terms)
+        return self._likelihoods(distilled, hidden, self.own(labels))
 
     def top_words(self, hidden: Tensor, k: int, temperature: float) -> TopWords:
-        """The k likeliest next words at each of N places, without a gradient; for a `Loss`, not under sequence
-        parallelism.
+        """The k likeliest next words at each of N places, without a gradient; for a `Loss`.
 
         Args:
             hidden: [N, H], chosen places of what the loss was given.
@@ -113,17 +169,25 @@ class Head:
         """Logits as the loss sees them, fp32 [..., V], of [..., H]: of a model whose weights are whole here."""
         return self.form.apply(F.linear(hidden, self._layer.weight, self._layer.bias).float())
 
-    def _own(self, counted: int | None) -> int | None:
-        """Of this rank's columns: not known where it has a part of them."""
-        return counted if self.columns[1] == 1 else None
+    def _counted_rows(self, labels: Tensor, counted: int | None) -> Tensor | None:
+        """int64 [K]: tokens with all `counted` among them, in their order; None: all tokens.
+
+        The device is not asked how many they are: the host would wait for it. Compiled kernels get whole chunks.
+        """
+        if counted is None or self.shared_rows is not None:
+            return None
+        whole = self._chunk if has_one_shape(labels.device) else 1
+        rows = -(-counted // whole) * whole
+        if rows > _WORTH_IT * labels.numel():
+            return None
+        return (labels.flatten() == IGNORE).to(torch.int8).argsort(stable=True)[:rows]
 
     def _likelihoods(self, compute: Callable[..., Tensor], hidden: Tensor, labels: Tensor) -> Tensor:
-        index, of = self.columns
-        own, layer = labels.chunk(of, dim=1)[index], self._layer
+        layer = self._layer
         if self._vocabulary is not None:
             hidden = self._vocabulary.shared(hidden)
         about: dict[str, Any] = {"chunk": self._chunk, "form": self.form, "vocabulary": self._vocabulary}
-        return compute(hidden, layer.weight, layer.bias, own, **about)
+        return compute(hidden, layer.weight, layer.bias, labels, **about)
 
     def _forward(self, hidden: Tensor, loss: Loss | None = None) -> Tensor:
         """The layer as it was (logits), or a loss."""

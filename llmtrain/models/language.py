@@ -18,6 +18,7 @@ from llmtrain.models.frozen import named_tensors
 from llmtrain.models.head import Head, Loss
 from llmtrain.models.parameters import LocalParameter, local_parameter
 from llmtrain.models.patches import ATTENTION_KERNELS, checkpoint_with, documents_are
+from llmtrain.models.score import at_the_last_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -86,7 +87,8 @@ class LanguageModel(nn.Module):
 
     def logits(self, inputs: Tensor) -> Tensor:
         """transformers' own logits of [B, T] tokens, computed by each rank for itself."""
-        return self.hf(input_ids=inputs, **self._plainly()).logits
+        with at_the_last_place(self.config):
+            return self.hf(input_ids=inputs, **self._plainly()).logits
 
     def _plainly(self) -> dict[str, Any]:
         """What keeps transformers from returning more than the hidden state or the logits."""

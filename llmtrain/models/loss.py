@@ -185,6 +185,11 @@ def _elementwise(device: torch.device) -> _Elementwise:
     return _fused if device.type == "cuda" and compiler.trouble(device) is None else _in_place
 
 
+def has_one_shape(device: torch.device) -> bool:
+    """Whether kernels are compiled there for the shape of a whole chunk."""
+    return _elementwise(device) is _fused
+
+
 def _add_gradients(
     grad_CV: Tensor,
     hidden_CH: Tensor,
@@ -361,7 +366,6 @@ def chunked_nll_sum(
     chunk: int,
     form: HeadForm,
     vocabulary: Vocabulary | None = None,
-    counted: int | None = None,
 ) -> Tensor:
     """Sum of the negative log-likelihood (nats, fp32 scalar) over the counted tokens.
 
@@ -371,12 +375,9 @@ def chunked_nll_sum(
         labels: [...], already shifted; IGNORE where a token does not count.
         chunk: tokens whose logits exist at one time.
         vocabulary: the shard that V is, where it is sharded; they all get the same sum.
-        counted: how many tokens count; where it is known, the others do not go through the head.
     """
-    flat_NH, labels_N = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    if (rows := _counted_rows(labels_N, counted, chunk)) is not None:
-        flat_NH, labels_N = flat_NH.index_select(0, rows), labels_N.index_select(0, rows)
-    return _ChunkedNLL.apply(flat_NH, weight, bias, labels_N, chunk, form, vocabulary)
+    flat_NH = hidden.reshape(-1, hidden.shape[-1])
+    return _ChunkedNLL.apply(flat_NH, weight, bias, labels.reshape(-1), chunk, form, vocabulary)
 
 
 def token_nll(
@@ -388,34 +389,11 @@ def token_nll(
     chunk: int,
     form: HeadForm,
     vocabulary: Vocabulary | None = None,
-    counted: int | None = None,
 ) -> Tensor:
     """The negative log-likelihood of each label (nats, fp32, the shape of `labels`), 0 where it does not count.
 
     Arguments as for the sum. The backward pass computes the logits a second time.
     """
-    flat_NH, labels_N = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    if (rows := _counted_rows(labels_N, counted, chunk)) is not None:
-        flat_NH, labels_N = flat_NH.index_select(0, rows), labels_N.index_select(0, rows)
-    found: Tensor = _TokenNLL.apply(flat_NH, weight, bias, labels_N, chunk, form, vocabulary)
-    if rows is not None:
-        found = found.new_zeros(labels.numel()).index_copy(0, rows, found)
+    flat_NH = hidden.reshape(-1, hidden.shape[-1])
+    found: Tensor = _TokenNLL.apply(flat_NH, weight, bias, labels.reshape(-1), chunk, form, vocabulary)
     return found.view(labels.shape)
-
-
-_WORTH_IT = 0.9
-"""Share of the tokens above which leaving the others out would spare less than finding them costs."""
-
-
-def _counted_rows(labels_N: Tensor, counted: int | None, chunk: int) -> Tensor | None:
-    """int64 [K]: tokens with all `counted` among them, in their order; None: all tokens.
-
-    The device is not asked how many they are: the host would wait for it. Compiled kernels get whole chunks, one shape.
-    """
-    if counted is None:
-        return None
-    whole = chunk if _elementwise(labels_N.device) is _fused else 1
-    rows = -(-counted // whole) * whole
-    if rows > _WORTH_IT * labels_N.numel():
-        return None
-    return (labels_N == IGNORE).to(torch.int8).argsort(stable=True)[:rows]

@@ -6,11 +6,12 @@ class, and `id2label` has one entry. So checkpoints, exports and small copies ne
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from llmtrain.errors import ModelError
 from llmtrain.models.patches import score_class
@@ -55,9 +56,16 @@ def score_layer(hf: PreTrainedModel) -> nn.Linear:
     return layer
 
 
-def last_read(config: PreTrainedConfig, inputs: Tensor) -> int:
-    """Where transformers' classes read the score of `inputs` [1, T]: the last place, or the last that does not pad."""
-    pad = config.get_text_config().pad_token_id
-    if pad is None:
-        return inputs.shape[1] - 1
-    return int(((inputs[0] != pad) * torch.arange(inputs.shape[1])).argmax())
+@contextlib.contextmanager
+def at_the_last_place(config: PreTrainedConfig) -> Iterator[None]:
+    """In which transformers' classes read a score at the last token, whatever it is: none is taken for padding, which
+    a pipeline's last stage, without tokens, could not tell. Other models are left as they are."""
+    if not gives_scores(config):
+        yield
+        return
+    text = config.get_text_config()
+    padding, text.pad_token_id = text.pad_token_id, None
+    try:
+        yield
+    finally:
+        text.pad_token_id = padding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,14 @@ from llmtrain.tensors.checksum import checksum
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedModel
 
 KEY = "objective.teacher"
 
 
 class Teacher:
-    """A transformers model in evaluation mode; no gradient, optimizer or checkpoint knows of it."""
+    """A transformers model in evaluation mode; no gradient, optimizer or checkpoint knows of it. Ranks that share the
+    student's rows share the teacher's."""
 
     def __init__(self, language: LanguageModel) -> None:
         """`language`: with its values."""
@@ -36,7 +39,7 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, inputs: Tensor, positions: Tensor | None) -> TeacherLogits:
-        """What gives the logits of the tokens [B, T], which count as B x T.
+        """What gives the logits of this rank's columns [B, t] of the tokens [B, T], which count as B x t.
 
         `positions`: [B, T], beginning anew with each document that a row holds; None: a row is one sequence.
         """
@@ -57,8 +60,16 @@ def teacher_model(objective: ObjectiveConfig, student: ModelConfig) -> ModelConf
 
 
 @torch.no_grad()
-def load_teacher(model: ModelConfig, precision: str, device: torch.device) -> Teacher:
-    """A teacher with its weights in the run's precision. Raises ModelError: the folder is not whole."""
+def load_teacher(
+    model: ModelConfig,
+    precision: str,
+    device: torch.device,
+    language: Callable[[PreTrainedModel, int], LanguageModel] = LanguageModel,
+) -> Teacher:
+    """A teacher with its weights in the run's precision. Raises ModelError: the folder is not whole.
+
+    `language`: from a model and the tokens of a chunk; another one where ranks share each row.
+    """
     spec = ModelSpec.of(model)
     with device:
         hf = construct(copy.deepcopy(spec.config), spec.model.attention, DTYPES[precision])
@@ -70,7 +81,7 @@ def load_teacher(model: ModelConfig, precision: str, device: torch.device) -> Te
     for name in source.order():
         heart.beat()
         tensors[name].copy_(source.read(name, 0, tensors[name].numel()).view(tensors[name].shape))
-    return Teacher(LanguageModel(hf, spec.model.loss_chunk_tokens))
+    return Teacher(language(hf, spec.model.loss_chunk_tokens))
 
 
 def _source(spec: ModelSpec) -> SafetensorsSource:
@@ -89,10 +100,12 @@ def teacher_checksums(model: ModelConfig, index: int, of: int) -> dict[str, int]
     return found
 
 
-def check_teacher(model: ModelConfig, student: ModelSpec, tokenizer_dir: Path, places: Places) -> None:
+def check_teacher(
+    model: ModelConfig, student: ModelSpec, tokenizer_dir: Path, places: Places, *, sequence: int = 1
+) -> None:
     """The teacher is whole, and gives logits of the words that the data and the student mean.
 
-    `tokenizer_dir`: of the data. Raises ConfigError or ModelError.
+    `tokenizer_dir`: of the data; `sequence`: ranks that share each row. Raises ConfigError or ModelError.
     """
     spec, place, folder = ModelSpec.of(model), places.get(KEY), str(model.pretrained)
     own, theirs = student.facts.vocab_size, spec.facts.vocab_size
@@ -100,6 +113,10 @@ def check_teacher(model: ModelConfig, student: ModelSpec, tokenizer_dir: Path, p
         raise stop(KEY, folder, f"gives logits of {theirs:,} words, and the student of {own:,}: they are compared word "
                    "by word", "choose a teacher and a student of the same vocabulary", place)  # fmt: skip
     refuse_other_shapes(_source(spec), tensor_shapes(spec.skeleton))
+    heads = spec.config.get_text_config().num_attention_heads
+    if heads % sequence:
+        raise stop(KEY, folder, f"its {heads} attention heads cannot be shared by sequence_parallel_size = {sequence} "
+                   "ranks", "set that to a number that divides them", place)  # fmt: skip
     assert model.folder is not None
     file = model.folder / "tokenizer.json"
     if not file.is_file():

@@ -33,11 +33,12 @@ class Distill:
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[4]."""
-        return head.distilled_sums(hidden, micro.labels, self._says(micro), self._terms)
+        return head.distilled_sums(hidden, micro.labels, self._says(head, micro), self._terms)
 
-    def _says(self, micro: MicroBatch) -> TeacherSays:
+    def _says(self, head: Head, micro: MicroBatch) -> TeacherSays:
         if isinstance(micro, TaughtBatch):
-            return TopWords(words=micro.words.flatten(0, 1), logs=micro.logs.flatten(0, 1)).of
+            words, logs = (head.own(each).flatten(0, 1) for each in (micro.words, micro.logs))
+            return TopWords(words=words, logs=logs).of
         assert self._teacher is not None
         return self._teacher.logits(micro.inputs, micro.positions)
 
@@ -51,7 +52,7 @@ class Likeliest:
         self._top_k, self._temperature = top_k, temperature
         self.found: list[tuple[list[int], Tensor, Tensor]] = []
         """(samples of a micro-batch, words int64 [n, k], logs fp32 [n, k + 1]: see `TopWords`) of its n counted labels,
-        on the host; in a pipeline on the last stage only."""
+        on the host, of all ranks that share their rows; in a pipeline on the last stage only."""
 
     def weight(self, micro: MicroBatch) -> int:
         """Labels that count."""
@@ -59,7 +60,12 @@ class Likeliest:
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1]: the mass that the words leave to all others."""
-        counted = (micro.labels != IGNORE).flatten()
-        likeliest = head.top_words(hidden.flatten(0, 1)[counted], self._top_k, self._temperature)
-        self.found.append((micro.sample_indices, likeliest.words.cpu(), likeliest.logs.cpu()))
+        counted = micro.labels != IGNORE
+        own = head.own(counted)
+        likeliest = head.top_words(hidden[own], self._top_k, self._temperature)
+        words, logs = (
+            head.whole(each.new_zeros(*own.shape, each.shape[1]).masked_scatter(own.unsqueeze(-1), each))[counted]
+            for each in (likeliest.words, likeliest.logs)
+        )
+        self.found.append((micro.sample_indices, words.cpu(), logs.cpu()))
         return likeliest.logs[:, -1].exp().sum().unsqueeze(0)

@@ -26,7 +26,7 @@ class Objective(Protocol):
         ...
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """The figures of a micro-batch, in order: fp32 [figures], on the device.
+        """The figures of a micro-batch, in order: fp32 [figures], on the device. Ranks that share rows add them up.
 
         In a pipeline the last stage calls it, under ZeRO 3 it runs inside of the head's forward: all that it may know
         of the model are `head` and `hidden`.

@@ -36,7 +36,7 @@ class LogProbs:
         batch = answers_in(micro)
         log_prob, _ = answers_of(head, hidden, batch)
         self.found.append((batch.rows, log_prob))
-        return -log_prob.sum().unsqueeze(0)
+        return head.once(-log_prob.sum().unsqueeze(0))
 
 
 class OnlineReference:

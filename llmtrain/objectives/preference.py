@@ -128,7 +128,8 @@ class Preference:
         reference = None if batch.reference is None else batch.reference.view(-1, 2)
         answers = Answers(log_prob, tokens, reference)
         losses, margins = self._loss(answers, self._options)
-        return torch.stack([losses, margins, (margins > 0).float(), *answers.log_prob.T, *answers.tokens.T]).sum(1)
+        figures = [losses, margins, (margins > 0).float(), *answers.log_prob.T, *answers.tokens.T]
+        return head.once(torch.stack(figures).sum(1))
 
 
 class _LogRatio:
@@ -144,7 +145,7 @@ class _LogRatio:
         """[1]."""
         batch = answers_in(micro)
         assert batch.reference is not None
-        return (answers_of(head, hidden, batch)[0] - batch.reference).sum().unsqueeze(0)
+        return head.once((answers_of(head, hidden, batch)[0] - batch.reference).sum().unsqueeze(0))
 
 
 class Kto:
@@ -179,11 +180,14 @@ class Kto:
         kinds = torch.where(micro.desirable, o["desirable_weight"], o["undesirable_weight"])
         losses = kinds * (1 - torch.sigmoid(margins))
         same = torch.full_like(losses, self._kl)
-        return torch.stack([losses, same, (margins > 0).float(), log_prob, tokens]).sum(1)
+        return head.once(torch.stack([losses, same, (margins > 0).float(), log_prob, tokens]).sum(1))
 
 
 def answers_of(head: Head, hidden: Tensor, micro: AnswerBatch) -> tuple[Tensor, Tensor]:
-    """(log-probability, counted tokens) of each answer of a micro-batch, fp32 [A]. hidden: [B, T, H], whole rows."""
+    """(log-probability, counted tokens) of each answer of a micro-batch, fp32 [A]; on all ranks that share its rows.
+
+    hidden: [B, t, H], what the loss was given.
+    """
     nll, answers = head.token_nll(hidden, micro.labels, micro.counted).flatten(), micro.answers.flatten()
     none = nll.new_zeros(len(micro.rows) + 1)  # the last one is of tokens that belong to no answer
     sums = none.index_add(0, answers, nll)[:-1]

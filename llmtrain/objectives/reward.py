@@ -42,11 +42,11 @@ class Reward:
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[7]."""
         batch = answers_in(micro)
-        rewards = head.scores(hidden.flatten(0, 1)[last_tokens(batch)]).view(-1, 2)
+        rewards = head.scores_at(hidden, last_tokens(batch)).view(-1, 2)
         margins = rewards[:, 0] - rewards[:, 1]
         losses = -F.logsigmoid(margins) + self._centering * rewards.sum(1).square()
         tokens = counted_tokens(batch).view(-1, 2)
-        return torch.stack([losses, margins, (margins > 0).float(), *rewards.T, *tokens.T]).sum(1)
+        return head.once(torch.stack([losses, margins, (margins > 0).float(), *rewards.T, *tokens.T]).sum(1))
 
 
 def last_tokens(batch: AnswerBatch) -> Tensor:

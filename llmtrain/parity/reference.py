@@ -107,9 +107,8 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     optimizer = PlainOptimizer(
         model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision), bf16=resolved.mix.bf16_moments
     )
-    vocabulary = config.get_text_config().vocab_size
-    by_token, top_k = run.objective.name in BY_TOKEN, run.objective.top_k
-    tokens = Tokens(run.data, vocabulary, top_k) if by_token else Answers(run, vocabulary)
+    vocabulary, objective = config.get_text_config().vocab_size, run.objective
+    tokens = Tokens(run.data, vocabulary, objective.top_k) if objective.name in BY_TOKEN else Answers(run, vocabulary)
     teacher = PlainTeacher.of(run.objective, order.attention, DTYPES[resolved.precision], device)
     trace = Trace(by_sign=OPTIMIZERS[optim.name].by_sign)
     trace.parameters.append({name: value.detach().cpu().clone() for name, value in (masters | frozen).items()})

@@ -75,17 +75,15 @@ class Site:
         Raises:
             AgreedError: the coordinator is not there, torchft is missing, the address is a public one.
         """
-        assert settings.name is not None and settings.coordinator is not None
         self._ranks, self._settings, self._share, self._tell = ranks, settings, share, tell
         common = json.loads(json.dumps({**common, **shapes(engine)}))
         run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
         streams = settings.method == "streaming"
         fragments = settings.fragments if streams else 1
         alone = settings.method == "async"
-        every = settings.sync_every * (settings.meet_every if alone else 1)
-        self._every = 1 if settings.method == "every_step" else every // fragments
+        self._every = settings.round_steps
         self._overlap, self._last_step = settings.overlap_steps if streams else 0, last_step
-        self.id = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
+        self.id = self._was = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
         self._shard = Shard(engine, frozen, fragments, ranks)
         self._anchor = self._shard.read()
         self._momentum = np.zeros_like(self._anchor)
@@ -96,8 +94,7 @@ class Site:
             mine = self._shard.regions()
             keys, self._server, self._members = opened(settings, ranks.rank, run, self.id, mine, members)
         self._addresses = from_all(ranks, self._server.address)
-        most_steps = self._every * fragments + settings.max_alone_steps
-        self._exchange = Exchange(net, self._shard, self.id, run, form, keys, most_steps)
+        self._exchange = Exchange(net, self._shard, self.id, run, form, keys, self._every + settings.max_alone_steps)
         self._meetings = Meetings(net, self._members, self.id, run, common)
         self._newest: Newest | None = None
         if alone:
@@ -110,7 +107,6 @@ class Site:
         self._weights = [0] * fragments  # tokens since that of each fragment
         self._flight: tuple[Sent, Background[Round]] | None = None
         self._stands_s = 0.0  # time.monotonic() since when training has stood still for the round
-        self._was = self.id
         self._ledger: Ledger | None = None
         self._starts: list[int] = []
 

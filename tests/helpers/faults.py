@@ -358,6 +358,34 @@ def late_answers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def answers_in_parts() -> Iterator[None]:
+    """A rank that shares a row has the likelihoods of its own columns, in the place of each of the others'."""
+    from llmtrain.models.head import Head
+
+    def own_only(self: Any, columns: torch.Tensor) -> torch.Tensor:
+        return columns if self.shared_rows is None else columns.repeat(1, self.shared_rows.degree)
+
+    with patch.object(Head, "whole", own_only):
+        yield
+
+
+@contextlib.contextmanager
+def answers_without_the_others() -> Iterator[None]:
+    """Of ranks that share a row, the gradient of an answer goes through this rank's own figure alone."""
+    from llmtrain.models.parallel.sequence import Exchange
+
+    right = Exchange.of_all
+
+    def own_gradient(self: Any, own: torch.Tensor) -> torch.Tensor:
+        every = right(self, own.detach()).clone()
+        every[self.rank] = own
+        return every
+
+    with patch.object(Exchange, "of_all", own_gradient):
+        yield
+
+
+@contextlib.contextmanager
 def divergence_of_a_micro_batch() -> Iterator[None]:
     """kto's z is that of the rank's first micro-batch."""
     from llmtrain.objectives.preference import Kto
@@ -494,6 +522,10 @@ FAULTS: dict[str, Fault] = {
     "reference_that_trains": Fault(reference_that_trains, {"zero": 2, "objective": "dpo"}, "forward pass"),
     "prompts_counted": Fault(prompts_counted, {"zero": 2, "objective": "dpo_norm"}, "forward pass"),
     "late_answers": Fault(late_answers, {"zero": 2, "objective": "dpo_norm"}, "forward pass"),
+    "answers_in_parts": Fault(answers_in_parts, {"sequence": 2, "zero": 2, "objective": "dpo_norm"}, "forward pass"),
+    "answers_without_the_others": Fault(
+        answers_without_the_others, {"sequence": 2, "zero": 2, "objective": "dpo_norm"}, "wrong number of ranks"
+    ),
     "divergence_of_a_micro_batch": Fault(
         divergence_of_a_micro_batch, {"zero": 2, "accumulation": 2, "objective": "kto"}, "forward pass"
     ),

@@ -118,7 +118,7 @@ def distilled(case: Case, folder: str, terms: dict[str, float]) -> tuple[Trace, 
     objective = objective_on(case, folder, terms)
     trace = train_steps(case, engine, ranks, 0, case.steps, objective=objective)
     place = resolved_run(case, ranks.world_size).degrees.place(ranks.rank)
-    data_parallel = ranks.world_size // case.pipeline // case.tensor
+    data_parallel = ranks.world_size // (case.pipeline * case.tensor * case.sequence)
     batch = next(batches(case, (place.data, data_parallel), case.accumulation))
     figures, _ = engine.evaluate(batch.micro_batches, objective)
     trace.parameters = assembled(engine, ranks)
@@ -132,13 +132,14 @@ FORMS: list[dict[str, Any]] = [
     {"stage": 2, "accumulation": 3},
     {"stage": 3, "extra": {"activation_checkpointing": {}}},
     {"stage": 1, "pipeline": 2, "accumulation": 3},
+    {"stage": 3, "sequence": 2},
     {"stage": 1, "tensor": 2},
 ]
 
 
 @pytest.mark.parametrize(
     "form",
-    slow_but(FORMS, FORMS[3:5]),
+    slow_but(FORMS, FORMS[3:6]),
     ids=lambda form: "-".join(f"{k}{v}" for k, v in form.items() if k != "extra"),
 )
 def test_distillation_is_its_definition_under_every_form(pools, small_data, teacher, form):
@@ -216,6 +217,7 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
         ({"stage": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3}, 16),
         pytest.param({"stage": 1, "pipeline": 2}, {"stage": 2}, 16, marks=pytest.mark.slow),
         pytest.param({"stage": 1, "tensor": 2}, {"stage": 1, "tensor": 2}, 16, marks=pytest.mark.slow),
+        ({"stage": 3, "sequence": 2}, {"stage": 1, "sequence": 2}, 16),
         pytest.param({"stage": 0}, {"stage": 0}, 512, marks=pytest.mark.slow),
     ],
 )

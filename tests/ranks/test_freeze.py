@@ -315,7 +315,6 @@ def refused(case: Case) -> str:
     ("form", "freeze", "says"),
     [
         ({"stage": 1, "pipeline": 2, "accumulation": 2}, "model.*", "leaves stage 0 of pipeline.stages 2 nothing"),
-        ({"stage": 1, "expert": 2, "model": MIXTRAL}, "*.experts.*", "leaves no experts to train"),
     ],
 )
 def test_a_form_that_would_have_nothing_to_train_is_refused_on_every_rank(pools, small_data, form, freeze, says):

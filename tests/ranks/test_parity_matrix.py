@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from llmtrain.config.objective import OBJECTIVES
 from llmtrain.errors import UserError
 from llmtrain.parity.command import report
 from tests.helpers.families import EXPERTS, FAMILIES, FROZEN, VARIANTS
@@ -75,6 +76,7 @@ TELLING_SLOW = [
     Form(zero=1, adapter=PACKED, precision="bf16", steps=6),
     Form(adapter=PACKED, objective="dpo", reference="online", steps=6),
     replace(FORMS["sp2"], adapter=PACKED, steps=6),
+    replace(FORMS["ep2"], family="mixtral", adapter=PACKED, steps=6),
     replace(FORMS["pp2-dp2"], family="gpt2", isolate_documents=True),
     replace(FORMS["tp2"], family="stablelm", precision="bf16"),
     Form(zero=3, accumulation=2, objective="orpo", steps=8),
@@ -138,6 +140,26 @@ def test_tensors_that_do_not_train_are_held_against_plain_pytorch(pools: Any, fo
 @pytest.mark.parametrize("form", FORMS)
 def test_matrix(pools: Any, form: str, family: str, tied: bool, precision: str) -> None:
     run(pools, replace(FORMS[form], family=family, tied=tied, precision=precision))
+
+
+ADAPTERS = {
+    "full": {},
+    "LoRA": {"adapter": '{"r": 4, "alpha": 8.0}'},
+    "DoRA": {"adapter": '{"r": 4, "alpha": 8.0, "dora": true}'},
+}
+WAYS = {f"zero{stage}": Form(zero=stage) for stage in range(4)} | {way: FORMS[way] for way in ("pp2", "tp2", "sp2")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_objective_with_every_adapter(pools: Any, way: str, adapter: str, objective: str) -> None:
+    """Of texts, and of answers, for 20 steps in fp32."""
+    form = replace(WAYS[way], objective=objective, **ADAPTERS[adapter])  # type: ignore[arg-type]
+    if adapter == "DoRA" and form.tensor > 1:
+        pytest.skip("DoRA needs whole maps on each rank")
+    run(pools, form)
 
 
 @pytest.mark.slow

@@ -99,6 +99,7 @@ FORMS: list[dict[str, Any]] = [
     {"stage": 3, "extra": {"activation_checkpointing": {}}},
     {"stage": 1, "pipeline": 2, "accumulation": 3},
     {"stage": 1, "tensor": 2},
+    {"stage": 3, "sequence": 2, "accumulation": 2},
 ]
 DOUBLES: list[dict[str, Any]] = [
     {"stage": 1},
@@ -196,7 +197,7 @@ def test_kto_is_its_definition_under_every_form(pools, judged):
     """z is of the global batch: three micro-batches a rank and one give the same."""
     want = plainly(case_of(judged, lr=2e-3), "kto")
     config = ObjectiveConfig(name="kto", beta=0.1, desirable_weight=1.0, undesirable_weight=0.25)
-    for form in ({"stage": 2}, FORMS[2], FORMS[4]):
+    for form in ({"stage": 2}, FORMS[2], FORMS[4], FORMS[6]):
         case = case_of(judged, **{**form, "lr": 2e-3})
         tolerance = 2e-5 if "tensor" in form else 1e-5
         for got, figures in pools(2).run(trained, case, config, True):

@@ -20,16 +20,20 @@ from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import AdapterConfig, ModelConfig, ObjectiveConfig
 from llmtrain.data.packing import TrainData
+from llmtrain.errors import CheckpointError
 from llmtrain.models.spec import ModelSpec
 from tests.helpers.answers import Figures, answers_case, plain_steps, trained_answers
+from tests.helpers.families import FAMILIES
 from tests.helpers.preference import Plain, prepared_preferences
 from tests.helpers.training import (
+    LLAMA,
     Case,
     Trace,
     case_data,
     largest_difference,
 )
 
+MIXTURE = {**FAMILIES["mixtral"], "vocab_size": LLAMA["vocab_size"], "max_position_embeddings": 256}
 ADAPTER = {"r": 4, "alpha": 8.0, "targets": ["all-linear"]}
 
 
@@ -90,7 +94,9 @@ def trained(case: Case, folder: str, resumes: bool = False) -> tuple[Trace, Figu
 FORMS: list[dict[str, Any]] = [
     {"stage": 3, "accumulation": 2, "extra": {"activation_checkpointing": {}}, "objective": {"centering": 0.1}},
     {"stage": 2, "accumulation": 3, "adapter": ADAPTER},
+    {"stage": 3, "sequence": 2, "objective": {"centering": 0.1}},
     {"stage": 0},
+    {"stage": 1, "sequence": 2, "accumulation": 3, "adapter": ADAPTER},
     {"stage": 1, "accumulation": 6},
     {"stage": 2, "objective": {"centering": 0.1}},
     {"stage": 3, "adapter": ADAPTER},
@@ -98,12 +104,14 @@ FORMS: list[dict[str, Any]] = [
     {"stage": 1, "pipeline": 2, "accumulation": 2, "objective": {"centering": 0.1}},
     {"stage": 0, "pipeline": 2, "accumulation": 3, "adapter": ADAPTER},
     {"stage": 2, "tensor": 2, "adapter": ADAPTER},
+    {"stage": 2, "expert": 2, "model": MIXTURE},
+    {"stage": 3, "expert": 2, "model": MIXTURE, "adapter": ADAPTER},
 ]
 
 
 @pytest.mark.parametrize(
     "form",
-    [*FORMS[:2], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[2:])],
+    [*FORMS[:3], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[3:])],
     ids=lambda form: "-".join(f"{k}{v if isinstance(v, int) else ''}" for k, v in form.items() if k != "extra"),
 )
 def test_a_reward_model_is_its_definition_under_every_form(pools, pairs, tmp_path, form):
@@ -111,7 +119,8 @@ def test_a_reward_model_is_its_definition_under_every_form(pools, pairs, tmp_pat
     case = case_of(pairs, **{**form, "objective": {"name": "reward", **form.get("objective", {})}})
     want, expected = plainly(case)
     first = ModelSpec.of(ModelConfig(config=dict(case.model)), scores=True).initial_weights(0, torch.device("cpu"))
-    moved = want.parameters["score.weight"].flatten() - first.read("score.weight", 0, 64).detach()
+    score = want.parameters["score.weight"].flatten()
+    moved = score - first.read("score.weight", 0, len(score)).detach()
     assert float(moved.abs().max()) > case.lr  # beside an adapter, too
     whole = pools(2).run(trained, case, str(tmp_path))
     again = pools(2).run(trained, case, str(tmp_path), True)
@@ -135,9 +144,11 @@ def check_exports(checkpoint: Path, folder: Path, *, adapted: bool) -> None:
     whole = export_hf(checkpoint, folder / "whole", merge=adapted)
     assert any(" x 1 logits agree" in line for line in whole.lines), whole.lines
     hf: Any = AutoModelForSequenceClassification.from_pretrained(folder / "whole", dtype=torch.float32)
-    assert hf.config.architectures == ["LlamaForSequenceClassification"] and hf.config.num_labels == 1
-    score = CheckpointReader(checkpoint).read("score.weight", 0, 64)
+    assert hf.config.architectures == [type(hf).__name__] and hf.config.num_labels == 1
+    score = CheckpointReader(checkpoint).read("score.weight", 0, hf.config.hidden_size)
     assert torch.equal(hf.score.weight.detach().flatten(), score)
+    with pytest.raises(CheckpointError, match="of 9999 elements asked of param of score"):
+        CheckpointReader(checkpoint).read("score.weight", 0, 9999)
     if not adapted:
         return
     report = export_hf(checkpoint, folder / "peft")

@@ -280,7 +280,7 @@ def test_another_deepspeed_is_refused(monkeypatch, owner, name, use, change):
     words = rf"deepspeed 0\.\d+\.\d+.*{owner.__name__}.*{name}.*Install deepspeed==0\.19\.8"
     with pytest.raises(ConfigError, match=words):
         if use == "choose":
-            with zero_step.zero_1_with_fp32_sums():
+            with zero_step.choosing_optimizers():
                 pass
         else:
             optimizer = DeepSpeedZeroOptimizer.__new__(DeepSpeedZeroOptimizer)

@@ -20,7 +20,7 @@ from llmtrain.engine.deepspeed import patches
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.optimizers import build_optimizer
 from llmtrain.engine.deepspeed.state import base_optimizer
-from llmtrain.engine.deepspeed.zero_step import shorten_step, zero_1_with_fp32_sums
+from llmtrain.engine.deepspeed.zero_step import choosing_optimizers, shorten_step
 from llmtrain.engine.malloc import return_freed_memory
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
@@ -52,7 +52,7 @@ def build_engine(
         # a share each and gather it costs two more messages and an all-gather for every micro-batch.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     groups.mpu = None  # DeepSpeed keeps the one of an earlier engine of this process
-    with zero_1_with_fp32_sums():
+    with choosing_optimizers():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, mpu=mesh.mpu, dist_init_required=False
         )
@@ -123,6 +123,8 @@ def _total_norm(parameters: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
 def _norm_with_shared_experts(parameters: list[nn.Parameter]) -> torch.Tensor:
     """The same where each rank holds some of the experts."""
     own = [p for p in parameters if is_moe_param(p)]
+    if not own:
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     others = [p for p in parameters if not is_moe_param(p)]
     square, rest = (
         torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None]).square() for some in (own, others)

@@ -28,7 +28,7 @@ from llmtrain.models.head import Head
 from llmtrain.models.language import LanguageModel, compare_losses
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.score import gives_scores, last_read
+from llmtrain.models.score import gives_scores
 from llmtrain.objectives.next_token import NEXT_TOKEN, NextToken
 from llmtrain.objectives.objective import Objective
 
@@ -51,13 +51,13 @@ def state_of(engine: DeepSpeedEngine) -> State:
 
 
 class _LastScore:
-    """The score of a row's last token that does not pad: what a proof compares. Of rows [1, T]."""
+    """The score of a row's last token: what a proof compares. Of rows [1, T]."""
 
     figures: tuple[str, ...] = ("loss",)
 
-    def __init__(self, at: int = -1, *, given: bool = False) -> None:
+    def __init__(self, *, given: bool = False) -> None:
         """`given`: the model's own scores come in place of the hidden state."""
-        self._at, self._given = at, given
+        self._given = given
 
     def weight(self, micro: MicroBatch) -> int:
         """Rows."""
@@ -65,16 +65,16 @@ class _LastScore:
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[1]."""
-        scores = hidden.float() if self._given else head.scores(hidden[:, self._at])
-        return scores.sum().unsqueeze(0)
+        last = torch.full((1,), micro.labels.numel() - 1, device=hidden.device)
+        scores = hidden.float() if self._given else head.scores_at(hidden, last)
+        return head.once(scores.sum().unsqueeze(0))
 
 
 class _OfLogits(NextToken):
     """The same of logits in place of the hidden state, by torch."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        index, of = head.columns
-        logits, labels = (each.chunk(of, dim=1)[index].flatten(0, 1) for each in (hidden.float(), micro.labels))
+        logits, labels = (head.own(each).flatten(0, 1) for each in (hidden.float(), micro.labels))
         return F.cross_entropy(logits, labels, reduction="sum").unsqueeze(0)
 
 
@@ -216,7 +216,7 @@ class ZeroEngine:
         inputs = self._shareable(inputs)
         micro = MicroBatch(inputs=inputs, labels=inputs.roll(-1, dims=1), sample_indices=[])
         scores = gives_scores(self.module.config)
-        own: Objective = _LastScore(self._last_read(inputs)) if scores else NEXT_TOKEN
+        own: Objective = _LastScore() if scores else NEXT_TOKEN
         ours, _ = self.evaluate([micro], own)
         self._want_logits(True)
         try:
@@ -224,10 +224,6 @@ class ZeroEngine:
         finally:
             self._want_logits(False)
         compare_losses(self.module.hf, ours["loss"], theirs["loss"])
-
-    def _last_read(self, inputs: Tensor) -> int:
-        """Where transformers' own class reads the score of `inputs` [1, T]."""
-        return last_read(self.module.config, inputs)
 
     def _want_logits(self, wanted: bool) -> None:
         self.module.wants_logits = wanted

@@ -100,9 +100,6 @@ class PipelineZeroEngine(ZeroEngine):
         weight = sum(map(objective.weight, micros)) if engine.is_last_stage() else 0
         return self._figures(objective, torch.stack(sums).double().sum(0), weight)
 
-    def _last_read(self, inputs: Tensor) -> int:
-        return -1  # the last stage has no tokens to tell padding by
-
     def _want_logits(self, wanted: bool) -> None:
         # The other stages give their hidden state as ever: transformers' forward would scale or cap that as logits.
         self._pipeline.stage.wants_logits = wanted and self.deepspeed.is_last_stage()

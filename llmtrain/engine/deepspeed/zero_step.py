@@ -152,11 +152,13 @@ def shorten_step(engine: DeepSpeedEngine) -> None:
 
 
 @contextlib.contextmanager
-def zero_1_with_fp32_sums() -> Iterator[None]:
-    """Engines that are built in here run ZeRO 1 in bf16 with fp32 gradients in the class of ZeRO 1 and 2.
+def choosing_optimizers() -> Iterator[None]:
+    """Engines that are built in here run ZeRO 1 in bf16 with fp32 gradients in the class of ZeRO 1 and 2, and take
+    shared experts that do not train for weights like others.
 
     DeepSpeed takes its BF16_Optimizer for this one mix, whose step goes tensor by tensor, and which keeps 2 bytes of a
-    parameter more: all fp32 gradients, on every rank, beside all bf16 ones.
+    parameter more: all fp32 gradients, on every rank, beside all bf16 ones. ZeRO 1 and 2 refuse a model with shared
+    experts whose optimizer has none of them, as that of an adapter; ZeRO 3 does not.
 
     Raises: ConfigError, for a DeepSpeed whose choice is not known here.
     """
@@ -164,6 +166,9 @@ def zero_1_with_fp32_sums() -> Iterator[None]:
     theirs = DeepSpeedEngine._do_optimizer_sanity_check
 
     def choose(engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:
+        trains_experts = any(group.get("moe") for group in basic_optimizer.param_groups)
+        if not trains_experts and not engine.zero_optimization_partition_weights():
+            engine.has_moe_layers = False
         chosen = theirs(engine, basic_optimizer)
         return ZERO_OPTIMIZATION if chosen == BFLOAT16 and engine.zero_optimization() else chosen
 

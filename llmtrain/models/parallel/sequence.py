@@ -26,7 +26,7 @@ from llmtrain.errors import ModelError
 from llmtrain.models.language import LanguageModel, documents_in_rows
 from llmtrain.models.parallel.deepspeed_private import all_to_all
 from llmtrain.models.patches import masks_of_whole_rows, stand_before_attention
-from llmtrain.models.structure.probe import attention_seen, probe_copy, run_copy
+from llmtrain.models.structure.probe import attention_seen, probe_copy, run_decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,19 +42,17 @@ class SequenceLanguageModel(LanguageModel):
     def __init__(self, hf: PreTrainedModel, chunk: int, group: Any) -> None:
         super().__init__(hf, chunk)
         self._exchange = Exchange(group)
-        self.head.columns = (self._exchange.rank, self._exchange.degree)
+        self.head.shared_rows = self._exchange
         exchange_heads(hf, self._exchange)
 
     def hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:
         """The decoder's output for this rank's columns of whole rows [B, T]."""
         rows, length = inputs.shape
-        degree, rank = self._exchange.degree, self._exchange.rank
-        assert length % degree == 0, (length, degree)
-        columns = slice(rank * (length // degree), (rank + 1) * (length // degree))
+        assert length % self._exchange.degree == 0, (length, self._exchange.degree)
         places = torch.arange(length, device=inputs.device).expand(rows, -1) if positions is None else positions
         self._exchange.places_BT = places
         with documents_in_rows(positions), masks_of_whole_rows(places):
-            return self.decoded(input_ids=inputs[:, columns], position_ids=places[:, columns])
+            return self.decoded(input_ids=self.head.own(inputs), position_ids=self.head.own(places))
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Each rank computes all columns, without the others."""
@@ -82,6 +80,10 @@ class Exchange:
             yield
         finally:
             self.active = True
+
+    def of_all(self, own: Tensor) -> Tensor:
+        """[S, ...] from [...] of each rank, by rank; its gradient is the sum of those that the ranks have."""
+        return all_to_all(self.group, own.expand(self.degree, *own.shape).contiguous())
 
     def to_heads(self, x_BHtD: Tensor) -> Tensor:
         """[B, H, t, D] -> [B, h, T, D]"""
@@ -182,7 +184,7 @@ def check_attention(hf: PreTrainedModel) -> None:
     other[0, 5] = 2
     with torch.no_grad(), attention_seen(small) as calls:
         with contextlib.suppress(ModelError):  # attention of its own may want a mask of another kind, as Falcon's
-            run_copy(small, ids)
+            run_decoder(small, ids)
         if not calls:
             raise ModelError(
                 f"model: the attention of {name} is code of its own, not transformers' attention interface, so its "
@@ -210,9 +212,9 @@ _KEY = "sequence_parallel_size"
 
 
 def _run_watched(small: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits of a copy whose attention is watched. Raises ModelError: a model may ask more of its attention."""
+    """Hidden states of a copy whose attention is watched. Raises ModelError: a model may ask more of its attention."""
     try:
-        return run_copy(small, ids)
+        return run_decoder(small, ids)
     except ModelError as error:
         raise ModelError(
             f"{error} It was run with its attention watched, as ranks that share rows do it; set {_KEY} to 1."

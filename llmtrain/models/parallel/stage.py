@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from llmtrain.models.build import materialise
 from llmtrain.models.language import documents_in_rows
+from llmtrain.models.score import at_the_last_place
 from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
 from llmtrain.models.structure.anatomy import Anatomy
 
@@ -64,22 +65,13 @@ class Stage(nn.Module):
             kwargs["inputs_embeds"] = torch.zeros_like(first)
         with documents_in_rows(positions):
             if self.wants_logits:
-                out = self._logits(**kwargs)
+                with at_the_last_place(self.hf.config):
+                    out = self.hf(**kwargs).logits
             else:
                 out = self.hf.base_model(**kwargs).last_hidden_state
         if self.conclude is not None:
             return self.conclude(out)
         return out if positions is None else (out, positions)
-
-    def _logits(self, **kwargs: Any) -> Tensor:
-        """transformers' own; of a model that gives scores that at the last place: tokens to tell padding by are on the
-        first stage only."""
-        config = self.hf.config
-        padding, config.pad_token_id = config.pad_token_id, None
-        try:
-            return self.hf(**kwargs).logits
-        finally:
-            config.pad_token_id = padding
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from llmtrain.models.language import LanguageModel, compare_losses, documents_in
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.parallel import balance
 from llmtrain.models.patches import attention_is, loads_as_causal_model, takes_flash_attention
-from llmtrain.models.score import gives_scores, last_read
+from llmtrain.models.score import gives_scores
 from llmtrain.models.source import refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.probe import probe_copy
@@ -241,8 +241,7 @@ def _check_scores(language: LanguageModel, ids: torch.Tensor, other: torch.Tenso
 
     ours, changed = (language(each, every) for each in (ids, other))
     _refuse_both_directions(language.hf, ours[:, :-1], changed[:, :-1], key)
-    place = last_read(language.config, ids)
-    compare_losses(language.hf, float(ours[0, place]), float(language.logits(ids)))
+    compare_losses(language.hf, float(ours[0, -1]), float(language.logits(ids)))
 
 
 def _check_export(spec: ModelSpec) -> None:

@@ -171,8 +171,17 @@ def probe_copy(hf: PreTrainedModel) -> PreTrainedModel:
 
 def run_copy(small: PreTrainedModel, ids: Tensor) -> Tensor:
     """Its logits. Raises ModelError."""
+    return _run(small, small, ids).logits
+
+
+def run_decoder(small: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The hidden states that its head would get, [B, T, H]. Raises ModelError."""
+    return _run(small, small.base_model, ids).last_hidden_state
+
+
+def _run(small: PreTrainedModel, part: nn.Module, ids: Tensor) -> Any:
     try:
-        return small(input_ids=ids, use_cache=False).logits
+        return part(input_ids=ids, use_cache=False)
     except Exception as error:  # whatever transformers' code makes of small sizes or of missing parts
         raise ModelError(
             f"model: a small copy of {type(small).__name__} does not run: {type(error).__name__}: {error}"

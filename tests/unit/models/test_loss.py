@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.models import compiler, loss
-from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, token_nll
+from llmtrain.models.head import Head
+from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum
 from tests.helpers.compiled import inductor_in
 
 pytestmark = pytest.mark.long
@@ -263,9 +265,14 @@ def test_tokens_that_do_not_count_do_not_go_through_the_head(
     """Loss and gradients are those of all tokens; of compiled kernels, which have one shape, a chunk is filled up."""
     if compiled:
         monkeypatch.setattr(loss, "_fused", loss._in_place)
-    given, chunk, seen = problem(torch.float32, bias=True), 16, []
+    config = AutoConfig.for_model("llama", vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=8,
+                                  num_hidden_layers=1, num_attention_heads=1)  # fmt: skip
+    hf, chunk, seen = AutoModelForCausalLM.from_config(config), 16, []
+    given, weight, _, words = problem(torch.float32, bias=False)
+    hf.get_output_embeddings().weight.data.copy_(weight)
+    head = Head(hf, chunk)
     labels = torch.full((TOKENS,), IGNORE)
-    labels[::every] = given[3].clamp(min=0)[::every]
+    labels[::every] = words.clamp(min=0)[::every]
     labels[0] = IGNORE if every > TOKENS else labels[0]
     counted = int((labels != IGNORE).sum())
     in_chunks = loss.in_chunks
@@ -277,11 +284,11 @@ def test_tokens_that_do_not_count_do_not_go_through_the_head(
     monkeypatch.setattr(loss, "in_chunks", watched)
     found = []
     for known in (None, counted):
-        leaves = [each.clone().requires_grad_() for each in given[:3] if each is not None]
-        total = chunked_nll_sum(*leaves, labels, chunk=chunk, form=HeadForm(), counted=known)
-        each = token_nll(*leaves, labels, chunk=chunk, form=HeadForm(), counted=known)
-        (total + each.square().sum()).backward()
-        found.append([total.detach(), each.detach(), *(leaf.grad for leaf in leaves)])
+        hidden, weight = given.clone()[None].requires_grad_(), hf.get_output_embeddings().weight
+        total = head.nll_sum(hidden, labels[None], known)
+        each = head.token_nll(hidden, labels[None], known)
+        grads = torch.autograd.grad(total + each.square().sum(), (hidden, weight))
+        found.append([total.detach(), each.detach(), *grads])
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     whole = -(-counted // chunk) * chunk if compiled else counted

@@ -14,12 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain import cli
-from llmtrain.config.objective import check_form
-from llmtrain.config.problems import Problems
-from llmtrain.config.run import ObjectiveConfig, RunConfig
 from llmtrain.models.distillation import NOTHING, TeacherSays, Terms, distilled_sums, top_words
 from llmtrain.models.loss import HeadForm
-from llmtrain.topology import Degrees
 from tests.helpers.config_workplace import write
 
 N, H, V = 37, 16, 50
@@ -277,14 +273,3 @@ def test_what_does_not_go_together_is_refused(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["config", "check", "run.yaml", *words]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_ranks_that_share_a_row_are_refused() -> None:
-    problems = Problems()
-    run = RunConfig(deepspeed="ds.json", objective=ObjectiveConfig(name="distill", teacher="t"))
-    check_form(run, Degrees(sequence=2), "ds.json", problems)
-    assert "sequence_parallel_size = 2  (ds.json)\n    rule:   objective.name distill has a whole" in str(
-        problems.error()
-    )
-    check_form(run, Degrees(tensor=2, pipeline=2), "ds.json", other := Problems())
-    other.raise_if_any()

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from llmtrain import cli
-from llmtrain.config.objective import OBJECTIVES, check_form, filled
-from llmtrain.config.problems import Problems
-from llmtrain.config.run import DataConfig, ObjectiveConfig, RunConfig
+from llmtrain.config.objective import OBJECTIVES, filled
+from llmtrain.config.run import DataConfig, ObjectiveConfig
 from llmtrain.data.chat import ChatEncoder, ChatOptions
 from llmtrain.data.loader import AnswerBatch, TrainLoader, UnpairedBatch, batches_of, validation_batches
 from llmtrain.data.manifest import SPLITS
@@ -31,7 +30,6 @@ from llmtrain.errors import DataError
 from llmtrain.models import loss
 from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, token_nll
 from llmtrain.objectives.preference import LOSSES, Answers
-from llmtrain.topology import Degrees
 from tests.helpers.chat import KINDS, expected, write_tokenizer
 from tests.helpers.config_workplace import write
 from tests.helpers.preference import DEFINITIONS, prepared_preferences, prepared_unpaired
@@ -353,13 +351,6 @@ def test_what_does_not_go_together_is_refused(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["config", "check", "run.yaml", *words]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_ranks_that_share_a_row_are_refused() -> None:
-    problems = Problems()
-    run = RunConfig(deepspeed="ds.json", objective=ObjectiveConfig(name="simpo"))
-    check_form(run, Degrees(sequence=2), "ds.json", problems)
-    assert "sequence_parallel_size = 2  (ds.json)\n    rule:   objective.name simpo sums" in str(problems.error())
 
 
 def test_defaults_are_filled_in() -> None:

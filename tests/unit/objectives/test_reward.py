@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.config.objective import check_form, check_objective
+from llmtrain.config.objective import check_objective
 from llmtrain.config.problems import Problems
 from llmtrain.config.run import DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainConfig
 from llmtrain.data.loader import AnswerBatch, batches_of
@@ -19,7 +19,6 @@ from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.reward import last_tokens
-from llmtrain.topology import Degrees
 from tests.helpers.preference import prepared_preferences
 from tests.helpers.training import LLAMA
 
@@ -42,18 +41,6 @@ def test_the_score_is_read_at_the_last_token_of_each_row(tmp_path: Path) -> None
         assert bool((following == 0).all())  # a row begins behind it
         read += len(stops)
     assert read == sum(len(data.window_at(index).rows) for index in range(5))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("degrees", "key"),
-    [(Degrees(expert=2), "expert_parallel.autoep_size"), (Degrees(sequence=2), "sequence_parallel_size")],
-)
-def test_forms_that_do_not_know_a_score_are_refused_by_name(degrees: Degrees, key: str) -> None:
-    problems = Problems()
-    check_form(RunConfig(deepspeed="ds.json", objective=ObjectiveConfig(name="reward")), degrees, "ds.json", problems)
-    with pytest.raises(ConfigError) as error:
-        problems.raise_if_any()
-    assert key in str(error.value) and "objective.name reward" in str(error.value)
 
 
 def test_what_a_score_cannot_do_is_refused() -> None:
