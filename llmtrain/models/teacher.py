@@ -113,8 +113,8 @@ def check_teacher(
         raise stop(KEY, folder, f"gives logits of {theirs:,} words, and the student of {own:,}: they are compared word "
                    "by word", "choose a teacher and a student of the same vocabulary", place)  # fmt: skip
     refuse_other_shapes(_source(spec), tensor_shapes(spec.skeleton))
-    heads = spec.config.get_text_config().num_attention_heads
-    if heads % sequence:
+    heads = getattr(spec.config.get_text_config(), "num_attention_heads", None)  # a Mamba has none
+    if isinstance(heads, int) and heads % sequence:
         raise stop(KEY, folder, f"its {heads} attention heads cannot be shared by sequence_parallel_size = {sequence} "
                    "ranks", "set that to a number that divides them", place)  # fmt: skip
     assert model.folder is not None

@@ -78,9 +78,8 @@ class Site:
         self._ranks, self._settings, self._share, self._tell = ranks, settings, share, tell
         common = json.loads(json.dumps({**common, **shapes(engine)}))
         run = xxhash.xxh3_64_hexdigest(json.dumps(common, sort_keys=True).encode())
-        streams = settings.method == "streaming"
+        streams, alone = settings.method == "streaming", settings.method == "async"
         fragments = settings.fragments if streams else 1
-        alone = settings.method == "async"
         self._every = settings.round_steps
         self._overlap, self._last_step = settings.overlap_steps if streams else 0, last_step
         self.id = self._was = from_rank_0(ranks, lambda: f"{settings.name}:{secrets.token_hex(4)}")
@@ -91,13 +90,14 @@ class Site:
         self._feedback = Feedback(form, self._shard.size) if form else None
         net = another_group(ranks, 2 * settings.timeout_s) if settings.overlap_steps and (streams or alone) else ranks
         with together(ranks):
-            mine = self._shard.regions()
-            keys, self._server, self._members = opened(settings, ranks.rank, run, self.id, mine, members)
+            served = self._shard.regions()
+            keys, self._server, self._members = opened(settings, ranks.rank, run, self.id, served, members)
         self._addresses = from_all(ranks, self._server.address)
         self._exchange = Exchange(net, self._shard, self.id, run, form, keys, self._every + settings.max_alone_steps)
         self._meetings = Meetings(net, self._members, self.id, run, common)
-        newest = (ranks, self._shard, self._exchange, self._server, form, tell, settings)
-        self._newest = Newest(*newest) if alone else None
+        self._newest: Newest | None = None
+        if alone:
+            self._newest = Newest(ranks, self._shard, self._exchange, self._server, form, tell, settings)
         self._clock = StepClock()
         self._step = self._round = self._steps = 0
         self._due = self._every  # of `_steps`, for the next synchronisation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,15 @@ def test_a_folder_that_is_not_whole_is_refused(teacher: Path) -> None:
     (teacher / "config.json").write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] + 1}))
     with pytest.raises(ModelError, match=r"objective\.teacher: .* lacks"):
         check_teacher(of(teacher), student(), teacher, {})
+
+
+def test_ranks_that_share_rows_share_the_teachers_heads(teacher: Path) -> None:
+    """Of a teacher without heads nothing is asked where nobody shares a row."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    check_teacher(of(teacher), student(), teacher, {}, sequence=2)
+    with pytest.raises(ConfigError, match=r"(?s)attention heads cannot be shared by sequence_parallel_size = 3 ranks"):
+        check_teacher(of(teacher), student(), teacher, {}, sequence=3)
+    mamba = AutoConfig.for_model("mamba", **SIZES, hidden_size=16, state_size=4, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(mamba).save_pretrained(teacher)
+    check_teacher(replace(of(teacher), attention="eager"), student(), teacher, {})
