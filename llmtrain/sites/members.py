@@ -76,7 +76,8 @@ class TorchftMembers:
                 f"`llmtrain sites coordinator --bind {coordinator}`, and let this host reach that port."
             ) from error
         self._closed = threading.Event()
-        threading.Thread(target=self._beat, name="sites-heartbeat", daemon=True).start()
+        self._beating = threading.Thread(target=self._beat, name="sites-heartbeat", daemon=True)
+        self._beating.start()
 
     def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
         """See `Members`."""
@@ -105,6 +106,8 @@ class TorchftMembers:
     def close(self) -> None:
         """See `Members`."""
         self._closed.set()
+        # One that comes back from torchft when Python is ending aborts the process.
+        self._beating.join(2 * _CALL_S)
 
     def _beat(self) -> None:
         while not self._closed.wait(_HEARTBEAT_S):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,3 +126,18 @@ def test_every_command_on_the_pages_runs(command: str) -> None:
     # checkpoint.py ends with 1 where a target is missed: a tiny model's are.
     assert done.returncode in ((0, 1) if name == "checkpoint.py" else (0,)), done.stdout + done.stderr
     assert "Traceback" not in done.stderr and re.search(r"\d", done.stdout), done.stdout + done.stderr
+
+
+def test_a_site_that_failed_is_named_rather_than_one_that_still_runs() -> None:
+    """Their order does not matter, and the one that runs is ended."""
+    runs, fails = (
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        for code in ("input()", "raise SystemExit(3)")
+    )
+    ranks = [
+        SimpleNamespace(name=name, process=process, steps=list, said=lambda name=name: f"{name}'s output")
+        for name, process in (("north", runs), ("south", fails))
+    ]
+    with pytest.raises(SystemExit, match=r"^south ended with 3:\nsouth's output$"):
+        load("sites").wait(ranks)
+    assert runs.wait(10) == -signal.SIGKILL

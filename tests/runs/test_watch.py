@@ -176,10 +176,11 @@ def test_an_exception_is_told_with_its_line_and_its_phase(small_data, tmp_path):
     assert (event["cause"], event["ranks"], event["step"]) == ("exception", [1], 5)
     assert "raised ValueError: token 600 of a vocabulary of 512 at helpers/stalls.py:" in event["text"]
     assert event["signature"] == "step 6: exception: ValueError: token 600 of a vocabulary of 512"
-    sessions = [read_back(folder) for folder in sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))]
-    told = [s for s in sessions if "fault" in s["summary"]]
+    folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    told = [found for folder in folders if "fault" in (found := read_back(folder))["summary"]]
     assert len(told) == 1 and told[0]["summary"]["fault"] == event["text"]
-    assert {s["id"] for s in sessions} == {told[0]["id"]}
+    # By the folders: on a busy machine rank 0's is ended before anything of it is in its file.
+    assert {folder.name.rpartition("-")[2] for folder in folders} == {told[0]["id"]}
 
 
 def test_a_stage_that_fails_in_its_first_forward_pass_ends_the_run(small_data, tmp_path):

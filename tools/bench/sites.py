@@ -164,10 +164,13 @@ def wait(ranks: Sequence[Rank], until: int | None = None) -> None:
         if until is not None and all(len(rank.steps()) >= until for rank in ranks):
             return
         time.sleep(0.1)
-    if failed := [rank for rank in ranks if rank.process.poll() != 0]:
+    ended = [(rank, rank.process.poll()) for rank in ranks]
+    # Of several that have not succeeded, one that failed rather than its neighbours, which still run.
+    if left := [each for each in ended if each[1]] or [each for each in ended if each[1] is None]:
         for rank in ranks:
             rank.process.kill()
-        raise SystemExit(f"{failed[0].name} ended with {failed[0].process.poll()}:\n{failed[0].said()}")
+        rank, code = left[0]
+        raise SystemExit(f"{rank.name} {'has not ended' if code is None else f'ended with {code}'}:\n{rank.said()}")
 
 
 def loss_of(run: Path) -> float:

@@ -370,7 +370,7 @@ def test_a_site_that_never_comes_is_waited_for_no_longer_than_the_limit(joined) 
 
 def test_a_coordinator_that_comes_back_loses_no_site(joined, monkeypatch) -> None:
     """At first it has heard of nobody: the first site to come would be all there is, and the other's work be lost."""
-    monkeypatch.setattr(meeting_module, "_HEARD_S", 1.5)  # longer than a busy machine needs for `hears`
+    monkeypatch.setattr(meeting_module, "_HEARD_S", 1.5)  # longer than a busy machine needs for `b_comes`
     meeting = Meeting("a", "b")
     (a, engine_a, events), (b, engine_b, _) = joined(meeting, "a", timeout_s=0.5), joined(meeting, "b", timeout_s=5.0)
     begin_all(a, b)
@@ -379,11 +379,12 @@ def test_a_coordinator_that_comes_back_loses_no_site(joined, monkeypatch) -> Non
     meeting.expected = {"a"}
     monkeypatch.setattr(a, "_settings", replace(SETTINGS, name="a", timeout_s=5.0))
 
-    def hears() -> None:
+    def b_comes() -> None:
         time.sleep(0.1)
-        meeting.expected = {"a", "b"}
+        meeting.expected = {"a", "b"}  # before b meets: what is heard of a site cannot come after it
+        two_steps(b, engine_b, 4)()
 
-    at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 4), hears)
+    at_once(two_steps(a, engine_a, 1), b_comes)
     assert events[-1][1]["used"] == ["a", "b"] and engine_a.values.tolist() == engine_b.values.tolist()
 
 
