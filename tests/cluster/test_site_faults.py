@@ -43,15 +43,15 @@ class Trial:
 
     def site(self, number: int) -> bench.Rank:
         """Start the site of that host, or start it again."""
-        options = argparse.Namespace(hidden=64, batch=4, steps=STEPS, seed=1)
+        options = argparse.Namespace(data=str(self.data), hidden=64, batch=4, lr=3e-3, start="")
         host, home = self.lab.hosts[number], self.folder / f"site{number}"
         if not home.exists():
-            bench.recipe(home, self.data, options, options.batch, STEPS)
+            bench.recipe(home, options, options.batch, STEPS, seed=1)
         words = [
             "--sites.name", f"s{number}", "--sites.coordinator", self.address, "--sites.timeout_s", "5",
             "--sites.start_sites", str(2 if number < 2 else 1), "--sites.pace", "measured",
             "--sites.method", "local_sgd", "--sites.sync_every", "10", "--sites.compress", "int8",
-            "--checkpoint.every_steps", "20", "--optim.lr", "3e-3",
+            "--checkpoint.every_steps", "20",
         ]  # fmt: skip
         rank = bench.Rank(host, home, host.name, words, PACE_S=str(PACE_S))
         self.ranks.append(rank)
