@@ -137,13 +137,12 @@ def _site(training: Training, tracker: Tracker) -> Site:
         "sites.sync_every": 1 if run.sites.method == "every_step" else run.sites.sync_every,
         "sites.pace": run.sites.pace,
         "sites.max_alone_steps": run.sites.max_alone_steps,
-        "sites.outer_lr": run.sites.outer_lr,
-        "sites.outer_momentum": run.sites.outer_momentum,
+        "sites.outer_lr": run.sites.outer[0],
+        "sites.outer_momentum": run.sites.outer[1],
         "sites.compress": run.sites.compress,
         "sites.mean": run.sites.mean,
         "sites.meet_every": run.sites.meet_every,
         "sites.fragments": run.sites.fragments,
-        "sites.mix": run.sites.mix,
     }
     resumed = training.resumed
     site = Site(

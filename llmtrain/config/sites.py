@@ -25,18 +25,16 @@ class SitesConfig:
     """Optimizer steps between two synchronisations, of the fastest site (every_step: 1, whatever this says)."""
     pace: Literal["measured", "equal"] = "measured"
     """measured: slower sites train fewer steps in between, so that all come together; equal: every site as many."""
-    outer_lr: float = 0.7
-    """Learning rate of diloco's outer step."""
-    outer_momentum: float = 0.9
-    """Nesterov momentum of diloco's outer step."""
+    outer_lr: float | None = None
+    """Learning rate of the outer step. Default: 0.7; of every_step 1, the mean of the sites."""
+    outer_momentum: float | None = None
+    """Nesterov momentum of the outer step. Default: 0.9; of every_step 0."""
     fragments: int = 4
     """Parts of the model that streaming synchronises in turn, each every sync_every steps."""
     overlap_steps: int = 5
-    """Optimizer steps that streaming and async train while parameters are on their way; 0 waits for them."""
+    """Optimizer steps that streaming and async train while parameters are on their way, and keep; 0 waits for them."""
     meet_every: int = 10
     """async: after so many times sync_every steps all sites meet, so that none is staler."""
-    mix: float = 0.5
-    """Share of this site's own parameters when such a synchronisation arrives; the rest is the common ones'."""
     compress: Literal["none", "bf16", "int8", "int4", "topk", "sign"] = "none"
     """How sites write what they send: fp32 parameters; or these' changes since the last synchronisation in bf16, 8 or 4
     bits with a scale for 256 elements, as the 16 largest of 256, or as signs. What one loses, the next sends."""
@@ -50,6 +48,15 @@ class SitesConfig:
     """This site's folder of `llmtrain sites keys`: connections are encrypted, and of sites that have one of the run."""
     listen: str | None = None
     """This host's address for the ranks of other sites. Default: that from which the coordinator is reached."""
+
+    @property
+    def outer(self) -> tuple[float, float]:
+        """Learning rate and momentum of the outer step; with (1, 0) it takes the sites' mean."""
+        lr, momentum = (0.7, 0.9) if self.method in ("diloco", "streaming") else (1.0, 0.0)
+        return (
+            lr if self.outer_lr is None else self.outer_lr,
+            momentum if self.outer_momentum is None else self.outer_momentum,
+        )
 
     @property
     def round_steps(self) -> int:

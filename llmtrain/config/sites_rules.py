@@ -33,6 +33,10 @@ def check_sites(run: RunConfig, places: Places, problems: Problems) -> None:
         _check_streaming(sites, places, problems)
     if sites.method == "async":
         _check_async(sites, places, problems)
+    for key in ("outer_lr", "outer_momentum"):
+        if (value := getattr(sites, key)) is not None and sites.method in ("local_sgd", "async"):
+            problems.add(f"sites.{key}", value, f"sites.method {sites.method} takes the mean of the sites",
+                         "remove it, or choose diloco", places.get(f"sites.{key}"))  # fmt: skip
     longest = min(run.fault.stall_timeout_s, 0.75 * run.fault.timeout_s)
     if sites.timeout_s >= longest:
         problems.add("sites.timeout_s", sites.timeout_s, "must be less than fault.stall_timeout_s and 3/4 of "

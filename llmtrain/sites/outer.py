@@ -26,12 +26,9 @@ from llmtrain.tensors.checksum import checksum_part_array
 from llmtrain.tensors.region import Region
 
 Array = npt.NDArray[np.float32]
-Method = Literal["local_sgd", "diloco", "streaming", "async", "every_step"]
 Mean = Literal["weighted", "median", "trimmed"]
 ROBUST = 3
 """Sites without which neither a median nor a trimmed mean tells one that is wrong from the others."""
-AVERAGES: tuple[Method, ...] = ("local_sgd", "async", "every_step")
-"""Methods whose outer step takes the mean, without a momentum."""
 _CHUNK = 1 << 18
 """Elements updated at a time: the fp64 temporaries stay in the cache."""
 
@@ -132,7 +129,6 @@ def outer_step(
     found: Mapping[str, Array],
     weights: Mapping[str, float],
     *,
-    method: Method,
     lr: float,
     beta: float,
     mean: Mean = "weighted",
@@ -140,14 +136,14 @@ def outer_step(
     """The outer update: the same on every site to the last bit.
 
     With mean = sum of weight x values / sum of weights, or by `robust`:
-        AVERAGES    anchor <- mean
-        others      g = anchor - mean;  momentum <- beta momentum + g;  anchor <- anchor - lr (g + beta momentum)
+        g = anchor - mean;  momentum <- beta momentum + g;  anchor <- anchor - lr (g + beta momentum)
+    With lr 1 and beta 0 that is the mean, to the last bit.
 
     numpy's operators round after each operation, on every processor alike; sums run in the order of the names.
 
     Args:
         anchor: the parameters that all sites hold alike, fp32 [n].
-        momentum: the outer momentum, fp32 [n].
+        momentum: the outer momentum, fp32 [n]; without beta it stays as it is.
         found: site -> its parameters, fp32 [n]; with none, nothing changes.
         weights: of each of them.
         mean: of the sites; fewer than ROBUST have none but the weighted one.
@@ -167,14 +163,15 @@ def outer_step(
                 middle += each * (weights[site] / total)
         else:
             middle = robust(values, mean)
-        if method in AVERAGES:
+        if lr == 1 and not beta:  # the mean, whatever it was before
             anchor[part] = middle
             continue
         before = anchor[part].astype(np.float64)
         gradient = before - middle
-        momentum[part] = beta * momentum[part].astype(np.float64) + gradient
-        # Not `before - lr * gradient`: with lr 1 and no momentum the result is the mean, whatever it was before.
-        anchor[part] = (1 - lr) * before + lr * middle - lr * beta * momentum[part].astype(np.float64)
+        if beta:
+            momentum[part] = beta * momentum[part].astype(np.float64) + gradient
+            gradient += beta * momentum[part].astype(np.float64)
+        anchor[part] = before - lr * gradient
     return anchor, momentum
 
 

@@ -18,6 +18,8 @@ class Sent:
     """Elements of the rank's array that the round is about."""
     own: Array
     """This rank's, as the others read them."""
+    live: Array | None
+    """The same, as this site had them, if it trains meanwhile."""
     said: dict[str, Any]
     steps: int
     """Since the last synchronisation."""

@@ -38,7 +38,7 @@ from llmtrain.sites.meeting import AGAIN_S, Meetings, RoundFailed
 from llmtrain.sites.members import Members, SitesError, TorchftMembers
 from llmtrain.sites.newest import Newest
 from llmtrain.sites.opened import opened
-from llmtrain.sites.outer import AVERAGES, Array, Shard, outer_step, shapes, squared_distance
+from llmtrain.sites.outer import Array, Shard, outer_step, shapes, squared_distance
 from llmtrain.sites.pace import Share, StepClock, steps_each
 from llmtrain.sites.round import Round, Sent
 from llmtrain.sites.seen import listed, say_changes, told_round
@@ -158,7 +158,7 @@ class Site:
     def state(self) -> list[StateTensor]:
         """What checkpoints keep of it, beside `to_json`."""
         found = pieces(self._shard, COMMON, lambda: self._anchor)
-        if self._settings.method not in AVERAGES:
+        if self._settings.outer[1]:
             found += pieces(self._shard, MOMENTUM, lambda: self._momentum)
         if (feedback := self._feedback) is not None:
             found += pieces(self._shard, RESIDUAL, lambda: feedback.residual)
@@ -307,11 +307,11 @@ class Site:
                 self._feedback.forget()
             elif self.id in used:
                 self._feedback.delivered()
+        lr, beta = self._settings.outer
+        weights = {each.id: each.weight for each in done.told}
         after, momentum[part] = outer_step(
-            anchor[part], momentum[part], {each: found[each] for each in used},
-            {each.id: each.weight for each in done.told},
-            method=self._settings.method, lr=self._settings.outer_lr, beta=self._settings.outer_momentum,
-            mean=self._settings.mean,
+            anchor[part], momentum[part], {each: found[each] for each in used}, weights,
+            lr=lr, beta=beta, mean=self._settings.mean,
         )  # fmt: skip
         ends = from_all(self._ranks, (squared_distance(anchor[part], after), self._server.sent_bytes()))
         norm, served = math.sqrt(sum(square for square, _ in ends)), sum(size for _, size in ends)
@@ -321,9 +321,10 @@ class Site:
             self._shard.write(anchor)
             self._trained, self._weights = 0, [0] * len(self._weights)
         else:
-            kept = np.float32(self._settings.mix if sent.overlap else 0)
-            mixed = anchor[part] if not kept else kept * self._shard.read(part)[part] + (1 - kept) * anchor[part]
-            self._shard.write(mixed, part)
+            values = anchor[part]
+            if sent.live is not None:  # what has been trained since stays
+                values = values + (self._shard.read(part)[part] - sent.live)
+            self._shard.write(values, part)
             self._trained -= sent.said["trained"]
             self._weights[leader.round % len(self._weights)] -= sent.said["weight"]
         self._server.publish(leader.round + 1, {})
@@ -343,7 +344,7 @@ class Site:
         values = self._shard.read(part)
         if self._newest is not None:
             values = self._newest.advance(values)
-        own = values[part]
+        own, live = values[part], values[part].copy() if overlap else None
         served: dict[str, Array | Bytes] = {"values": values}
         if self._feedback is not None:
             records, own = self._feedback.encode(own - self._anchor[part], part)
@@ -363,8 +364,9 @@ class Site:
         }
         published_s, began_s = time.monotonic() - self._stands_s, self._stands_s
         return Sent(
-            part=part, own=own, said=said, steps=self._steps, overlap=overlap, began_s=began_s, published_s=published_s
-        )
+            part=part, own=own, live=live, said=said, steps=self._steps, overlap=overlap, began_s=began_s,
+            published_s=published_s,
+        )  # fmt: skip
 
     def _go_on(self, done: Round, sent: Sent) -> None:
         leader, by_id = done.leader, {each.id: each for each in done.told}

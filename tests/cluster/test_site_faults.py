@@ -43,7 +43,7 @@ class Trial:
 
     def site(self, number: int) -> bench.Rank:
         """Start the site of that host, or start it again."""
-        options = argparse.Namespace(data=str(self.data), hidden=64, batch=4, lr=3e-3, start="")
+        options = argparse.Namespace(data=str(self.data), hidden=64, batch=4, lr=3e-3, begin="")
         host, home = self.lab.hosts[number], self.folder / f"site{number}"
         if not home.exists():
             bench.recipe(home, options, options.batch, STEPS, seed=1)

@@ -68,7 +68,6 @@ def streamed(
     steps: int,
     every: int,
     overlap: int,
-    mix: float,
     fragment: dict[str, int],
     reserve: int,
     lr: float,
@@ -78,7 +77,8 @@ def streamed(
     """The same for streaming DiLoCo.
 
     Round r (from 1, each `every` steps) is about the parameters whose `fragment` is r modulo their number: their mean
-    is taken then, and arrives `overlap` steps later. Samples are dealt by the Ledger.
+    is taken then, and arrives `overlap` steps later; what each has trained since is added. Samples are dealt by the
+    Ledger.
     """
     common = _first(model_fields)
     models = [copy.deepcopy(common) for _ in range(sites)]
@@ -90,21 +90,21 @@ def streamed(
     starts = [list(steps_of(ledger.dealt[str(site)], batch)) for site in range(sites)]
     round_, since, trained_before, flight = 1, 0, 0, None
 
-    def means() -> dict[str, torch.Tensor]:
-        named = [dict(model.named_parameters()) for model in models]
+    def send() -> list[dict[str, torch.Tensor]]:
         turn = round_ % (max(fragment.values()) + 1)
-        return {
-            n: torch.stack([each[n].detach().double() for each in named]).mean(0) for n in shared if fragment[n] == turn
-        }
+        return [
+            {n: p.detach().double() for n, p in model.named_parameters() if fragment[n] == turn} for model in models
+        ]
 
-    def arrive(mean: dict[str, torch.Tensor], own: float) -> None:
-        for name, value in mean.items():
+    def arrive(sent: list[dict[str, torch.Tensor]]) -> None:
+        for name in sent[0]:
+            value = torch.stack([each[name] for each in sent]).mean(0)
             gradient = shared[name] - value
             momentum[name] = outer_momentum * momentum[name] + gradient
             shared[name] = shared[name] - outer_lr * (gradient + outer_momentum * momentum[name])
-            for model in models:
+            for model, own in zip(models, sent, strict=True):
                 live = model.get_parameter(name)
-                live.data.copy_(own * live.detach().double() + (1 - own) * shared[name])
+                live.data.copy_(shared[name] + (live.detach().double() - own[name]))
 
     for step in range(1, steps + 1):
         for model, optimizer, mine in zip(models, optimizers, starts, strict=True):
@@ -112,16 +112,16 @@ def streamed(
             _step(model, optimizer, read, range(first, first + batch))
         since += 1
         if flight is not None and since == every + overlap:
-            arrive(flight, mix)
+            arrive(flight)
             ledger = ledger.settled({str(site): since * batch - trained_before for site in range(sites)}, requests)
             starts = [list(steps_of(ledger.dealt[str(site)], batch)) for site in range(sites)]
             trained_before, round_, since, flight = overlap * batch, round_ + 1, overlap, None
         if step == steps:
             for _ in range(max(fragment.values()) + 1):
-                arrive(means(), 0)
+                arrive(send())
                 round_ += 1
         elif flight is None and since == every:
-            flight = means()
+            flight = send()
     return {name: value.float() for name, value in shared.items()}
 
 

@@ -210,7 +210,7 @@ def test_two_sites_stream_their_fragments_while_they_train(coordinator, small_da
     without.
     """
     both = ("--sites.start_sites", "2", "--sites.method", "streaming", "--sites.fragments", "2")
-    both += ("--sites.overlap_steps", "1", "--sites.mix", "0.5", "--train.max_steps", "24")
+    both += ("--sites.overlap_steps", "1", "--train.max_steps", "24")
     a = start(recipe(tmp_path / "A", small_data), coordinator, *both)
     b = start(recipe(tmp_path / "B", small_data, stage=3), coordinator, *both, ranks=2)
     assert a.wait(90) == [0] and b.wait(30) == [0, 0], a.output() + b.output()
@@ -226,8 +226,8 @@ def test_two_sites_stream_their_fragments_while_they_train(coordinator, small_da
     setting = {"sites": 2, "batch": 4, "steps": 24, "every": 2, "fragment": fragment, "reserve": 8, "lr": 3e-3}
     outer = {"outer_lr": 0.7, "outer_momentum": 0.9}
     data = DataConfig(path=small_data, sequence_length=32)
-    right = far(got, streamed(MODEL, data, **setting, **outer, overlap=1, mix=0.5))
-    wrong = far(got, streamed(MODEL, data, **setting, **outer, overlap=1, mix=0.4))
+    right = far(got, streamed(MODEL, data, **setting, **outer, overlap=1))
+    wrong = far(got, streamed(MODEL, data, **setting, **outer, overlap=2))
     assert right[0] < 3e-4 and right[1] < 3e-6 and wrong[1] > 30 * right[1], (right, wrong)
 
 

@@ -13,8 +13,9 @@ are what the switch took from a host in between, headers included. The last two 
 predicts for both, given the median step (of `ddp`: `--pace-s`). A row of `ddp` has fewer steps over the network
 (`--ddp-steps`), and the loss of the same steps in one process: what is added up does not depend on the network.
 
-`--start-steps` trains a model in one process first, at a constant learning rate, from which all ways start; `--seeds`
-trains each way once for each, in other orders of the data, and the losses are those of all of them.
+`--start-steps` trains a model in one process first, at a constant learning rate, from which all ways start, and keeps
+it in `--start`, from where the next command takes it; `--seeds` trains each way once for each, in other orders of the
+data, and the losses are those of all of them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -35,6 +37,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from watch import free_port  # noqa: E402
 
 from tools.lab.lab import Lab, LabHost, why_not  # noqa: E402
 
@@ -82,6 +86,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--lr", type=float, default=1e-3, help="of all ways, at its peak")
     parser.add_argument("--start-steps", type=int, default=0, help="of one process, from which all ways start")
+    parser.add_argument("--start", type=Path, help="the model of --start-steps, made if it is not there")
     return parser.parse_args(argv)
 
 
@@ -136,7 +141,7 @@ def recipe(home: Path, options: argparse.Namespace, batch: int, steps: int, seed
     home.mkdir(parents=True)
     (home / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 0}, "communication_data_type": "bf16"}))
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), max(1, options.hidden // 64))
-    begins = {"pretrained": options.start} if options.start else {
+    begins = {"pretrained": options.begin} if options.begin else {
         "config": {**MODEL, **heads, "hidden_size": options.hidden}}  # fmt: skip
     tree = {
         "deepspeed": str(home / "ds.json"),
@@ -230,13 +235,18 @@ def shaped(options: argparse.Namespace, folder: Path) -> Iterator[Lab]:
 
 def start(options: argparse.Namespace, folder: Path) -> str:
     """The Hugging Face folder from which all ways start; none: an empty string."""
+    model = folder / "start/run/export"
+    if options.start is not None and options.start.is_dir():  # copied: a host of the lab has a /tmp of its own
+        return str(shutil.copytree(options.start, model))
     if not options.start_steps:
         return ""
     home = recipe(folder / "start", options, options.batch * options.sites, options.start_steps, seed=1000)
     words = ["--schedule.name", "constant", "--optim.lr", "1e-3", "--train.export", "true"]
     wait([Rank(None, home, "start", words)])
     print(f"all start from {options.start_steps} steps of one process: loss {loss_of(home / 'run'):.4f}", flush=True)
-    return str(home / "run/export")
+    if options.start is not None:
+        shutil.copytree(model, options.start)
+    return str(model)
 
 
 def ddp(options: argparse.Namespace, folder: Path) -> Row:
@@ -253,8 +263,8 @@ def ddp(options: argparse.Namespace, folder: Path) -> Row:
     told = planned(home, [], options, steps=options.ddp_steps, step_s=options.pace_s)
     homes = [recipe(folder / f"alone-{seed}", options, batch, options.steps, seed) for seed in options.seeds]
     for at in range(0, len(homes), options.sites):
-        some = enumerate(homes[at : at + options.sites], 29600)
-        wait([Rank(None, each, each.name, [], MASTER_PORT=str(port)) for port, each in some])
+        some = homes[at : at + options.sites]
+        wait([Rank(None, each, each.name, [], MASTER_PORT=str(free_port())) for each in some])
     return Row("ddp", sent, step_s, [loss_of(each / "run") for each in homes], told)
 
 
@@ -314,8 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder, options.data = Path(made), str(Path(made) / "data")
         words = ["prepare", "--source", "stdlib", "--vocab-size", "1024", "--out", options.data]
         subprocess.run([sys.executable, "-m", "llmtrain", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        options.start = ""
-        options.start = start(options, folder)
+        options.begin = ""
+        options.begin = start(options, folder)
         plain = None
         for way in options.ways:
             row = ddp(options, folder) if way == "ddp" else sites(way, options, folder)
@@ -326,9 +336,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{row.way:40}{row.bytes_per_step:>12,.0f}{fewer:>9}{row.step_s:>9.2f}"
                   f"{options.pace_s / row.step_s:>11.1%}{statistics.mean(row.losses):>8.4f}{worse:>8}"
                   f"{row.planned[0]:>12,.0f}{row.planned[1]:>9.2f}", flush=True)  # fmt: skip
-            if len(ratios) > 1 and row is not plain:
-                each = ", ".join(f"{loss:.4f} ({ratio:.3f})" for loss, ratio in zip(row.losses, ratios, strict=True))
-                print(f"  of each seed: {each}", flush=True)
+            if len(row.losses) > 1:
+                each = ", ".join(map("{:.4f}".format, row.losses))
+                print(f"  of each seed: {each}; of ddp: {', '.join(map('{:.4f}'.format, ratios))}", flush=True)
     return 0
 
 

@@ -70,7 +70,7 @@ def test_an_outer_step_takes_the_robust_mean_of_enough_sites() -> None:
 
     def after(names: str, mean: str) -> list[float]:
         chosen = {name: found[name] for name in names}
-        return outer_step(anchor, anchor, chosen, weights, method="local_sgd", lr=1, beta=0, mean=mean)[0].tolist()  # type: ignore[arg-type]
+        return outer_step(anchor, anchor, chosen, weights, lr=1, beta=0, mean=mean)[0].tolist()  # type: ignore[arg-type]
 
     assert after("abc", "median") == after("abc", "trimmed") == [2.0] * 4 and len(found) == ROBUST
     assert after("ab", "median") == after("ab", "weighted") == [1.75] * 4

@@ -55,7 +55,7 @@ def test_diloco_is_nesterovs_sgd_on_the_difference() -> None:
         mean = sum(weights[name] / 1000 * found[name].astype(np.float64) for name in found)
         parameter.grad = parameter.detach() - torch.from_numpy(mean)
         sgd.step()
-        anchor, momentum = outer_step(anchor, momentum, found, weights, method="diloco", lr=0.7, beta=0.9)
+        anchor, momentum = outer_step(anchor, momentum, found, weights, lr=0.7, beta=0.9)
     assert np.abs(anchor - parameter.detach().numpy()).max() < 1e-6
 
 
@@ -63,9 +63,8 @@ def test_an_outer_step_of_one_site_alone_changes_no_bit() -> None:
     rng = np.random.default_rng(0)
     anchor = (rng.normal(size=4096) * 10.0 ** rng.integers(-30, 30, 4096)).astype(np.float32)
     values = (rng.normal(size=4096) * 10.0 ** rng.integers(-30, 30, 4096)).astype(np.float32)
-    for method in ("local_sgd", "diloco"):
-        after, _ = outer_step(anchor, np.zeros_like(anchor), {"a": values}, {"a": 7.0}, method=method, lr=1.0, beta=0.0)
-        assert after.tobytes() == values.tobytes()
+    after, _ = outer_step(anchor, np.zeros_like(anchor), {"a": values}, {"a": 7.0}, lr=1.0, beta=0.0)
+    assert after.tobytes() == values.tobytes()
 
 
 def test_averaging_every_step_of_sgd_is_synchronous_sgd() -> None:
@@ -81,7 +80,7 @@ def test_averaging_every_step_of_sgd_is_synchronous_sgd() -> None:
 
     found = {"a": stepped(slice(0, 4)), "b": stepped(slice(4, 8))}
     zero = np.zeros(4, np.float32)
-    mean, _ = outer_step(start.numpy(), zero, found, {"a": 1, "b": 1}, method="local_sgd", lr=1, beta=0)
+    mean, _ = outer_step(start.numpy(), zero, found, {"a": 1, "b": 1}, lr=1, beta=0)
     assert np.abs(mean - stepped(slice(0, 8))).max() < 1e-6
 
 

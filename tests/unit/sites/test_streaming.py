@@ -91,20 +91,20 @@ def test_two_fragments_on_their_way_during_a_step_by_hand(joined) -> None:  # no
     """Outer SGD(lr=1) takes the mean. Round 1 is about w, round 2 about v (`fragment_of`: v, w are equally large).
 
     a grows by 1 a step and b by 3. After step 2 they send w = 2 and 6: the mean 4 arrives after step 3, when they
-    have 3 and 9, and half of each remains: 3.5 and 6.5. v follows two steps later: 4 and 12, 8; 5 and 15; 6.5, 11.5.
+    have trained 1 and 3 more: 5 and 7. v follows two steps later: 4 and 12, 8; 9 and 11 after step 5.
     """
     meeting = Meeting("a", "b")
-    setting = {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1, "mix": 0.5}
+    setting = {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1}
     made = [joined(meeting, name, outer_lr=1.0, outer_momentum=0.0, **setting) for name in "ab"]
     seen: list[list] = [[], []]
     calls = [steps(site, engine, lambda _, size=size: size * torch.ones(6), 5, mine)
              for (site, engine, _), size, mine in zip(made, (1, 3), seen, strict=True)]  # fmt: skip
     at_once(*calls)
     w, v = ([[float(values[at]) for values in mine] for mine in seen] for at in (0, 3))
-    assert w[0][:4] == [1, 2, 3.5, 4.5] and w[1][:4] == [3, 6, 6.5, 9.5]
+    assert w[0][:4] == [1, 2, 5, 6] and w[1][:4] == [3, 6, 7, 10]
     assert v[0][:4] == [1, 2, 3, 4] and v[1][:4] == [3, 6, 9, 12]
-    # Step 5 is the last: v arrives (6.5 and 11.5), then each fragment is synchronised once more, w first.
-    assert w[0][4] == w[1][4] == (5.5 + 12.5) / 2 and v[0][4] == v[1][4] == 9.0
+    # Step 5 is the last: v arrives, then each fragment is synchronised once more, w (7 and 13) first.
+    assert w[0][4] == w[1][4] == v[0][4] == v[1][4] == 10.0
     told = [fields for kind, fields in made[0][2] if kind == "synchronise"]
     assert [(each["step"], each["overlapped_steps"]) for each in told] == [(0, 0), (3, 1), (5, 1), (5, 0), (5, 0)]
     assert all(each["received_bytes"] == 12 for each in told[1:])  # three numbers of one other site
