@@ -100,6 +100,11 @@ def watch_folders(job: Any) -> list[Path]:
     return sorted(files | {Path(each) for each in found if each})
 
 
+def beats_read_for(run: Path) -> int:
+    """Ranks whose heartbeats the watches of a run have open."""
+    return sum(each.path.endswith(".beat") for agent in agents_of(run) for each in agent.open_files())
+
+
 @pytest.fixture
 def job(small_data: str, tmp_path: Path) -> Iterator[Launch]:
     """Two ranks that train without an end, watched; a stall would be a fault after four seconds."""
@@ -107,6 +112,10 @@ def job(small_data: str, tmp_path: Path) -> Iterator[Launch]:
     words = ("--train.max_steps", "1000000", "--schedule.name", "constant", "--fault.stall_timeout_s", str(STALL_S))
     job = Launch(recipe, *words, before=stalls.watched)
     wait_for_more(job, tmp_path / "run", 3)
+    deadline = time.monotonic() + 60
+    while beats_read_for(tmp_path / "run") < len(job.ranks):  # a busy machine starts the watch late
+        assert time.monotonic() < deadline and job.alive(), job.output()[-3000:]
+        time.sleep(0.1)
     yield job
     for rank in job.ranks:
         rank.kill()
