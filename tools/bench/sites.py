@@ -10,8 +10,8 @@ of all sites together; a word like `diloco:sites.sync_every=50` sets further key
 A step takes at least `--pace-s` seconds, its CPU time included, so that sites that share this machine's cores do not
 wait for each other: the share of computing is that time over the time from the first step's end to the last's. Bytes
 are what the switch took from a host in between, headers included. The last two columns are what `llmtrain sites plan`
-predicts for both, given the median step (of `ddp`: `--pace-s`). A row of `ddp` has fewer steps over the network
-(`--ddp-steps`), and the loss of the same steps in one process: what is added up does not depend on the network.
+predicts for both, given the median step (of `ddp` and `every_step`: `--pace-s`). A row of `ddp` has fewer steps over
+the network (`--ddp-steps`), and the loss of the same steps in one process: what is added up does not depend on it.
 
 `--start-steps` trains a model in one process first, at a constant learning rate, from which all ways start, and keeps
 it in `--start`, from where the next command takes it; `--seeds` trains each way once for each, in other orders of the
@@ -301,7 +301,8 @@ def _of_seed(
         finally:
             coordinator.kill()
             coordinator.wait()
-    told = planned(homes[0], keys, options, steps=options.steps, step_s=usual_s, method=method)
+    alone_s = options.pace_s if method == "every_step" else usual_s
+    told = planned(homes[0], keys, options, steps=options.steps, step_s=alone_s, method=method)
     return sent, step_s, *told, loss_of(homes[0] / "run")
 
 
