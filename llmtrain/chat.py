@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmtrain import completion, log
+from llmtrain import completion, foreign, log
 from llmtrain.errors import ModelError, UserError
 from llmtrain.inference import Answerer, Sampling, add_options, usable_folder
 
@@ -132,8 +132,7 @@ def _streamer(tokenizer: Any) -> Any:
         """Prints an answer's text without what a terminal would obey."""
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            shown = "".join(c for c in text if c.isprintable() or c in "\n\t")
-            print(shown, end="\n" if stream_end else "", flush=True)
+            print(foreign.shown(text, lines=True), end="\n" if stream_end else "", flush=True)
 
     return Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llmtrain import completion
+from llmtrain import completion, log
 from llmtrain.checkpoint.listing import find_checkpoints, rows, step_folders, table
 from llmtrain.errors import CheckpointError
 
@@ -26,7 +26,7 @@ def _ls(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([{**asdict(row), "path": str(row.path)} for row in found], indent=1))
     else:
-        print("\n".join(table(found)))
+        log.put("\n".join(table(found)))
     return 0
 
 
@@ -38,7 +38,7 @@ def _verify(args: argparse.Namespace) -> int:
         wrong, changed = verify(folder), verify_frozen(folder)
         bad = bad or bool(wrong or changed)
         found = "DAMAGED" if wrong else "intact, without its frozen parameters" if changed else "intact"
-        print("\n  ".join([f"{folder}  {found}", *wrong, *changed]), flush=True)
+        log.put("\n  ".join([f"{folder}  {found}", *wrong, *changed]))
     return 1 if bad else 0
 
 
@@ -46,7 +46,7 @@ def _diff(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.diff import diff
 
     lines, equal = diff(find_checkpoints(args.a)[0], find_checkpoints(args.b)[0])
-    print("\n".join(lines))
+    log.put("\n".join(lines))
     return 0 if equal else 1
 
 
@@ -54,14 +54,14 @@ def _prune(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.prune import prune
 
     done = prune(args.run_folder, args.keep, args.dry_run)
-    print("\n".join(done.lines))
+    log.put("\n".join(done.lines))
     return 1 if done.failed else 0
 
 
 def _average(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.average import average
 
-    print("\n".join(average([find_checkpoints(path)[0] for path in args.sources], args.out)))
+    log.put("\n".join(average([find_checkpoints(path)[0] for path in args.sources], args.out)))
     return 0
 
 
@@ -83,7 +83,7 @@ def _to_hf(args: argparse.Namespace) -> int:
         merge=args.merge,
         trust_remote_code=args.trust_remote_code,
     )
-    print("\n".join(report.lines), flush=True)
+    log.put("\n".join(report.lines))
     if args.push is not None:
         message = f"Upload {found.parent.parent.name}, {found.name}"
         where = push(args.out, args.push, public=args.public, leave_out=(MARK,), message=message)
@@ -97,7 +97,7 @@ def _from_hf(args: argparse.Namespace) -> int:
 
     folder = model_folder(str(args.folder), asked_by="from-hf")
     report = import_hf(folder, args.out, check=args.check, trust_remote_code=args.trust_remote_code)
-    print("\n".join(report.lines))
+    log.put("\n".join(report.lines))
     return 0
 
 
@@ -107,14 +107,14 @@ def _from_deepspeed(args: argparse.Namespace) -> int:
     lines = import_deepspeed(
         args.folder, args.out, model=args.model, tag=args.tag, names=args.names, weights_only=args.weights_only
     )
-    print("\n".join(lines))
+    log.put("\n".join(lines))
     return 0
 
 
 def _to_deepspeed_universal(args: argparse.Namespace) -> int:
     from llmtrain.checkpoint.native.universal import export_universal
 
-    print("\n".join(export_universal(find_checkpoints(args.path)[0], args.out)))
+    log.put("\n".join(export_universal(find_checkpoints(args.path)[0], args.out)))
     return 0
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from llmtrain import completion, log
+from llmtrain import completion, foreign, log
 from llmtrain.errors import UserError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -78,7 +78,7 @@ def _main(words: list[str]) -> int:
     except UserError as error:
         # Before the ranks have met, one voice a host: another host may have another file or another version.
         if log.rank() == 0 or (not error.everywhere and os.environ.get("LOCAL_RANK") == "0"):
-            print(f"error: {_plain(str(error))}", file=sys.stderr)
+            print(f"error: {foreign.shown(error, lines=True)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -95,11 +95,6 @@ def _let_threads_begin() -> None:
     deadline = time.monotonic() + 5.0
     while not all(thread.is_alive() for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.001)
-
-
-def _plain(text: str) -> str:
-    """Without what a terminal would obey: names in files that others made come into messages."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def _command(name: str) -> Callable[[list[str]], int]:

@@ -1,4 +1,4 @@
-"""JSON files that others made: nothing in them may crash their reader, and none may name code to load.
+"""What others made: no file of theirs may crash its reader or name code to load, no text of theirs steer a terminal.
 
 Standard library only.
 """
@@ -72,6 +72,22 @@ def word(value: Any) -> str:
     if not isinstance(value, str) or not value.isprintable():
         raise ValueError(f"{value!r} is no name")
     return value
+
+
+def shown(text: object, most: int | None = None, *, lines: bool = False) -> str:
+    """Text from outside, for a log, a terminal or a report: what a terminal would obey stands there as its escape.
+
+    Every text that a peer, a host, a file or a server has written goes through it. Control sequences, halves of
+    surrogate pairs and marks that turn the direction of writing become `\\x1b`, `\\ud800`, `\\u202e`.
+
+    Args:
+        most: characters; a longer text ends in `...`.
+        lines: keep line breaks and tabs. A stranger's words inside a line of ours lose them: they could forge a line.
+    """
+    kept = "\n\t" if lines else ""
+    whole = str(text)
+    cut = whole if most is None or len(whole) <= most else whole[:most] + "..."
+    return cut if cut.isprintable() else "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in cut)
 
 
 def names_code(fields: Any, where: str = "") -> str | None:

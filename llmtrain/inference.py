@@ -188,7 +188,7 @@ def _hf_folder(path: Path, scratch: Path) -> Path:
     exported = _mark(export)
     # By its manifest, not its step: a run that was started over reaches the same step with other weights.
     if exported is not None and (not found or exported.get("manifest") == hash_file(found[0] / MANIFEST)):
-        print(f"model: {export}, of step {exported.get('step')}", file=sys.stderr)
+        print(f"model: {export}, of step {foreign.shown(exported.get('step'), 40)}", file=sys.stderr)
         return export
     try:
         newest = find_checkpoints(path)[0]

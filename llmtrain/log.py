@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from llmtrain import units
+from llmtrain.foreign import shown
 
 _said: set[str] = set()
 
@@ -27,7 +28,7 @@ def info(message: str) -> None:
 def put(message: str) -> None:
     """One line on standard output. Where nobody reads it any more, or its disk is full, the work goes on."""
     try:
-        print(message, flush=True)
+        print(shown(message, lines=True), flush=True)
     except BrokenPipeError:  # `| head` has read enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     except OSError:
@@ -37,7 +38,7 @@ def put(message: str) -> None:
 def warn(message: str) -> None:
     """One line on standard error, from rank 0 only."""
     if rank() == 0:
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        print(f"warning: {shown(message, lines=True)}", file=sys.stderr, flush=True)
 
 
 def warn_once(message: str) -> None:
@@ -82,7 +83,7 @@ class LiveLine:
                 return
             self._bar.start()
             total = None if share is None else 1.0
-            done = share or 0.0
+            text, done = shown(text), share or 0.0
             self._bar.update(self._task, description=text, completed=done, total=total, visible=True, refresh=True)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from llmtrain import completion, log, units
+from llmtrain import completion, foreign, log, units
 from llmtrain.data import hub, lessons, tokenize
 from llmtrain.data import manifest as manifests
 from llmtrain.data.chat import ChatOptions
@@ -361,7 +361,7 @@ def main(argv: list[str]) -> int:
     try:
         prepare(settings)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {foreign.shown(error, lines=True)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"\ninterrupted; finished shards are kept in {settings.out}: the same command continues", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from llmtrain import completion, units
+from llmtrain import completion, foreign, units
 from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder
@@ -90,11 +90,6 @@ def _runs(ids: list[int], counted: np.ndarray, encoder: Encoder) -> list[Run]:
     return runs
 
 
-def _printable(text: str) -> str:
-    """Without what a terminal would obey."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
 def _print(row: Shown) -> None:
     """Each line begins with whether it is counted, for where there are no colours."""
     from rich.console import Console
@@ -105,7 +100,7 @@ def _print(row: Shown) -> None:
     for run in row.runs:
         if run.counted is not before and lines and len(lines[-1]) == _PREFIX:  # a line break came last
             lines.pop()
-        for number, part in enumerate(_printable(run.text).split("\n")):
+        for number, part in enumerate(foreign.shown(run.text, lines=True).split("\n")):
             if number or run.counted is not before:
                 lines.append(Text("counted | " if run.counted else "        | ", style="dim"))
             before = run.counted

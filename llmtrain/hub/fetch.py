@@ -229,7 +229,7 @@ def _download(repository: Repository, commit: str, missing: dict[str, _File], wr
         disable_progress_bars()
     counted = units.counted(len(missing), "file")
     told = f"fetching {repository.name}, commit {commit[:12]}: {counted}, {units.size(total)}"
-    print(told, file=sys.stderr, flush=True)  # on standard output `generate` has the model's words
+    print(foreign.shown(told), file=sys.stderr, flush=True)  # on standard output `generate` has the model's words
 
     def one(name: str) -> None:
         hf_hub_download(repository.name, name, repo_type=repository.kind, revision=commit)

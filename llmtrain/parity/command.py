@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from llmtrain import completion
+from llmtrain import completion, foreign
 from llmtrain.base import fetched
 from llmtrain.config.load import parse
 from llmtrain.config.objective import DISTILL, SCORED
@@ -118,7 +118,7 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
             }
             ranks.wait()
     except RankError as error:
-        print(f"  NO ANSWER  {error}", flush=True)
+        print(f"  NO ANSWER  {foreign.shown(error, lines=True)}", flush=True)
         return NO_ANSWER
 
     def more(name: str, until: int) -> list[Trace]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from llmtrain import completion, log
 from llmtrain.config.sites_rules import private
 from llmtrain.errors import UserError
+from llmtrain.foreign import shown
 from llmtrain.sites import advice, measure
 from llmtrain.sites.forward import Forwarder, as_it_is, to_coordinator
 from llmtrain.sites.keys import Keys, make_keys
@@ -105,14 +106,14 @@ def _status(args: argparse.Namespace) -> int:
             page = answer.read(1 << 20).decode(errors="replace")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--coordinator {args.coordinator}: no coordinator answers ({error}). Start it there with `llmtrain sites "
-            f"coordinator --bind {args.coordinator}`."
+            f"--coordinator {args.coordinator}: no coordinator answers ({shown(error, 200)}). Start it there with "
+            f"`llmtrain sites coordinator --bind {args.coordinator}`."
         ) from error
     sites = seen(page)
     for each in sites:
         state = "there" if each.silent_s < _SILENT_S else "away"
         part = "took part in the last meeting" if each.synchronised else "was not in the last meeting"
-        print(f"{each.site}  {state}, heard of {each.silent_s:.1f} s ago, {part}")
+        print(f"{shown(each.site, 40)}  {state}, heard of {each.silent_s:.1f} s ago, {part}")
     if not sites:
         print("no site is there")
     return 0

@@ -18,7 +18,9 @@ from typing import Any, Protocol
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.sites_rules import private
 from llmtrain.errors import UserError
+from llmtrain.foreign import shown
 
+_ID = re.compile(r"[A-Za-z0-9_.-]{1,40}:[0-9a-f]{1,16}")
 _HEARTBEAT_S = 1.0
 _CALL_S = 5.0
 
@@ -39,6 +41,11 @@ class Member:
     """Site's name, and a word that tells this process from an earlier one of the same site."""
     said: Mapping[str, Any]
     """What it told the others. Written by others: believe nothing of it."""
+
+
+def is_site(word: str) -> bool:
+    """Whether it can be the id of a site: a stranger's may hold anything, and ids come into lines of the log."""
+    return _ID.fullmatch(word) is not None
 
 
 class Members(Protocol):
@@ -101,7 +108,7 @@ class TorchftMembers:
         if error is not None:
             raise MembersError(f"coordinator {self._coordinator}: {_reason(error)}") from error
         members = [Member(id=each.replica_id, said=each.data or {}) for each in box["quorum"].participants]
-        return sorted(members, key=lambda member: member.id)
+        return sorted((each for each in members if is_site(each.id)), key=lambda member: member.id)
 
     def close(self) -> None:
         """See `Members`."""
@@ -151,6 +158,6 @@ def lighthouse_client() -> Any:
 
 def _reason(error: BaseException) -> str:
     """The words of a gRPC status, which torchft gives with all its fields."""
-    text = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    text = (str(error).splitlines() or [type(error).__name__])[0]
     words = re.search(r'message: "([^"]+)"', text)
-    return words[1] if words else text
+    return shown(words[1] if words else text, 200)

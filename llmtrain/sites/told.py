@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmtrain.foreign import shown
 from llmtrain.sites.ledger import Ledger
 from llmtrain.sites.members import Member
 
@@ -50,8 +51,8 @@ class Told:
         """Why it is not of the run that has this in `common`."""
         keys = sorted(key for key in {*common, *self.common} if common.get(key) != self.common.get(key))
         return (
-            f"site {self.site} trains something else: its {', '.join(keys) or 'configuration'} differ(s). Sites of a "
-            "run have the same model, data, seeds and outer optimizer, and a coordinator of their own."
+            f"site {self.site} trains something else: its {shown(', '.join(keys) or 'configuration', 200)} differ(s). "
+            "Sites of a run have the same model, data, seeds and outer optimizer, and a coordinator of their own."
         )
 
     @property

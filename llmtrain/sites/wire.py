@@ -27,6 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.foreign import shown
 from llmtrain.log import warn_once
 from llmtrain.sites.keys import Keys
 from llmtrain.tensors.region import Region, shared
@@ -165,12 +166,12 @@ class Server:
         if asked["run"] != self._run:
             raise WireError("it belongs to another run")
         if asked["to"] != self._member:
-            raise WireError(f"it is for {str(asked['to'])[:80]}, and this is {self._member}")
+            raise WireError(f"it is for {shown(asked['to'], 80)}, and this is {self._member}")
         if asked["kind"] == "index":
             return {"bytes": 0, "index": self._index}, []
         round_, array = self._arrays.get(str(asked["kind"]), (None, None))
         if array is None or round_ != asked["round"]:
-            raise WireError(f"{str(asked['kind'])[:40]} of round {str(asked['round'])[:20]} is not here")
+            raise WireError(f"{shown(asked['kind'], 40)} of round {shown(asked['round'], 20)} is not here")
         take = asked["take"]
         size = sum(rows * length for _, _, rows, length in (_checked(array, rectangle) for rectangle in take))
         if size > array.size:
@@ -236,7 +237,7 @@ class Peer:
         def receive(line: _Line, header: Mapping[str, Any]) -> int:
             expected = into.itemsize * sum(place.size for place in places)
             if header.get("bytes") != expected:
-                raise WireError(f"it announces {str(header.get('bytes'))[:20]} bytes instead of {expected}")
+                raise WireError(f"it announces {shown(header.get('bytes'), 20)} bytes instead of {expected}")
             hash_ = xxhash.xxh3_64()
             for place in places:
                 for row in _rows(place):
@@ -272,7 +273,7 @@ class Peer:
                 line.send_header({"run": self._run, "to": self._member, "round": round_, "kind": kind, "take": take})
                 header = line.receive_header()
                 if "error" in header:
-                    raise WireError(str(header["error"])[:200])
+                    raise WireError(shown(header["error"], 200))
                 return read(line, header)
         except TimeoutError as error:
             waited = f"it has not sent all of it within {time.monotonic() - began_s:.1f} s"

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from llmtrain import log, units
+from llmtrain import foreign, log, units
 from llmtrain.log import LiveLine
 from llmtrain.tracking.metrics import loss_unit
 
@@ -76,7 +76,7 @@ class Console:
         if self._stream is None:
             log.put(text)
         else:
-            print(text, file=self._stream, flush=True)
+            print(foreign.shown(text, lines=True), file=self._stream, flush=True)
 
     def _step(self, step: float) -> str:
         if self._total_steps is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from llmtrain import foreign, log
 from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.settings import optimizer_lines
 from llmtrain.cli import main
@@ -184,3 +186,29 @@ def test_strange_settings_of_an_optimizer_are_no_traceback():
     assert "decay: matrices" in lines(*two, param_shapes=[{"a": (2, 2)}, {"b": (2,)}])
     assert "cannot say" in lines(*two, param_shapes=[{"a": (2,)}, {"b": (2, 2)}])
     assert "cannot say" in lines(*two), "nothing tells which parameters a group has"
+
+
+ESCAPES = {
+    "colour": ("\x1b[31mred", "\\x1b[31mred"),
+    "title": ("\x1b]0;owned\x07", "\\x1b]0;owned\\x07"),
+    "eight bits": ("\x9b2J", "\\x9b2J"),
+    "backwards": ("txt\u202egpj.exe", "txt\\u202egpj.exe"),
+    "half": ("\ud800", "\\ud800"),
+    "forged line": ("a\r\nwarning: all is well", "a\\r\\nwarning: all is well"),
+    "words": ("Größe, 大きさ", "Größe, 大きさ"),
+}
+
+
+@pytest.mark.parametrize(("said", "seen"), ESCAPES.values(), ids=ESCAPES)
+def test_text_from_outside_is_shown_escaped_and_so_is_every_line_of_the_log(capsys, said, seen) -> None:
+    assert foreign.shown(said) == seen
+    for write in (log.info, log.put, log.warn, log.warn_once):
+        write(f"it says {said}")
+        told = capsys.readouterr()
+        text = told.out + told.err
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800]", text) and seen[-5:] in text
+
+
+def test_text_from_outside_is_cut() -> None:
+    assert foreign.shown("x" * 300, 200) == "x" * 200 + "..."
+    assert foreign.shown("a\n\tb\x1b", lines=True) == "a\n\tb\\x1b"

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from llmtrain import foreign
+
 Kind = Literal["resolve", "refused", "unreachable", "timeout", "host_key", "key", "prompt", "noise", "died"]
 
 SSH_FAILED = 255
@@ -162,5 +164,4 @@ def noisy(host: str, noise: str, dropped: bool) -> Trouble:
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    line = "".join(c if c.isprintable() else " " for c in lines[-1]) if lines else ""
-    return line if len(line) <= 200 else line[:200] + "..."
+    return foreign.shown(lines[-1], 200) if lines else ""

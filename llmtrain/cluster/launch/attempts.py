@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from llmtrain import log, units
+from llmtrain import foreign, log, units
 from llmtrain.cluster.doctor.quick import quick
 from llmtrain.cluster.doctor.report import print_report
 from llmtrain.cluster.hosts.environment import SECRETS_VARIABLE, deliver, remove
@@ -386,4 +386,4 @@ def _code_of(number: int) -> int:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(foreign.shown(text, lines=True), file=sys.stderr, flush=True)

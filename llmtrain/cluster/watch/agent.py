@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmtrain import foreign
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import link
 from llmtrain.cluster.watch.capture import captured, with_gpus
@@ -377,7 +378,7 @@ def _event(explanation: Explanation, facts: JobFacts) -> dict[str, Any]:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        print(foreign.shown(text, lines=True), file=sys.stderr, flush=True)
 
 
 def main() -> int:
