@@ -29,6 +29,9 @@ from llmtrain.tensors.tensorfile import TensorFile, TensorFileError, numel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_CHUNK = 4 << 20
+"""Elements that are compared at a time."""
+
 
 class ParameterSource(Protocol):
     """Values of parameters by Hugging Face name."""
@@ -142,7 +145,7 @@ class SafetensorsSource:
 
     Raises:
         ModelError: no safetensors, an index that leaves the folder or disagrees with the shards, a broken or missing
-            shard, a parameter of which a part is missing.
+            shard, a parameter of which a part is missing, a tied one that stands there twice with different values.
     """
 
     def __init__(
@@ -171,6 +174,8 @@ class SafetensorsSource:
         for name in self.placement.surplus:
             self._parts[name] = [(name, Part(name, 0, self.file_of[name].entries[name].shape))]
         self._shapes = {name: self._whole_shape(name, layout) for name in self._parts}
+        for tensor, name in self.placement.twins.items():
+            self._refuse_other_twin(tensor, name)
 
     def order(self) -> list[str]:
         def where(name: str) -> tuple[str, int]:
@@ -319,6 +324,21 @@ class SafetensorsSource:
         for name, held in self.file_of.items():
             if name not in weight_map:
                 raise self._wrong(f"{held.path} holds {name}, which {INDEX} does not list.")
+
+    def _refuse_other_twin(self, tensor: str, name: str) -> None:
+        """A tied weight that a folder holds twice has one value: transformers 5 unties two that differ, and older ones
+        drop the second. Raises ModelError."""
+        size = numel(self._shapes[name])
+        same = self.file_of[tensor].entries[tensor].shape == self._shapes[name]
+        for start in range(0, size if same else 0, _CHUNK):
+            stop = min(size, start + _CHUNK)  # of the folder's own values, which a subclass may have more of
+            one, two = self.read_tensor(tensor, start, stop), SafetensorsSource.read(self, name, start, stop)
+            same = same and torch.equal(one.float(), two.float())
+        if not same:
+            raise self._wrong(
+                f"{self.folder}: config.json ties {tensor} to {name}, but they differ. If both are meant, set "
+                "tie_word_embeddings to false there; else remove one."
+            )
 
 
 def refuse_other_shapes(source: ParameterSource, shapes: dict[str, tuple[int, ...]]) -> None:

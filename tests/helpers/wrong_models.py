@@ -28,6 +28,19 @@ def _adapter_alone(folder: Path) -> None:
     (folder / "model/adapter_config.json").write_text("{}")
 
 
+def _other_head(folder: Path) -> None:
+    """As merging an adapter with both matrices leaves it, where the base ties them."""
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    (folder / "model").mkdir()
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=False)
+    tensors = LlamaForCausalLM(config).state_dict()
+    save_file(tensors, folder / "model/model.safetensors")
+    (folder / "model/config.json").write_text(json.dumps({**config.to_dict(), "tie_word_embeddings": True}))
+
+
 def _model(**fields: Any) -> dict[str, Any]:
     return {"model": {"config": fields}}
 
@@ -170,6 +183,12 @@ MODEL_CASES = [
         ("model.pretrained", "no model.safetensors"),
         {"model": {"config": ..., "pretrained": "model"}},
         before=_weightless,
+    ),
+    Wrong(
+        "folder that says tied and holds a head of its own",
+        ("model: config.json ties lm_head.weight to model.embed_tokens.weight", "differ", "tie_word_embeddings to false"),
+        {"model": {"config": ..., "pretrained": "model"}},
+        before=_other_head,
     ),
     Wrong(
         "folder of an adapter",

@@ -18,7 +18,7 @@ from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, read_trainer, step_folder
 from llmtrain.checkpoint.hf.beside import SOURCE, beside_weights
 from llmtrain.checkpoint.hf.exporting import layout_of
-from llmtrain.checkpoint.hf.proofs import CHUNK, Check, Report, check_extents, prove_logits, read_back
+from llmtrain.checkpoint.hf.proofs import Check, Report, check_extents, prove_logits, read_back
 from llmtrain.checkpoint.hf.weight_files import DTYPES, describe
 from llmtrain.checkpoint.output import claim
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -52,7 +52,6 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
     layout = layout_of(model, trust_remote_code=trust_remote_code)
     source = SafetensorsSource(folder, layout, asked_by=_ASKED_BY)
     _check_names(source, layout, report)
-    _check_twins(source, layout)
     partial = out.with_name(out.name + ".tmp")
     lock = claim(partial)
     try:
@@ -124,20 +123,6 @@ def _check_names(source: SafetensorsSource, layout: FolderLayout, report: Report
     dropped = source.placement.derived
     if dropped:
         report.add("dropped", f"{len(dropped)} that the model computes itself, first {', '.join(dropped[:3])}")
-
-
-def _check_twins(source: SafetensorsSource, layout: FolderLayout) -> None:
-    """A tied weight that a folder holds twice has one value. Raises ModelError."""
-    for tensor, name in source.placement.twins.items():
-        size = numel(layout.shapes[name])
-        for start in range(0, size, CHUNK):
-            stop = min(size, start + CHUNK)
-            same = source.file_of[tensor].entries[tensor].shape == layout.shapes[name]
-            if not same or not torch.equal(source.read_tensor(tensor, start, stop), source.read(name, start, stop)):
-                raise ModelError(
-                    f"{source.origin}: config.json ties {tensor} to {name}, but they differ. If both are meant, set "
-                    "tie_word_embeddings to false there; else remove one."
-                )
 
 
 def _write(
