@@ -6,7 +6,10 @@ pair. torch's variable-length attention takes the bounds of the documents instea
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,27 +17,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.errors import ModelError
-from llmtrain.models.patches import VARLEN
+from llmtrain.models.patches import VARLEN, varlen_backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Where the documents of a micro-batch lie, its rows one after another."""
+    """Where the documents of a micro-batch lie, its rows one after another.
+
+    Both tensors have one shape whatever the documents are: compiled layers would have a graph for each other one.
+    """
 
     bounds: Tensor
-    """int32 [documents + 1] on the device: the first token of each, and the number of tokens."""
-    lengths: list[int]
-    """Tokens of each document."""
+    """int32 [tokens + 1] on the device: the first token of each document, then the number of tokens up to the end."""
+    sizes: Tensor
+    """int64 [2] in host memory: how many documents there are, and the tokens of the longest."""
 
     @classmethod
     def of(cls, positions: Tensor, device: torch.device) -> Documents:
         """From positions [B, T] in host memory, which begin at 0 with each document and each row."""
-        starts = (positions.flatten() == 0).nonzero().flatten().to(torch.int32)
-        bounds = torch.cat([starts, torch.tensor([positions.numel()], dtype=torch.int32)])
-        lengths = bounds.diff().tolist()
+        tokens = positions.numel()
+        starts = (positions.flatten() == 0).nonzero().flatten()
+        bounds = torch.full((tokens + 1,), tokens, dtype=torch.int32)
+        bounds[: len(starts)] = starts
+        sizes = torch.stack([torch.tensor(len(starts)), bounds.diff().max().long()])
         if device.type == "cuda":
             bounds = bounds.pin_memory()
-        return cls(bounds=bounds.to(device, non_blocking=True), lengths=lengths)
+        return cls(bounds=bounds.to(device, non_blocking=True), sizes=sizes)
+
+    @classmethod
+    def rows(cls, rows: int, length: int, device: torch.device) -> Documents:
+        """Each row is one document."""
+        bounds = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
+        return cls(bounds=bounds, sizes=torch.tensor([rows, length]))
 
 
 _current: Documents | None = None
@@ -89,45 +103,173 @@ def attend(
         )
     rows, _, length, _ = query.shape
     documents = _current
-    if documents is None or sum(documents.lengths) != rows * length:  # transformers' own logits: rows are texts
-        bounds = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
-        documents = Documents(bounds=bounds, lengths=[length] * rows)
+    if documents is None or len(documents.bounds) != rows * length + 1:  # transformers' own logits: rows are texts
+        documents = Documents.rows(rows, length, query.device)
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-    kernel = _on_cuda if query.is_cuda else _one_by_one
-    out = kernel(q, k, v, documents, scaling, sliding_window)
+    out, _ = within_documents(q, k, v, documents.bounds, documents.sizes, scaling, sliding_window)
     return out.unflatten(0, (rows, length)), None
 
 
-def _on_cuda(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None, window: int | None
-) -> Tensor:
-    """[tokens, heads, D] each. Flash attention, in bf16 and fp16; torch makes an error of other precisions."""
+# An operator, which torch.compile does not look into: the kernel wants the number of documents and the longest as
+# Python's numbers, and each other one would be another graph (8 of them in 3 steps, then no compiled layer any more).
+@torch.library.custom_op("llmtrain::within_documents", mutates_args=())
+def within_documents(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, sizes: Tensor, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within documents (see `Documents`): [tokens, heads, D] each.
+
+    Returns:
+        the same of the queries, and what the backward pass wants of each head and token.
+    """
+    forward, _ = _kernels(query.device)
+    out, sums = forward(query, key, value, *_bounds(bounds, sizes), scale, window)
+    return out.contiguous(), sums
+
+
+@within_documents.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, _size = query.shape
+    return query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=torch.float32)
+
+
+@torch.library.custom_op("llmtrain::within_documents_backward", mutates_args=())
+def _within_documents_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    sizes: Tensor,
+    scale: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, backward = _kernels(query.device)
+    of_q, of_k, of_v = backward(gradient, query, key, value, out, sums, *_bounds(bounds, sizes), scale, window)
+    return of_q.contiguous(), of_k.contiguous(), of_v.contiguous()
+
+
+@_within_documents_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    of_q, of_k, of_v = (each.new_empty(each.shape) for each in (query, key, value))
+    return of_q, of_k, of_v
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, bounds, sizes, out, sums = ctx.saved_tensors
+    given = (gradient.contiguous(), query, key, value, out, sums, bounds, sizes, ctx.scale, ctx.window)
+    return (*_within_documents_backward(*given), None, None, None, None)
+
+
+within_documents.register_autograd(_gradients, setup_context=_keep)
+
+
+def _bounds(bounds: Tensor, sizes: Tensor) -> tuple[Tensor, int]:
+    """[documents + 1] of them, without the empty ones at the end; the tokens of the longest document."""
+    documents, longest = sizes.tolist()
+    return bounds[: documents + 1], longest
+
+
+def _kernels(device: torch.device) -> tuple[Any, Any]:
+    """(forward, backward) of a kind of device."""
+    return (_flash, _flash_backward) if device.type == "cuda" else (_one_by_one, _one_by_one_backward)
+
+
+def _window(window: int | None) -> tuple[int, int]:
+    """As torch has it: so many tokens to the left of a token, and to its right."""
+    return (-1 if window is None else window - 1, 0)
+
+
+@cache
+def _shares_heads() -> bool:
+    """torch 2.11 takes equally many heads only."""
     from torch.nn.attention.varlen import varlen_attn
 
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Flash attention, in bf16 and fp16; torch makes an error of other precisions."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    more: dict[str, Any] = {}
+    if (shared := query.shape[1] // key.shape[1]) > 1:
+        if _shares_heads():
+            more["enable_gqa"] = True
+        else:
+            key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
+    out, sums = varlen_attn(
+        query, key, value, bounds, bounds, longest, longest,
+        return_aux=AuxRequest(lse=True), scale=scale, window_size=_window(window), **more,
+    )  # fmt: skip
+    return out, sums
+
+
+def _flash_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
+    longest: int, scale: float | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shared = query.shape[1] // key.shape[1]
-    if shared > 1:  # torch 2.11 takes equally many heads only
+    repeated = shared > 1 and not _shares_heads()
+    if repeated:
         key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
-    longest = max(documents.lengths)
-    left = -1 if window is None else window - 1
-    bounds = documents.bounds
-    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0))
-    assert isinstance(out, Tensor)  # no more was asked for
-    return out
+    of_q, of_k, of_v = varlen_backward(
+        gradient, query, key, value, out, sums, bounds, longest, scale=scale, window=_window(window)
+    )
+    if repeated:
+        of_k, of_v = (each.unflatten(1, (-1, shared)).sum(2) for each in (of_k, of_v))
+    return of_q, of_k, of_v
 
 
 def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None, window: int | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
+) -> tuple[Tensor, Tensor]:
     """The same for a device without such a kernel."""
-    parts, start = [], 0
-    for length in documents.lengths:
-        q, k, v = (each[start : start + length].transpose(0, 1).unsqueeze(0) for each in (query, key, value))
-        mask = None
-        if window is not None and window < length:
-            at = torch.arange(length, device=query.device)
-            mask = (at[:, None] >= at) & (at[:, None] - at < window)
-        grouped = query.shape[1] != key.shape[1]
+    out, grouped = torch.empty_like(query), query.shape[1] != key.shape[1]
+    for at in _slices(bounds):
+        q, k, v = (each[at].transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+        mask = None if window is None or window >= q.shape[2] else _seen(q.shape[2], window, q.device)
         part = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
-        parts.append(part.squeeze(0).transpose(0, 1))
-        start += length
-    return torch.cat(parts)
+        out[at] = part.squeeze(0).transpose(0, 1)
+    return out, query.new_zeros((query.shape[1], len(query)), dtype=torch.float32)
+
+
+def _one_by_one_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
+    longest: int, scale: float | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As the definition says, in fp32: no autograd reaches into an operator. [shared heads, T, T] at a time."""
+    of_q, of_k, of_v = (torch.empty_like(each) for each in (query, key, value))
+    shared, scale = query.shape[1] // key.shape[1], query.shape[2] ** -0.5 if scale is None else scale
+    for at in _slices(bounds):
+        hidden = ~_seen(at.stop - at.start, window, query.device)
+        for head in range(key.shape[1]):
+            heads = slice(head * shared, (head + 1) * shared)
+            q, o, g = (each[at, heads].transpose(0, 1).float() for each in (query, out, gradient))
+            k, v = key[at, head].float(), value[at, head].float()
+            chosen = (q @ k.T * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+            of_scores = chosen * (g @ v.T - (g * o).sum(-1, keepdim=True)) * scale
+            of_q[at, heads] = (of_scores @ k).transpose(0, 1).to(query.dtype)
+            of_k[at, head] = (of_scores.mT @ q).sum(0).to(key.dtype)
+            of_v[at, head] = (chosen.mT @ g).sum(0).to(value.dtype)
+    return of_q, of_k, of_v
+
+
+def _slices(bounds: Tensor) -> list[slice]:
+    """The tokens of each document."""
+    return [slice(first, end) for first, end in itertools.pairwise(bounds.tolist())]
+
+
+def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Of each token of a document, which others it sees: [length, length]."""
+    at = torch.arange(length, device=device)
+    behind = at[:, None] - at
+    return (behind >= 0) & (behind < (length if window is None else window))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from torch import nn
 
 from llmtrain.data.loader import MicroBatch
-from llmtrain.models import compiler
-from tests.helpers.training import GLOBAL_BATCH, LENGTH, Case, make_engine, train_steps
+from llmtrain.models import compiler, varlen
+from tests.helpers.training import GLOBAL_BATCH, LENGTH, Case, Trace, make_engine, train_steps
 
 
 @contextlib.contextmanager
@@ -55,3 +56,67 @@ def graphs_of(case: Case) -> list[tuple[bool, list[str]]]:
         engine.close()
         torch._dynamo.reset()
     return found
+
+
+def varlen_as_on_cuda(case: Case) -> tuple[int, Trace]:
+    """(graphs of training, what it left) of compiled layers with CUDA's attention, played by `flash_on_cpu`."""
+    found: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append(torch.is_grad_enabled())
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    flash_on_cpu()
+    plain = nn.Module.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "compile", lambda self, **kwargs: plain(self, backend=backend, **kwargs))
+        patch.setattr(compiler, "_answers", {"cpu": None})
+        patch.setattr(varlen, "_kernels", lambda device: (varlen._flash, varlen._flash_backward))
+        torch._dynamo.reset()
+        engine, ranks = make_engine(case)
+        trace = train_steps(case, engine, ranks, 0, case.steps)
+        engine.close()
+        torch._dynamo.reset()
+    return len(found), trace
+
+
+@functools.cache
+def flash_on_cpu() -> None:
+    """Let torch's attention of documents compute on the CPU, with and without gradients, as its definition says."""
+    from torch.nn.attention import varlen as torchs
+
+    def probabilities(q: Any, k: Any, bounds: Any, scale: float, window: list[int], lse: Any = None) -> Any:
+        """[heads, tokens, tokens], and the logarithm of what they were divided by."""
+        assert bounds.dtype == torch.int32 and (bounds.diff() > 0).all(), "an empty document costs a GPU blocks"
+        of = torch.bucketize(torch.arange(len(q)), bounds[1:], right=True)
+        behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        seen = (of[:, None] == of) & (behind >= 0) & ((behind <= window[0]) | (window[0] < 0))
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~seen, -torch.inf)
+        lse = scores.logsumexp(-1) if lse is None else lse
+        return (scores - lse.unsqueeze(-1)).exp(), lse
+
+    def forward(q: Any, k: Any, v: Any, bounds: Any, _key_bounds: Any, longest: int, _longest: int,
+                is_causal: bool = False, scale: Any = None, window_size: Any = None, enable_gqa: bool = False,
+                *_: Any) -> Any:  # fmt: skip
+        assert longest == int(bounds.diff().max()) and window_size[1] == 0
+        assert (enable_gqa or q.shape[1] == k.shape[1]) and is_causal == (window_size[0] < 0)
+        chosen, lse = probabilities(q, k, bounds, scale, window_size)
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        return torch.einsum("hqk,khd->qhd", chosen, v).contiguous(), lse, torch.zeros(2, dtype=torch.uint64)
+
+    def backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bounds: Any, _key_bounds: Any, _longest: int,
+                 _key_longest: int, _causal: bool, _random: Any, scale: Any = None,
+                 window_size: Any = None) -> Any:  # fmt: skip
+        chosen, _ = probabilities(q, k, bounds, scale, window_size, lse)
+        shared = q.shape[1] // k.shape[1]
+        k, v = (each.repeat_interleave(shared, 1) for each in (k, v))
+        of_chosen = torch.einsum("qhd,khd->hqk", grad, v)
+        of_scores = chosen * (of_chosen - (grad * out).sum(-1).T.unsqueeze(-1)) * scale
+        of_k, of_v = torch.einsum("hqk,qhd->khd", of_scores, q), torch.einsum("hqk,qhd->khd", chosen, grad)
+        of_k, of_v = (each.unflatten(1, (-1, shared)).sum(2) for each in (of_k, of_v))
+        return torch.einsum("hqk,khd->qhd", of_scores, k).contiguous(), of_k, of_v
+
+    assert torchs.varlen_attn
+    torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward)
+    torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward)

@@ -13,8 +13,18 @@ from llmtrain import start
 from llmtrain.dist.control import AgreedError
 from llmtrain.models import compiler
 from llmtrain.models.spec import ModelSpec
-from tests.helpers.compiled import graphs_of, inductor_in
-from tests.helpers.training import LLAMA, Case, Trace, joined, make_engine, resolved_run, run_case, shortened
+from tests.helpers.compiled import graphs_of, inductor_in, varlen_as_on_cuda
+from tests.helpers.training import (
+    LLAMA,
+    Case,
+    Trace,
+    joined,
+    make_engine,
+    plain_pytorch,
+    resolved_run,
+    run_case,
+    shortened,
+)
 
 TWO_KINDS = {
     **LLAMA,
@@ -49,6 +59,20 @@ def test_each_kind_of_layer_is_one_graph_of_fixed_sizes(pools, small_data, chang
 def test_so_is_each_kind_of_layer_of_a_pipelines_stage(pools, small_data):
     case = Case(data=small_data, stage=1, accumulation=3, pipeline=2, steps=4, compile_layers=True)
     assert pools(2).run(graphs_of, case) == [[(True, []), (False, [])]] * 2
+
+
+def test_documents_of_any_layout_share_one_graph_of_varlen_attention(pools, small_data):
+    """Once eight graphs in three steps, and no compiled layer any more: each micro-batch has other documents.
+
+    The code is CUDA's; its losses and norms are those of plain PyTorch with masks (fp32, another order of sums)."""
+    model = {**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    case = Case(data=small_data, stage=1, accumulation=3, steps=8, model=model, length=256, attention="varlen",
+                isolate_documents=True, compile_layers=True)  # fmt: skip
+    ((graphs, got),) = pools(1).run(varlen_as_on_cuda, case)
+    assert graphs == 1
+    want = plain_pytorch(shortened(case, attention="sdpa"))
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 5e-6
+    assert max(abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)) < 1e-5
 
 
 def compiled_run(case: Case, cache: str) -> tuple[Trace, int]:

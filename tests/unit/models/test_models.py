@@ -19,6 +19,7 @@ from llmtrain.models.source import RandomSource, SafetensorsSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.varlen import Documents, set_documents
 from llmtrain.tensors.checksum import checksum
+from tests.helpers.compiled import flash_on_cpu
 from tests.helpers.families import summed_loss
 
 CPU = torch.device("cpu")
@@ -92,32 +93,26 @@ def test_isolated_documents_are_as_if_each_were_alone(family, without_mask):
     assert abs(together - float(summed_loss(model, inputs, labels))) > 1e-4 * alone
 
 
-def test_the_kernel_of_a_gpu_is_given_the_documents_bounds(monkeypatch):
-    """Its meaning is written out here: flash attention computes on a GPU only."""
-    from torch.nn.attention import varlen as torchs
-
-    def flash(query, key, value, bounds, key_bounds, longest, key_longest, *, scale, window_size):
-        assert key.shape == query.shape and torch.equal(bounds, key_bounds) and bounds.dtype == torch.int32
-        assert longest == key_longest == int(bounds.diff().max()) and window_size[1] == 0
-        out = torch.zeros_like(query)
-        for low, high in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
-            at = torch.arange(high - low)
-            seen = at[:, None] >= at
-            if window_size[0] >= 0:
-                seen &= at[:, None] - at <= window_size[0]
-            q, k, v = (each[low:high].transpose(0, 1) for each in (query, key, value))
-            scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
-            out[low:high] = (scores.softmax(-1) @ v).transpose(0, 1)
-        return out
-
-    monkeypatch.setattr(torchs, "varlen_attn", flash)
+@pytest.mark.parametrize("shares", [True, False], ids=["torch 2.13", "torch 2.11"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_gpus_attention_of_documents_is_the_cpus(monkeypatch, window, shares):
+    """The kernel's meaning is written out in `flash_on_cpu`: it computes on a GPU only. Fewer heads of keys and values
+    go to it as they are where torch takes them, which torch 2.11 does not."""
+    flash_on_cpu()
+    if not shares:
+        monkeypatch.setattr(varlen, "_shares_heads", lambda: False)
     torch.manual_seed(0)
-    query, key, value = torch.randn(30, 4, 8), torch.randn(30, 2, 8), torch.randn(30, 2, 8)
+    heads = [torch.randn(30, count, 8) for count in (4, 2, 2)]
     documents = Documents.of(torch.cat([torch.arange(n) for n in (12, 1, 17)])[None], CPU)
-    for window in (None, 5):
-        want = varlen._one_by_one(query, key, value, documents, 0.3, window)
-        got = varlen._on_cuda(query, key, value, documents, 0.3, window)
-        assert torch.allclose(got, want, atol=1e-6), window
+    upstream = torch.randn(30, 4, 8)
+    results = []
+    for kernels in ((varlen._flash, varlen._flash_backward), (varlen._one_by_one, varlen._one_by_one_backward)):
+        monkeypatch.setattr(varlen, "_kernels", lambda device, kernels=kernels: kernels)
+        given = [each.clone().requires_grad_() for each in heads]
+        out, _ = varlen.within_documents(*given, documents.bounds, documents.sizes, 0.3, window)
+        results.append([out.detach(), *torch.autograd.grad(out, given, upstream)])
+    for got, want in zip(*results, strict=True):
+        assert got.shape == want.shape and torch.allclose(got, want, atol=2e-6)  # fp32, sums of at most 30
 
 
 @pytest.mark.parametrize("family", FAMILIES)
