@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from packaging.requirements import Requirement
 
 if TYPE_CHECKING:
     from tests.helpers.forked import Launch
@@ -63,6 +68,42 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def installed_by_make(folder: Path) -> Path:
+    """Make a virtual environment with what `make train` installs in a fresh clone and nothing else.
+
+    Its packages are links to this interpreter's. Returns its interpreter, whose folder has the commands.
+    """
+    rule = (REPO / "Makefile").read_text().partition("$(VENV)/.run: ")[2].partition("\n\n")[0]
+    [extras] = re.findall(r"-e '?\.(?:\[([\w,-]+)\])?", rule)
+    wanted, found = ["torch", "setuptools", f"llmtrain[{extras}]"], set[str]()
+    venv.create(folder, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    while wanted:
+        asked = Requirement(wanted.pop())
+        for extra in asked.extras or {""}:
+            if (key := f"{asked.name}[{extra}]") in found:
+                continue
+            found.add(key)
+            try:
+                package = distribution(asked.name)
+            except PackageNotFoundError:  # another platform's, or pip could not install it either
+                continue
+            for each in map(Requirement, package.requires or []):
+                if each.marker is None or each.marker.evaluate({"extra": extra}):
+                    wanted.append(str(each).partition(";")[0])
+            for file in package.files or []:
+                path = Path(str(package.locate_file(file)))
+                if file.parts[0] != ".." and asked.name != "llmtrain":
+                    top = Path(str(package.locate_file(file.parts[0])))
+                    if not (site / top.name).is_symlink():
+                        (site / top.name).symlink_to(top)
+                elif file.parts[-2:-1] == ("bin",) and not (command := folder / "bin" / file.name).exists():
+                    command.write_bytes(path.read_bytes().replace(f"#!{sys.prefix}/".encode(), f"#!{folder}/".encode()))
+                    command.chmod(0o755)
+    (site / "llmtrain.pth").write_text(f"{REPO}\n")
+    return folder / "bin/python"
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 
 from llmtrain.cli import COMMANDS
-from tests.helpers.launching import environment
+from tests.helpers.launching import environment, installed_by_make
 from tests.helpers.ranks import PRELOAD
 
 _CLIENT = """#!{python} -IS
@@ -42,15 +42,19 @@ sys.exit(code)
 
 
 class WarmCommands:
-    """A folder for PATH whose `llmtrain` asks a process that has imported everything. Use as a context manager."""
+    """A folder for PATH whose `llmtrain` asks a process that has imported everything. Use as a context manager.
+
+    The process has what `make train` installs: a command that needs more fails here as in a user's clone.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.python = installed_by_make(folder / "venv")
         path = folder / "socket"
         client = folder / "llmtrain"
-        client.write_text(_CLIENT.format(python=sys.executable, path=str(path)))
+        client.write_text(_CLIENT.format(python=self.python, path=str(path)))
         client.chmod(client.stat().st_mode | stat.S_IXUSR)
-        argv = [sys.executable, "-m", "tests.helpers.warm", str(path)]
+        argv = [self.python, "-m", "tests.helpers.warm", str(path)]
         self._server = subprocess.Popen(argv, env=environment(), cwd=Path(__file__).parents[2], stdout=subprocess.PIPE)
         assert self._server.stdout is not None and self._server.stdout.readline() == b"ready\n"
 
@@ -64,7 +68,7 @@ class WarmCommands:
     def environment(self, **extra: str) -> dict[str, str]:
         """That of `launching.environment`, with these commands first in PATH."""
         env = environment(**extra)
-        return {**env, "PATH": f"{self.folder}:{env['PATH']}"}
+        return {**env, "PATH": f"{self.folder}:{self.python.parent}:{env['PATH']}"}
 
 
 def _serve(path: str) -> None:

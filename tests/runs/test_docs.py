@@ -17,7 +17,7 @@ import yaml
 
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.errors import UserError
-from tests.helpers.launching import environment, finish, free_port, kill_tree, rows, wait_for_step
+from tests.helpers.launching import environment, finish, free_port, installed_by_make, kill_tree, rows, wait_for_step
 from tests.helpers.warm import WarmCommands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,8 +78,9 @@ class Workplace:
             (path / "launch/recipes" / recipe.name).write_text(text)
         (path / "launch/recipes/quickstart.yaml").write_text(small_quickstart())
         (path / "launch/hostfile.local").write_text("localhost slots=2\n")
-        (path / ".venv/bin").mkdir(parents=True)
-        (path / ".venv/bin/activate").write_text(f'PATH="{Path(sys.executable).parent}:$PATH"\n')
+        (path / ".venv/bin").mkdir(parents=True, exist_ok=True)
+        python = warm.python if warm else installed_by_make(path / ".venv")
+        (path / ".venv/bin/activate").write_text(f'PATH="{python.parent}:$PATH"\n')
         (path / "data").mkdir()
         (path / "data/stdlib").symlink_to(data)
         (path / "my_text/part").mkdir(parents=True)
@@ -89,6 +90,7 @@ class Workplace:
             (path / f"my_text/part/{index}.txt").write_text(" ".join(rng.choices(words, k=200)))
         quiet = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
         self.env = environment(**quiet)
+        self.env["PATH"] = f"{python.parent}:{self.env['PATH']}"
         self._quick = warm.environment(**quiet) if warm else self.env
 
     def start(self, command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:

@@ -55,15 +55,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_chain_in_few_steps(place: Path, warm: WarmCommands) -> None:
-    """The commands of the Makefile in their order, without launcher and adapter; 200 records of each side."""
+    """The commands of the Makefile in their order, without the launcher, with what `make` installs; 200 records of each side."""
     commands = [line for line in of_make() if "--source stdlib " not in line and "quickstart.yaml" not in line]
     kinds = [command.split()[1] for command in commands]
     assert kinds == ["prepare", "prepare", "launch", "launch", "reference", "launch", "tools/right_answers.py"]
     for command in commands:
         if " -- " in command:
             recipe = command.partition(" -- ")[2]
-            if "lora" in recipe:
-                continue  # as sft.yaml, but for the section that tests/ranks tests
             command = f"llmtrain train --config {recipe} {FEW}"
         elif found := re.search(r"--source (stdlib-(chat|preference))", command):
             for split in SPLITS:
@@ -71,10 +69,10 @@ def test_the_chain_in_few_steps(place: Path, warm: WarmCommands) -> None:
             files = f"--source {found[1]}-train.jsonl --validation-source {found[1]}-validation.jsonl"
             command = command.replace(found[0], f"--format {found[2]} {files}")
         elif "right_answers" in command:
-            command = command.replace("lora=runs/lora/export ", "") + " --questions 3"
+            command = command + " --questions 3"
         printed = run(place, command, warm)
     told = json.loads((place / "runs/answers.json").read_text())
-    assert list(told["shares"]) == ["before", "sft", "dpo"]
+    assert list(told["shares"]) == ["before", "sft", "lora", "dpo"]
     assert told["questions"] == dict.fromkeys(("sums", "calls", "results", "functions"), 3)
     assert "| functions (3) |" in printed
     assert (place / "runs/answers.png").read_bytes().startswith(b"\x89PNG")
