@@ -12,12 +12,11 @@ from llmtrain import completion, units
 from llmtrain.base import with_base
 from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.dump import dump
-from llmtrain.config.load import load
+from llmtrain.config.load import load, run_words
 from llmtrain.config.objective import wants_column
 from llmtrain.config.problems import closest, stop
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
-from llmtrain.errors import ConfigError
 
 if TYPE_CHECKING:  # torch is for those who ask
     from llmtrain.models.spec import ModelSpec
@@ -89,12 +88,9 @@ def main(argv: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         print(USAGE, end="")
         return 0
-    if not rest or rest[0].startswith("-"):
-        remedy = f"write llmtrain config {action} RUN.yaml"
-        raise ConfigError(f"llmtrain config {action}: the run's YAML comes first; {remedy}")
-    yaml_path, rest = rest[0], rest[1:]
     world_size, source, rest = _world_size(rest)
-    resolved = load(["--config", yaml_path, *rest], world_size, source)
+    words = run_words(rest)
+    resolved, yaml_path = load(words, world_size, source), words[1]
     if action == "show":
         print(f"# {yaml_path}, resolved for {units.counted(world_size, 'rank')}\n{dump(resolved.run)}")
         print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")

@@ -1,4 +1,4 @@
-"""`llmtrain doctor --hostfile hosts [--config RUN.yaml]`: is this cluster in order, and if not, what is to be done?"""
+"""`llmtrain doctor --hostfile hosts [RUN.yaml]`: is this cluster in order, and if not, what is to be done?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtrain.cluster.doctor.quick import MASTER_PORT, Needs, in_order, quick
 from llmtrain.cluster.doctor.report import Report, print_report
 from llmtrain.cluster.hosts.envfile import deepspeed_env_problems
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
-from llmtrain.config.load import load
+from llmtrain.config.load import command_words, load, run_words
 from llmtrain.config.run import RunConfig
 from llmtrain.optimizers import OPTIMIZERS
 from llmtrain.topology import Mix
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     """0: no red cell. 1: a red cell. Raises ConfigError for the hostfile, the configuration and the command line."""
     parser = _parser()
     completion.offer(parser)
-    args = parser.parse_args(argv)
+    args, words = command_words(parser, argv)
     if args.sites:
         return sites.examine(args.sites, args.out, args.json)
     if args.hostfile is None:
@@ -78,10 +78,10 @@ def main(argv: list[str]) -> int:
     hosts = select(read_hostfile(args.hostfile), args.include, args.exclude)
     started = time.monotonic()
     run = None
-    if args.config is not None:
-        words = ["--config", args.config, *args.overrides]
+    if words:
+        words = run_words(words)
         resolved = load(words, sum(host.slots for host in hosts), "the hostfile")
-        run = needs(args.config, resolved.run, resolved.mix, resolved.run_dir)
+        run = needs(words[1], resolved.run, resolved.mix, resolved.run_dir)
     report = quick(hosts, run, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:
         report = _with_ops(report, run, args)
@@ -97,11 +97,15 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="llmtrain doctor", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="llmtrain doctor",
+        usage="llmtrain doctor --hostfile HOSTS [options] [RUN.yaml [--SECTION.FIELD VALUE ...]]",
+        description=__doc__,
+        allow_abbrev=False,
+    )
     parser.add_argument("--hostfile", help="a line `NAME slots=COUNT` for each host; or --sites")
     parser.add_argument("--include", help="hosts and devices to take, as deepspeed's")
     parser.add_argument("--exclude", help="hosts and devices to leave out, as deepspeed's")
-    parser.add_argument("--config", metavar="RUN.yaml", help="the run that is to be started; checked on all hosts")
     parser.add_argument("--master-port", type=int, default=MASTER_PORT, help="of the rendezvous (default 29500)")
     parser.add_argument("--ssh-port", type=int, help="of every sshd, where ~/.ssh/config does not say it")
     parser.add_argument("--quick", action="store_true", help="do not measure the network between the hosts")
@@ -112,5 +116,4 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--out", metavar="FILE", help="of --sites: a file for `llmtrain sites plan --measured`")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("overrides", nargs="*", help="after --: further words of the run's command line")
     return parser

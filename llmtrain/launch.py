@@ -15,7 +15,7 @@ from llmtrain.cluster.launch.attempts import Launch
 from llmtrain.cluster.launch.plan import Options, Run, check, describe, make_plan
 from llmtrain.config.deepspeed import name_cpu
 from llmtrain.config.in_use import refuse_if_in_use
-from llmtrain.config.load import load
+from llmtrain.config.load import command_words, load, run_words
 from llmtrain.doctor import needs
 from llmtrain.errors import ConfigError
 
@@ -40,9 +40,7 @@ def main(argv: list[str]) -> int:
         folder=resolved.run_dir,
         resume=resolved.run.resume,
         start_timeout_s=resolved.run.fault.start_timeout_s,
-        needs=needs(options.words[1], resolved.run, resolved.mix, resolved.run_dir)
-        if options.words[0] == "--config"
-        else None,
+        needs=needs(options.words[1], resolved.run, resolved.mix, resolved.run_dir),
         resolve=resolves,
     )
     return Launch(options, mark, run).run()
@@ -74,14 +72,11 @@ def _options(argv: list[str]) -> Options:
     parser.add_argument(
         "--verbose", action="store_true", help="show DeepSpeed's launcher's lines, and the tracebacks of all ranks"
     )
-    parser.add_argument("run", nargs=argparse.REMAINDER, metavar="-- RUN.yaml ...", help="as for `llmtrain train`")
     completion.offer_run(parser)
-    given = parser.parse_args(argv)
-    words = [word for index, word in enumerate(given.run) if index or word != "--"]
+    given, words = command_words(parser, argv)
     if not words:
         raise ConfigError("no run: write `llmtrain launch --hostfile HOSTS -- RUN.yaml`")
-    if not words[0].startswith("--"):
-        words.insert(0, "--config")
+    words = run_words(words)
     if given.preempt_file:
         words += ["--fault.preempt_file", given.preempt_file]
     hosts = _hosts(given)

@@ -60,9 +60,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    if argv[0].startswith("-"):
-        raise ConfigError("llmtrain reference: the run's YAML comes first; write llmtrain reference RUN.yaml")
-    resolved = load(["--config", argv[0], *argv[1:]], int(os.environ.get("WORLD_SIZE", "1")))
+    resolved = load(argv, int(os.environ.get("WORLD_SIZE", "1")))
     _refuse(resolved.run.objective)
     resolved = with_base(resolved)
     teacher = teacher_model(resolved.run.objective, resolved.run.model) if resolved.run.objective.top_k else None

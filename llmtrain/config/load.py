@@ -6,6 +6,7 @@ imports a `class_path` before it checks it, so everything else is refused here f
 
 from __future__ import annotations
 
+import argparse
 import functools
 import warnings
 from collections import deque
@@ -65,7 +66,7 @@ def load(argv: list[str], world_size: int, world_size_source: str = "WORLD_SIZE"
 
 
 def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
-    """The typed run of `--config RUN.yaml [--SECTION.FIELD VALUE ...]`, not yet joined with the JSON.
+    """The typed run of `RUN.yaml [--SECTION.FIELD VALUE ...]` (or --config RUN.yaml), not yet joined with the JSON.
 
     `--help` prints every field and exits. `check_paths=False` leaves out what is on disk, except the YAML.
 
@@ -96,35 +97,75 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     return Parsed(run=run, places=places)
 
 
-def _split(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The config path and the (dotted key, text) overrides; the launcher's --local_rank is dropped.
+def run_words(argv: list[str]) -> list[str]:
+    """The words of a run with its YAML first, as --config RUN.yaml, whichever way and place it was given in.
 
-    A flag without a value is true, if its field is true or false.
+    Raises: ConfigError: no YAML, or more than one.
     """
-    pairs: list[tuple[str, str]] = []
+    pairs = list(_pairs(argv))
+    path, _ = _split(argv)
+    return ["--config", path, *(word for key, _, given in pairs if key != "config" for word in given)]
+
+
+def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Part a command line into the command's own flags and the words of a run: RUN.yaml [--SECTION.FIELD VALUE ...].
+
+    The command's flags stand anywhere before `--`; behind it are words of the run only.
+
+    Raises: ConfigError: a flag of the command stands behind `--`, or one before it is misspelt.
+    """
+    cut = argv.index("--") if "--" in argv else len(argv)
+    given, words = parser.parse_known_args(argv[:cut])
+    own = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    for word in argv[cut + 1 :]:
+        if word.partition("=")[0] in own and word != "--config":
+            rule = f"is a flag of `{parser.prog}`, and behind -- are words of the run"
+            raise stop("command line", word, rule, f"write {word} before the --", COMMAND_LINE)
+    sections = {key.partition(".")[0] for key in schema()}
+    for word in words:
+        flag = word.partition("=")[0]
+        foreign = flag.startswith("--") and flag[2:].partition(".")[0].replace("-", "_") not in {"config", *sections}
+        if foreign and flag not in _LAUNCHER_FLAGS and (near := closest(flag, own)):
+            raise stop("command line", flag, f"is no flag of `{parser.prog}`", f"did you mean {near}?", COMMAND_LINE)
+    return given, words + argv[cut + 1 :]
+
+
+def _split(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The path of the run's YAML and the (dotted key, text) overrides."""
+    pairs = [(key, value) for key, value, _ in _pairs(argv)]
+    configs = [value for key, value in pairs if key == "config"]
+    if len(configs) != 1:
+        rule = "names the run's YAML, once"
+        raise stop("--config", configs or None, rule, "write RUN.yaml, or --config RUN.yaml", COMMAND_LINE)
+    return configs[0], [(key, value) for key, value in pairs if key != "config"]
+
+
+def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """(dotted key, text, the words as they were given); a word that is no flag is the run's YAML, key config.
+
+    A flag without a value is true, if its field is true or false. The launcher's --local_rank is dropped.
+    """
     words = deque(argv)
     while words:
         word = words.popleft()
         flag, has_value, value = word.partition("=")
         if not word.startswith("--"):
-            remedy = f"write --config {word}" if word.endswith((".yaml", ".yml")) else "write --SECTION.FIELD VALUE"
-            raise stop("command line", word, "is not a flag", remedy, COMMAND_LINE)
-        flag = _known_spelling(flag)
+            if not word.endswith((".yaml", ".yml")) and not Path(word).is_file():
+                raise stop("command line", word, "is not a flag", "write --SECTION.FIELD VALUE", COMMAND_LINE)
+            yield "config", word, [word]
+            continue
+        flag, given = _known_spelling(flag), [word]
         if not has_value:
             following = words[0] if words else None
             if following is not None and not following.startswith("--"):
                 value = words.popleft()
+                given.append(value)
             elif schema().get(flag[2:]) is bool:
                 value = "true"
             else:
                 raise stop(flag, following, "needs a value", f"write {flag} VALUE", COMMAND_LINE)
         if flag not in _LAUNCHER_FLAGS:
-            pairs.append((flag[2:], value))
-    configs = [value for key, value in pairs if key == "config"]
-    if len(configs) != 1:
-        rule = "names the run's YAML, once"
-        raise stop("--config", configs or None, rule, "write --config RUN.yaml", COMMAND_LINE)
-    return configs[0], [(key, value) for key, value in pairs if key != "config"]
+            yield flag[2:], value, given
 
 
 def _known_spelling(flag: str) -> str:

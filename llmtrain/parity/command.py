@@ -17,7 +17,7 @@ import torch
 
 from llmtrain import completion, foreign
 from llmtrain.base import fetched
-from llmtrain.config.load import parse
+from llmtrain.config.load import command_words, parse, run_words
 from llmtrain.config.objective import DISTILL, SCORED
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
@@ -44,8 +44,9 @@ _LAST_LINES = {
 
 def main(argv: list[str], worker: str = WORKER) -> int:
     """Returns SAME, PARTS or NO_ANSWER. `worker`: the module that each rank runs. Raises UserError."""
-    args, overrides = _arguments(argv)
-    parsed = parse(["--config", args.run, *overrides], check_paths=False)
+    args, words = _arguments(argv)
+    args.run = words[1]
+    parsed = parse(words, check_paths=False)
     user = wanted(fetched(parsed.run)[0], parsed.places)
     worlds = args.ranks or usual_ranks(user.degrees)
     cpu = _on_cpu(args.device, max(worlds))
@@ -201,15 +202,15 @@ def report(title: str, verdict: Verdict, likely: str = "") -> list[str]:
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own arguments, and the run's overrides."""
+    """The command's own arguments, and the words of the run."""
     parser = argparse.ArgumentParser(
         prog="llmtrain parity",
+        usage="llmtrain parity RUN.yaml [--SECTION.FIELD VALUE ...] [--ranks N,N] [--steps N] [--device auto|cpu|cuda]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Other --SECTION.FIELD VALUE pairs override the YAML, as in `llmtrain config check`.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN.yaml")
     parser.add_argument(
         "--ranks",
         type=_whole_numbers,
@@ -224,10 +225,11 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="auto: cuda with a GPU for each rank, else cpu",
     )
     completion.offer_run(parser)
-    args, overrides = parser.parse_known_args(argv)
+    args, words = command_words(parser, argv)
+    words = run_words(words)
     if not 1 <= args.steps <= 1000:
         raise stop("--steps", args.steps, "must be from 1 to 1000", "write --steps 20", "command line")
-    return args, overrides
+    return args, words
 
 
 def _whole_numbers(text: str) -> list[int]:

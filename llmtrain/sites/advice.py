@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain import foreign, units
 from llmtrain.base import fetched
-from llmtrain.config.load import load
+from llmtrain.config.load import load, run_words
 from llmtrain.config.objective import SCORED
 from llmtrain.config.problems import stop
 from llmtrain.config.run import RunConfig
@@ -204,8 +204,8 @@ def register(commands: Any) -> None:
     parser = commands.add_parser(
         "plan", help="predict bytes, waiting and wall time of a run over a slow network", allow_abbrev=False,
         description=__doc__, epilog="Further words are keys of the run: --sites.fragments 8",
+        usage="llmtrain sites plan RUN.yaml [--SECTION.FIELD VALUE ...] [options]",
     )  # fmt: skip
-    parser.add_argument("recipe", metavar="RUN.yaml", help="the run")
     parser.add_argument("--rate", metavar="100mbit", help="of a site's line, in each direction: kbit, mbit or gbit")
     parser.add_argument("--rtt", metavar="50ms", help="round trip between two sites")
     parser.add_argument("--measured", metavar="FILE", help="both, from `llmtrain doctor --sites HOST:PORT --out FILE`")
@@ -228,7 +228,7 @@ def command(args: argparse.Namespace) -> int:
         raise stop("--computing", args.computing, "must be a share between 0 and 1", "write --computing 0.95")
     if args.step_s is not None and not 0 < args.step_s < math.inf:
         raise stop("--step-s", args.step_s, "must be seconds above 0", "write --step-s 0.8")
-    resolved = load(["--config", args.recipe, *args.words], args.world_size, "--world-size")
+    resolved = load(args.words, args.world_size, "--world-size")
     run, _ = fetched(resolved.run, resolved.places)
     step_s = args.step_s or step_seconds(args.folder or resolved.run_dir)
     job = Job(
@@ -239,7 +239,7 @@ def command(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(advice, run.sites.timeout_s), indent=1))
     else:
-        _show(args.recipe, advice, run.sites.timeout_s)
+        _show(run_words(args.words)[1], advice, run.sites.timeout_s)
     return 0
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path

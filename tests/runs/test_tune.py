@@ -55,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_chain_in_few_steps(place: Path, warm: WarmCommands) -> None:
-    """The commands of the Makefile in their order, without the launcher, with what `make` installs; 200 records of each side."""
+    """The commands of the Makefile in their order, without the launcher; 200 records of each side."""
     commands = [line for line in of_make() if "--source stdlib " not in line and "quickstart.yaml" not in line]
     kinds = [command.split()[1] for command in commands]
     assert kinds == ["prepare", "prepare", "launch", "launch", "reference", "launch", "tools/right_answers.py"]

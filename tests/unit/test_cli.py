@@ -123,6 +123,52 @@ def test_the_shell_completes(line: str, offered: set[str]) -> None:
     assert set(done.stdout.splitlines()) == offered, done
 
 
+RUN_COMMANDS = [
+    "train", "config check", "config show", "reference", "parity", "sites plan --rate 1mbit --rtt 1ms",
+    "launch --hostfile hosts", "launch --hostfile hosts --", "doctor --hostfile hosts",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", RUN_COMMANDS)
+def test_every_command_takes_a_run_alike(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run's YAML with or without --config, before or behind its overrides; one answer to each mistake."""
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("localhost slots=2\n")
+    Path("run.yaml").write_text("optim: {lrr: 1}\n")
+    told = set()
+    for words in ("run.yaml --optim.beta 1", "--config run.yaml --optim.beta 1", "--optim.beta 1 run.yaml"):
+        assert cli.main([*command.split(), *words.split()]) == 2
+        told.add(capsys.readouterr().err)
+    [told_once] = told
+    assert "optim.lrr = 1  (run.yaml, line 1)" in told_once and "did you mean optim.lr?" in told_once
+    assert cli.main([*command.split(), "run.yaml", "--config", "run.yaml"]) == 2
+    assert "names the run's YAML, once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "rule", "remedy"),
+    [
+        ("launch --hostfile hosts -- run.yaml --dry-run", "is a flag of `llmtrain launch`", "write --dry-run before"),
+        ("launch --hostfile hosts --dry-runn run.yaml", "is no flag of `llmtrain launch`", "did you mean --dry-run?"),
+        ("doctor --hostfile hosts --quikc run.yaml", "is no flag of `llmtrain doctor`", "did you mean --quick?"),
+        ("parity run.yaml --rank 2", "is no flag of `llmtrain parity`", "did you mean --ranks?"),
+        ("parity", "names the run's YAML, once", "write RUN.yaml, or --config RUN.yaml"),
+    ],
+)
+def test_flags_of_a_command_and_of_its_run(
+    line: str, rule: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("localhost slots=2\n")
+    Path("run.yaml").write_text("{}\n")
+    assert cli.main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert rule in error and remedy in error
+
+
 def test_a_thread_that_ctrl_c_has_overtaken_is_waited_for(tmp_path: Path) -> None:
     """The signal comes while a pool starts a thread; what the thread was given is done before the process ends."""
     program = """
