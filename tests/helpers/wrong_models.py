@@ -186,7 +186,11 @@ MODEL_CASES = [
     ),
     Wrong(
         "folder that says tied and holds a head of its own",
-        ("model: config.json ties lm_head.weight to model.embed_tokens.weight", "differ", "tie_word_embeddings to false"),
+        (
+            "model: config.json ties lm_head.weight to model.embed_tokens.weight",
+            "differ",
+            "tie_word_embeddings to false",
+        ),
         {"model": {"config": ..., "pretrained": "model"}},
         before=_other_head,
     ),

@@ -273,6 +273,11 @@ def refusal(case: Case) -> str:
             {"zero_optimization": {"stage": 1, "reduce_scatter": False}},
             "zero_optimization.reduce_scatter is False, and experts that ranks share need True",
         ),
+        (  # DeepSpeed would sum the gradients of different experts
+            FAMILIES["mixtral"],
+            {"zero_optimization": {"stage": 1, "contiguous_gradients": False}},
+            "zero_optimization.contiguous_gradients is False, and experts that ranks share need True with ZeRO 1",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused_on_all_ranks(pools, small_data, model, extra, says):

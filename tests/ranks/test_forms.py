@@ -31,6 +31,9 @@ from tests.helpers.training import (
     view_of,
 )
 
+LAID_OUT = {"round_robin_gradients": True, "contiguous_gradients": False, "overlap_comm": True}
+"""Keys that change where ZeRO 1 and 2 keep a parameter, and where they sum its gradients."""
+
 
 @functools.cache
 def reference(data: str) -> Trace:
@@ -48,6 +51,8 @@ def reference(data: str) -> Trace:
         slow({"stage": 2, "offload": "optimizer"}),
         {"stage": 3, "offload": "all"},
         {"stage": 1, "extra": {"prescale_gradients": True}},
+        {"stage": 1, "accumulation": 3, "extra": {"zero_optimization": {"stage": 1, **LAID_OUT}}},
+        {"stage": 2, "accumulation": 3, "extra": {"zero_optimization": {"stage": 2, **LAID_OUT}}},
     ],
     ids=lambda form: "-".join(str(v) for k, v in form.items() if k != "model") + ("-tied" if "model" in form else ""),
 )

@@ -22,6 +22,10 @@ PAIRS = [
 ]
 
 
+ROUND_ROBIN = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+"""Parameters lie in another order in the partitions."""
+
+
 def case_of(data: str, layout: tuple[int, int]) -> Case:
     """Accumulation differs as well: three micro-batches on one rank, one on more."""
     stage, world_size = layout
@@ -64,11 +68,13 @@ def test_losses_go_on(pools, small_data, saved, saved_at, loaded_at):
         slow(2, {"stage": 3, "precision": "bf16"}, {"stage": 0, "precision": "fp32"}, 2e-2),
         slow(1, {"stage": 0, "precision": "fp32"}, {"stage": 2, "precision": "bf16"}, 2e-2),
         (1, {"stage": 2, "offload": "optimizer"}, {"stage": 3}, 2e-6),
+        (2, {"stage": 2, "accumulation": 3, "extra": ROUND_ROBIN}, {"stage": 1, "accumulation": 2}, 2e-6),
+        slow(2, {"stage": 2, "optimizer": "muon", "extra": ROUND_ROBIN}, {"stage": 3, "optimizer": "muon"}, 5e-6),
         slow(2, {"stage": 1}, {"stage": 3, "offload": "all"}, 2e-6),
     ],
     ids=str,
 )
-def test_precision_and_offload_travel(pools, small_data, tmp_path, world_size, saving, loading, tolerance):
+def test_precision_offload_and_layout_travel(pools, small_data, tmp_path, world_size, saving, loading, tolerance):
     """Between precisions the losses agree to bf16's rounding; fp16, which needs a GPU, is in tests/gpu."""
     case = Case(data=small_data, steps=END, **saving)
     want, path = pools(world_size).run(save_in_the_middle, case, str(tmp_path))[0]

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from llmtrain.cli import main
 from tests.helpers import forked
-from tests.helpers.launching import write_recipe
+from tests.helpers.launching import losses, write_recipe
 
 _GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
 
@@ -58,3 +59,38 @@ def test_what_check_accepts_trains(
     assert edge.noted in capsys.readouterr().out
     output = forked.train(recipe, *argv)
     assert edge.noted in output
+
+
+ZERO = {
+    "zero_optimization": {
+        "stage": 2,
+        "round_robin_gradients": True,
+        "contiguous_gradients": False,
+        "overlap_comm": True,
+    }
+}
+"""LLaMA-Factory's ZeRO 2 lays parameters out round robin; without contiguous gradients they are summed elsewhere."""
+
+
+def test_zeros_layout_keys_train_save_and_export_what_one_process_does(small_data: str, tmp_path: Path) -> None:
+    """A checkpoint had a parameter's values under another's name, and gradients of one micro-batch of two counted."""
+    recipe = write_recipe(tmp_path, small_data)
+    argv = ("--model.config.attention_dropout", "0", "--schedule.name", "constant")
+    argv += ("--train.export", "true", "--train.eval", "false")
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    for name, tree in {"zero": ZERO, "plain": {}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(tree))
+    forked.train(recipe, *argv, "--deepspeed", str(tmp_path / "plain.json"), "--train.run_dir", str(alone),
+                 "--train.max_steps", "4", world_size=1)  # fmt: skip
+    for steps in ("2", "4"):  # the second goes on from what the first has saved
+        forked.train(recipe, *argv, "--deepspeed", str(tmp_path / "zero.json"), "--train.max_steps", steps)
+    want, got = losses(alone), losses(run)
+    assert sorted(got) == [1, 2, 3, 4] == sorted(want)
+    assert max(abs(got[step] - want[step]) for step in want) < 5e-6  # fp32, summed in another order
+    tensors = [load_file(folder / "export" / "model.safetensors") for folder in (alone, run)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert max(float((tensors[0][name] - tensors[1][name]).abs().max()) for name in tensors[0]) < 1e-5
+    # From a folder, too: its weights are proved before the first step.
+    forked.train(recipe, *argv, "--deepspeed", str(tmp_path / "zero.json"), "--train.max_steps", "1",
+                 "--train.run_dir", str(tmp_path / "tuned"), "--model.pretrained", str(alone / "export"),
+                 "--model.config", "null")  # fmt: skip

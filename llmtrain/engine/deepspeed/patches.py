@@ -95,13 +95,16 @@ PRIVATE = (
     Private(
         "deepspeed.runtime.zero.stage_1_and_2",
         (
-            "_hp_mapping",
             "_use_compact_grad_partition_buffer",
             "_muon_update_lacks_loss_scale",
             "_zero_padding",
             "single_partition_of_fp32_groups",
             "parallel_partitioned_bit16_groups",
             "params_in_partition",
+            "partition_size",
+            "round_robin_bit16_groups",
+            "round_robin_bit16_offsets",
+            "real_dp_process_group",
             "use_grad_accum_attribute",
         ),
         "where ZeRO 1 and 2 keep masters and Muon's momentum; one norm for a step",

@@ -1,4 +1,4 @@
-"""ZeRO 1 and 2: flat partitions of the masters, with an address for each parameter that has elements in one."""
+"""ZeRO 1 and 2: flat partitions of the masters, in the order in which DeepSpeed has laid the parameters out."""
 
 from __future__ import annotations
 
@@ -20,14 +20,25 @@ class Zero12State(State):
 
     def homes(self) -> Iterator[Home]:
         here = {id(held.parameter): held for held in self.local_parameters()}
-        flats = self.optimizer.single_partition_of_fp32_groups
-        for parameters, flat in zip(self.optimizer.bit16_groups, flats, strict=True):
-            for parameter in parameters:
-                mapping = parameter._hp_mapping
-                if mapping is not None:
-                    lp, hp = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-                    held = here[id(parameter)]
-                    yield Home(held, flat, hp.start, lp.start, lp.numel, held.copy)
+        for index, flat in enumerate(self.optimizer.single_partition_of_fp32_groups):
+            for parameter, offset, start, numel in self._partition(index):
+                held = here[id(parameter)]
+                yield Home(held, flat, offset, start, numel, held.copy)
+
+    def _partition(self, index: int) -> Iterator[tuple[Tensor, int, int, int]]:
+        """(parameter, offset in this rank's partition, first element, elements) of what lies in it, of a group.
+
+        Read off the flat buffer's own table. The addresses that parameters carry (`_hp_mapping`) are made from the
+        group's first order: with round_robin_gradients, which lays parameters out in another, they are wrong.
+        """
+        optimizer = self.optimizer
+        size = int(optimizer.partition_size[index])
+        begin = size * dist.get_rank(optimizer.real_dp_process_group[index])
+        laid_out = (optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index])
+        for parameter, place in zip(*laid_out, strict=True):
+            low, high = max(place, begin), min(place + parameter.numel(), begin + size)
+            if low < high:
+                yield parameter, low - begin, low - place, high - low
 
     def moments(self, flat: Tensor) -> dict[str, Tensor]:
         """Muon's momentum is kept otherwise: see `whole_moments`."""
@@ -43,6 +54,8 @@ class Zero12State(State):
                 continue
             flat = group["params"][0]
             state = self.base.state[flat]
+            # Two ranks may hold it: the one with the parameter's first element writes it.
+            writers = {id(parameter) for parameter, _, start, _ in self._partition(index) if start == 0}
             if MOMENTUM not in state:
                 total = sum(p.numel() for p in parameters)
                 dtype = torch.float32 if optimizer.use_grad_accum_attribute else parameters[0].dtype
@@ -51,11 +64,9 @@ class Zero12State(State):
             for parameter in parameters:
                 view = state[MOMENTUM].narrow(0, offset, parameter.numel())
                 offset += parameter.numel()
-                mapping = parameter._hp_mapping
-                # Two ranks may hold it: the one with the parameter's first element writes it.
-                writes = mapping is not None and mapping.lp_fragment_address.start == 0
                 held = here[id(parameter)]
-                yield Home(held, flat, 0, 0, held.region.numel, held.copy).tensor(MOMENTUM, view, writes=writes)
+                home = Home(held, flat, 0, 0, held.region.numel, held.copy)
+                yield home.tensor(MOMENTUM, view, writes=id(parameter) in writers)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -74,9 +74,10 @@ class OneNormZero(DeepSpeedZeroOptimizer):
             self.clear_grad_attribute(param)
 
     def get_all_grad_tensors(self, tensor_list: list[Any], dtype: torch.dtype) -> list[Tensor]:
-        """The gradients of a micro-batch that are not in the sums: all of the first one, none of the others."""
+        """The gradients of a micro-batch that are not in the sums: all of the first one, none of the others. Without
+        contiguous_gradients all of each: `copy_grads_in_partition` is never called."""
         index = next(i for i, parameters in enumerate(self.params_in_partition) if parameters is tensor_list)
-        if self.all_grad_tensors.get(index) is not None:
+        if self.contiguous_gradients and self.all_grad_tensors.get(index) is not None:
             return []
         found: list[Tensor] = super().get_all_grad_tensors(tensor_list, dtype)
         return found

@@ -140,13 +140,15 @@ def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
 
 
 def check_zero(zero: dict[str, Any], stage: int, path: str) -> None:
-    """What DeepSpeed's optimizers assert of a run with shared experts, in the middle of their construction.
+    """What DeepSpeed's optimizers need of a run with shared experts, and assert in the middle of their construction.
+
+    ZeRO 1 without contiguous gradients it takes, and sums an expert's gradient with those of other experts.
 
     `zero`: the section zero_optimization of the JSON at `path`. Raises: ConfigError.
     """
     needed: tuple[tuple[str, Any, tuple[int, ...]], ...] = (
         ("reduce_scatter", True, (1, 2)),
-        ("contiguous_gradients", True, (2,)),
+        ("contiguous_gradients", True, (1, 2)),
         ("zero_quantized_gradients", False, (3,)),
         ("zero_hpz_partition_size", 1, (3,)),
     )
