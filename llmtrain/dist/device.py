@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -28,9 +29,10 @@ def own_device() -> torch.device:
     if accelerator.device_name() == "cpu":
         _refuse_idle_gpus()
         return torch.device("cpu")
-    index = device_index(
-        int(os.environ["LOCAL_RANK"]), ranks_of_this_host(), accelerator.device_count(), accelerator.device_name()
-    )
+    local_rank = int(os.environ["LOCAL_RANK"])
+    index = device_index(local_rank, ranks_of_this_host(), accelerator.device_count(), accelerator.device_name())
+    if index != local_rank:
+        _renumber(accelerator, local_rank, index)
     try:
         accelerator.set_device(index)
     except RuntimeError as error:
@@ -57,6 +59,22 @@ def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") 
         f"this host has {units.counted(visible, f'{kind} device')} for {ranks} ranks (CUDA_VISIBLE_DEVICES is "
         f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): set its slots in the hostfile to {visible}."
     )
+
+
+def _renumber(accelerator: Any, local_rank: int, index: int) -> None:
+    """Let DeepSpeed mean device `index` by its number `local_rank`, for good.
+
+    It takes LOCAL_RANK for the device's number in its engine, in zero.Init, in pipelines and in ZeRO 3's first steps
+    (runtime/engine.py:1017 and 1943, zero/partition_parameters.py:1138, pipe/module.py:215, zero/utils.py:85). The
+    variable itself stays as it is: it says who speaks for this host.
+    """
+
+    def own(given: Any) -> Any:
+        return index if str(given) == str(local_rank) else given
+
+    set_device, device_name = accelerator.set_device, accelerator.device_name
+    accelerator.set_device = lambda number: set_device(own(number))
+    accelerator.device_name = lambda number=None: device_name(own(number))
 
 
 def _refuse_idle_gpus() -> None:

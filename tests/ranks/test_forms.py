@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,42 @@ def timeouts_of_groups() -> list[float]:
 def test_every_group_gets_the_runs_timeout(pools, small_data):
     for found in pools(2).run(timeouts_of_groups):
         assert len(found) >= 3 and set(found) == {77.0}
+
+
+def devices_asked_for(case: Case) -> list[int]:
+    """By a start and two steps of a task that sees its own GPU only (`srun --gpus-per-task=1`), played by the CPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    from llmtrain.dist.device import own_device
+
+    asked: list[int] = []
+    kind = "cuda"
+
+    def name(number: Any = None) -> str:
+        if number is not None:
+            asked.append(int(number))
+            assert int(number) == 0, f"CUDA error: invalid device ordinal {number}"
+        return kind
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(int(os.environ["RANK"]) + 2))
+        patch.setattr(get_accelerator(), "device_name", name)
+        patch.setattr(get_accelerator(), "set_device", lambda number: name(getattr(number, "index", number)) and None)
+        patch.setattr(get_accelerator(), "device_count", lambda: 1)
+        patch.setattr(get_accelerator(), "current_device_name", lambda: "cpu")
+        assert own_device() == torch.device("cpu")
+        kind = "cpu"
+        engine, ranks = make_engine(case)
+        train_steps(case, engine, ranks, 0, 2)
+        engine.close()
+    return asked
+
+
+@pytest.mark.parametrize("form", [{"stage": 1}, {"stage": 3}, {"stage": 1, "pipeline": 2}], ids=str)
+def test_deepspeed_takes_the_only_gpu_that_a_task_sees(pools, small_data, form):
+    """It called for number LOCAL_RANK of one: "invalid device ordinal", on every rank but the first of a host."""
+    for asked in pools(2).run(devices_asked_for, Case(data=small_data, **form)):
+        assert len(asked) >= 2, "the start-up asks DeepSpeed's accelerator by number"
 
 
 def test_exported_folder_gives_the_training_models_logits(pools, small_data, tmp_path):
