@@ -72,6 +72,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
     if "bfloat16" in tree:
         tree.setdefault("bf16", tree.pop("bfloat16"))
     _resolve_precision(tree, path, notes)
+    _resolve_types(tree, path, problems)
     if dropped := _drop_auto(tree, ""):
         notes.append(f'{path}: "auto" means DeepSpeed\'s default for {", ".join(dropped)}')
     fp16, bf16 = bool(lookup(tree, "fp16.enabled")), bool(lookup(tree, "bf16.enabled"))
@@ -87,6 +88,9 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
     degrees = Degrees(**{name: _degree(tree, key) for name, key in DEGREE_KEYS.items()})
     if lookup(tree, "expert_parallel.enabled") is False:
         degrees = replace(degrees, expert=1)
+    elif lookup(tree, "expert_parallel.enabled") and lookup(tree, "expert_parallel.autoep_size") is None:
+        rule = "without autoep_size, the number of ranks that share the experts of a layer, no rank shares any"
+        problems.add("expert_parallel.enabled", True, rule, "write autoep_size, or remove the section", path)
     mix = Mix(
         zero_stage=int(zero.get("stage") or 0),
         fp16=fp16,
@@ -106,7 +110,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
         beta=max(optim.betas),
         degrees=degrees,
     )
-    partition = read_partition(tree, path, degrees.pipeline, problems, notes)
+    partition = read_partition(tree, path, degrees.pipeline, problems)
     if mix.zero_stage == 0 and (why := _why_not_stage_0(mix)):
         tree["zero_optimization"] = {**zero, "stage": 1}
         mix = replace(mix, zero_stage=1)
@@ -118,10 +122,27 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
             f"{path}: bf16.bf16_optimizer_states: moments are kept in bf16, and those of a checkpoint rounded to it; "
             "masters are fp32, where DeepSpeed by itself asks for bf16"
         )
-    if unused := ", ".join(sorted(set(tree.get("tensor_parallel") or {}) - {"autotp_size"})):
-        notes.append(f"{path}: tensor_parallel: {unused} not used: what the ranks share is found in the model itself")
+    notes += _without_degree(tree, path, degrees)
     _refuse(mix, tree, path, run, problems)
     return Facts(tree=tree, mix=mix, pipeline_partition=partition, notes=tuple(notes))
+
+
+def _without_degree(tree: dict[str, Any], path: str, degrees: Degrees) -> list[str]:
+    """Notes about keys of a way of sharing the work that is not asked for."""
+    notes = []
+    for name, section in (("pipeline", "pipeline"), ("expert", "expert_parallel")):
+        degree = DEGREE_KEYS[name]
+        known = dict(ds_keys.leaves(ds_keys.KEYS[section], f"{section}."))
+        idle = [
+            key
+            for key, entry in known.items()
+            if key not in (degree, f"{section}.enabled")
+            and not entry.unread
+            and lookup(tree, key) not in (None, "auto", entry.default)
+        ]
+        if idle and getattr(degrees, name) == 1:
+            notes.append(f"{path}: {', '.join(idle)}: no effect: {degree} is not above 1")
+    return notes
 
 
 def _refuse(mix: Mix, tree: dict[str, Any], path: str, run: RunConfig, problems: Problems) -> None:
@@ -171,8 +192,6 @@ def exact_dict(facts: Facts, path: str, batch: Batch, clip_norm: float) -> tuple
         for key, value in _FORCED.items()
         if key in facts.tree and facts.tree[key] != value
     ]
-    if facts.tree.get("checkpoint"):
-        notes.append(f"{path}: the checkpoint section has no effect: llmtrain writes its own checkpoints")
     exact |= {
         "train_batch_size": batch.global_batch,
         "train_micro_batch_size_per_gpu": batch.micro_batch,
@@ -250,6 +269,36 @@ def _resolve_precision(tree: dict[str, Any], path: str, notes: list[str]) -> Non
         if isinstance(section, dict) and section.get("enabled") == "auto":
             section["enabled"] = name == "bf16" and not lookup(tree, "fp16.enabled")
             notes.append(f'{path}: {name}.enabled "auto" -> {show(section["enabled"])}')
+
+
+_TYPES = {
+    "fp32": ("fp32", "float32", "float", "torch.float32"),
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+    "fp16": ("fp16", "float16", "half", "torch.float16"),
+}
+"""The names that DeepSpeed takes for a type of numbers (runtime/config.py DtypeEnum)."""
+_SUMS = ("data_types.grad_accum_dtype", "communication_data_type", "seq_parallel_communication_data_type")
+
+
+def _resolve_types(tree: dict[str, Any], path: str, problems: Problems) -> None:
+    """Give each type of numbers its one name, and refuse those that do not go with the run's precision."""
+    own = next((name for name in ("fp16", "bf16") if lookup(tree, f"{name}.enabled")), "fp32")
+    for key in (*_SUMS, "data_types.param_dtype"):
+        value = lookup(tree, key)
+        if value in (None, "auto"):
+            continue
+        name = next((name for name, names in _TYPES.items() if str(value).lower() in names), None)
+        if name is None:
+            problems.add(key, value, "a type of numbers is fp32, bf16 or fp16", 'write "fp32", or remove it', path)
+        elif key == "data_types.param_dtype" and name != own:
+            rule = f"the parameters are {own}: that is decided by fp16.enabled and bf16.enabled"
+            problems.add(key, value, rule, f'remove it, or write "{own}"', path)
+        elif name not in (own, "fp32"):
+            rule = f"gradients of a run in {own} are summed in {own} or fp32: another type would lose what they have"
+            problems.add(key, value, rule, f'write "fp32" or "{own}", or remove it', path)
+        else:
+            section, _, last = key.rpartition(".")
+            (tree[section] if section else tree)[last] = name
 
 
 def _drop_auto(section: dict[str, Any], prefix: str) -> list[str]:

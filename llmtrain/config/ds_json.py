@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -56,6 +57,7 @@ def read(path: str) -> dict[str, Any]:
         tree = hjson.loads(text, object_pairs_hook=unique) if text.strip() else None
     except hjson.HjsonDecodeError as error:
         lines = text.splitlines()
+        _refuse_cut(text, path)
         _refuse_words(lines, path)
         at = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
         raise stop(
@@ -76,6 +78,44 @@ def read(path: str) -> dict[str, Any]:
             path,
         )
     return tree
+
+
+_PARTS = re.compile(
+    r"""(?P<gap>\s+|\#[^\n]*|//[^\n]*|/\*.*?(?:\*/|\Z))|(?P<text>"(?:\\.|[^"\\\n])*)(?P<quote>"?)|(?P<open>[{\[])"""
+    r"""|(?P<close>[}\]])|(?P<other>[^\s"{}\[\]]+)""",
+    re.DOTALL | re.VERBOSE,
+)
+_CLOSES = {"{": "}", "[": "]"}
+
+
+def _refuse_cut(text: str, path: str) -> None:
+    """Name the place where a file ends before its first bracket is closed: it was cut off.
+
+    Raises: ConfigError if it does.
+    """
+    open_brackets: list[tuple[str, str]] = []  # and the key before each
+    key = quote = ""
+    for part in _PARTS.finditer(text):
+        if part["gap"]:
+            continue
+        quote = '"' if part["text"] and not part["quote"] else ""
+        if part["text"]:
+            key = part["text"][1:]
+        elif part["open"]:
+            open_brackets.append((part["open"], key))
+        elif part["close"] and open_brackets:
+            open_brackets.pop()
+    if not open_brackets:
+        return
+    lines = text.rstrip().splitlines()
+    missing = quote + "".join(_CLOSES[bracket] for bracket, _ in reversed(open_brackets))
+    inside = f', within "{open_brackets[-1][1]}"' if open_brackets[-1][1] else ""
+    at = f"line {len(lines)}, column {len(lines[-1])}"
+    raise ConfigError(
+        f"{path} is cut off: it ends in {at}{inside}\n"
+        f"    rule:   a JSON ends where its first bracket is closed, and {missing} is missing\n"
+        "    remedy: copy it or download it again, or write what is missing"
+    )
 
 
 def _refuse_words(lines: list[str], path: str) -> None:
@@ -101,12 +141,18 @@ def checked(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     problems = Problems()
     _lint(tree, path, problems)
     problems.raise_if_any()
+    return _renamed(tree), (*notes, *_without_effect(_renamed(tree), path))
+
+
+def _renamed(tree: dict[str, Any]) -> dict[str, Any]:
+    """A copy with each key under its first name."""
+    tree = copy.deepcopy(tree)
     for dotted, name in ds_keys.ALIASES.items():
         section, _, alias = dotted.partition(".")
         values = tree.get(section)
         if isinstance(values, dict) and alias in values:
             values[name] = values.pop(alias)
-    return tree, notes
+    return tree
 
 
 def _take_ignored(tree: dict[str, Any], path: str) -> tuple[str, ...]:
@@ -130,31 +176,44 @@ def _lint(tree: dict[str, Any], path: str, problems: Problems) -> None:
         if isinstance(values, dict) and alias in values and name in values:
             rule = f"it is another name of {section}.{name}, which stands there too"
             problems.add(dotted, values[alias], rule, "keep one of the two", path)
-    for section, (rule, remedy) in ds_keys.REFUSED_WHEN_ENABLED.items():
-        value = tree.get(section)
-        if isinstance(value, dict) and (value.get("enabled") is True or section == "datastates_ckpt"):
-            problems.add(f"{section}.enabled", True, rule, remedy, path)
-    for key, (refused, rule, remedy) in ds_keys.REFUSED_VALUES.items():
-        value = lookup(tree, key)
-        if value == refused and type(value) is type(refused) and key not in problems:
-            problems.add(key, value, rule, remedy, path)
-    if isinstance(lookup(tree, "zero_optimization.zenflow"), dict):
-        problems.add(
-            "zero_optimization.zenflow", lookup(tree, "zero_optimization.zenflow"),
-            "ZenFlow brings its own optimizer and is not built yet", "remove the section", path,
-        )  # fmt: skip
     stage = lookup(tree, "zero_optimization.stage")
     if type(stage) is int and stage not in (0, 1, 2, 3):
         problems.add("zero_optimization.stage", stage, "ZeRO has the stages 0, 1, 2 and 3", "choose one of them", path)
-    for key, off in ds_keys.ZERO_3_ONLY.items():
-        value = lookup(tree, key)
-        if type(stage or 0) is int and stage != 3 and isinstance(value, int) and value > off:
-            rule = f"only ZeRO 3 reads it, and the stage is {stage or 0}: it would change nothing"
-            problems.add(key, value, rule, "set zero_optimization.stage to 3, or remove it", path)
+    _refuse(_renamed(tree), path, problems)
+    bucket = lookup(tree, "zero_optimization.allgather_bucket_size")
+    if isinstance(bucket, (int, float)) and not isinstance(bucket, bool) and bucket % 2:
+        rule = "DeepSpeed takes an even number of elements: its messages begin at multiples of 4 bytes"
+        problems.add("zero_optimization.allgather_bucket_size", bucket, rule, f"write {int(bucket) + 1}", path)
     for key in ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"):
         device = lookup(tree, key)
         if isinstance(device, str) and device not in ("none", "cpu", "nvme", "auto"):
             problems.add(key, device, "a device is cpu or none", 'write "cpu"', path)
+
+
+def _stage(tree: dict[str, Any]) -> int:
+    stage = lookup(tree, "zero_optimization.stage")
+    return stage if type(stage) is int and stage in ds_keys.STAGES else 0
+
+
+def _refuse(tree: dict[str, Any], path: str, problems: Problems) -> None:
+    """Report each value that the table of keys refuses at the file's ZeRO stage."""
+    stage = _stage(tree)
+    for dotted, key in ds_keys.leaves():
+        value = lookup(tree, dotted)
+        why = None if value is None or dotted in problems else key.why_not(value, stage)
+        if why is not None:
+            at = "" if key.refused or stage not in key.at else f" (zero_optimization.stage = {stage})"
+            problems.add(dotted, value, f"{why.rule}{at}", why.remedy, path)
+
+
+def _without_effect(tree: dict[str, Any], path: str) -> list[str]:
+    """Notes about values that are accepted and that nothing reads."""
+    stage, unread = _stage(tree), dict[str, list[str]]()
+    for dotted, key in ds_keys.leaves():
+        value = lookup(tree, dotted)
+        if value not in (None, "auto", {}, key.default, *key.same) and not key.is_read(stage):
+            unread.setdefault(key.unread or f"nothing reads it at ZeRO {stage}", []).append(dotted)
+    return [f"{path}: {', '.join(keys)}: no effect: {why}" for why, keys in unread.items()]
 
 
 def lookup(tree: dict[str, Any], dotted: str) -> Any:
@@ -201,12 +260,13 @@ def _home_of(key: str, known: ds_keys.Section, prefix: str) -> str | None:
     return None
 
 
-def _lint_value(dotted: str, value: Any, kind: Any, path: str, problems: Problems) -> None:
-    if value is None or kind == "any" or (value == "auto" and kind != "dict"):
+def _lint_value(dotted: str, value: Any, known: ds_keys.Key | ds_keys.Section, path: str, problems: Problems) -> None:
+    kind = known.kind if isinstance(known, ds_keys.Key) else "section"
+    if value is None or kind == "any" or (value == "auto" and kind not in ("dict", "section")):
         return
-    if isinstance(kind, dict):
+    if isinstance(known, dict):
         if isinstance(value, dict):
-            _lint_section(value, kind, f"{dotted}.", path, problems)
+            _lint_section(value, known, f"{dotted}.", path, problems)
         else:
             remedy = '{"stage": 1}' if dotted == "zero_optimization" else "{ ... } or remove it"
             problems.add(dotted, value, "must be a section { ... }", f"write {remedy}", path)

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmtrain.config.problems import Problems, show
+from llmtrain.config.problems import Problems
 
 _WAYS = ("parameters", "uniform", "time")
-_WITHOUT_EFFECT = ("seed_layers", "pipe_partitioned", "grad_partitioned", "use_reentrant")
 
 
-def read_partition(
-    tree: dict[str, Any], path: str, stages: int, problems: Problems, notes: list[str]
-) -> str | tuple[int, ...]:
+def read_partition(tree: dict[str, Any], path: str, stages: int, problems: Problems) -> str | tuple[int, ...]:
     """`pipeline.partition`: one of the ways, or the number of layers of each stage. Refuses what cannot be."""
     section = tree.get("pipeline")
     if stages == 1 or not isinstance(section, dict):
         return _WAYS[0]
-    if section.get("activation_checkpoint_interval"):
-        problems.add(
-            "pipeline.activation_checkpoint_interval",
-            section["activation_checkpoint_interval"],
-            "activation checkpointing is asked for in one place, and recomputes each decoder layer",
-            'remove it, and write "activation_checkpointing": {} at the top of the file',
-            path,
-        )
-    notes.extend(
-        f"{path}: pipeline.{key} = {show(section[key])} has no effect: llmtrain makes the stages itself"
-        for key in _WITHOUT_EFFECT
-        if section.get(key) not in (None, False)
-    )
     asked = section.get("partition", _WAYS[0])
     key = "pipeline.partition"
     if isinstance(asked, list):

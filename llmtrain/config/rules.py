@@ -30,9 +30,6 @@ _DECAY: tuple[_Test, str] = (lambda x: 0 <= x < 1, "must be from 0 to just under
 
 _MASK_BYTES = 4 * GIB
 """Of one attention mask: it is made in every forward pass, and some kernels copy it in the precision of the scores."""
-
-_SECOND_COPIES = {"zero_hpz_partition_size": 1, "zero_quantized_nontrainable_weights": 0}
-"""Key of zero_optimization -> the largest value that does not ask for them."""
 _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "model.loss_chunk_tokens": (_AT_LEAST_1, "2048 suits most models"),
     "model.mlp_tile_tokens": (_AT_LEAST_1, "leave it out to compute all tokens at once"),
@@ -183,12 +180,11 @@ def check_schedule(run: RunConfig, max_steps: int | None, places: Places, proble
 
 def check_frozen(run: RunConfig, zero: dict[str, Any], path: str, places: Places, problems: Problems) -> None:
     """ZeRO 3 keeps second copies of parameters that do not train, and never renews them (ZeRO++)."""
-    model = run.model
-    asked = next((key for key in _SECOND_COPIES if int(zero.get(key) or 0) > _SECOND_COPIES[key]), None)
-    if asked and (patterns := run.adapter.r or model.train_only or model.freeze):
+    model, copies = run.model, int(zero.get("zero_hpz_partition_size") or 0)
+    if copies > 1 and (patterns := run.adapter.r or model.train_only or model.freeze):
         key = "adapter.r" if run.adapter.r else "model.train_only" if model.train_only else "model.freeze"
-        rule = f"zero_optimization.{asked} = {zero[asked]} ({path}) keeps copies of frozen parameters with other values"
-        problems.add(key, patterns, rule, f"remove {asked}", places.get(key))
+        rule = f"zero_optimization.zero_hpz_partition_size = {copies} ({path}) keeps copies of frozen parameters with "
+        problems.add(key, patterns, f"{rule}other values", "remove zero_hpz_partition_size", places.get(key))
 
 
 def check_mask(run: RunConfig, batch: Batch, degrees: Degrees, places: Places, problems: Problems) -> None:

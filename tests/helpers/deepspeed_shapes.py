@@ -37,7 +37,7 @@ WARMUP_AUTO = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps
 ADAM = {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
 QUIET = {"steps_per_print": 2000, "wall_clock_breakdown": False}
 CHECKPOINTING = {
-    "partition_activations": True, "cpu_checkpointing": False, "contiguous_memory_optimization": False,
+    "partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False,
     "number_checkpoints": None, "synchronize_checkpoint_boundary": False, "profile": False,
 }  # fmt: skip
 NVME = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 4, "fast_init": False}
@@ -197,12 +197,19 @@ SHAPES = [
           CHECKPOINTING, "comms_logger": {"enabled": False}, "flops_profiler": {"enabled": False, "profile_step": 1,
           "module_depth": -1, "top_modules": 1, "detailed": True, "output_file": None}, "dump_state": False,
           "memory_breakdown": False}),
+    Shape("activation checkpointing in parts", {**AUTO, **BF16, "activation_checkpointing": {**CHECKPOINTING,
+          "partition_activations": True, "number_checkpoints": 4}}, ("partition_activations = true",
+          "number_checkpoints = 4", "set it to false")),
+    Shape("ZeRO++, weights in two places", {**AUTO, **BF16, "zero_optimization": {**ZERO_3,
+          "zero_hpz_partition_size": 8}}),
     Shape("ZeRO++", {**AUTO, **BF16, "zero_optimization": {**ZERO_3, "zero_quantized_weights": True,
-          "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}}),
+          "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}}, ("zero_quantized_weights = true",
+          "zero_quantized_gradients = true", "have never run here")),
     Shape("MiCS", {**AUTO, **BF16, "zero_optimization": {**ZERO_3, "mics_shard_size": 8}}, ("mics_shard_size = 8",
           "removed it", "zero_hpz_partition_size")),
     Shape("NVMe's own section, unused", {**AUTO, **BF16, "zero_optimization": {"stage": 3}, "aio": {"block_size":
-          262144, "queue_depth": 32, "single_submit": False, "overlap_events": True}}),
+          262144, "queue_depth": 32, "single_submit": False, "overlap_events": True}},
+          noted="aio.block_size, aio.queue_depth: no effect"),
     Shape("universal checkpoints", {**AUTO, **BF16, "zero_optimization": {"stage": 1}, "checkpoint":
           {"load_universal": True}}, noted="checkpoint"),
     Shape("an elastic batch", {"elasticity": {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,16 @@ class Wrong:
     ranks: int = 2
     before: Callable[[Path], object] | None = None
     """Called with the folder of the run's files."""
+
+
+def nested(dotted: str, value: Any, base: dict[str, Any]) -> dict[str, Any]:
+    """The base with a value at a dotted key."""
+    section = base
+    *sections, last = dotted.split(".")
+    for name in sections:
+        section = section.setdefault(name, {})
+    section[last] = value
+    return base
 
 
 YAML = "deepspeed: ds.json\nmodel: {pretrained: null}\n"
@@ -176,7 +187,22 @@ CASES = [
         ds={"fp16": {"enabled": True, "loss_scale": -1}, "bf16": {"enabled": False}},
     ),
     Wrong("no such JSON", ('deepspeed = "zz.json"', "no such file", "llmtrain init DIR"), {"deepspeed": "zz.json"}),
-    Wrong("broken JSON", ("not valid JSON", "ds.json, line 1", "missing comma"), ds='{"bf16": {"enabled": true'),
+    Wrong("broken JSON", ("not valid JSON", "ds.json, line 1", "missing comma"), ds='{"bf16" {"enabled": true}}'),
+    Wrong(
+        "a JSON that is cut off",
+        ("ds.json is cut off: it ends in line 3, column 13", 'within "zero_optimization"', "}} is missing", "copy it"),
+        ds='{"bf16": {"enabled": true},\n "zero_optimization": {\n  "stage": 2, ',
+    ),
+    Wrong(
+        "a JSON that is cut off within a word",
+        ("ds.json is cut off: it ends in line 2, column 7", '"}} is missing'),
+        ds='{"zero_optimization": {"stage": 2,\n "overl',
+    ),
+    Wrong(
+        "a JSON that is cut off within a list",
+        ("ds.json is cut off: it ends in line 1, column 53", 'within "betas"', "]}}} is missing"),
+        ds='{"optimizer": {"type": "Adam", "params": {"betas": [0',
+    ),
     Wrong("JSON list", ('deepspeed = "ds.json"', "one object", "llmtrain init DIR"), ds="[1]"),
     Wrong(
         "duplicate JSON key",
@@ -413,15 +439,40 @@ CASES = [
     ),
     *(
         Wrong(
-            f"ZeRO 2 with {key}",
-            (f"zero_optimization.{key} = {str(value).lower()}", "only ZeRO 3 reads it", "zero_optimization.stage to 3"),
+            f"a key that does not work here: {key}",
+            (f"{key} = {json.dumps(value)}", *says),
             {},
-            {"zero_optimization": {"stage": 2, key: value}},
+            nested(key, value, {"zero_optimization": {"stage": stage}}),
         )
-        for key, value in (
-            ("zero_quantized_gradients", True),
-            ("zero_quantized_weights", True),
-            ("zero_hpz_partition_size", 2),
+        for stage, key, value, says in (
+            (2, "zero_optimization.zero_hpz_partition_size", 2, ("only ZeRO 3 reads it", "stage to 3")),
+            (2, "zero_optimization.zero_quantized_gradients", True, ("have never run here", "remove it")),
+            (3, "zero_optimization.zero_quantized_weights", True, ("have never run here", "remove it")),
+            (3, "zero_optimization.zero_quantized_nontrainable_weights", True, ("have never run", "remove it")),
+            (1, "zero_optimization.compute_grad_norm", False, ("the norm of each step's gradient", "remove it")),
+            (1, "zero_optimization.allgather_bucket_size", 1001, ("an even number", "write 1002")),
+            (2, "zero_optimization.ignore_unused_parameters", False, ("within a backward pass", "remove it")),
+            (2, "prescale_gradients", True, ("at ZeRO 0 and 1 only", "stage = 2", "use ZeRO 0 or 1")),
+            (3, "gradient_predivide_factor", 2, ("at ZeRO 0 and 1 only", "stage = 3", "use ZeRO 0 or 1")),
+            (1, "activation_checkpointing.partition_activations", True, ("torch's checkpoint", "set it to false")),
+            (1, "activation_checkpointing.number_checkpoints", 4, ("torch's checkpoint", "remove it")),
+            (1, "activation_checkpointing.contiguous_memory_optimization", True, ("torch's checkpoint",)),
+            (1, "activation_checkpointing.profile", True, ("torch's checkpoint", "remove it")),
+            (1, "activation_checkpointing.synchronize_checkpoint_boundary", True, ("torch's checkpoint",)),
+            (1, "compile.offload_activation", True, ("only DeepCompile reads it", "model.compile_layers")),
+            (1, "bf16.immediate_grad_update", True, ("BF16_Optimizer", "remove it")),
+            (1, "bf16.check_grad_overflow", False, ("not finite would be taken", "remove it")),
+            (1, "dataloader_drop_last", True, ("none is short", "remove it")),
+            (1, "data_types.grad_accum_dtype", "fp16", ("a run in bf16", 'write "fp32" or "bf16"')),
+            (1, "data_types.param_dtype", "fp32", ("the parameters are bf16", 'write "bf16"')),
+            (1, "communication_data_type", "int8", ("fp32, bf16 or fp16", 'write "fp32"')),
+            (1, "tensor_parallel.tp_overlap_comm", True, ("found in the model itself", "autotp_size alone")),
+            (1, "pipeline.seed_layers", True, ("makes the stages itself", "remove it")),
+            (1, "expert_parallel.score_func", "sigmoid", ("the model's own configuration", "remove it")),
+            (1, "expert_parallel.autoep_sise", 2, ("no such key", "did you mean expert_parallel.autoep_size?")),
+            (1, "expert_parallel.enabled", True, ("without autoep_size", "write autoep_size")),
+            (1, "tensor_parallel.tp.tp_sise", 2, ("no such key", "did you mean tensor_parallel.tp.tp_size?")),
+            (1, "data_efficiency.sed", 2, ("no such key", "did you mean data_efficiency.seed?")),
         )
     ),
     # sites

@@ -53,6 +53,11 @@ MODEL_CASES = [
         ('train.balance = "measured"', "all ranks compute alike", "set it to equal"),
         {**_model(model_type="mixtral", num_local_experts=4), "train": {"balance": "measured"}},
     ),
+    Wrong(
+        "experts of a dense model",
+        ("expert_parallel.autoep_size = 2", "llama model has no experts", "remove the section"),
+        ds={"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    ),
     # the model against its family
     Wrong(
         "typo in the model",

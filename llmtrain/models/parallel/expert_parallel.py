@@ -149,7 +149,6 @@ def check_zero(zero: dict[str, Any], stage: int, path: str) -> None:
     needed: tuple[tuple[str, Any, tuple[int, ...]], ...] = (
         ("reduce_scatter", True, (1, 2)),
         ("contiguous_gradients", True, (1, 2)),
-        ("zero_quantized_gradients", False, (3,)),
         ("zero_hpz_partition_size", 1, (3,)),
     )
     for key, value, stages in needed:

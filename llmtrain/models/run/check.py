@@ -91,6 +91,7 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     problems.raise_if_any()
     if resolved.degrees.pipeline > 1:
         _check_stages(hf, resolved.pipeline_partition, resolved.degrees.pipeline)
+    _check_experts(hf, resolved, problems)
     if run.train.balance != "equal" and expert_blocks(hf):
         rule = "the routers of a mixture of experts are balanced over micro-batches that all ranks compute alike"
         problems.add("train.balance", run.train.balance, rule, "set it to equal", places.get("train.balance"))
@@ -182,6 +183,16 @@ def _has_table(hf: PreTrainedModel, longest: int) -> bool:
     ]
     tables += [buffer for buffer in hf.buffers() if buffer.dim() == 2]
     return any(longest <= table.shape[0] <= longest + 8 for table in tables)  # OPT and XGLM have two rows more
+
+
+def _check_experts(hf: PreTrainedModel, resolved: ResolvedRun, problems: Problems) -> None:
+    """Experts that ranks share are there."""
+    section = resolved.expert_parallel
+    if (section.get("enabled") or resolved.degrees.expert > 1) and not expert_blocks(hf):
+        key = "autoep_size" if "autoep_size" in section else "enabled"
+        rule = f"the experts of a layer are shared, and a {hf.config.model_type} model has no experts"
+        problems.add(f"expert_parallel.{key}", section[key], rule, "remove the section", resolved.run.deepspeed)
+        problems.raise_if_any()
 
 
 def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int) -> None:

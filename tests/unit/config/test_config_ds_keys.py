@@ -62,10 +62,11 @@ def test_removed_keys_are_those_of_deepspeed() -> None:
 def _models() -> dict[str, Any]:
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
+    from deepspeed.inference.config import WeightQuantConfig
     from deepspeed.monitor import config as monitor
     from deepspeed.runtime.config import HybridEngineConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.tensor_parallel.config import TPConfig, TPTrainingConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
     from deepspeed.runtime.zero.offload_config import (
@@ -83,6 +84,7 @@ def _models() -> dict[str, Any]:
         "bf16": DeepSpeedBF16Config,
         "bfloat16": DeepSpeedBF16Config,
         "tensor_parallel": TPTrainingConfig,
+        "tensor_parallel.tp": TPConfig,
         "compile": CompileConfig,
         "comms_logger": CommsLoggerConfig,
         "hybrid_engine": HybridEngineConfig,
@@ -91,16 +93,22 @@ def _models() -> dict[str, Any]:
         "wandb": monitor.WandbConfig,
         "comet": monitor.CometConfig,
         "timers.throughput": DeepSpeedThroughputTimerConfig,
+        "weight_quantization": WeightQuantConfig,
     }
+
+
+def section_of(dotted: str) -> dict[str, Any]:
+    """The part of the table."""
+    known: Any = ds_keys.KEYS
+    for part in dotted.split("."):
+        known = known[part]
+    return known
 
 
 def test_nested_keys_are_those_of_deepspeeds_models() -> None:
     for section, model in _models().items():
-        known: Any = ds_keys.KEYS
-        for part in section.split("."):
-            known = known[part]
         theirs = {item.alias or name for name, item in model.model_fields.items()}
-        assert set(known) == theirs, section
+        assert set(section_of(section)) == theirs, section
 
 
 def test_every_second_name_that_deepspeed_takes_is_known() -> None:
@@ -116,28 +124,80 @@ def test_every_second_name_that_deepspeed_takes_is_known() -> None:
     assert theirs == ds_keys.ALIASES
 
 
-def test_nested_kinds_fit_deepspeeds_types() -> None:
-    """A value of our kind passes DeepSpeed's model: the table never allows what DeepSpeed refuses for its type."""
-    kinds = {"bool": bool, "int": int}
+def test_nested_kinds_and_defaults_are_deepspeeds() -> None:
+    """A value of our kind passes DeepSpeed's model, and what asks for nothing is what DeepSpeed does by itself."""
+    ours = {
+        "tensor_parallel.dtype": "a torch type, which no JSON can hold",
+        "weight_quantization.enabled": "the section's presence switches it on",
+        "zero_optimization.leaf_module.classes": "a list of transformers' blocks",
+    }
     for section, model in _models().items():
-        known: Any = ds_keys.KEYS
-        for part in section.split("."):
-            known = known[part]
         for name, item in model.model_fields.items():
-            kind = known[item.alias or name]
-            if item.annotation in (bool, int) and kind != "num":
-                assert kinds.get(kind) is item.annotation, f"{section}.{name}"
+            key = section_of(section)[item.alias or name]
+            if not isinstance(key, ds_keys.Key) or f"{section}.{name}" in ours:
+                continue
+            if item.annotation in (bool, int) and key.kind != "num":
+                assert {"bool": bool, "int": int}[key.kind] is item.annotation, f"{section}.{name}"
+            default = item.get_default(call_default_factory=True)
+            assert key.default == getattr(default, "value", default), f"{section}.{name}"
+
+
+def _sections() -> dict[str, dict[str, Any]]:
+    """Sections that are no pydantic models -> their keys with DeepSpeed's defaults."""
+    import dataclasses
+
+    from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
+    from deepspeed.module_inject.auto_ep_presets.base import AutoEPConfig
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+    from deepspeed.runtime.config import get_pipeline_config
+    from deepspeed.runtime.model_checkpointing import config as checkpoint
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+
+    writer = checkpoint.get_checkpoint_writer_config({"writer": {"type": "FAST"}})
+    experts = {
+        item.name: None if item.default is _unset() else item.default
+        for item in dataclasses.fields(AutoEPConfig)
+        if item.init
+    }
+    return {
+        "activation_checkpointing": dict(ACT_CHKPT_DEFAULT),
+        "aio": dict(AIO_DEFAULT_DICT),
+        # the pipeline engine itself asks for use_reentrant
+        "pipeline": {**get_pipeline_config({}), "use_reentrant": True},
+        "expert_parallel": experts,
+        "flops_profiler": vars(DeepSpeedFlopsProfilerConfig({})),
+        # two that it has set, and never reads
+        "autotuning": {
+            k: v for k, v in vars(DeepSpeedAutotuningConfig({})).items() if k not in ("start_step", "end_step")
+        },
+        "checkpoint.writer": writer,
+    }
+
+
+def _unset() -> Any:
+    from deepspeed.module_inject.auto_ep_config import _UNSET
+
+    return _UNSET
 
 
 def test_plain_sections_are_those_of_deepspeeds_constants() -> None:
-    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
-    from deepspeed.runtime.config import get_pipeline_config
-    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    for section, theirs in _sections().items():
+        ours = {name: key.default for name, key in section_of(section).items()}
+        assert set(ours) == set(theirs), section
+        if section not in ("autotuning", "checkpoint.writer"):  # off, or nothing reads it: no value means anything
+            assert ours == theirs, section
 
-    assert set(ds_keys.KEYS["activation_checkpointing"]) == set(ACT_CHKPT_DEFAULT)
-    assert set(ds_keys.KEYS["aio"]) == set(AIO_DEFAULT_DICT)
-    # the pipeline engine itself asks for use_reentrant
-    assert set(ds_keys.KEYS["pipeline"]) == set(get_pipeline_config({})) | {"use_reentrant"}
+
+def test_every_name_that_deepspeed_reads_of_other_sections_is_known() -> None:
+    """Sections that DeepSpeed takes apart with `get`: each name that it asks for is in the table."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for section in ("data_types", "torch_autocast", "optimizer", "scheduler", "checkpoint", "data_efficiency"):
+        names: set[str] = set()
+        values: dict[str, Any] = {"type": "AdamW", "params": {}} if section in ("optimizer", "scheduler") else {}
+        DeepSpeedConfig({"train_batch_size": 1, section: Asked(values, names=names)})
+        assert names <= set(section_of(section)), section
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.name)

@@ -57,7 +57,7 @@ def test_the_exact_dict(here: Path) -> None:
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1e9},
         "activation_checkpointing": {},
         "steps_per_print": 10,
-        "prescale_gradients": True,
+        "communication_data_type": "fp32",
         "tensorboard": {"enabled": False},
         "pipeline": {"stages": "auto"},
     }
@@ -66,7 +66,7 @@ def test_the_exact_dict(here: Path) -> None:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "sub_group_size": 1e9},
         "activation_checkpointing": {},
-        "prescale_gradients": True,
+        "communication_data_type": "fp32",
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -81,6 +81,28 @@ def test_the_exact_dict(here: Path) -> None:
     notes = "\n".join(resolved.notes)
     for words in ("steps_per_print = 10 is overruled", "zero_optimization.reduce_bucket_size", "WarmupLR is all auto"):
         assert words in notes
+
+
+def test_what_nothing_reads_is_noted(here: Path) -> None:
+    """And values that are DeepSpeed's defaults are not worth a word."""
+    ds = {
+        "fp16": {"auto_cast": True},
+        "zero_optimization": {"sub_group_size": 1e6, "stage3_max_reuse_distance": 1e9, "round_robin_gradients": False},
+        "aio": {"block_size": 1048576, "queue_depth": 32},
+        "pipeline": {"partition": "uniform", "pipe_partitioned": False},
+        "expert_parallel": {"autoep_size": 1, "async_split_plan": True},
+        "vocabulary_size": 512,
+    }
+    notes = [note.removeprefix("ds.json: ") for note in loaded(here, None, ds).notes]
+    assert [note for note in notes if "no effect" in note] == [
+        "zero_optimization.sub_group_size: no effect: nothing reads it at ZeRO 1",
+        "fp16.auto_cast: no effect: the inputs of a language model are whole numbers, which are not cast",
+        "pipeline.pipe_partitioned: no effect: every tensor-parallel rank sends the whole hidden state",
+        "aio.queue_depth: no effect: only an offload to NVMe reads it, which is not built yet",
+        "vocabulary_size: no effect: DeepSpeed warns of sizes by it, and no more",
+        "pipeline.partition: no effect: pipeline.stages is not above 1",
+        "expert_parallel.async_split_plan: no effect: expert_parallel.autoep_size is not above 1",
+    ]
 
 
 def test_values_may_stand_in_the_json(here: Path) -> None:
