@@ -17,6 +17,7 @@ import torch
 from llmtrain import log, units
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.frozen import NOWHERE, frozen_source
+from llmtrain.checkpoint.hf.special_tokens import sampling_defaults
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.objective import wants_column
@@ -121,6 +122,8 @@ class Training:
         if not resumed.weights_only:
             self.resumed = resumed
             saved = resumed.trainer  # made by other tools, it may lack what they do not know
+            if not self._settings["sampling"]:  # the folder may be gone by now
+                self._settings["sampling"] = saved.get("sampling") or {}
             self.position = Position(**{key: saved.get(key) or 0 for key in asdict(self.position)})
             heart.at_step(self.position.step)
             self.wandb_id = saved.get("wandb_id") or self.wandb_id
@@ -172,6 +175,7 @@ class Training:
             "separator_id": self.data.separator_id,
             "tokenizer_dir": str(self.data.tokenizer_dir.resolve()),  # to-hf may run anywhere
             "model_config": self.engine.module.config.to_dict(),
+            "sampling": sampling_defaults(self.run.model.folder),
             "run": asdict(self.run),
             "deepspeed": self.resolved.deepspeed,
             "versions": versions(),

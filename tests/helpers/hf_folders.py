@@ -44,7 +44,7 @@ def model_folder(path: Path, model: Any, shard: str = "1GB") -> Path:
     return path
 
 
-def checkpoint_of(model: Any, run: Path, precision: str = "bf16", step: int = 7, **trainer: Any) -> Path:
+def checkpoint_of(model: Any, run: Path, /, precision: str = "bf16", step: int = 7, **trainer: Any) -> Path:
     """A checkpoint of the model's parameters, as a run leaves it. `trainer`: other values of trainer.json."""
     values = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
     config = json.loads(json.dumps({**model.config.to_dict(), "use_cache": False}))

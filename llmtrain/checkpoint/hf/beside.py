@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +13,17 @@ from llmtrain import foreign
 from llmtrain.checkpoint.format import MANIFEST, hash_file
 from llmtrain.checkpoint.hf.proofs import Report
 from llmtrain.checkpoint.hf.serving import chat_folders, ends_of
-from llmtrain.checkpoint.hf.special_tokens import configure, generation_settings, pad_apart, special_ids
+from llmtrain.checkpoint.hf.special_tokens import (
+    configure,
+    generation_settings,
+    pad_apart,
+    pad_within,
+    sampling_defaults,
+    special_ids,
+)
 from llmtrain.checkpoint.hf.weight_files import WeightFiles
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.hub.names import local_folder
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.score import gives_scores
 from llmtrain.models.source import INDEX, refuse_escape
@@ -24,6 +33,11 @@ MARK = "llmtrain_export.json"
 """Says which checkpoint a folder was made from; such a folder may be replaced by a later export of the same run."""
 SOURCE = "source"
 """Folder beside `checkpoints`: the files of an imported Hugging Face folder that are no weights."""
+_LOCAL_BASES = {
+    "gemma3": ("rope_theta", "rope_local_base_freq"),
+    "modernbert": ("global_rope_theta", "local_rope_theta"),
+}
+"""Of families whose layers differ in it: transformers 4's keys of the rotary base of full and of local attention."""
 _HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _BESIDE_LIMIT = 256 << 20  # bytes; the largest tokenizers have 40 MB
@@ -54,16 +68,19 @@ def write_others(
     else:
         config = layout.skeleton.config
         config.dtype, config.architectures = dtype, [type(layout.skeleton).__name__]
-        ids = special_ids(beside, trainer.get("separator_id"))
+        ids, sampling = special_ids(beside, trainer.get("separator_id")), _sampling(trainer)
+        pad_within(config, ids, report)
         if ids:
             configure(config, ids, ends_of(chat_folders(trainer)))
         if gives_scores(config):
             pad_apart(config, report)
             (folder / "generation_config.json").unlink(missing_ok=True)
-        elif ids and not (folder / "generation_config.json").exists():  # else an imported folder's own
-            settings = generation_settings(config, ids)
+        elif (ids or sampling) and not (folder / "generation_config.json").exists():  # else an imported folder's own
+            settings = generation_settings(config, ids) | sampling
             (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        (folder / "config.json").write_text(config.to_json_string())
+        fields = foreign.loads(config.to_json_string(), infinite=True)
+        for_older_readers(fields)
+        (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     index = files.index(sum(map(numel, layout.shapes.values())))
     same_files = imported and files.shards.keys() == trainer["source"]["files"].keys() and (folder / INDEX).is_file()
     if index is None:
@@ -71,6 +88,46 @@ def write_others(
     elif not same_files or _weight_map((folder / INDEX).read_bytes()) != _weight_map(index):
         (folder / INDEX).write_text(index)
     write_mark(folder, checkpoint, trainer)
+
+
+def for_older_readers(fields: dict[str, Any]) -> None:
+    """Say the rotary embedding of a config.json in the words of transformers 4, too, its sections included.
+
+    transformers 5 has it in `rope_parameters` alone. transformers 4, and servers and converters written for it, do not
+    know that key and compute with the family's default base (10,000) in silence.
+    """
+    for section in [value for value in fields.values() if isinstance(value, dict)]:
+        for_older_readers(section)
+    rope, family = fields.get("rope_parameters"), str(fields.get("model_type"))
+    if not isinstance(rope, dict):
+        return
+    if isinstance(rope.get("full_attention"), dict):  # by the kind of layer
+        whole, local = rope["full_attention"], rope.get("sliding_attention") or {}
+        bases = next((names for begin, names in _LOCAL_BASES.items() if family.startswith(begin)), ("rope_theta", ""))
+        older = {bases[0]: whole.get("rope_theta"), bases[1]: local.get("rope_theta")}
+    else:
+        whole = rope
+        older = {"rope_theta": rope.get("rope_theta"), "partial_rotary_factor": rope.get("partial_rotary_factor")}
+        if family.startswith("gpt_neox"):
+            older |= {"rotary_emb_base": rope.get("rope_theta"), "rotary_pct": rope.get("partial_rotary_factor")}
+    kind, length = whole.get("rope_type", "default"), whole.get("original_max_position_embeddings")
+    scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    if kind == "longrope" and length:
+        older["original_max_position_embeddings"] = length  # from beside it, and then the ratio is the factor
+        factor, most = whole.get("factor"), fields.get("max_position_embeddings")
+        if factor and most and factor * length != most and "attention_factor" not in scaling:
+            scaling["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    if family.startswith("phi3"):  # takes these three and no other
+        scaling = {"type": kind} | {key: scaling.get(key) for key in ("short_factor", "long_factor")}
+    elif family in ("olmo", "olmo2") and kind in ("linear", "dynamic"):
+        scaling = {"type": kind, "factor": whole.get("factor")}
+    elif family == "gpt_oss" and kind == "default":
+        fields.setdefault("rope_scaling", None)  # its own default there is YaRN
+    if kind != "default" and not family.startswith("modernbert"):  # which has no scaling in transformers 4
+        older["rope_scaling"] = scaling
+    for key, value in older.items():
+        if key and value is not None:
+            fields.setdefault(key, value)
 
 
 def copy_beside(folder: Path, trainer: Mapping[str, Any], checkpoint: Path, report: Report) -> Path | None:
@@ -94,6 +151,15 @@ def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any]) -> No
         "manifest": hash_file(checkpoint / MANIFEST),
     }
     (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n")
+
+
+def _sampling(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """The base's sampling defaults, as the run found them or, of an older run, as its folder has them."""
+    kept, model = trainer.get("sampling"), trainer.get("run", {}).get("model") or {}
+    if isinstance(kept, dict):
+        return kept
+    base = model.get("pretrained")
+    return sampling_defaults(local_folder(str(base), model.get("revision"))) if base else {}
 
 
 def _weight_map(index: str | bytes) -> Any:

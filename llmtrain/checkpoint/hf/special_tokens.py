@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from llmtrain import foreign
 from llmtrain.checkpoint.hf.proofs import Report
 from llmtrain.data.tokenize import named_token
 from llmtrain.errors import DataError
@@ -68,6 +69,35 @@ def pad_apart(config: Any, report: Report) -> None:
             f"pad_token_id {pad} left out: it ends answers, and transformers would read the score before it. For "
             "batches set config.pad_token_id to a token that ends none",
         )
+
+
+def sampling_defaults(folder: Path | None) -> dict[str, Any]:
+    """How a model's folder says that tokens are drawn, by the keys of its generation_config.json; no token in it."""
+    try:
+        fields = {} if folder is None else foreign.loads((folder / "generation_config.json").read_bytes())
+        plain = {key: value for key, value in fields.items() if isinstance(value, (bool, int, float))}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {key: value for key, value in plain.items() if not key.startswith("_") and not key.endswith("token_id")}
+
+
+def pad_within(config: Any, ids: dict[str, int | None], report: Report) -> None:
+    """Leave out a padding token that the model has no row for, and say where the model and its tokenizer name two.
+
+    Folders name -1, or the number after their last token. A server that pads with it reads beyond the embedding.
+    """
+    text = config.get_text_config()
+    size, trained, named = text.vocab_size, getattr(text, "pad_token_id", None), ids.get("pad_token_id")
+    for number in {trained, named} - {None}:
+        if not 0 <= number < size:
+            report.add("padding", f"pad_token_id {number} left out: the model's tokens are 0 to {size - 1}")
+    if trained is not None and not 0 <= trained < size:
+        for each in {id(part): part for part in (config, text)}.values():
+            each.pad_token_id = None
+    if named is not None and not 0 <= named < size:
+        ids["pad_token_id"] = None
+    elif None not in (trained, named) and trained != named:
+        report.add("padding", f"the model was trained with pad_token_id {trained}, its tokenizer pads with {named}")
 
 
 def generation_settings(config: Any, ids: dict[str, int | None]) -> dict[str, Any]:

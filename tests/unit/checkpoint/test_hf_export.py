@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import importlib.util
 import json
 import struct
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.checkpoint.format import MANIFEST, Manifest, hash_file
 from llmtrain.checkpoint.hf import exporting, proofs
@@ -19,13 +24,14 @@ from llmtrain.checkpoint.hf.beside import MARK
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.importing import import_hf
 from llmtrain.checkpoint.hf.proofs import ProofError, Report, prove_logits
+from llmtrain.checkpoint.hf.special_tokens import sampling_defaults
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import CheckpointError, ModelError
 from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import SafetensorsSource
-from tests.helpers.hf_folders import checkpoint_of, model_folder, new_model
+from tests.helpers.hf_folders import LLAMA, checkpoint_of, model_folder, new_model
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral", "qwen3_moe"])
@@ -41,8 +47,123 @@ def test_files_are_those_of_save_pretrained(tmp_path, family, tied):
         model.save_pretrained(want, max_shard_size=limit)
         files = {p.name for p in want.iterdir()}
         assert {p.name for p in out.iterdir()} == files | {MARK}
-        for name in files - {"generation_config.json"}:
+        for name in files - {"generation_config.json", "config.json"}:
             assert (out / name).read_bytes() == (want / name).read_bytes(), name
+        ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (out, want))
+        older = {"rope_theta": theirs["rope_parameters"]["rope_theta"]}
+        if family == "gpt_neox":
+            older |= {"rotary_emb_base": 1e4, "rotary_pct": 0.25, "partial_rotary_factor": 0.25}
+        assert ours == {**theirs, **older}
+
+
+_LONG = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 8.0, 16.0]}
+_LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+ROPES = {
+    "llama": {"rope_theta": 5e5},
+    "llama scaled": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **_LLAMA_3}},
+    "qwen2": {
+        "rope_theta": 1e6,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "qwen3": {
+        "rope_theta": 1e6,
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {"rope_type": "longrope", "factor": 2.0, "attention_factor": 1.5, **_LONG},
+    },
+    "mistral": {"rope_theta": 1e6, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "olmo2": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "gpt_neox": {"rotary_emb_base": 2e4, "rotary_pct": 0.5},
+    "phi3": {"original_max_position_embeddings": 16, "rope_scaling": {"type": "longrope", **_LONG}},
+    "gemma3_text": {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "glm": {"rope_theta": 2e4, "partial_rotary_factor": 0.25},
+    "modernbert-decoder": {"global_rope_theta": 1e5, "local_rope_theta": 2e4},
+}
+"""Families with the fields by which transformers 4 says where its rotary embedding differs from the family's."""
+
+
+def _model_of(case: str) -> Any:
+    family, fields = case.split()[0], ROPES[case]
+    more = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3_text" else {}
+    sizes = {**LLAMA, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 1, "initializer_range": 0.2, **more}
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **copy.deepcopy(fields)})).eval()
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_an_export_says_its_rotary_base_and_scaling_to_transformers_4(tmp_path, case):
+    """Which does not know `rope_parameters` and would compute with the family's own base in silence."""
+    model, fields, out = _model_of(case), ROPES[case], tmp_path / "out"
+    export_hf(checkpoint_of(model, tmp_path / "run"), out)  # transformers 5 has compared the logits
+    told = json.loads((out / "config.json").read_text())
+    scaling, wanted = told.pop("rope_scaling", {}), dict(fields)
+    for key, value in wanted.pop("rope_scaling", {}).items():
+        assert scaling[key] == value, key
+    assert scaling.keys() == fields.get("rope_scaling", {}).keys() or case not in ("phi3", "olmo2"), "refused there"
+    assert {key: told.get(key) for key in wanted} == wanted
+    assert AutoConfig.from_pretrained(out).rope_parameters == model.config.rope_parameters
+
+
+_READ_BY_4 = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    ids, wanted = torch.load(folder + ".pt")
+    got = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()(ids, use_cache=False).logits
+    print(folder, float((got - wanted).abs().max() / wanted.abs().max()))
+"""
+
+
+@pytest.mark.slow
+def test_transformers_4_computes_the_logits_of_an_export(tmp_path):
+    """In an environment of its own. Skipped by name where the registry does not give it."""
+    old, own = tmp_path / "old", sysconfig.get_paths()["purelib"]
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", old], check=True)
+    wanted = ["transformers==4.57.3", "huggingface_hub==0.36.2", "tokenizers==0.22.2"]
+    if importlib.util.find_spec("pip") is None:
+        pytest.skip("no pip here: transformers 4 is not asked")
+    site = next(old.glob("lib/python*/site-packages"))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, *wanted]
+    if subprocess.run(pip, capture_output=True).returncode:
+        pytest.skip("the registry does not give transformers 4.57.3: it is not asked")
+    (site / "others.pth").write_text(own + "\n")
+    ids = torch.randint(0, 96, (1, 48), generator=torch.Generator().manual_seed(0))
+    for number, case in enumerate(ROPES):
+        model = _model_of(case)
+        export_hf(checkpoint_of(model, tmp_path / f"run{number}", "fp32"), tmp_path / f"out{number}")
+        with torch.no_grad():
+            torch.save((ids, model(ids, use_cache=False).logits), tmp_path / f"out{number}.pt")
+    folders = [str(tmp_path / f"out{number}") for number in range(len(ROPES))]
+    read = subprocess.run([old / "bin/python", "-c", _READ_BY_4, *folders], capture_output=True, text=True)
+    assert read.returncode == 0, read.stderr[-2000:]
+    # Two versions of a family's code, both in fp32; another base moves them by 0.1 and more.
+    differ = dict(zip(ROPES, (float(line.split()[1]) for line in read.stdout.splitlines()), strict=True))
+    assert max(differ.values()) < 1e-4, differ
+
+
+def test_the_sampling_defaults_of_the_base_stay_in_the_export(tmp_path):
+    """From the folder that the run began from, and from the checkpoint once that is gone; no token of another model."""
+    sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    base = model_folder(tmp_path / "base", new_model("llama"))
+    others = {"eos_token_id": 77, "bad_words_ids": [[3]], "_from_model_config": True, "transformers_version": "4.40.0"}
+    (base / "generation_config.json").write_text(json.dumps(sampling | others))
+    run = {"model": {"pretrained": str(base), "revision": None}}
+    for name, trainer in (("folder", {"run": run}), ("kept", {"sampling": sampling_defaults(base)})):
+        export_hf(checkpoint_of(new_model("llama"), tmp_path / name, **trainer), tmp_path / f"{name}-out")
+        told = json.loads((tmp_path / f"{name}-out" / "generation_config.json").read_text())
+        assert told == {**sampling, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}, name
+
+
+def test_a_padding_token_that_the_model_has_no_row_for_is_left_out(tmp_path):
+    """Folders name -1, which a server takes for the last word."""
+    model = new_model("llama")
+    model.config.pad_token_id = pad = -1
+    report = export_hf(checkpoint_of(model, tmp_path / "run"), tmp_path / "out", check="none")
+    assert f"pad_token_id {pad} left out: the model's tokens are 0 to 95" in "\n".join(report.lines)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] is None
 
 
 def test_a_value_that_fp16_cannot_hold_is_refused_by_name(tmp_path):
