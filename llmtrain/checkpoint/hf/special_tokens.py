@@ -88,8 +88,8 @@ def pad_within(config: Any, ids: dict[str, int | None], report: Report) -> None:
     """
     text = config.get_text_config()
     size, trained, named = text.vocab_size, getattr(text, "pad_token_id", None), ids.get("pad_token_id")
-    for number in {trained, named} - {None}:
-        if not 0 <= number < size:
+    for number in {trained, named}:
+        if number is not None and not 0 <= number < size:
             report.add("padding", f"pad_token_id {number} left out: the model's tokens are 0 to {size - 1}")
     if trained is not None and not 0 <= trained < size:
         for each in {id(part): part for part in (config, text)}.values():
