@@ -91,15 +91,17 @@ _LINE_EVERY_S = 10.0
 
 
 class Progress:
-    """How many bytes of a long job are done: a bar on a terminal, a plain line now and then elsewhere.
+    """How much of a long job is done: a bar on a terminal, a plain line now and then elsewhere.
 
     Safe to advance from several threads. Use as a context manager.
     """
 
-    def __init__(self, what: str, total_bytes: int, done_bytes: int = 0) -> None:
+    def __init__(self, what: str, total: int, done: int = 0, *, unit: str = "byte") -> None:
+        """`total`, `done`: counted in `unit`, of which the text shows the plural."""
         self._what = what
-        self._total = total_bytes
-        self._done = done_bytes
+        self._total = total
+        self._done = done
+        self._unit = unit
         self._lock = threading.Lock()
         self._next_line = time.monotonic() + _LINE_EVERY_S
         self._bar: Any = None
@@ -108,10 +110,19 @@ class Progress:
     def __enter__(self) -> Progress:
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                MofNCompleteColumn,
+                TextColumn,
+                TimeRemainingColumn,
+                TransferSpeedColumn,
+            )
             from rich.progress import Progress as Bar
 
-            columns = (self._what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            of_bytes = (DownloadColumn(), TransferSpeedColumn())
+            counted = of_bytes if self._unit == "byte" else (MofNCompleteColumn(), TextColumn(f"{self._unit}s"))
+            columns = (self._what, BarColumn(), *counted, TimeRemainingColumn())
             self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
             self._task = self._bar.add_task("", total=self._total, completed=self._done)
@@ -122,15 +133,18 @@ class Progress:
             self._bar.stop()
 
     def advance(self, count: int) -> None:
-        """So many bytes more are done."""
+        """So many more are done."""
         with self._lock:
             self.show(self._done + count)
 
-    def show(self, done_bytes: int) -> None:
-        """So many bytes are done in all."""
-        self._done = done_bytes
+    def show(self, done: int) -> None:
+        """So many are done in all."""
+        self._done = done
         if self._bar is not None:
-            self._bar.update(self._task, completed=done_bytes)
+            self._bar.update(self._task, completed=done)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_EVERY_S
-            info(f"{self._what} {units.size(done_bytes)} of {units.size(self._total)}")
+            if self._unit == "byte":
+                info(f"{self._what} {units.size(done)} of {units.size(self._total)}")
+            else:
+                info(f"{self._what} {done:,} of {units.counted(self._total, self._unit)}")

@@ -11,9 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from llmtrain import completion, foreign
 from llmtrain.base import fetched
@@ -21,11 +19,13 @@ from llmtrain.config.load import command_words, parse, run_words
 from llmtrain.config.objective import DISTILL, SCORED
 from llmtrain.config.problems import stop
 from llmtrain.config.run import ModelConfig, ResolvedRun
+from llmtrain.dist.local_ranks import RankError, Ranks, ending_on_sigterm
 from llmtrain.errors import UserError
-from llmtrain.parity.compare import KINDS, Verdict, compare
 from llmtrain.parity.plan import Wanted, degrees_text, resolve_in, small_run, usual_ranks, wanted
-from llmtrain.parity.ranks import WORKER, RankError, Ranks, ending_on_sigterm
-from llmtrain.parity.trace import Trace
+
+if TYPE_CHECKING:  # torch is for those who compare: --help and a misspelt word are answered without it
+    from llmtrain.parity.compare import Verdict
+    from llmtrain.parity.trace import Trace
 
 DESCRIPTION = """\
 Train a small copy of the run's model under the run's own DeepSpeed JSON, on a few ranks of this machine, and compare
@@ -33,6 +33,8 @@ each step with plain PyTorch in one process. Needs no data, no weights and no GP
 1: it parts, and where is said; 2: a mistake in the run, or a form or model that is refused; 3: no answer, for a rank
 died or a program failed."""
 
+WORKER = "llmtrain.parity.worker"
+_TIMEOUT_S = 900.0
 SAME, PARTS, NO_ANSWER = 0, 1, 3
 """Exit codes."""
 _LAST_LINES = {
@@ -99,8 +101,11 @@ def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool
 
 def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int, cpu: bool, worker: str) -> int:
     """One world size: SAME, PARTS or NO_ANSWER. Start the ranks, make the references meanwhile, compare."""
+    import torch
+
     from llmtrain.parity.reference import nudged, orders, train_plainly
     from llmtrain.parity.ties import COUNT
+    from llmtrain.parity.trace import Trace
     from llmtrain.parity.worker import PLAN
 
     one = next(iter(plans.values()))
@@ -108,7 +113,7 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
     print(f"{one.degrees.world_size} ranks on {device.type} ({degrees_text(one.degrees)})", flush=True)
     (folder / PLAN).write_bytes(pickle.dumps((plans, steps)))
     try:
-        with Ranks(folder, one.degrees.world_size, cpu=cpu, module=worker) as ranks:
+        with Ranks(folder, one.degrees.world_size, cpu=cpu, module=worker, timeout_s=_TIMEOUT_S) as ranks:
             torch.set_num_threads(1)  # small matrices, and the ranks want the cores
             references = {
                 name: [
@@ -151,6 +156,7 @@ def _tell(
     clip_norm: float,
 ) -> int:
     """One comparison, printed: SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
+    from llmtrain.parity.compare import compare
     from llmtrain.parity.hints import hint
     from llmtrain.parity.ties import tie
 
@@ -184,6 +190,8 @@ def bluntness(name: str, verdict: Verdict) -> list[str]:
 
 def report(title: str, verdict: Verdict, likely: str = "") -> list[str]:
     """The lines of one comparison."""
+    from llmtrain.parity.compare import KINDS
+
     lines = [f"  {'PASS' if verdict.passed else 'FAIL'}  {title}"]
     for kind, worst in verdict.worst.items():
         where = f"step {worst.step}" + (f", {worst.name}" if worst.name else "")
@@ -242,6 +250,8 @@ def _whole_numbers(text: str) -> list[int]:
 def _on_cpu(wish: str, ranks: int) -> bool:
     if wish == "cpu":
         return True
+    import torch
+
     there = torch.cuda.device_count()
     if wish == "cuda" and there < ranks:
         rule = f"{ranks} ranks need a GPU each, and this machine has {there}"

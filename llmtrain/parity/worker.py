@@ -6,13 +6,9 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
-import os
 import pickle
 import sys
-import time
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,10 +19,10 @@ import torch.distributed as dist
 from llmtrain.config.objective import BY_TOKEN, SCORED
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import TrainLoader
+from llmtrain.dist.local_ranks import failure_told
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.errors import UserError
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.named import objective_of, with_reference
@@ -111,8 +107,7 @@ def main(argv: list[str]) -> int:
     """All trainings of the plan on this rank. What went wrong is left in FOLDER for the command to tell."""
     folder = Path(argv[0])
     warnings.filterwarnings("ignore", category=FutureWarning)
-    rank = int(os.environ["RANK"])
-    try:
+    with failure_told(folder):
         plans, steps = pickle.loads((folder / PLAN).read_bytes())  # the command wrote it, into a folder of its own
         ranks = join_process_group(120.0)
         for name, resolved in plans.items():
@@ -121,15 +116,7 @@ def main(argv: list[str]) -> int:
                 trace.save(str(folder / f"{name}.part"))
                 (folder / f"{name}.part").rename(folder / f"{name}.trace")
         dist.barrier(group=ranks.control)
-    except BaseException as error:
-        told = {"time": time.time(), "rank": rank, "text": traceback.format_exc(), "user": None}
-        if isinstance(error, UserError):
-            told["user"] = str(error)
-        (folder / f"error-{rank}.json").write_text(json.dumps(told))
-        os._exit(1)  # the others wait in a collective: no destructor may join them
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
     return 0
 
 

@@ -187,11 +187,11 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
     """As `distilled`, from a column that the teacher wrote in another form; and of which weights it is."""
     import torch.distributed as dist
 
+    from llmtrain.columns import of_teacher, write_teacher
     from llmtrain.data.packing import TrainData
     from llmtrain.models.spec import ModelSpec
     from llmtrain.models.teacher import teacher_model
     from llmtrain.objectives.named import objective_of
-    from llmtrain.reference import of_teacher, write_teacher
     from llmtrain.start import taught_by
     from tests.helpers.training import case_data, joined
 

@@ -31,9 +31,9 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
     """As a run does it, with its column where it has one; the last figures are of a validation."""
     import torch.distributed as dist
 
+    from llmtrain.columns import write_columns
     from llmtrain.objectives.named import objective_of, with_reference
     from llmtrain.objectives.objective import LooksAhead
-    from llmtrain.reference import write_columns
     from tests.helpers.training import joined
 
     ranks = joined()

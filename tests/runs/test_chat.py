@@ -226,6 +226,22 @@ def check_preferences(folder: Path, env: dict[str, str]) -> None:
     )
     column.unlink()
     assert "run `llmtrain reference RUN.yaml`" in refused(folder, env, "config", "check")
+    check_reference_of_a_pipeline(folder, env)
+
+
+def check_reference_of_a_pipeline(folder: Path, env: dict[str, str]) -> None:
+    """`llmtrain reference` starts the ranks that the JSON needs, and they write the column that one process wrote."""
+    numbers = {split: folder / f"data/pairs/reference-{split}.f32" for split in ("train", "validation")}
+    alone = {split: np.fromfile(path, "<f4") for split, path in numbers.items()}
+    json_file = {**json.loads((ROOT / "ds_configs/zero1_fp32.json").read_text()), "pipeline": {"stages": 2}}
+    (folder / "stages.json").write_text(json.dumps(json_file))
+    words = ["llmtrain", "reference", "--config", "dpo.yaml", "--deepspeed", "stages.json"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "runs/sft/export goes over the data, on 2 ranks" in done.stdout
+    for split, path in numbers.items():
+        found = np.fromfile(path, "<f4")
+        assert len(found) == len(alone[split]) > 0 and np.allclose(found, alone[split], rtol=1e-5, atol=1e-5)
 
 
 def refused(folder: Path, env: dict[str, str], *words: str, recipe: str = "dpo.yaml") -> str:

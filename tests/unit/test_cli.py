@@ -147,6 +147,22 @@ def test_every_command_takes_a_run_alike(
     assert "names the run's YAML, once" in capsys.readouterr().err
 
 
+def test_help_and_a_wrong_word_need_no_torch() -> None:
+    """`llmtrain reference --help` took 4.5 s, with a warning of DeepSpeed's."""
+    code = """
+import sys
+from llmtrain import cli
+for words in (["reference", "--help"], ["parity", "--help"], ["reference", "no.yaml"], ["parity", "no.yaml"]):
+    try:
+        cli.main(words)
+    except SystemExit:
+        pass
+    assert "torch" not in sys.modules, words
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "WARNING" not in done.stdout + done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "rule", "remedy"),
     [

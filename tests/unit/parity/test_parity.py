@@ -23,12 +23,11 @@ import torch
 
 from llmtrain.config.ds_json import read
 from llmtrain.config.run import DataConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
+from llmtrain.dist.local_ranks import RankError, Ranks
 from llmtrain.errors import UserError
-from llmtrain.parity import ranks as processes
 from llmtrain.parity.compare import KINDS, compare
 from llmtrain.parity.hints import hint
 from llmtrain.parity.plan import Wanted, small_run, small_tree, usual_ranks
-from llmtrain.parity.ranks import RankError, Ranks
 from llmtrain.parity.reference import PlainOptimizer, _rows, newton_schulz_dtype, orthogonalised, train_plainly
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
@@ -324,9 +323,9 @@ def test_what_no_rank_holds_is_not_taken_for_equal() -> None:
         assert hint(trace, references(FORM)[0], verdict, 0.0)
 
 
-def start(folder: Path, *how: Any) -> Ranks:
+def start(folder: Path, *how: Any, timeout_s: float | None = None) -> Ranks:
     (folder / "how.json").write_text(json.dumps(how))
-    return Ranks(folder, len(how), cpu=True, module="tests.helpers.failing_worker")
+    return Ranks(folder, len(how), cpu=True, module="tests.helpers.failing_worker", timeout_s=timeout_s)
 
 
 def alive(folder: Path) -> list[int]:
@@ -362,9 +361,11 @@ def test_a_killed_rank_is_named_with_its_last_words(tmp_path: Path) -> None:
     assert not alive(tmp_path)
 
 
-def test_ranks_that_do_not_end_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "TIMEOUT_S", 0.5)
-    with start(tmp_path, "ends", "waits") as ranks, pytest.raises(RankError, match=r"ranks \[1\] did not end"):
+def test_ranks_that_do_not_end_are_ended(tmp_path: Path) -> None:
+    with (
+        start(tmp_path, "ends", "waits", timeout_s=0.5) as ranks,
+        pytest.raises(RankError, match=r"ranks \[1\] did not end"),
+    ):
         ranks.wait()
     assert not alive(tmp_path)
 
@@ -381,7 +382,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path, by: signal.Signals) -> Non
     code = """
 from pathlib import Path
 import sys
-from llmtrain.parity.ranks import Ranks, ending_on_sigterm
+from llmtrain.dist.local_ranks import Ranks, ending_on_sigterm
 with ending_on_sigterm(), Ranks(Path(sys.argv[1]), 2, cpu=True, module="tests.helpers.failing_worker") as ranks:
     ranks.wait()
 """

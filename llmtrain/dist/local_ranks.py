@@ -1,4 +1,4 @@
-"""The ranks of a parity check: processes that cannot outlive the command, and the first that fails is heard."""
+"""Ranks that a command starts on this machine: they cannot outlive it, and the first that fails is heard."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import contextlib
 import ctypes
 import functools
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import UserError
-
-WORKER = "llmtrain.parity.worker"
-TIMEOUT_S = 900.0
 
 
 class RankError(Exception):
@@ -29,7 +28,21 @@ class RankError(Exception):
 class Ranks:
     """`world_size` processes that run `module FOLDER`, with a launcher's environment. A context: leaving kills them."""
 
-    def __init__(self, folder: Path, world_size: int, *, cpu: bool, module: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world_size: int,
+        *,
+        cpu: bool,
+        module: str,
+        shows: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`shows`: what rank 0 prints is the command's own; of all others it is kept for `wait`'s messages.
+
+        `timeout_s`: for all ranks to end, None for ever.
+        """
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._folder = folder
         self._world_size = world_size
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -50,8 +63,8 @@ class Ranks:
                             [sys.executable, "-m", module, str(folder)],
                             env=environment,
                             stdin=subprocess.DEVNULL,
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
+                            stdout=None if shows and not rank else log,
+                            stderr=None if shows and not rank else subprocess.STDOUT,
                             start_new_session=True,  # Ctrl-C comes to the command alone, and it ends them
                             preexec_fn=end_with_parent,
                         )
@@ -73,7 +86,7 @@ class Ranks:
             UserError: what a rank met is the user's to mend.
             RankError: with the first traceback.
         """
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + self._timeout_s
         while any(code is None for code in self._codes()):
             if any(self._codes()):
                 time.sleep(1.0)  # the one that was first to fail may still be writing why
@@ -81,7 +94,7 @@ class Ranks:
             if time.monotonic() > deadline:
                 waiting = [rank for rank, code in enumerate(self._codes()) if code is None]
                 self.close()
-                raise RankError(f"ranks {waiting} did not end within {TIMEOUT_S:.0f} s\n{self._tail(waiting[0])}")
+                raise RankError(f"ranks {waiting} did not end within {self._timeout_s:.0f} s\n{self._tail(waiting[0])}")
             time.sleep(0.05)
         if not any(self._codes()):
             return
@@ -114,6 +127,20 @@ class Ranks:
 
     def _tail(self, rank: int) -> str:
         return "\n".join(self._log(rank).read_text(errors="replace").splitlines()[-15:])
+
+
+@contextlib.contextmanager
+def failure_told(folder: Path) -> Iterator[None]:
+    """Around everything that a rank does: what goes wrong is left in the folder for the command, and the rank ends."""
+    try:
+        yield
+    except BaseException as error:
+        rank = int(os.environ["RANK"])
+        told = {"time": time.time(), "rank": rank, "text": traceback.format_exc(), "user": None}
+        if isinstance(error, UserError):
+            told["user"] = str(error)
+        (folder / f"error-{rank}.json").write_text(json.dumps(told))
+        os._exit(1)  # the others wait in a collective: no destructor may join them
 
 
 def _end_with_parent() -> Callable[[], Any] | None:
