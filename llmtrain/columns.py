@@ -45,7 +45,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, teacher_model
 from llmtrain.objectives.distill import Likeliest
 from llmtrain.objectives.online import LogProbs
-from llmtrain.start import start_engine, teacher_hash, write_weights
+from llmtrain.start import reference_checksums, start_engine, teacher_hash, write_weights
 from llmtrain.topology import Place
 
 _AT_ONCE = 64
@@ -205,7 +205,8 @@ def write_columns(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -> None:
     """The column of each of the run's data folders. All ranks call it together. Raises UserError on all of them."""
     run, mesh = resolved.run, mesh_of(resolved.degrees)
     engine = start_engine(resolved, spec, ranks, mesh)
-    weights = weights_hash(write_weights(engine, spec.initial_weights(run.train.seed, ranks.device), ranks))
+    checksums = write_weights(engine, spec.initial_weights(run.train.seed, ranks.device), ranks)
+    weights = weights_hash(reference_checksums(spec, checksums))
     batch = resolved.batch
     dealt = (batch.micro_batch, mesh.place.data, batch.data_parallel, ranks.device.type == "cuda")
     for folder in [run.data.path] if run.data.path else list(run.data.mixture or ()):

@@ -36,12 +36,22 @@ from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead
 from llmtrain.schedule import is_due, learning_rate_factor
 from llmtrain.session import Outer, Position, Requests, Session, Step
-from llmtrain.start import prove_loss, start_engine, taught_by, teacher_of, write_weights
+from llmtrain.start import (
+    base_of,
+    prove_loss,
+    reference_checksums,
+    source_checksums,
+    start_engine,
+    taught_by,
+    teacher_of,
+    write_weights,
+)
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 
 if TYPE_CHECKING:  # what it is handed
     from llmtrain.checkpoint.load import Resumed
+    from llmtrain.models.source import ParameterSource
     from llmtrain.saving import Saving
     from llmtrain.shares import Shares
     from llmtrain.tracking.tracker import Tracker
@@ -68,7 +78,8 @@ class Training:
             teacher = None if taught else teacher_of(self.run, resolved.precision, ranks, self.mesh)
             self.objective = objective_of(self.run.objective, teacher)
             self.references: list[str] | None = None
-            """Of which weights the log-probabilities are that the objective compares with, by set of the data."""
+            """Of which weights the log-probabilities are that the objective compares with: of a column by set of the
+            data; of a reference that is computed at each step, of those that train whole beside the adapter."""
             if wants_column(self.run.objective):
                 self.references = self.data.take_reference(resolved.precision)
             self.model_facts = spec.facts
@@ -83,7 +94,6 @@ class Training:
         self.teacher = taught_by(self.run, columns, ranks)
         """Of its weights, where the objective has a teacher."""
         self.engine = start_engine(resolved, spec, ranks, self.mesh)
-        self.objective = with_reference(self.objective, self.run.objective, self.engine.module)
         self.notes: list[str] = self.engine.module.notes
         self.position = Position()
         self.wandb_id = from_rank_0(ranks, new_run_id)
@@ -108,13 +118,14 @@ class Training:
         """Give the parameters their values: from a checkpoint, or from the model section. Returns lines to log."""
         from llmtrain.checkpoint.load import resume
 
+        source = self._reference_source()
         now = json.loads(json.dumps(self.trainer_state()))  # tuples become lists, as in the file
         with together(self.ranks):
             resumed = resume(self.engine, self.run, self.folder, self.checkpoints, now, self.ranks)
         if resumed is None:
-            source = self.spec.initial_weights(self.run.train.seed, self.ranks.device)
+            source = source or self.spec.initial_weights(self.run.train.seed, self.ranks.device)
             checksums = write_weights(self.engine, source, self.ranks)
-            self._check_reference(weights_hash(checksums))
+            self._check_reference(weights_hash(reference_checksums(self.spec, checksums)))
             self.frozen_source = frozen_source(source, self.spec.frozen, checksums)
             return self._frozen_lines()
         self.frozen_source = resumed.frozen.only(self.spec.frozen)
@@ -133,9 +144,22 @@ class Training:
                 self.saved_step = self.position.step
         return [*resumed.lines, *self._frozen_lines()]
 
+    def _reference_source(self) -> ParameterSource | None:
+        """The values that training starts from, where the reference is computed at each step: it reads them again, of
+        the modules that train whole, after a resume as well. All ranks call it; raises AgreedError."""
+        if self.run.objective.reference != "online":
+            return None
+        with together(self.ranks):
+            source = self.spec.initial_weights(self.run.train.seed, self.ranks.device)
+        base = base_of(self.engine, self.spec, source)
+        self.objective = with_reference(self.objective, self.run.objective, base)
+        if self.spec.saved:
+            self.references = [weights_hash(source_checksums(source, self.spec.saved, self.ranks))]
+        return source
+
     def _check_reference(self, weights: str) -> None:
         """Raises AgreedError when the objective compares with another model than the one that training starts from."""
-        if self.references is not None and set(self.references) != {weights}:
+        if wants_column(self.run.objective) and set(self.references or []) != {weights}:
             raise AgreedError(
                 f"objective.name {self.run.objective.name}: the log-probabilities of the reference in the data are of "
                 f"other weights than model.pretrained = {self.run.model.pretrained!r} has; {REMEDY}",

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from llmtrain.dist.control import AgreedError, from_all, together
 from llmtrain.dist.device import check_device
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
-from llmtrain.engine.api import Engine
+from llmtrain.engine.api import Engine, ForwardCopy
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
 from llmtrain.engine.weights import fill_parameters, prove_weights
@@ -32,6 +33,9 @@ from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.run.forms import build_model
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
+from llmtrain.tensors.checksum import checksum
+from llmtrain.tensors.region import Region
+from llmtrain.tensors.tensorfile import numel
 from llmtrain.topology import Mix
 
 if TYPE_CHECKING:
@@ -169,6 +173,46 @@ def pack_weights(engine: Engine, adapter: AdapterConfig, ranks: Ranks) -> list[s
 
     with together(ranks):
         return [quantize_maps(engine.module)]
+
+
+def reference_checksums(spec: ModelSpec, checksums: dict[str, int]) -> dict[str, int]:
+    """Of those of all first values, the ones that decide what the model computes: beside an adapter that begins anew,
+    whose B is 0, the model's own. `llmtrain reference` serves every rank, seed and set of targets then."""
+    if spec.adapter.start is not None:
+        return checksums
+    return {name: value for name, value in checksums.items() if name not in spec.adapter_shapes}
+
+
+def source_checksums(source: ParameterSource, names: Collection[str], ranks: Ranks) -> dict[str, int]:
+    """Of whole tensors. All ranks call it: each reads a part. Raises AgreedError."""
+    with together(ranks):
+        mine = {
+            name: checksum(source.read(name, 0, numel(source.shape(name))).reshape(-1))
+            for name in sorted(names)[ranks.rank :: ranks.world_size]
+        }
+    return {name: value for share in from_all(ranks, mine) for name, value in share.items()}
+
+
+def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which the engine's model is the one that its adapter began beside: without the adapter, and with the
+    first values of the modules that train whole. `source`: has those. All ranks enter it together."""
+    kept: dict[tuple[str, Region, bool], Tensor] = {}
+
+    def first(copy: ForwardCopy) -> Tensor:
+        key = (copy.name, copy.region, copy.partition)
+        if key not in kept:  # rounded as the forward pass has it: the first ratio is exactly 0
+            kept[key] = source.read_region(copy.name, copy.region).to(copy.values.device, copy.values.dtype)
+        return kept[key]
+
+    @contextlib.contextmanager
+    def base() -> Iterator[None]:
+        from llmtrain.models.adapter import without_adapter
+
+        whole = engine.reading_instead(spec.saved, first) if spec.saved else contextlib.nullcontext()
+        with without_adapter(engine.module), whole:
+            yield
+
+    return base
 
 
 def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: bool) -> None:

@@ -369,8 +369,8 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -
         "vocab_size": "The embedding has other rows. Use the same model and tokenizer",
         "data_fingerprint": "The data order would not continue. Use the same prepared data, sequence length, "
         f"mixture and data.seed, or {_PARAMETERS_ALONE}",
-        "reference": "The answers would be compared with another model than so far. Write the log-probabilities of the "
-        "one that the run began from again: llmtrain reference RUN.yaml",
+        "reference": "The answers would be compared with another model than so far. The one that the run "
+        "began from is wanted: the same model.pretrained, and for a column llmtrain reference RUN.yaml",
         "teacher": "The student would learn from other weights than so far. Use the same objective.teacher, or "
         f"{_PARAMETERS_ALONE}",
     }

@@ -7,7 +7,7 @@ replicas) goes through `state`, and calls `refresh` after writing parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -143,6 +143,15 @@ class Engine(Protocol):
 
     def copies(self) -> Iterator[ForwardCopy]:
         """What the forward pass reads on this rank."""
+        ...
+
+    def reading_instead(
+        self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]
+    ) -> AbstractContextManager[None]:
+        """In which the forward pass reads other values of these parameters; masters and moments stay as they are.
+
+        `values`: from a copy to what stands in its place, [region.numel]. All ranks call it together.
+        """
         ...
 
     def refresh(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
-
-from torch import nn
 
 from llmtrain.config.objective import DISTILL, SCORED, UNPAIRED
 from llmtrain.config.objective import NEXT_TOKEN as NEXT_TOKEN_NAME
@@ -33,10 +33,15 @@ def objective_of(config: ObjectiveConfig, teacher: Teacher | None = None) -> Obj
     return Kto(config) if config.name in UNPAIRED else Preference(config)
 
 
-def with_reference(objective: Objective, config: ObjectiveConfig, module: nn.Module) -> Objective:
-    """The objective as a run with this module minimises it: with a reference that is computed at each step."""
+def with_reference(
+    objective: Objective, config: ObjectiveConfig, base: Callable[[], AbstractContextManager[None]]
+) -> Objective:
+    """The objective as a run minimises it: with a reference that is computed at each step, where it wants that.
+
+    `base`: a context in which the model computes as it did when training started.
+    """
     if config.reference != "online":
         return objective
     from llmtrain.objectives.online import OnlineReference
 
-    return OnlineReference.of(objective, module)
+    return OnlineReference(objective, base)

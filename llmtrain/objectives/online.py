@@ -1,16 +1,14 @@
-"""The reference of an objective over answers, computed at each step: the model with its adapter switched off."""
+"""The reference of an objective over answers, computed at each step: the model without what its adapter has learnt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmtrain.data.loader import AnswerBatch, MicroBatch, UnpairedBatch
-from llmtrain.models.adapter import without_adapter
 from llmtrain.models.head import Head
 from llmtrain.objectives.answers import answers_in
 from llmtrain.objectives.objective import Evaluate, LooksAhead, Objective
@@ -49,11 +47,6 @@ class OnlineReference:
         self._objective, self._base = objective, base
         self._known: dict[tuple[int, ...], Tensor] = {}
         """By a micro-batch's samples: of its answers, fp32 [A]."""
-
-    @classmethod
-    def of(cls, objective: Objective, module: nn.Module) -> OnlineReference:
-        """The objective of a run with an adapter in this module."""
-        return cls(objective, partial(without_adapter, module))
 
     def look(self, micros: list[MicroBatch], evaluate: Evaluate) -> None:
         """The reference's log-probabilities; then what the objective itself wants to know."""

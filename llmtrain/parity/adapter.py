@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from fnmatch import fnmatchcase
 from typing import Any
@@ -47,13 +48,9 @@ class LowRank(nn.Module):
         self.lora_A, self.lora_B = nn.Module(), nn.Module()
         self.lora_A.weight = nn.Parameter(linear.weight.new_empty(r, inputs))
         self.lora_B.weight = nn.Parameter(linear.weight.new_empty(outputs, r))
-        self.off = False
-        """Whether it is the linear map alone."""
         self.lora_magnitude_vector = nn.Parameter(linear.weight.new_empty(outputs)) if dora else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.off:
-            return F.linear(x, self.weight, self.bias)
         a: Any = self.lora_A.weight
         b: Any = self.lora_B.weight
         if self.lora_magnitude_vector is None and not self._summed:
@@ -87,6 +84,23 @@ def pack_plainly(model: nn.Module, adapter: AdapterConfig) -> None:
     for module in model.modules():
         if adapter.quantize is not None and isinstance(module, LowRank):
             module.weight.data = in_four_bits(module.weight)
+
+
+def base_of(model: nn.Module, masters: dict[str, Tensor]) -> nn.Module:
+    """A copy without its adapter, with the values that training begins with, which nothing trains: the definition of a
+    reference that is computed at each step."""
+    base = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if name in masters:
+                parameter.copy_(masters[name])
+    for path, module in list(base.named_modules()):
+        if isinstance(module, LowRank):
+            parent, _, name = path.rpartition(".")
+            linear = nn.Linear(module.weight.shape[1], module.weight.shape[0], bias=False, device="meta")
+            linear.weight, linear.bias = module.weight, module.bias
+            setattr(base.get_submodule(parent), name, linear)
+    return base.requires_grad_(False)
 
 
 def frozen_beside(model: nn.Module, adapter: AdapterConfig) -> set[str]:

@@ -13,7 +13,6 @@ from llmtrain.config.objective import SCORED, UNPAIRED, options
 from llmtrain.config.run import ObjectiveConfig, RunConfig
 from llmtrain.data.packing import TrainData
 from llmtrain.data.windows import IGNORED, Window
-from llmtrain.parity.adapter import LowRank
 from llmtrain.parity.tokens import SEED
 
 _MOST = 4
@@ -30,8 +29,6 @@ class Answers(TrainData):
         self.sequence_length, self.vocab_size = config.data.sequence_length, vocab_size
         self.mask_document_starts, self.isolate_documents = False, True
         self.separator_id = vocab_size - 1
-        self.online = config.objective.reference == "online"
-        """Whether the reference is the model without its adapter, in place of the rows' own."""
         self._unpaired = config.objective.name in UNPAIRED
 
     def rows(self, index: int, *, mismatched: bool = False) -> list[tuple[np.ndarray, int, float, bool]]:
@@ -76,15 +73,20 @@ class Answers(TrainData):
         )
 
 
-def plain_loss(model: Any, config: ObjectiveConfig, answers: Answers, windows: list[int], z: float) -> Tensor:
-    """Summed over the pairs, or answers, of some windows. Each row goes through the model alone."""
+def plain_loss(
+    model: Any, config: ObjectiveConfig, answers: Answers, windows: list[int], z: float, base: Any = None
+) -> Tensor:
+    """Summed over the pairs, or answers, of some windows. Each row goes through the model alone.
+
+    `base`: the model that training started from, where it is the reference.
+    """
     o = options(config)
     if config.name in SCORED:
         rows = [torch.from_numpy(ids) for window in windows for ids, _, _, _ in answers.rows(window)]
         each = [model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, 0].float() for ids in rows]
         rw, rl = torch.stack(each).view(-1, 2).T  # transformers reads the last token where a row comes alone
         return (torch.log1p((rl - rw).exp()) + o["centering"] * (rw + rl) ** 2).sum()
-    s, d, n, desired = _scored(model, answers, windows)
+    s, d, n, desired = _scored(model, answers, windows, base)
     beta = o["beta"]
     if config.name in UNPAIRED:
         wanted = o["desirable_weight"] * (1 - torch.sigmoid(beta * (d - z)))
@@ -103,10 +105,10 @@ def plain_loss(model: Any, config: ObjectiveConfig, answers: Answers, windows: l
     return losses[config.name]().sum()
 
 
-def divergence(model: Any, answers: Answers, windows: list[int]) -> float:
+def divergence(model: Any, answers: Answers, windows: list[int], base: Any = None) -> float:
     """kto's z of a global batch."""
     with torch.no_grad():
-        return max(0.0, float(_scored(model, answers, windows, mismatched=True)[1].mean()))
+        return max(0.0, float(_scored(model, answers, windows, base, mismatched=True)[1].mean()))
 
 
 def _log_prob(model: Any, tokens: Tensor, begin: int) -> Tensor:
@@ -116,7 +118,7 @@ def _log_prob(model: Any, tokens: Tensor, begin: int) -> Tensor:
 
 
 def _scored(
-    model: Any, answers: Answers, windows: list[int], *, mismatched: bool = False
+    model: Any, answers: Answers, windows: list[int], base: Any, *, mismatched: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(log-probability, the same less the reference's, counted tokens, desired) of every row."""
     found = []
@@ -124,14 +126,9 @@ def _scored(
         for ids, begin, reference, desired in answers.rows(window, mismatched=mismatched):
             tokens = torch.from_numpy(ids).to(model.device)
             s, r = _log_prob(model, tokens, begin), float(np.float32(reference))
-            if answers.online:
-                adapted = [module for module in model.modules() if isinstance(module, LowRank)]
-                for module in adapted:
-                    module.off = True
+            if base is not None:
                 with torch.no_grad():
-                    r = float(_log_prob(model, tokens, begin))
-                for module in adapted:
-                    module.off = False
+                    r = float(_log_prob(base, tokens, begin))
             found.append((s, s - r, s.new_tensor(len(ids) - begin), desired))
     s, d, n = (torch.stack(column) for column in list(zip(*found, strict=True))[:3])
     return s, d, n, torch.tensor([row[3] for row in found], device=s.device)

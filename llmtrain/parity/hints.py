@@ -49,7 +49,7 @@ def hint(got: Trace, want: Trace, verdict: Verdict, clip_norm: float) -> str:
         return f"few parameters drift from step {step} on: {_common(wrong)}"
     return (
         f"the first {step - 1} step(s) agree: what begins later (dropout, schedule, state that is not reset, rows of "
-        "another step), or rounding that grows"
+        "another step, a reference that trains), or rounding that grows"
     )
 
 

@@ -26,7 +26,7 @@ from llmtrain.models.build import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optimizers import OPTIMIZERS
-from llmtrain.parity.adapter import adapt_plainly, frozen_beside, loud_source, pack_plainly
+from llmtrain.parity.adapter import adapt_plainly, base_of, frozen_beside, loud_source, pack_plainly
 from llmtrain.parity.answers import Answers, divergence, plain_loss
 from llmtrain.parity.teacher import PlainTeacher
 from llmtrain.parity.tokens import Tokens
@@ -102,8 +102,10 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
     for name, tensor in frozen.items():  # the family's own in fp32, as transformers keeps a router's bias
         tensor.data = _value(source, name).to(device, DTYPES[resolved.precision] if name in chosen else torch.float32)
     pack_plainly(model, run.adapter)
-    if order.halves:
-        _halve_products(model)
+    base = base_of(model, masters) if run.objective.reference == "online" else None
+    for each in (model, *([base] if base is not None else [])):
+        if order.halves:
+            _halve_products(each)
     optimizer = PlainOptimizer(
         model, masters, optim, newton_schulz_dtype(optim.name, resolved.precision), bf16=resolved.mix.bf16_moments
     )
@@ -116,7 +118,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
         _copy(masters, model, order.nudge and order.nudge * 1_000_003 + step)
         if isinstance(tokens, Answers):
             rows = list(range(step * resolved.batch.global_batch, (step + 1) * resolved.batch.global_batch))
-            loss = _of_answers(model, run.objective, tokens, rows, order)
+            loss = _of_answers(model, run.objective, tokens, rows, order, base)
         else:
             loss = _forward_backward(model, tokens, resolved.batch, step, order, device, teacher)
         norm = optimizer.step(rate_of_step(run.schedule, step + 1, resolved.max_steps or steps))
@@ -218,16 +220,18 @@ def _forward_backward(
     return total / counted
 
 
-def _of_answers(model: Any, config: ObjectiveConfig, answers: Answers, rows: list[int], order: Order) -> float:
+def _of_answers(
+    model: Any, config: ObjectiveConfig, answers: Answers, rows: list[int], order: Order, base: Any
+) -> float:
     """Gradients of the mean over all pairs, or answers, of the rows of a global batch; returns that mean."""
     if order.reverse:
         rows.reverse()
     unpaired = config.name in UNPAIRED
-    z = divergence(model, answers, rows) if unpaired else 0.0
+    z = divergence(model, answers, rows, base) if unpaired else 0.0
     all_answers = sum(len(answers.rows(row)) for row in rows)
     counted, total, each = all_answers if unpaired else all_answers // 2, 0.0, len(rows) // order.pieces
     for first in range(0, len(rows), each):
-        loss = plain_loss(model, config, answers, rows[first : first + each], z) / counted
+        loss = plain_loss(model, config, answers, rows[first : first + each], z, base) / counted
         loss.backward()
         total += loss.item()
     return total

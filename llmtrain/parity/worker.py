@@ -33,7 +33,7 @@ from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Session
-from llmtrain.start import pack_weights, prove_loss, start_engine, teacher_of, write_weights
+from llmtrain.start import base_of, pack_weights, prove_loss, start_engine, teacher_of, write_weights
 
 PLAN = "plan.pickle"
 
@@ -55,7 +55,8 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
     rate = functools.partial(learning_rate_factor, run.schedule, max_steps=resolved.max_steps)
     teacher = teacher_of(run, resolved.precision, ranks, mesh)
-    objective = with_reference(objective_of(run.objective, teacher), run.objective, engine.module)
+    base = base_of(engine, spec, loud_source(spec, run.train.seed))
+    objective = with_reference(objective_of(run.objective, teacher), run.objective, base)
     session = Session(engine, ranks, resolved.degrees, rate, seed=run.train.seed, objective=objective)
     with TrainLoader(
         tokens,

@@ -328,6 +328,7 @@ def adapter_of_a_rank() -> Context:
 
 
 _LORA = '{"r": 4, "alpha": 8.0}'
+_SAVED = '{"r": 4, "alpha": 8.0, "modules_to_save": ["lm_head", "*norm"]}'
 _COLUMN = {"zero": 2, "objective": "distill", "top_k": 7}
 
 
@@ -422,10 +423,17 @@ def frozen_score() -> Iterator[None]:
 @contextlib.contextmanager
 def reference_with_adapter() -> Iterator[None]:
     """The adapter stays on while the reference is computed."""
-    from llmtrain.objectives import online
+    from llmtrain.models import adapter
 
-    with patch.object(online, "without_adapter", contextlib.nullcontext):
+    with patch.object(adapter, "without_adapter", contextlib.nullcontext):
         yield
+
+
+def reference_with_trained_modules() -> Context:
+    """Modules that train whole beside an adapter are in the reference as they are now."""
+    from llmtrain.engine.deepspeed.state import State
+
+    return patch.object(State, "reading_instead", lambda *_: contextlib.nullcontext())  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -505,6 +513,11 @@ FAULTS: dict[str, Fault] = {
         reference_with_adapter,
         {"zero": 3, "adapter": _LORA, "objective": "dpo", "reference": "online"},
         "forward pass",
+    ),
+    "reference_with_trained_modules": Fault(
+        reference_with_trained_modules,
+        {"zero": 2, "adapter": _SAVED, "objective": "dpo", "reference": "online"},
+        "a reference that trains",
     ),
     "score_of_next_token": Fault(score_of_next_token, {"zero": 2, "objective": "reward"}, "forward pass"),
     "rewards_per_micro_batch": Fault(

@@ -12,7 +12,7 @@ from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.loader import validation_batches
 from llmtrain.data.packing import TrainData
 from llmtrain.models.spec import ModelSpec
-from tests.helpers.answers import Figures, answers_case, as_in_a_trace, session_figures
+from tests.helpers.answers import SMALL, Figures, answers_case, as_in_a_trace, session_figures
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
 from tests.helpers.training import (
     Case,
@@ -25,6 +25,9 @@ from tests.helpers.training import (
 )
 
 ADAPTER = {"r": 4, "alpha": 8.0, "targets": ["all-linear"]}
+SAVED = {**ADAPTER, "modules_to_save": ["lm_head", "model.embed_tokens", "*norm"]}
+"""Of modules that train whole the reference has the first values."""
+TIED = {**SMALL, "tie_word_embeddings": True}
 
 
 def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
@@ -34,6 +37,7 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
     from llmtrain.columns import write_columns
     from llmtrain.objectives.named import objective_of, with_reference
     from llmtrain.objectives.objective import LooksAhead
+    from llmtrain.start import base_of
     from tests.helpers.training import joined
 
     ranks = joined()
@@ -44,7 +48,9 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
         data.take_reference(resolved.precision)
     engine, ranks = make_engine(case)
     batch, rank = resolved.batch, engine.mesh.place.data
-    objective = with_reference(objective_of(config), config, engine.module)
+    spec = ModelSpec.of(resolved.run.model, resolved.run.adapter)
+    base = base_of(engine, spec, spec.initial_weights(0, ranks.device))
+    objective = with_reference(objective_of(config), config, base)
     figures = session_figures(case, engine, ranks, objective, data)
     last = list(validation_batches(data, sequences=3, micro_batch=2, rank=rank, data_parallel=batch.data_parallel))
     if isinstance(objective, LooksAhead):
@@ -64,15 +70,23 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
         pytest.param("kto", {"stage": 2, "accumulation": 3}, marks=pytest.mark.slow),
         pytest.param("ipo", {"stage": 0, "precision": "bf16"}, marks=pytest.mark.slow),
         pytest.param("dpo", {"stage": 1, "tensor": 2}, marks=pytest.mark.slow),
+        ("dpo", {"stage": 3, "adapter": SAVED, "extra": {"activation_checkpointing": {}}}),
+        ("dpo", {"stage": 1, "adapter": SAVED, "pipeline": 2, "accumulation": 3, "model": TIED}),
+        pytest.param("kto", {"stage": 2, "adapter": SAVED, "precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param("dpo", {"stage": 1, "adapter": SAVED, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("dpo", {"stage": 3, "adapter": SAVED, "offload": "all"}, marks=pytest.mark.slow),
+        pytest.param("dpo", {"stage": 0, "adapter": SAVED}, marks=pytest.mark.slow),
     ],
     ids=lambda value: (
-        value if isinstance(value, str) else "-".join(f"{k}{v}" for k, v in value.items() if k != "extra")
+        value
+        if isinstance(value, str)
+        else "-".join(k if isinstance(v, dict) else f"{k}{v}" for k, v in value.items() if k != "extra")
     ),
 )
 def test_the_base_of_an_adapter_is_the_reference(pools: Any, tmp_path: Any, name: str, form: dict[str, Any]) -> None:
     """The first ratio is exactly 0; all that follows is that of the column, within 1e-6."""
     folder = prepared_unpaired(tmp_path) if name == "kto" else prepared_preferences(tmp_path)
-    case = answers_case(folder, adapter=ADAPTER, lr=5e-3, **form)
+    case = answers_case(folder, **{"adapter": ADAPTER, "lr": 5e-3, **form})
     column = ObjectiveConfig(name=name)  # type: ignore[arg-type]
     want, _ = pools(2).run(trained, case, column)[0]
     for got, figures in pools(2).run(trained, case, replace(column, reference="online")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -291,6 +291,12 @@ class ZeroEngine:
     def copies(self) -> Iterator[ForwardCopy]:
         """What the forward pass reads on this rank."""
         return self._state.copies()
+
+    def reading_instead(
+        self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]
+    ) -> AbstractContextManager[None]:
+        """In which the forward pass reads other values of these parameters."""
+        return self._state.reading_instead(names, values)
 
     def refresh(self) -> None:
         """Make what the forward pass reads equal to the masters."""

@@ -9,8 +9,8 @@ not train (models/frozen.py) has its values in the module alone, and the forward
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,6 +142,30 @@ class State(ABC):
         """What the forward pass reads on this rank."""
         for held in self.local_parameters():
             yield self.copy(held)
+
+    @contextmanager
+    def reading_instead(self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]) -> Iterator[None]:
+        """In which the forward pass reads other values of these parameters.
+
+        Not put back after an error: gathering is a collective, and the others may be elsewhere.
+        """
+        self.part()
+        here = [copy for copy in self.copies() if copy.name in names]
+        trained = [copy.values.clone() for copy in here]
+        for copy in here:
+            copy.values.copy_(values(copy))
+        self.gather()
+        yield
+        self.part()
+        for copy, own in zip(here, trained, strict=True):
+            copy.values.copy_(own)
+        self.gather()
+
+    def part(self) -> None:  # noqa: B027  # nothing to do where nothing is gathered
+        """Before `copies` are written: let go of what the forward pass has gathered of them."""
+
+    def gather(self) -> None:  # noqa: B027
+        """After they were written: gather what is to be there between the steps."""
 
     def copy(self, held: LocalParameter) -> ForwardCopy:
         """A parameter as the forward pass reads it, whole."""

@@ -44,13 +44,20 @@ class Zero3State(State):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        optimizer = self.optimizer
-        optimizer._partition_all_parameters()  # what is gathered now would be taken for up to date below
-        for index in range(len(optimizer.fp32_partitioned_groups_flat)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        # Small parameters stay gathered between steps: the partitions alone would leave them as they were.
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        self.part()
+        for index in range(len(self.optimizer.fp32_partitioned_groups_flat)):
+            self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        self.gather()
+
+    def part(self) -> None:
+        """What is gathered would be taken for up to date."""
+        self.optimizer._partition_all_parameters()
+
+    def gather(self) -> None:
+        """Small parameters stay gathered between steps: the partitions alone would leave them as they were."""
+        persistent = self.optimizer.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
 
     def copies(self) -> Iterator[ForwardCopy]:
         for held in self.local_parameters():
