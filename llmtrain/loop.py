@@ -8,7 +8,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +33,13 @@ from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.named import objective_of, with_reference
 from llmtrain.objectives.next_token import NEXT_TOKEN
-from llmtrain.objectives.objective import LooksAhead
+from llmtrain.objectives.objective import LooksAhead, Objective
 from llmtrain.schedule import is_due, learning_rate_factor
 from llmtrain.session import Outer, Position, Requests, Session, Step
 from llmtrain.start import (
     base_of,
     prove_loss,
+    prove_start,
     reference_checksums,
     source_checksums,
     start_engine,
@@ -101,6 +102,9 @@ class Training:
         self.skipped_in_a_row = 0
         self.saved_step: int | None = None
         self.began_from: dict[str, Any] | None = None  # the checkpoint of another run, see checkpoint/load.py
+        self._base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.began_with: str | None = None
+        """Of the first values, where this launch has given the parameters theirs."""
         self.frozen_source = NOWHERE
         self.resumed: Resumed | None = None
         """What the run goes on from, if with all of its state."""
@@ -113,6 +117,9 @@ class Training:
         """Prove on a few tokens that our loss is the one of the model's own logits. Raises AgreedError."""
         row = torch.from_numpy(self.data.sequence(0)[0])
         prove_loss(self.engine, row, self.ranks, isolate_documents=self.run.data.isolate_documents)
+        if self.began_with is not None and (self.objective is not NEXT_TOKEN or self.run.adapter.r is not None):
+            prove_start(self.engine, self.resolved, self.objective, self._with_reference, self.data, self.mesh.place,
+                        self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
 
     def resume_or_start(self) -> list[str]:
         """Give the parameters their values: from a checkpoint, or from the model section. Returns lines to log."""
@@ -125,7 +132,8 @@ class Training:
         if resumed is None:
             source = source or self.spec.initial_weights(self.run.train.seed, self.ranks.device)
             checksums = write_weights(self.engine, source, self.ranks)
-            self._check_reference(weights_hash(reference_checksums(self.spec, checksums)))
+            self.began_with = weights_hash(reference_checksums(self.spec, checksums))
+            self._check_reference(self.began_with)
             self.frozen_source = frozen_source(source, self.spec.frozen, checksums)
             return self._frozen_lines()
         self.frozen_source = resumed.frozen.only(self.spec.frozen)
@@ -151,11 +159,14 @@ class Training:
             return None
         with together(self.ranks):
             source = self.spec.initial_weights(self.run.train.seed, self.ranks.device)
-        base = base_of(self.engine, self.spec, source)
-        self.objective = with_reference(self.objective, self.run.objective, base)
+        self._base = base_of(self.engine, self.spec, source)
+        self.objective = self._with_reference(self.objective)
         if self.spec.saved:
             self.references = [weights_hash(source_checksums(source, self.spec.saved, self.ranks))]
         return source
+
+    def _with_reference(self, objective: Objective) -> Objective:
+        return with_reference(objective, self.run.objective, self._base)
 
     def _check_reference(self, weights: str) -> None:
         """Raises AgreedError when the objective compares with another model than the one that training starts from."""

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from llmtrain.config.objective import BY_TOKEN
 from llmtrain.config.run import AdapterConfig, ResolvedRun, RunConfig
+from llmtrain.data.loader import TrainData, batches_of
 from llmtrain.data.reference import REMEDY, weights_hash
 from llmtrain.dist.control import AgreedError, from_all, together
 from llmtrain.dist.device import check_device
@@ -33,10 +35,11 @@ from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.run.forms import build_model
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.objective import Objective
 from llmtrain.tensors.checksum import checksum
 from llmtrain.tensors.region import Region
 from llmtrain.tensors.tensorfile import numel
-from llmtrain.topology import Mix
+from llmtrain.topology import Mix, Place
 
 if TYPE_CHECKING:
     from llmtrain.models.teacher import Teacher
@@ -228,6 +231,43 @@ def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: 
         engine.check_head(few)
         if isolate_documents:
             engine.check_isolation(few[:, : few.shape[1] // 2 * 2])
+
+
+def prove_start(
+    engine: Engine,
+    resolved: ResolvedRun,
+    objective: Objective,
+    reference: Callable[[Objective], Objective],
+    data: TrainData,
+    place: Place,
+    ranks: Ranks,
+    *,
+    own_teacher: bool,
+) -> None:
+    """Prove with the first values, on a few sequences of the data, what is known without training: see
+    objectives/identities.py. For a run that begins anew; all ranks call it together.
+
+    Args:
+        objective: as the run minimises it.
+        reference: from an objective to one with the run's reference.
+        own_teacher: the run's teacher has the weights that training starts from.
+
+    Raises: AgreedError, on all ranks.
+    """
+    from llmtrain.objectives.identities import Known, twice  # most runs have none of these objectives
+
+    run, batch = resolved.run, resolved.batch
+    dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")
+    few, one = batch.micro_batch, 1
+    over_answers = run.objective.name not in BY_TOKEN
+    with together(ranks):  # a damaged shard is met by one rank
+        first = list(batches_of(data.window_at, few * batch.data_parallel, few, *dealt))
+        alike = list(batches_of(lambda _: twice(data.window_at(0)), batch.data_parallel, one, *dealt)) \
+            if over_answers else []  # fmt: skip
+    known = Known(run, resolved.precision, engine.evaluate, objective, reference, first, alike, own_teacher)
+    with compiler.uncompiled():
+        for error in known.broken(engine.module):  # of numbers that all ranks have
+            raise AgreedError(str(error), error.exit_code)
 
 
 @contextlib.contextmanager

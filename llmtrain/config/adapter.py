@@ -9,7 +9,10 @@ from llmtrain.topology import Degrees
 
 
 def check_adapter(run: RunConfig, places: Places, problems: Problems) -> None:
-    """Of the model itself nothing trains beside an adapter, and an adapter has a rank."""
+    """Of the model itself nothing trains beside an adapter, and an adapter has a rank; what freezes goes together."""
+    if run.model.freeze and run.model.train_only:
+        problems.add("model.train_only", run.model.train_only, "says the opposite of model.freeze, which is given, too",
+                     "keep one of them", places.get("model.train_only"))  # fmt: skip
     if run.adapter.r is None:
         if run.adapter != AdapterConfig():
             rule = "other keys of the section are given, and without a rank there is no adapter"

@@ -141,9 +141,6 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.model.vocabulary is not None and run.model.config is not None:
         problems.add("model.vocabulary", run.model.vocabulary, "is for the weights of a folder (model.pretrained)",
                      "write model.config.vocab_size", places.get("model.vocabulary"))  # fmt: skip
-    if run.model.freeze and run.model.train_only:
-        problems.add("model.train_only", run.model.train_only, "says the opposite of model.freeze, which is given, too",
-                     "keep one of them", places.get("model.train_only"))  # fmt: skip
     check_revision("model.revision", run.model.revision, "model.pretrained", run.model.pretrained, places, problems)
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",

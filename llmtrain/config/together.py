@@ -1,11 +1,14 @@
-"""Which objectives and adapters go with which form: the resolver asks it, and docs/posttraining.md has its answers."""
+"""Which objectives and adapters go with which form, and which options of a run's model with each other: the resolver
+asks it, and docs/posttraining.md has its answers."""
 
 from __future__ import annotations
 
-from llmtrain.config.adapter import check_adapter_form
-from llmtrain.config.objective import NEXT_TOKEN, OBJECTIVES
+from typing import Any
+
+from llmtrain.config.adapter import check_adapter, check_adapter_form
+from llmtrain.config.objective import NEXT_TOKEN, OBJECTIVES, check_objective
 from llmtrain.config.problems import Problems
-from llmtrain.config.run import AdapterConfig, RunConfig
+from llmtrain.config.run import AdapterConfig, ModelConfig, ObjectiveConfig, RunConfig
 from llmtrain.topology import Degrees, Mix, clashes
 
 FORMS: dict[str, Mix] = {
@@ -25,6 +28,55 @@ ADAPTERS: dict[str, AdapterConfig] = {
     "`adapter.dropout`": AdapterConfig(r=8, dropout=0.1),
     "`adapter.quantize`": AdapterConfig(r=8, quantize="nf4"),
 }
+
+_LORA = {"adapter": {"r": 4}}
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "`adapter.r`": _LORA,
+    "`rslora`": {"adapter": {"r": 4, "rslora": True}},
+    "`dora`": {"adapter": {"r": 4, "dora": True}},
+    "`dropout`": {"adapter": {"r": 4, "dropout": 0.1}},
+    "`quantize`": {"adapter": {"r": 4, "quantize": "nf4"}},
+    "`start`": {"adapter": {"r": 4, "start": "FOLDER"}},
+    "`modules_to_save`": {"adapter": {"r": 4, "modules_to_save": ["lm_head", "model.embed_tokens"]}},
+    "a column": {"objective": {"name": "dpo", "reference": "column"}},
+    "`online`": {**_LORA, "objective": {"name": "dpo", "reference": "online"}},
+    "`teacher`": {"objective": {"name": "distill", "teacher": "FOLDER"}},
+    "`top_k`": {"objective": {"name": "distill", "top_k": 7}},
+    "`reward`": {"objective": {"name": "reward"}},
+    "`freeze`": {"model": {"freeze": ["*.mlp.*"]}},
+    "`train_only`": {"model": {"train_only": ["model.embed_tokens.weight", "[!m]*"]}},
+    "`vocabulary`": {"model": {"vocabulary": 600}},
+}
+"""Each option of adapters, references, freezing and growth, as a section of the YAML would have it."""
+
+
+def pair(one: str, other: str) -> dict[str, dict[str, Any]] | None:
+    """The sections of a run with both of OPTIONS; None: a run has one of the two. New rows of a vocabulary train beside
+    an adapter where the modules that hold them do."""
+    merged: dict[str, dict[str, Any]] = {}
+    for option in (one, other):
+        for section, fields in OPTIONS[option].items():
+            held = merged.setdefault(section, {})
+            if any(held.get(key, value) != value for key, value in fields.items()):
+                return None
+            held.update(fields)
+    if "adapter" in merged and "vocabulary" in merged.get("model", {}):
+        merged["adapter"] |= OPTIONS["`modules_to_save`"]["adapter"]
+    return merged
+
+
+def against(sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """(rule, remedy) of what the resolver has against these sections, whatever the form; empty: they go together."""
+    problems = _Kept()
+    run = RunConfig(
+        deepspeed="the JSON",
+        model=ModelConfig(pretrained="FOLDER", **sections.get("model", {})),
+        adapter=AdapterConfig(**sections.get("adapter", {})),
+        objective=ObjectiveConfig(**sections.get("objective", {})),
+    )
+    check_adapter(run, {}, problems)
+    check_objective(run, {}, problems)
+    return problems.told
 
 
 class _Kept(Problems):
@@ -56,7 +108,21 @@ def markdown() -> str:
         lines.append(f"| {row} | {' | '.join(_cell(refusals(adapter, form), notes) for form in FORMS.values())} |")
     lines.append("")
     lines += [f"{number}. {rule}. Remedy: {remedy}." for number, (rule, remedy) in enumerate(notes, 1)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_pairs()]) + "\n"
+
+
+def _pairs() -> list[str]:
+    """The table of two options."""
+    names = list(OPTIONS)
+    lines = [f"| | {' | '.join(names[1:])} |", "|---" * len(names) + "|"]
+    notes: list[tuple[str, str]] = []
+    for row, one in enumerate(names[:-1]):
+        cells = []
+        for column, other in enumerate(names[1:], 1):
+            both = pair(one, other) if column > row else None
+            cells.append("" if column <= row else "-" if both is None else _cell(against(both), notes))
+        lines.append(f"| {one} | {' | '.join(cells)} |")
+    return [*lines, "", *(f"{number}. {rule}. Remedy: {remedy}." for number, (rule, remedy) in enumerate(notes, 1))]
 
 
 def _cell(against: list[tuple[str, str]], notes: list[tuple[str, str]]) -> str:

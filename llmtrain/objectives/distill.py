@@ -33,9 +33,9 @@ class Distill:
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         """[4]."""
-        return head.distilled_sums(hidden, micro.labels, self._says(head, micro), self._terms)
+        return head.distilled_sums(hidden, micro.labels, self._says(head, hidden, micro), self._terms)
 
-    def _says(self, head: Head, micro: MicroBatch) -> TeacherSays:
+    def _says(self, head: Head, hidden: Tensor, micro: MicroBatch) -> TeacherSays:
         if isinstance(micro, TaughtBatch):
             words, logs = (head.own(each).flatten(0, 1) for each in (micro.words, micro.logs))
             return TopWords(words=words, logs=logs).of

@@ -87,7 +87,7 @@ def targets_here(fields: dict[str, Any], adapter: AdapterConfig) -> AdapterConfi
             f"adapter.targets = {adapter.targets}: none of them matches a module of the small copy. Give the check "
             f"targets of its own: --adapter.targets '[\"{ALL}\"]'."
         )
-    return replace(adapter, targets=found, modules_to_save=whole, start=None)
+    return replace(adapter, targets=found, modules_to_save=whole, start=None, dropout=0.0)
 
 
 def _spec(fields: dict[str, Any]) -> ModelSpec:

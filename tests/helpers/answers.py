@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,20 @@ def session_figures(
     return figures
 
 
+def prove_first(
+    case: Case, engine: ZeroEngine, ranks: Ranks, config: ObjectiveConfig, data: TrainData, base: Any = None
+) -> None:
+    """What a run proves of its first values. `base`: of a reference that is computed at each step."""
+    from llmtrain.objectives.named import objective_of, with_reference
+    from llmtrain.start import prove_start
+
+    resolved = resolved_run(case, ranks.world_size)
+    resolved = replace(resolved, run=replace(resolved.run, objective=config))
+    wrap = functools.partial(with_reference, config=config, base=base)
+    objective = wrap(objective_of(config))
+    prove_start(engine, resolved, objective, wrap, data, engine.mesh.place, ranks, own_teacher=False)
+
+
 def spoil(engine: ZeroEngine) -> None:
     """Other weights than any run has, so that a checkpoint has to bring them."""
     with torch.no_grad():
@@ -118,6 +132,8 @@ def trained_answers(
                      "model_config": engine.module.config.to_dict(), "run": asdict(resolved.run)}  # fmt: skip
             save_checkpoint(engine, Path(folder), 2, state, resolved, ranks)
 
+    if not folder:
+        prove_first(case, engine, ranks, config, data)
     figures = session_figures(case, engine, ranks, objective_of(config), data, first=2 if resumes else 0, before=save)
     trace = as_in_a_trace(figures, assembled(engine, ranks))
     engine.close()

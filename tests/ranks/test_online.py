@@ -12,7 +12,7 @@ from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.loader import validation_batches
 from llmtrain.data.packing import TrainData
 from llmtrain.models.spec import ModelSpec
-from tests.helpers.answers import SMALL, Figures, answers_case, as_in_a_trace, session_figures
+from tests.helpers.answers import SMALL, Figures, answers_case, as_in_a_trace, prove_first, session_figures
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
 from tests.helpers.training import (
     Case,
@@ -51,6 +51,7 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
     spec = ModelSpec.of(resolved.run.model, resolved.run.adapter)
     base = base_of(engine, spec, spec.initial_weights(0, ranks.device))
     objective = with_reference(objective_of(config), config, base)
+    prove_first(case, engine, ranks, config, data, base)
     figures = session_figures(case, engine, ranks, objective, data)
     last = list(validation_batches(data, sequences=3, micro_batch=2, rank=rank, data_parallel=batch.data_parallel))
     if isinstance(objective, LooksAhead):

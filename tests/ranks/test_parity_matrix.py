@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
 
 from llmtrain.config.objective import OBJECTIVES
+from llmtrain.config.together import OPTIONS, against, pair
 from llmtrain.errors import UserError
 from llmtrain.parity.command import report
 from tests.helpers.families import EXPERTS, FAMILIES, FROZEN, VARIANTS
@@ -71,12 +73,40 @@ TELLING = [
     replace(FORMS["tp2"], objective="distill", precision="bf16", steps=8),
     Form(zero=2, adapter=PACKED, steps=6),
 ]
+
+
+def form_of(sections: dict[str, dict[str, Any]]) -> Form:
+    """Of a pair of options, with what a small copy has of it."""
+    objective, model = sections.get("objective", {}), sections.get("model", {})
+    adapter = {key: value for key, value in sections.get("adapter", {}).items() if key not in ("start", "dropout")}
+    return Form(
+        zero=2,
+        adapter=json.dumps(adapter),
+        objective=objective.get("name", "next_token"),
+        reference=objective.get("reference", "column"),
+        top_k=objective.get("top_k"),
+        freeze=tuple(model.get("freeze", ())),
+        train_only=tuple(model.get("train_only", ())),
+        steps=4,
+    )
+
+
+PAIRS = [form_of(both) for one, other in combinations(OPTIONS, 2)
+         if (both := pair(one, other)) is not None and not against(both)]  # fmt: skip
+"""Each yes of the second table of docs/posttraining.md. What parity leaves out has proofs of its own: `start` and
+`vocabulary` are first values (test_preference.py, test_online.py, test_vocabulary.py), `dropout` test_adapter.py."""
 TELLING = [replace(form, steps=min(form.steps, 8)) for form in TELLING]  # `test_matrix` has the same forms for 20
 TELLING_SLOW = [
     Form(zero=1, adapter=PACKED, precision="bf16", steps=6),
     Form(adapter=PACKED, objective="dpo", reference="online", steps=6),
     replace(FORMS["sp2"], adapter=PACKED, steps=6),
     replace(FORMS["ep2"], family="mixtral", adapter=PACKED, steps=6),
+    replace(
+        FORMS["ep2"],
+        family="glm4_moe",
+        extra=json.dumps({"expert_parallel": {"autoep_size": 2, "preset_model": "deepseek_v3"}}),
+        steps=6,
+    ),
     replace(FORMS["pp2-dp2"], family="gpt2", isolate_documents=True),
     replace(FORMS["tp2"], family="stablelm", precision="bf16"),
     Form(zero=3, accumulation=2, objective="orpo", steps=8),
@@ -93,6 +123,7 @@ TELLING_SLOW = [
     replace(FORMS["tp2"], objective="reward", adapter='{"r": 4, "alpha": 8.0}', steps=8),
     *(Form(zero=zero, objective="distill", top_k=7, accumulation=2, steps=8) for zero in range(4)),
     replace(FORMS["sp2-dp2"], family="gemma2", precision="bf16"),
+    *dict.fromkeys(PAIRS),
     replace(FORMS["dp4"], family="opt"),
     *(replace(FORMS[form], optimizer="lion") for form in ("pp2-dp2", "tp2", "sp2")),
     replace(FORMS["ep2"], family="mixtral", optimizer="lion"),

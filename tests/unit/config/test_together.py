@@ -11,7 +11,7 @@ import pytest
 from llmtrain.config.objective import DISTILL, NEXT_TOKEN, OBJECTIVES
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainConfig
-from llmtrain.config.together import ADAPTERS, FORMS, markdown, refusals
+from llmtrain.config.together import ADAPTERS, FORMS, OPTIONS, against, markdown, pair, refusals
 from llmtrain.errors import ConfigError
 from llmtrain.topology import Mix
 from tests.ranks import test_adapter, test_preference
@@ -58,6 +58,42 @@ def test_the_resolver_refuses_what_the_table_refuses(form: str, tmp_path: Path) 
             assert expected and all(rule in told for rule in expected), (name, told)
         else:
             assert not expected, (name, expected)
+
+
+@pytest.mark.parametrize("one", [*OPTIONS][:-1])
+def test_the_resolver_refuses_the_pairs_that_the_table_refuses(one: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    (tmp_path / "config.json").write_text("{}")  # of the model, of a teacher and of an adapter to begin with
+    for other in [*OPTIONS][[*OPTIONS].index(one) + 1 :]:
+        sections = pair(one, other)
+        if sections is None:
+            continue
+        expected = [rule for rule, _ in against(sections)]
+        given = json.loads(json.dumps(sections).replace("FOLDER", str(tmp_path)))
+        run = RunConfig(
+            deepspeed=str(tmp_path / "ds.json"),
+            model=ModelConfig(pretrained=str(tmp_path), **given.get("model", {})),
+            adapter=AdapterConfig(**given.get("adapter", {})),
+            objective=ObjectiveConfig(**given.get("objective", {})),
+            data=DataConfig(path="data", sequence_length=128),
+            train=TrainConfig(global_batch=4, micro_batch=1, max_steps=10),
+        )
+        try:
+            resolve(run, 2)
+        except ConfigError as error:
+            assert expected and all(rule in str(error) for rule in expected), (one, other, str(error))
+        else:
+            assert not expected, (one, other, expected)
+
+
+def test_every_option_of_these_sections_stands_in_the_table_of_pairs() -> None:
+    """A new field of the adapter needs a column, or a reason to have none: these change no rule."""
+    without = {"alpha", "targets"}
+    fields = {name for name in vars(AdapterConfig()) if name not in without}
+    assert fields == {key for option in OPTIONS.values() for key in option.get("adapter", {})}
+    assert {"online", "column"} == {
+        option.get("objective", {}).get("reference", "column") for option in OPTIONS.values()
+    }
 
 
 def columns(form: dict[str, Any]) -> set[str]:
