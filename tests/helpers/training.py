@@ -158,7 +158,8 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
     if case.sequence > 1:
         tree["sequence_parallel_size"] = case.sequence
     if case.expert > 1:
-        tree["expert_parallel"] = {"enabled": True, "autoep_size": case.expert}
+        own = case.extra.get("expert_parallel", {})
+        tree["expert_parallel"] = {"enabled": True, "autoep_size": case.expert, **own}
     if case.precision != "fp32":
         tree[case.precision] = {**case.extra.get(case.precision, {}), "enabled": True}
     with tempfile.TemporaryDirectory() as folder:

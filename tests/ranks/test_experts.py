@@ -21,7 +21,7 @@ from llmtrain.log import rank
 from llmtrain.models import experts
 from llmtrain.models.parallel import expert_parallel
 from tests.gpu.test_syncs import recorded_waits
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import FAMILIES, FROZEN, VARIANTS
 from tests.helpers.marks import slow
 from tests.helpers.training import (
     GLOBAL_BATCH,
@@ -37,6 +37,7 @@ from tests.helpers.training import (
     train_steps,
 )
 
+ALL = {**FAMILIES, **VARIANTS, **FROZEN}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 """So large a coefficient that a wrong factor on the loss shows in the first step."""
 
@@ -277,6 +278,18 @@ def refusal(case: Case) -> str:
             FAMILIES["mixtral"],
             {"zero_optimization": {"stage": 1, "contiguous_gradients": False}},
             "zero_optimization.contiguous_gradients is False, and experts that ranks share need True with ZeRO 1",
+        ),
+        (ALL["laguna"], {}, "is to be named. None of DeepSpeed's presets does, so remove the section"),
+        (ALL["glm4_moe"], {}, "is to be named. Set expert_parallel.preset_model to deepseek_v3, which does there, or"),
+        (
+            ALL["laguna"],
+            {"expert_parallel": {"preset_model": "deepseek_v3"}},
+            "'deepseek_v3': DeepSpeed's blocks of experts do not compute what transformers' laguna does: .* off by",
+        ),
+        (
+            ALL["ernie4_5_moe"],
+            {"expert_parallel": {"preset_model": "mixtral"}},
+            "not compute what transformers' ernie4_5_moe does: .* do not run .RuntimeError: Index tensor",
         ),
     ],
 )

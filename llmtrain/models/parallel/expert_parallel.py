@@ -7,6 +7,7 @@ groups are made from what is really there.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from llmtrain.models.experts import (
     ExpertBlock,
     Routing,
     avoid_grouped_product,
+    experts_per_token,
     set_leaf_modules,
 )
 from llmtrain.models.frozen import frozen_tensors
@@ -28,11 +30,19 @@ from llmtrain.models.parallel.deepspeed_private import (
 )
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Shard, set_shard
+from llmtrain.models.structure.probe import probe_copy
 from llmtrain.tensors.region import Region, whole
 from llmtrain.topology import Mix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_TOKENS = 24
+_ROUNDING = 1e-3
+"""Of logits and gradients over their spread. Measured: at most 6e-5 where the function is the same, 0.2 and more where
+it is another."""
+_HERE_ONLY = ("comm_backend", "async_split_plan", "combine_impl", "row_weighting_impl", "gate_up_impl")
+"""Keys of the section that choose kernels and ways of sending: no other function, and of GPUs."""
 
 
 def prepare_experts(
@@ -98,7 +108,8 @@ def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
         section: the JSON's `expert_parallel`.
 
     Raises:
-        ModelError: AutoEP does not know this family, or the experts cannot be dealt out evenly.
+        ModelError: AutoEP does not know this family, its blocks compute another function, or the experts cannot be
+            dealt out evenly.
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import (
@@ -115,6 +126,8 @@ def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
         surgeon = AutoEP(hf, config)
         specs = surgeon.ep_parser()
         validate_autoep_post_detection(config, specs)
+        if specs:
+            _prove_blocks(hf, section, degree)
         before = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in hf.named_parameters()}
         for spec in specs:
             frozen = frozen_tensors(hf.get_submodule(spec.moe_module_name))
@@ -126,7 +139,7 @@ def shard_experts(hf: PreTrainedModel, mix: Mix, section: dict[str, Any], device
             if zero3:
                 _partition(block, hf)
     except ValueError as error:  # what AutoEP raises of all that it cannot do
-        raise _refusal(hf, degree, str(error)) from error
+        raise _refusal(hf, section, degree, str(error)) from error
     if not specs:
         raise ModelError(
             f"expert_parallel.autoep_size {degree}: {type(hf).__name__} has no experts that DeepSpeed finds. Remove "
@@ -159,20 +172,100 @@ def check_zero(zero: dict[str, Any], stage: int, path: str) -> None:
             )
 
 
-def _refusal(hf: PreTrainedModel, degree: int, reason: str) -> ModelError:
-    """AutoEP's reason with the ways around it."""
+def _prove_blocks(hf: PreTrainedModel, section: dict[str, Any], degree: int) -> None:
+    """Hold AutoEP's blocks against transformers' own before any of the model is replaced.
+
+    Raises: ModelError; ValueError, where AutoEP says what it cannot do of a small copy.
+    """
+    preset = section.get("preset_model")
+    try:
+        apart = apart_from_transformers(hf, section)
+    except ModelError as error:
+        raise ModelError(
+            f"expert_parallel.autoep_size {degree}: DeepSpeed's blocks of experts are held against transformers' own "
+            f"in a small copy of the model, and there is none: {error}"
+        ) from error
+    except ValueError:
+        raise
+    except Exception as error:  # whatever the code of two libraries makes of blocks that do not fit it
+        found = f"they do not run ({type(error).__name__}: {' '.join(str(error).split())})"
+    else:
+        if apart <= _ROUNDING:
+            return
+        found = f"its logits are off by {apart:.0%} of their spread"
+    asked = f"expert_parallel.preset_model {preset!r}" if preset else f"expert_parallel.autoep_size {degree}"
+    raise ModelError(
+        f"{asked}: DeepSpeed's blocks of experts do not compute what transformers' {hf.config.model_type} does: in a "
+        f"small copy of the model on one batch {found}. {_offer(hf, section)}."
+    )
+
+
+def apart_from_transformers(hf: PreTrainedModel, section: dict[str, Any]) -> float:
+    """How far the logits of a small copy of the model move when AutoEP replaces its blocks of experts, over their
+    standard deviation; the larger one of this and the same of the embedding's gradient. On the CPU, in fp32.
+
+    `section`: the JSON's `expert_parallel`. Raises: ValueError, where AutoEP cannot; whatever a forward pass raises;
+    ModelError: there is no small copy.
+    """
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+
+    small = probe_copy(hf)
+    draw = torch.Generator().manual_seed(2)
+    for tensor in frozen_tensors(small).values():  # a correction of the routers that is 0 would hide that it is lost
+        tensor.add_(0.3 * torch.randn(tensor.shape, generator=draw))
+    ids = torch.arange(_TOKENS).unsqueeze(0) * 7 % small.config.get_text_config().vocab_size
+    theirs = _pass(small, ids)
+    given = {key: value for key, value in section.items() if key not in _HERE_ONLY}
+    if given.get("top_k") == experts_per_token(hf.config):
+        given.pop("top_k")  # of the copy it may be another
+    surgeon = AutoEP(small, parse_autoep_config({**given, "enabled": True, "autoep_size": 1, "use_grouped_mm": False}))
+    with torch.random.fork_rng(devices=[]):
+        for spec in surgeon.ep_parser():
+            replace_block(surgeon, spec, 1, 0)
+    ours = _pass(small, ids)
+    return max(float((mine - other).abs().max() / other.std()) for mine, other in zip(ours, theirs, strict=True))
+
+
+def _pass(small: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits, the embedding's gradient of their squares)"""
+    small.zero_grad()
+    with torch.enable_grad():
+        logits = small(input_ids=ids, use_cache=False).logits
+        logits.square().mean().backward()
+    return logits.detach(), small.get_input_embeddings().weight.grad.clone()
+
+
+def fitting_presets(hf: PreTrainedModel, section: dict[str, Any]) -> list[str]:
+    """AutoEP's presets whose blocks compute in a small copy what transformers' do."""
     from deepspeed.module_inject.auto_ep_config import available_preset_names
 
-    begin, family = f"expert_parallel.autoep_size {degree}: ", hf.config.model_type
+    found = []
+    for name in available_preset_names():
+        with contextlib.suppress(Exception):  # it does not fit: AutoEP says so, or its forward pass fails
+            if apart_from_transformers(hf, {**section, "preset_model": name}) <= _ROUNDING:
+                found.append(name)
+    return found
+
+
+def _offer(hf: PreTrainedModel, section: dict[str, Any]) -> str:
+    """The ways around, as a clause."""
     around = "remove the section: all ranks then hold all experts (ZeRO 3 partitions them)"
+    if fitting := fitting_presets(hf, section):
+        return f"Set expert_parallel.preset_model to {' or '.join(fitting)}, which does there, or {around}"
+    return f"None of DeepSpeed's presets does, so {around}"
+
+
+def _refusal(hf: PreTrainedModel, section: dict[str, Any], degree: int, reason: str) -> ModelError:
+    """AutoEP's reason with the ways around it."""
+    begin, family = f"expert_parallel.autoep_size {degree}: ", hf.config.model_type
     if "detection is ambiguous" in reason:
-        found = ", ".join(name for name in available_preset_names() if name in reason)
         return ModelError(
-            f"{begin}DeepSpeed takes the experts of a {family} model for those of several families ({found}). Name the "
-            "one that computes as yours does with expert_parallel.preset_model (`llmtrain parity` shows whether it "
-            f"does), or {around}."
+            f"{begin}DeepSpeed takes the experts of a {family} model for those of several families, and the one that "
+            f"computes as transformers' does is to be named. {_offer(hf, section)}."
         )
     reason = " ".join(reason.split())
+    around = "remove the section: all ranks then hold all experts (ZeRO 3 partitions them)"
     return ModelError(f"{begin}DeepSpeed cannot share the experts of a {family} model ({reason}). To go on, {around}.")
 
 
