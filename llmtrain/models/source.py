@@ -113,11 +113,15 @@ class RandomSource:
         values: dict[str, Tensor] = {f"{block}.{name}" if block else name: t for name, t in named_tensors(module)}
         for name, value in values.items():
             if name in self._shapes and bool(torch.isnan(value).any()):
-                raise ModelError(
-                    f"model.config: {type(self._model).__name__} does not initialise its parameter {name}. "
-                    "Start from a folder with weights instead (model.pretrained)."
-                )
+                self._left_out(name, value)
         return values
+
+    def _left_out(self, name: str, value: Tensor) -> None:
+        """A parameter that the family's own code gives no value. Raises ModelError."""
+        raise ModelError(
+            f"model.config: {type(self._model).__name__} does not initialise its parameter {name}. "
+            "Start from a folder with weights instead (model.pretrained)."
+        )
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -132,7 +132,16 @@ class ModelSpec:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Sizes."""
+        """Sizes. Raises ModelError: the configuration does not tell them."""
+        try:
+            return self._facts()
+        except AttributeError as error:  # BLT: several models, and no width of the whole
+            raise ModelError(
+                f"model: the configuration of {type(self.skeleton).__name__} has no {error.name}, so the sizes of the "
+                "model are not known here. Take another family."
+            ) from error
+
+    def _facts(self) -> ModelFacts:
         hf, text = self.adapted, self.config.get_text_config()
         embedding: Any = hf.get_input_embeddings().weight
         every = set(hf.parameters())

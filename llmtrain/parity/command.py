@@ -24,7 +24,7 @@ from llmtrain.errors import UserError
 from llmtrain.parity.plan import Wanted, degrees_text, resolve_in, small_run, usual_ranks, wanted
 
 if TYPE_CHECKING:  # torch is for those who compare: --help and a misspelt word are answered without it
-    from llmtrain.parity.compare import Verdict
+    from llmtrain.parity.compare import Difference, Verdict
     from llmtrain.parity.trace import Trace
 
 DESCRIPTION = """\
@@ -170,12 +170,31 @@ def _tell(
     found = tie(got, want, verdict, more, split=split) if name == "fp32" and not verdict.passed else None
     if found is not None and found.proves:
         print("\n".join([*report(title, found.verdict), f"        {found.line()}"]), flush=True)
-        return SAME
+        before = compare(got.until(found.step - 1), [trace.until(found.step - 1) for trace in want], fp32=True,
+                         split=split) if found.step > 1 else None  # fmt: skip
+        return SAME if before is None or before.blunt is None else _no_answer(before.blunt)
+    if verdict.passed and verdict.blunt is not None:
+        print("\n".join(report(title, verdict, passes="NO ANSWER")), flush=True)
+        return _no_answer(verdict.blunt)
     likely = "" if verdict.passed else hint(got, want[0], verdict, clip_norm)
     if found is not None:
         likely = f"{found.line()}. Nothing is proved so: choose other weights with --train.seed 1"
     print("\n".join([*report(title, verdict, likely), *bluntness(name, verdict)]), flush=True)
     return NO_ANSWER if found is not None else SAME if verdict.passed else PARTS
+
+
+def _no_answer(blunt: Difference) -> int:
+    """Of a comparison that passes because nearly everything would."""
+    from llmtrain.parity.compare import CEILINGS
+
+    where = f"{blunt.kind} at step {blunt.step}" + (f", {blunt.name}" if blunt.name else "")
+    print(
+        f"        nothing is proved: trainings in one process that differ in the order of their sums alone part by so "
+        f"much that {blunt.tolerated:.2g} would be tolerated ({where}; at most {CEILINGS[blunt.kind]:g} is a proof). "
+        "Choose other weights with --train.seed 1, or fewer --steps",
+        flush=True,
+    )
+    return NO_ANSWER
 
 
 def bluntness(name: str, verdict: Verdict) -> list[str]:
@@ -188,11 +207,11 @@ def bluntness(name: str, verdict: Verdict) -> list[str]:
     ]
 
 
-def report(title: str, verdict: Verdict, likely: str = "") -> list[str]:
-    """The lines of one comparison."""
+def report(title: str, verdict: Verdict, likely: str = "", passes: str = "PASS") -> list[str]:
+    """The lines of one comparison. `passes`: the word for one that does."""
     from llmtrain.parity.compare import KINDS
 
-    lines = [f"  {'PASS' if verdict.passed else 'FAIL'}  {title}"]
+    lines = [f"  {passes if verdict.passed else 'FAIL'}  {title}"]
     for kind, worst in verdict.worst.items():
         where = f"step {worst.step}" + (f", {worst.name}" if worst.name else "")
         lines.append(f"        {kind:<13}  {worst.got:.1e} of {worst.tolerated:.1e}  ({where})")

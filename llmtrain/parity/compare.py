@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, groupby
 
 import torch
 from torch import Tensor
@@ -17,6 +17,12 @@ PARAMETER = 5e-5
 SPREADS = 4.0
 """Tolerated multiple of the largest difference between two orders of summation in one process."""
 MOVEMENT = 1e-2  # of what a parameter has moved since the start
+CEILINGS = {"loss": 1e-3, "gradient norm": 1e-2, "gradient": 0.05, "movement": 0.25}
+"""By kind: of the fp32 comparison, what is tolerated at most before a pass is no proof. The spread of right trainings
+makes the tolerance; where they part by more than this (phimoe: 0.24 nats and 140 % of a movement), a fault as large
+would pass."""
+_FEW = 0.1
+"""Share of the parameters that may be above: biases of keys have no gradient but rounding."""
 KINDS = ("loss", "gradient norm", "gradient", "movement", "parameter")
 _SETTLED = 5
 """Below fp32 parameters are compared every so many steps. Before that AdamW has moved each element by about the
@@ -57,6 +63,8 @@ class Verdict:
     """By kind: the difference that came nearest to its tolerance, or went farthest beyond."""
     first: list[Difference] = field(default_factory=list)
     """What failed at the first step at which something failed: in the order of KINDS, then in the model's order."""
+    blunt: Difference | None = None
+    """In fp32: the first value whose tolerance is above its ceiling."""
 
     @property
     def passed(self) -> bool:
@@ -89,7 +97,18 @@ def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdic
     return Verdict(
         worst={kind: worst[kind] for kind in KINDS if kind in worst},
         first=[difference for difference in failed if difference.step == failed[0].step],
+        blunt=_above_ceiling(found) if fp32 else None,
     )
+
+
+def _above_ceiling(found: list[Difference]) -> Difference | None:
+    """Of loss and norm any, of parameters one of many at the same step."""
+    for (kind, _), group in groupby(found, key=lambda one: (one.kind, one.step)):
+        some = list(group)
+        wide = [one for one in some if kind in CEILINGS and one.tolerated > CEILINGS[kind]]
+        if len(wide) > (_FEW * len(some) if some[0].name else 0):
+            return max(wide, key=lambda one: one.tolerated)
+    return None
 
 
 def _curve(got: Trace, want: list[Trace], what: str, least: float) -> list[Difference]:

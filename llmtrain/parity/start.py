@@ -33,6 +33,10 @@ class LoudSource(RandomSource):
         super().__init__(spec.skeleton, seed, device)
         self._noisy: dict[str, Tensor] = {}
 
+    def _left_out(self, name: str, value: Tensor) -> None:
+        """Any value will do: a run from a folder has the folder's, and what is compared is the training."""
+        value.fill_(0.5)
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
         if name not in self._noisy:
             shape = self.shape(name)

@@ -152,3 +152,30 @@ def test_weights_alone_from_a_read_only_folder_and_a_restart(trained, read_only,
 
 def newest(run: Path) -> Path:
     return complete_checkpoints(run / "checkpoints")[0]
+
+
+def test_a_resume_with_another_global_batch_goes_on_at_the_sample_where_the_run_was(small_data, tmp_path):
+    """Two steps of 8 sequences, then of 4: the third reads sequences 16 to 19. Its loss is the one that transformers'
+    own model has of them, from the weights that were exported (both fp32: 1e-5); step x batch would read 8 to 11."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from llmtrain.config.run import DataConfig
+    from llmtrain.data.packing import TrainData
+
+    recipe = write_recipe(tmp_path, small_data)
+    plain = (*CONSTANT, "--model.config.attention_dropout", "0.0", "--train.export", "true")
+    forked.train(recipe, *plain, "--train.max_steps", "2")
+    model = AutoModelForCausalLM.from_pretrained(next((tmp_path / "run").glob("export*")))
+    forked.train(recipe, *plain, "--train.max_steps", "3", "--train.global_batch", "4")
+    data = TrainData(DataConfig(path=small_data, sequence_length=32))
+
+    def loss(first: int) -> float:
+        inputs, labels = (torch.stack([torch.from_numpy(data.sequence(first + at)[which]) for at in range(4)])
+                          for which in (0, 1))  # fmt: skip
+        with torch.no_grad():
+            logits = model(input_ids=inputs).logits
+        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100))
+
+    got = losses(tmp_path / "run")[3]
+    assert abs(got - loss(16)) < 1e-5 < abs(got - loss(8)), (got, loss(16), loss(8))

@@ -85,3 +85,24 @@ def test_a_blunt_comparison_says_so() -> None:
 
     moved = Verdict(worst={"movement": Difference(kind="movement", step=5, got=0.2, tolerated=0.44)})
     assert "44%" in command.bluntness("bf16", moved)[0] and not command.bluntness("fp32", moved)
+
+
+def test_a_comparison_that_would_tolerate_nearly_all_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Right trainings that part by 0.06 nats: four times that would pass, and so would a fault."""
+    right = trained(0)
+    other = replace(right, losses=[loss + 0.06 for loss in right.losses])
+    got = replace(right, losses=[loss + 0.1 for loss in right.losses])
+    code = command._tell(USER, "fp32", got, [right, other, right], more, split=False, clip_norm=1.0)
+    said = capsys.readouterr().out
+    assert code == command.NO_ANSWER and "  PASS" not in said, said
+    assert "nothing is proved" in said and "0.24 would be tolerated (loss at step 1; at most 0.001 is a proof)" in said
+
+
+def test_few_parameters_without_a_gradient_do_not_make_a_comparison_blunt(capsys: pytest.CaptureFixture[str]) -> None:
+    right = trained(0)
+    name = next(name for name, value in right.parameters[0].items() if value.dim() == 1)
+    moved = [dict(step) for step in right.parameters]
+    moved[-1][name] = moved[-1][name] + 1e-3
+    code = command._tell(USER, "fp32", right, [right, replace(right, parameters=moved), right], more, split=False,
+                         clip_norm=1.0)  # fmt: skip
+    assert code == command.SAME, capsys.readouterr().out
