@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -44,6 +44,8 @@ class SitesConfig:
     """Seconds that a synchronisation may take; after them this site goes on without it."""
     max_alone_steps: int = 1000
     """Optimizer steps beyond sync_every that this site trains while no synchronisation succeeds."""
+    trust: list[str] = field(default_factory=list)
+    """Names of sites whose state is taken where it is ahead, though no others tell the same."""
     keys: str | None = None
     """This site's folder of `llmtrain sites keys`: connections are encrypted, and of sites that have one of the run."""
     listen: str | None = None

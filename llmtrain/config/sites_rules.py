@@ -68,10 +68,22 @@ def _check_async(sites: SitesConfig, places: Places, problems: Problems) -> None
                      places.get("sites.mean"))  # fmt: skip
 
 
+_PRIVATE = tuple(
+    map(ipaddress.ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "169.254.0.0/16",
+                               "::1/128", "fc00::/7", "fe80::/10"))
+)  # fmt: skip
+"""Networks of one owner, of one line and of one host. What is not here is not private: a provider's customers share
+100.64.0.0/10, 240.0.0.0/4 is routed by some, and 6to4, Teredo and NAT64 hold addresses of everywhere."""
+
+
 def private(address: str) -> bool:
-    """Whether it is an IP address that no other network reaches. 0.0.0.0 and :: are every address of a host."""
+    """Whether it is an IP address that no other network reaches, also in the form `::ffff:a.b.c.d`.
+
+    0.0.0.0 and :: are every address of a host. Every address that a site listens on without keys is judged here.
+    """
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
         return False
-    return not (found.is_global or found.is_unspecified or found.is_multicast)
+    found = getattr(found, "ipv4_mapped", None) or found
+    return any(found in network for network in _PRIVATE if network.version == found.version)

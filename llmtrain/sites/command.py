@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import html
 import os
-import re
 import signal
 import socket
 import threading
-import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain import completion, log
@@ -20,22 +16,9 @@ from llmtrain.foreign import shown
 from llmtrain.sites import advice, measure
 from llmtrain.sites.forward import Forwarder, as_it_is, to_coordinator
 from llmtrain.sites.keys import Keys, make_keys
+from llmtrain.sites.members import SILENT_S, heard_at
 
 _BIND = "127.0.0.1:29510"
-_MEMBER = re.compile(r"<b>(.*?)</b>")
-_HEARTBEAT = re.compile(r"^\s*(\S+:[0-9a-f]{8}): seen ([0-9.e+-]+)s ago", re.MULTILINE)
-_SILENT_S = 5.0
-"""As the lighthouse's heartbeat_timeout_ms: a site that is silent for longer is left out."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A site as the coordinator sees it."""
-
-    site: str
-    synchronised: bool
-    """It took part when sites met last."""
-    silent_s: float
 
 
 def _coordinator(args: argparse.Namespace) -> int:
@@ -59,7 +42,7 @@ def _coordinator(args: argparse.Namespace) -> int:
             min_replicas=1,
             join_timeout_ms=round(1000 * args.wait_s),
             quorum_tick_ms=100,
-            heartbeat_timeout_ms=round(1000 * _SILENT_S),
+            heartbeat_timeout_ms=round(1000 * SILENT_S),
         )
         if keys is not None:
             host, _, port = args.bind.rpartition(":")
@@ -102,28 +85,21 @@ def _status(args: argparse.Namespace) -> int:
         address = args.coordinator
         if args.keys:
             address = to_coordinator(address, Keys(Path(args.keys), "--keys")).address
-        with urllib.request.urlopen(f"http://{address}/status", timeout=10) as answer:
-            page = answer.read(1 << 20).decode(errors="replace")
+        sites = heard_at(address)
     except (OSError, ValueError) as error:
         raise UserError(
             f"--coordinator {args.coordinator}: no coordinator answers ({shown(error, 200)}). Start it there with "
             f"`llmtrain sites coordinator --bind {args.coordinator}`."
         ) from error
-    sites = seen(page)
     for each in sites:
-        state = "there" if each.silent_s < _SILENT_S else "away"
-        part = "took part in the last meeting" if each.synchronised else "was not in the last meeting"
-        print(f"{shown(each.site, 40)}  {state}, heard of {each.silent_s:.1f} s ago, {part}")
+        state = "there" if each.there else "away"
+        part = "took part in the last meeting" if each.met else "was not in the last meeting"
+        alone = ", ALONE: no other site was in its last synchronisation" if each.met and each.together == 1 else ""
+        step = f", step {each.step}" if each.met else ""
+        print(f"{shown(each.site, 40)}  {state}, heard of {each.silent_s:.1f} s ago, {part}{step}{alone}")
     if not sites:
         print("no site is there")
     return 0
-
-
-def seen(page: str) -> list[Seen]:
-    """The sites on a lighthouse's status page."""
-    met = set(map(html.unescape, _MEMBER.findall(page)))
-    found = ((html.unescape(member), float(age)) for member, age in _HEARTBEAT.findall(page))
-    return sorted((Seen(member.partition(":")[0], member in met, age) for member, age in found), key=lambda s: s.site)
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:

@@ -69,7 +69,11 @@ class Exchange:
             form: how they write their changes; without one they send parameters.
             most_steps: that a site trains between two synchronisations; who tells of more has not trained them.
         """
-        self._ranks, self._shard, self._site, self._run, self._form = ranks, shard, site, run, form
+        self.ranks = self._ranks = ranks
+        self._shard, self._site, self._run, self._form = shard, site, run, form
+        self._healer = ""
+        self._liars: set[str] = set()
+        """Ids of those that have sent another state than they told of."""
         self._keys, self._most_steps = keys, float(most_steps)
         self._peers: dict[str, list[Peer]] = {}
 
@@ -79,7 +83,7 @@ class Exchange:
         healers: Sequence[Told],
         own: Array,
         common: Array,
-        round_: int,
+        leader: Told,
         part: slice,
         deadline_s: float,
     ) -> Fetched:
@@ -90,23 +94,28 @@ class Exchange:
             healers: who has the common state; empty if this site has it.
             own: this rank's parameters, or its changes as others read them.
             common: parameters that the sites have changed since, [size]; those that came count before them.
-            round_: the round.
-            part: of the array, what it is about.
+            leader: whose state counts: what healers send must be what it told of.
+            part: of the array, what the round is about.
             deadline_s: time.monotonic() by which all must be there.
         """
         found: dict[str, Array] = {}
         failed: dict[str, str] = {}
+        round_ = leader.round
         kind = CHANGES if self._form else "values"
         others = {name: told for name, told in sorted(sources.items()) if name != self._site}
         # All at the same time: one that sends slowly, or nothing, takes no time from the others.
         with ThreadPoolExecutor(len(others) + 1, "sites-fetch") as threads:
-            healing = threads.submit(self._healed, healers, round_, deadline_s)
+            honest = sorted(healers, key=lambda each: (each.id in self._liars, each.id))
+            healing = threads.submit(self._healed, honest, round_, deadline_s)
             coming = {
                 name: threads.submit(self._values, told, kind, round_, part, deadline_s)
                 for name, told in others.items()
             }
         outer, received, unhealed = healing.result()
         failed |= unhealed
+        if healers and (why := self._false(outer, leader)):
+            failed |= {self._healer: why} if self._healer else {}
+            outer = None
         for name in sorted(sources):
             try:
                 found[name], size = (own, 0) if name == self._site else coming[name].result()
@@ -169,6 +178,15 @@ class Exchange:
         version, tokens, steps = map(int, read)
         return Clock(version=version, tokens=tokens, steps=steps) if min(read) >= 0 else "its clock makes no sense"
 
+    def _false(self, outer: tuple[Array, Array] | None, leader: Told) -> str:
+        """Why the state that came, of all ranks, is not the one that was told of; or nothing."""
+        sums = from_all(self._ranks, None if outer is None else [self._shard.checksum(each) for each in outer])
+        there = [each for each in sums if each is not None]
+        if len(there) < len(sums) or checksum_of(there) == leader.checksum:
+            return ""
+        self._liars.add(self._healer)
+        return "the state that it sent is not the one that it told of"
+
     def _healed(
         self, healers: Sequence[Told], round_: int, deadline_s: float
     ) -> tuple[tuple[Array, Array] | None, int, dict[str, str]]:
@@ -183,6 +201,7 @@ class Exchange:
             except WireError as error:
                 failed[each.id] = str(error)
                 continue
+            self._healer = each.id
             return (anchor, momentum), size + more, failed
         return None, 0, failed
 
@@ -239,6 +258,11 @@ class Exchange:
     def _peers_of(self, site: Told) -> list[Peer]:
         made = [Peer(a, run=self._run, member=site.id, keys=self._keys) for a in site.addresses]
         return self._peers.setdefault(site.id, made)
+
+
+def checksum_of(ranks: Sequence[Sequence[int]]) -> str:
+    """Of the common parameters and the outer momentum, from what each rank's parts of them sum up to."""
+    return "-".join(f"{sum(parts) % 2**64:016x}" for parts in zip(*ranks, strict=True))
 
 
 def _changes(peer: Peer, form: Format, kind: str, pairs: Pairs, round_: int, into: Array, deadline_s: float) -> int:

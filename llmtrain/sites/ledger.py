@@ -55,6 +55,13 @@ class Ledger:
         free, following = pool.rest()
         return Ledger(next=following, free=free, dealt={site: tuple(_joined(spans)) for site, spans in dealt.items()})
 
+    def left_out(self) -> int:
+        """Samples that are in no model though later ones are: of sites that have not delivered them."""
+        waiting = _merged([*self.free, *(span for spans in self.dealt.values() for span in spans)])
+        if waiting and waiting[-1][1] == self.next:
+            waiting.pop()
+        return sum(end - begin for begin, end in waiting)
+
     def to_json(self) -> dict[str, Any]:
         return {"next": self.next, "free": self.free, "dealt": self.dealt}
 

@@ -6,10 +6,12 @@ said. A participant that is silent is left out after seconds.
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import socket
 import threading
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +22,12 @@ from llmtrain.config.sites_rules import private
 from llmtrain.errors import UserError
 from llmtrain.foreign import shown
 
+SILENT_S = 5.0
+"""As the lighthouse's heartbeat_timeout_ms: a site that is silent for longer is left out."""
+_STATUS_S = 10.0
+_PAGE_BYTES = 1 << 20
+_MEMBER = re.compile(r"<b>(.*?)</b>.*?Step: (-?\d+).*?TCPStore: (\S*) <br/>.*?World size: (\d+)", re.DOTALL)
+_HEARTBEAT = re.compile(r"^\s*(\S+:[0-9a-f]{8}): seen ([0-9.e+-]+)s ago", re.MULTILINE)
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,40}:[0-9a-f]{1,16}")
 _HEARTBEAT_S = 1.0
 _CALL_S = 5.0
@@ -27,6 +35,9 @@ _CALL_S = 5.0
 
 class MembersError(Exception):
     """The sites have not met. The message says why."""
+
+    late = False
+    """The coordinator is there; it is the others that have not come."""
 
 
 class SitesError(UserError):
@@ -42,10 +53,60 @@ class Member:
     said: Mapping[str, Any]
     """What it told the others. Written by others: believe nothing of it."""
 
+    @property
+    def site(self) -> str:
+        """The name that its user gave it."""
+        return self.id.partition(":")[0]
+
 
 def is_site(word: str) -> bool:
     """Whether it can be the id of a site: a stranger's may hold anything, and ids come into lines of the log."""
     return _ID.fullmatch(word) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """A site as the coordinator has heard of it, also one that is gone."""
+
+    id: str
+    silent_s: float
+    met: bool
+    """It took part when sites met last."""
+    step: int = 0
+    run: str = ""
+    """What its run has in common; both of the last meeting, if it took part."""
+    together: int = 0
+    """Sites of its last synchronisation, itself included; 0: it has joined nobody yet."""
+
+    @property
+    def site(self) -> str:
+        """The name that its user gave it."""
+        return self.id.partition(":")[0]
+
+    @property
+    def there(self) -> bool:
+        """It is alive."""
+        return self.silent_s < SILENT_S
+
+
+def heard_at(address: str) -> list[Heard]:
+    """The sites that the lighthouse at HOST:PORT has heard of, by its status page. Raises OSError, ValueError."""
+    with urllib.request.urlopen(f"http://{address}/status", timeout=_STATUS_S) as answer:
+        return heard_on(answer.read(_PAGE_BYTES).decode(errors="replace"))
+
+
+def heard_on(page: str) -> list[Heard]:
+    """The sites on a lighthouse's status page."""
+    met = {html.unescape(member): rest for member, *rest in _MEMBER.findall(page)}
+    found = []
+    for member, age in _HEARTBEAT.findall(page):
+        if is_site(id_ := html.unescape(member)):
+            step, run, together = met.get(id_, ("0", "", "0"))
+            found.append(
+                Heard(id=id_, silent_s=float(age), met=id_ in met, step=int(step), run=html.unescape(run),
+                      together=int(together))
+            )  # fmt: skip
+    return sorted(found, key=lambda each: each.id)
 
 
 class Members(Protocol):
@@ -58,6 +119,10 @@ class Members(Protocol):
 
         Every participant gets the same list. Raises MembersError.
         """
+        ...
+
+    def heard(self) -> list[Heard]:
+        """Every site that the coordinator has heard of; none where it does not answer."""
         ...
 
     def close(self) -> None:
@@ -76,25 +141,31 @@ class TorchftMembers:
         try:
             self._client = client(f"http://{coordinator}", timedelta(seconds=connect_s))
             self._pulse = client(f"http://{coordinator}", timedelta(seconds=connect_s))
-            self._pulse.heartbeat(self.id, timedelta(seconds=_CALL_S))
+            heard_at(coordinator)  # no heartbeat: the others would wait for a site that still reads its checkpoint
         except Exception as error:  # RuntimeError, TimeoutError: torchft has no class of its own
             raise SitesError(
                 f"sites.coordinator {coordinator}: no coordinator answers ({_reason(error)}). Start it there with "
                 f"`llmtrain sites coordinator --bind {coordinator}`, and let this host reach that port."
             ) from error
         self._closed = threading.Event()
-        self._beating = threading.Thread(target=self._beat, name="sites-heartbeat", daemon=True)
-        self._beating.start()
+        self._beating: threading.Thread | None = None
+        self._last: dict[str, Any] = {}
+        """What was said of each thing the last time: the status page has it."""
 
     def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
         """See `Members`."""
         box: dict[str, Any] = {}
+        if self._beating is None:
+            self._beating = threading.Thread(target=self._beat, name="sites-heartbeat", daemon=True)
+            self._beating.start()
+        self._last = {**self._last, **said}
 
         def ask() -> None:
             try:
                 box["quorum"] = self._client.quorum(
-                    self.id, timedelta(seconds=max(limit_s, 0.001)), step=0, data=dict(said)
-                )
+                    self.id, timedelta(seconds=max(limit_s, 0.001)), step=self._last.get("step", 0), data=dict(said),
+                    store_address=self._last.get("run", ""), world_size=self._last.get("together", 0),
+                )  # fmt: skip
             except Exception as error:
                 box["error"] = error
 
@@ -104,17 +175,26 @@ class TorchftMembers:
             asking.join(0.5)
             heart.beat()
         if isinstance(error := box.get("error"), TimeoutError):
-            raise MembersError(f"the other sites have not come within {limit_s:.1f} s") from error
+            late = MembersError(f"the other sites have not come within {limit_s:.1f} s")
+            late.late = True
+            raise late from error
         if error is not None:
             raise MembersError(f"coordinator {self._coordinator}: {_reason(error)}") from error
         members = [Member(id=each.replica_id, said=each.data or {}) for each in box["quorum"].participants]
         return sorted((each for each in members if is_site(each.id)), key=lambda member: member.id)
 
+    def heard(self) -> list[Heard]:
+        """See `Members`."""
+        try:
+            return heard_at(self._coordinator)
+        except (OSError, ValueError):
+            return []
+
     def close(self) -> None:
         """See `Members`."""
         self._closed.set()
-        # One that comes back from torchft when Python is ending aborts the process.
-        self._beating.join(2 * _CALL_S)
+        if self._beating is not None:  # one that comes back from torchft when Python is ending aborts the process
+            self._beating.join(2 * _CALL_S)
 
     def _beat(self) -> None:
         while not self._closed.wait(_HEARTBEAT_S):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from llmtrain import log
 from llmtrain.config.sites import SitesConfig
 from llmtrain.sites.forward import to_coordinator
 from llmtrain.sites.keys import Keys
@@ -32,5 +33,11 @@ def opened(
     server = Server(host, run=run, member=site, pieces=pieces, limit_s=settings.timeout_s, keys=keys)
     if rank:
         return keys, server, None
+    if keys is None:
+        log.warn(
+            f"site {settings.name} has no sites.keys: nothing that sites send is encrypted or signed. Whoever reaches "
+            f"{settings.coordinator} or {server.address} can read the parameters, take part under any name, send "
+            "updates within the limits, tell a site that joins of a state, and stop the meetings"
+        )
     coordinator = to_coordinator(settings.coordinator, keys).address if keys else settings.coordinator
     return keys, server, members(coordinator, site, settings.timeout_s)

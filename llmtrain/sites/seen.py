@@ -68,6 +68,8 @@ def say_changes(step: int, failed: Mapping[str, str], names: list[str], before: 
         log.warn(f"step {step}: site {name_of(site)} is not in this synchronisation: {text}")
     if gone := sorted(set(before) - set(names)):
         log.warn(f"step {step}: {', '.join(gone)} left; what it was training is handed on")
+    if names == [own] and before != names:
+        (log.warn if before else log.info)(f"step {step}: site {own} trains alone: no other site is at the coordinator")
     if come := sorted(set(names) - set(before) - {own}):
         log.info(f"step {step}: training with {', '.join(come)}")
 

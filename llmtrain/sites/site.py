@@ -15,6 +15,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,26 @@ from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.errors import TrainingStopped
 from llmtrain.sites.compress import Bytes, Feedback, format_of
-from llmtrain.sites.exchange import Exchange
+from llmtrain.sites.exchange import Exchange, checksum_of
 from llmtrain.sites.fragments import Background
+from llmtrain.sites.judge import leader_of
 from llmtrain.sites.kept import COMMON, LINE, MOMENTUM, RESIDUAL, pieces, read_back, standing
 from llmtrain.sites.ledger import Ledger, Request, steps_of
-from llmtrain.sites.meeting import AGAIN_S, Meetings, RoundFailed
-from llmtrain.sites.members import Members, SitesError, TorchftMembers
+from llmtrain.sites.meeting import AGAIN_S, MeetAgain, Meetings, RoundFailed
+from llmtrain.sites.members import Heard, Members, SitesError, TorchftMembers
 from llmtrain.sites.newest import Newest
 from llmtrain.sites.opened import opened
 from llmtrain.sites.outer import Array, Shard, outer_step, shapes, squared_distance
-from llmtrain.sites.pace import Share, StepClock, steps_each
+from llmtrain.sites.pace import SLOWEST, Share, StepClock, steps_each
 from llmtrain.sites.round import Round, Sent
 from llmtrain.sites.seen import listed, say_changes, told_round
 from llmtrain.sites.told import Told
+
+_STARTS = 100
+"""Rounds of a run without a step: one at each start, of whichever site."""
+_START_S = 1.0
+"""No site starts again in less."""
+_LARGEST_STEP = 1 << 40
 
 
 class Site:
@@ -106,6 +114,9 @@ class Site:
         self._weights = [0] * fragments  # tokens since that of each fragment
         self._flight: tuple[Sent, Background[Round]] | None = None
         self._stands_s = 0.0  # time.monotonic() since when training has stood still for the round
+        self._agreed: tuple[int, int, float] | None = None  # (round, step, time.monotonic()) of the last one
+        self._step_s = 0.0
+        self._went_on_s = time.monotonic()  # since when it has trained, after a round or a failed one
         self._ledger: Ledger | None = None
         self._starts: list[int] = []
 
@@ -138,9 +149,10 @@ class Site:
         """
         self._ledger, self._step = self._ledger or Ledger(next=sample_index), step
         deadline_s = time.monotonic() + limit_s
+        past = self._meetings.past()
         while True:
             try:
-                leader = self._synchronise(deadline_s, least=self._settings.start_sites)
+                leader = self._synchronise(deadline_s, self._settings.start_sites, joins=True)
                 break
             except RoundFailed as error:
                 if from_rank_0(self._ranks, lambda: time.monotonic() + AGAIN_S > deadline_s):
@@ -152,8 +164,22 @@ class Site:
                     raise failed from error
                 time.sleep(AGAIN_S)
         self._step = leader.step if leader.id != self.id else step
+        if past and self._meetings.before == [self._settings.name]:
+            self._say_ended(past)
         self._clock.begin()
         return self._step, self._starts.pop()
+
+    def _say_ended(self, past: list[Heard]) -> None:
+        """This site has found nobody, and others have trained this run at the coordinator."""
+        names, step = ", ".join(sorted({each.site for each in past})), max(each.step for each in past)
+        ended = self._last_step is not None and step >= self._last_step
+        log.warn(
+            f"site {self._settings.name} is alone: {names} {'ended this run' if ended else 'left this run'} at step "
+            f"{step} (heard of {min(each.silent_s for each in past):.0f} s ago), and this site trains it from step "
+            f"{self._step} on, without their model. To go on from theirs, stop, and start with --resume and a "
+            "checkpoint of their run folders"
+        )
+        self._tell("alone", step=self._step, others=sorted({each.site for each in past}), at=step)
 
     def state(self) -> list[StateTensor]:
         """What checkpoints keep of it, beside `to_json`."""
@@ -221,6 +247,8 @@ class Site:
             for _ in range(ends):  # who is not there for one is not waited for again
                 if not self._try(lambda: self._synchronise(self._deadline())):
                     break
+            self._meetings.leave()
+            self._say_left_out()
         if not self._starts:
             raise TrainingStopped(
                 f"site {self._settings.name} has trained {self._steps} steps without the other sites; "
@@ -229,6 +257,20 @@ class Site:
             )
         self._clock.begin()
         return self._step, self._starts.pop()
+
+    def _say_left_out(self) -> None:
+        """The run ends, and samples are in no model that were dealt to a site."""
+        if self._meetings.missed and self._trained:
+            log.warn(
+                f"step {self._step}: the run ends here without the other sites: {self._trained} samples that this site "
+                "has trained since they met last are in its own model alone"
+            )
+        elif self._ledger is not None and (count := self._ledger.left_out()):
+            log.warn(
+                f"step {self._step}: the run ends, and {count} samples are in no model though later ones are: they "
+                "were dealt to a site that did not deliver them, and no round was left to hand them on"
+            )
+            self._tell("left_out", step=self._step, samples=count)
 
     def _deadline(self) -> float:
         return time.monotonic() + self._settings.timeout_s
@@ -239,7 +281,7 @@ class Site:
                 synchronise()
         except RoundFailed as error:
             self._meetings.missed = True
-            self._due = self._steps + self._every
+            self._due, self._went_on_s = self._steps + self._every, time.monotonic()
             stood_s = round(time.monotonic() - self._stands_s, 3)
             self._tell("synchronise_failed", step=self._step, round=self._round, stood_s=stood_s, reason=str(error))
             log.warn(f"step {self._step}: no synchronisation with the other sites, training goes on without: {error}")
@@ -255,26 +297,48 @@ class Site:
             self._try(lambda: self._synchronise(self._deadline()))
             return
         sent, deadline_s = self._publish(overlap), self._deadline()
-        self._flight = sent, Background(lambda: self._travel(sent, deadline_s))
+        patience_s = self._patience_s()
+        self._flight = sent, Background(lambda: self._travel(sent, deadline_s, patience_s=patience_s))
 
     def _land(self, sent: Sent, travelling: Background[Round]) -> None:
         self._flight = None
         self._stands_s = time.monotonic() - sent.published_s
         self._try(lambda: self._apply(travelling.result(), sent))
 
-    def _synchronise(self, deadline_s: float, least: int = 1) -> Told:
+    def _patience_s(self) -> float:
+        """How long another site may train until it comes to a meeting: twice what this one has since the last."""
+        return 2 * (time.monotonic() - self._went_on_s)
+
+    def _synchronise(self, deadline_s: float, least: int = 1, *, joins: bool = False) -> Told:
         """One round; returns what the site told whose state counts. Raises RoundFailed, or SitesError at the start."""
+        patience_s = self._patience_s()
         sent = self._publish()
-        done = self._travel(sent, deadline_s, least)
+        done = self._travel(sent, deadline_s, least, joins=joins, patience_s=patience_s)
         self._apply(done, sent)
         return done.leader
 
-    def _travel(self, sent: Sent, deadline_s: float, least: int = 1) -> Round:
+    def _travel(
+        self, sent: Sent, deadline_s: float, least: int = 1, *, joins: bool = False, patience_s: float = 0.0
+    ) -> Round:
         """All of a round that waits for others. It changes nothing of this site. Raises as `_synchronise`."""
-        told = self._meetings.meet(sent.said, deadline_s, least)
-        met_s = time.monotonic()
+        ends_s = 0.0
+        while True:
+            told = self._meetings.meet(sent.said, deadline_s, least, joins=joins, patience_s=patience_s)
+            met_s = time.monotonic()
+            if not ends_s:  # who joins, or has waited for longer, has the time of a round from here
+                longer = joins or self._meetings.missed
+                ends_s = max(deadline_s, met_s + self._settings.timeout_s) if longer else deadline_s
+            try:
+                return self._met(sent, told, met_s, ends_s)
+            except MeetAgain as again:
+                over = from_rank_0(self._exchange.ranks, lambda until_s=ends_s: time.monotonic() > until_s)  # type: ignore[misc]
+                if over:
+                    raise RoundFailed(str(again)) from again
+
+    def _met(self, sent: Sent, told: list[Told], met_s: float, deadline_s: float) -> Round:
+        """What comes after the meeting. Raises RoundFailed, MeetAgain."""
         fetched_by_s = (met_s + deadline_s) / 2  # a site that sends nothing leaves time to agree on going without it
-        leader = min(told, key=lambda each: (-each.round, each.id))
+        leader, told, refused = self._led(told)
         current = {each.id: each for each in told if each.state == leader.state}
         heals = self.id not in current
         got = self._exchange.fetch(
@@ -282,18 +346,53 @@ class Site:
             list(current.values()) if heals else [],
             sent.own,
             self._anchor,
-            leader.round,
+            leader,
             self._part(leader.round),
             fetched_by_s,
         )
         have = sorted(got.found) if got.outer or not heals else None
-        committed, used = self._meetings.commit(leader.round, have, deadline_s)
+        committed, used = self._meetings.commit(leader.round, {each.id for each in told}, have, deadline_s)
         if self.id not in committed:
             why = "the common state has not come" if have is None else "the other sites have gone on without this one"
             raise RoundFailed(f"{why}: {listed(got.failed)}")
         if not used and any(each.weight for each in current.values()):
             raise RoundFailed(f"no site's parameters have reached all others: {listed(got.failed)}")
+        got = replace(got, failed={**got.failed, **refused})
         return Round(leader=leader, told=told, committed=committed, used=used, got=got, heals=heals, met_s=met_s)
+
+    def _led(self, told: list[Told]) -> tuple[Told, list[Told], dict[str, str]]:
+        """(the site whose state counts, those that take part, why the states of others are refused)."""
+        joins, known, trusted = self._agreed is None, self._meetings.before, self._settings.trust
+        leader, refused = from_rank_0(
+            self._exchange.ranks,
+            lambda: leader_of(told, self.id, joins=joins, known=known, trusted=trusted, impossible=self._impossible),
+        )
+        if leader is None:
+            states = ", ".join(f"{each.site}: round {each.round}" for each in told if each.joined)
+            raise RoundFailed(
+                f"the sites that train tell of different states ({states}), and none is told by more than half: "
+                "sites.trust names a site whose state counts"
+            )
+        return leader, [each for each in told if each.id not in refused], refused
+
+    def _impossible(self, other: Told) -> str:
+        """Why another site cannot have come as far as it says, since this one last agreed with others; or nothing."""
+        if other.round <= self._round:
+            return ""
+        ends, said = len(self._shard.parts), f"it tells of round {other.round}, step {other.step}"
+        if self._last_step is not None and other.step > self._last_step:
+            return f"{said}, and the run ends at step {self._last_step}"
+        if self._agreed is None:
+            most = other.step // self._every + ends + _STARTS
+            return f"{said}; so few steps have at most {most} rounds" if other.round > most else ""
+        round_, step, at_s = self._agreed
+        elapsed_s = time.monotonic() - at_s
+        steps = self._every + self._settings.max_alone_steps
+        steps += math.ceil(elapsed_s / self._step_s / SLOWEST) if self._step_s else _LARGEST_STEP
+        rounds = min(steps, max(other.step - step, 0)) // self._every + ends + math.ceil(elapsed_s / _START_S)
+        if other.step > step + steps or other.round > round_ + rounds:
+            return f"{said}, and {elapsed_s:.3g} s ago all were at round {round_}, step {step}"
+        return ""
 
     def _apply(self, done: Round, sent: Sent) -> None:
         """The outer step of a round, and what it changes here."""
@@ -352,11 +451,14 @@ class Site:
         if self._newest is not None:
             served |= self._newest.served()
         self._server.publish(self._round, {**served, "anchor": self._anchor, "momentum": self._momentum})
+        step_s = self._clock.take()
+        self._step_s = step_s or self._step_s
         said = {
             **self.to_json(),
-            "checksum": "-".join(f"{sum(parts) % 2**64:016x}" for parts in zip(*sums, strict=True)),
+            "checksum": checksum_of(sums),
             "step": self._step,
-            "step_s": self._clock.take() if self._settings.pace == "measured" else 0.0,
+            "joined": self._agreed is not None,
+            "step_s": step_s if self._settings.pace == "measured" else 0.0,
             "batch": self._share.batch,
             "trained": self._trained + overlap * self._share.batch,  # nobody else is dealt what is trained meanwhile
             "weight": self._weights[self._round % len(self._weights)],
@@ -385,7 +487,8 @@ class Site:
         self._ledger = leader.ledger.settled(trained, requests)
         self._starts = list(steps_of(self._ledger.dealt[self.id], self._share.batch))[::-1]
         self._round, self._meetings.missed = leader.round + 1, False
-        self._was = self.id
+        self._was, self._went_on_s = self.id, time.monotonic()
+        self._agreed = self._round, at, self._went_on_s
         self._exchange.forget_all_but(done.committed)
         if self._newest is not None:
             self._newest.begin(self._anchor, self._round, [by_id[site] for site in done.committed if site != self.id])

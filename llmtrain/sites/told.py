@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ class Told:
     """Tokens behind what it sends."""
     was: str
     """The id under which it was dealt them: that of the process whose checkpoint it goes on from, or its own."""
+    joined: bool
+    """It has synchronised since its process began: what it tells of is not only a checkpoint's."""
     addresses: tuple[str, ...]
     """HOST:PORT of each of its ranks."""
     ledger: Ledger
@@ -56,9 +59,9 @@ class Told:
         )
 
     @property
-    def state(self) -> tuple[int, str]:
-        """Sites with the same have the same parameters in common."""
-        return self.round, self.checksum
+    def state(self) -> tuple[int, str, str]:
+        """Sites with the same have the same parameters in common, and have been dealt the same samples."""
+        return self.round, self.checksum, json.dumps(self.ledger.to_json(), sort_keys=True)
 
 
 def told_of(member: Member) -> Told | None:
@@ -77,6 +80,7 @@ def told_of(member: Member) -> Told | None:
             common={str(key): value for key, value in dict(said["common"]).items()},
             checksum=str(said["checksum"]),
             was=str(said["was"]),
+            joined=said.get("joined") is True,
             addresses=tuple(map(_address, said["addresses"])),
             step_s=step_s,
             ledger=Ledger.from_json(said["ledger"]),

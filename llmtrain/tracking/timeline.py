@@ -107,7 +107,12 @@ def site_facts(done: list[dict[str, Any]], failed: list[dict[str, Any]]) -> list
         return []
     received, sent = (sum(_number(each.get(f"{way}_bytes")) for each in done) for way in ("received", "sent"))
     stood_s = sum(_number(each.get("stood_s", each.get("seconds"))) for each in (*done, *failed))
+    alone = [each for each in done if each.get("participants") == 1]
+    apart = [each for each in failed if "this site is alone" in str(each.get("reason"))]
+    steps = [round(_number(each.get("step"))) for each in (*alone, *apart)]
+    words = f"{len(alone)} of {len(done)}" + (f", and failed {len(apart)}" if apart else "")
     return [
+        *([("Without another site", f"{words}; steps {min(steps)} to {max(steps)}")] if steps else []),
         ("Synchronisations of sites", f"{len(done)}, failed {len(failed)}"),
         ("Received from other sites", units.size(round(received))),
         ("Sent to other sites", units.size(round(sent))),

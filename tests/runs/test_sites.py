@@ -19,8 +19,8 @@ from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import DataConfig
-from llmtrain.sites.command import seen
 from llmtrain.sites.fragments import fragment_of
+from llmtrain.sites.members import heard_on
 from tests.helpers import forked
 from tests.helpers.launching import (
     REPO,
@@ -471,10 +471,10 @@ def test_status_reads_what_the_coordinator_shows(coordinator, capsys):
     client = coordination.LighthouseClient(f"http://{coordinator}", timedelta(seconds=5))
     time.sleep(3.5)  # the sites of other tests are silent by now
     client.heartbeat("north:0123abcd", timedelta(seconds=5))
-    client.quorum("north:0123abcd", timedelta(seconds=10), step=0, data={})
+    client.quorum("north:0123abcd", timedelta(seconds=10), step=480, world_size=1, store_address="run", data={})
     client.heartbeat("south:4567cdef", timedelta(seconds=5))
     assert main(["status", "--coordinator", coordinator]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "there" in lines["north"] and "took part" in lines["north"]
+    assert "there" in lines["north"] and "took part" in lines["north"] and "step 480, ALONE" in lines["north"]
     assert "there" in lines["south"] and "was not in the last meeting" in lines["south"]
-    assert seen("") == []
+    assert heard_on("") == []

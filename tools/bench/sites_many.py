@@ -131,7 +131,7 @@ class Hall:
     def member(self, _coordinator: str, member_id: str, _connect_s: float) -> Any:
         """What `Site` asks for."""
         return SimpleNamespace(id=member_id, meet=lambda words, limit_s: self.meet(member_id, words, limit_s),
-                               close=lambda: None)  # fmt: skip
+                               heard=list, close=lambda: None)  # fmt: skip
 
     def meet(self, member_id: str, words: Mapping[str, Any], limit_s: float) -> list[Member]:
         """All who have come."""

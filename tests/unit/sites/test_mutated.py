@@ -25,7 +25,7 @@ import xxhash
 from llmtrain.sites import meeting as meeting_module
 from llmtrain.sites import wire
 from llmtrain.sites.ledger import Request
-from llmtrain.sites.meeting import Meetings, RoundFailed
+from llmtrain.sites.meeting import MeetAgain, Meetings, RoundFailed
 from llmtrain.sites.members import Member, SitesError
 from llmtrain.sites.told import Told, told_of
 from llmtrain.sites.wire import Peer, WireError
@@ -199,15 +199,17 @@ def test_250_mutated_sayings_at_a_meeting_are_read_or_passed_over(monkeypatch) -
         told = changed(said, dice) if dice.random() < 0.8 else changed({"phase": "commit", "run": "run", "round": 1,
                                                                         "have": ["a:1"]}, dice)  # fmt: skip
         stranger = Member(id="b:1", said=told if isinstance(told, dict) else {})
-        members = SimpleNamespace(meet=lambda _said, _limit_s, met=(own, stranger): list(met))
+        members = SimpleNamespace(meet=lambda _said, _limit_s, met=(own, stranger): list(met), heard=list)
         meetings = Meetings(SimpleNamespace(rank=0), members, "a:1", "run", COMMON)  # type: ignore[arg-type]
         try:
-            there = meetings.meet({"round": dice.choice([0, 1])}, time.monotonic() + 5, 1)
+            there = meetings.meet({"round": dice.choice([0, 1])}, time.monotonic() + 0.02, 1)
             assert {each.id for each in there} <= {"a:1", "b:1"}
         except SitesError:
             others += 1
-        with contextlib.suppress(RoundFailed):
-            meetings.commit(1, None, time.monotonic() + 5)
+        except RoundFailed as error:  # it says that it is in the middle of a round
+            assert "b is there and is not at this meeting" in str(error)
+        with contextlib.suppress(MeetAgain, RoundFailed):
+            meetings.commit(1, {"a:1", "b:1"}, None, time.monotonic() + 5)
         if (each := told_of(stranger)) is not None:
             understood += 1
             check(each)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import socket
 import struct
@@ -32,14 +33,17 @@ from llmtrain.errors import TrainingStopped
 from llmtrain.sites import exchange, newest
 from llmtrain.sites import meeting as meeting_module
 from llmtrain.sites import site as site_module
+from llmtrain.sites.judge import leader_of
 from llmtrain.sites.ledger import Ledger, Request, steps_of
 from llmtrain.sites.meeting import agreed
-from llmtrain.sites.members import Member, MembersError, SitesError
+from llmtrain.sites.members import Heard, Member, MembersError, SitesError
 from llmtrain.sites.outer import outer_step
 from llmtrain.sites.pace import Share
 from llmtrain.sites.site import Site
+from llmtrain.sites.told import Told, told_of
 from llmtrain.sites.wire import Peer, Server, WireError
 from llmtrain.tensors.region import Region, shard
+from tests.helpers.simulated_sites import Lighthouse
 
 
 def test_diloco_is_nesterovs_sgd_on_the_difference() -> None:
@@ -228,8 +232,9 @@ class Meeting:
 
     def member(self, _coordinator: str, member_id: str, _connect_s: float) -> Any:
         return SimpleNamespace(
-            id=member_id, meet=lambda said, limit_s: self.meet(member_id, said, limit_s), close=lambda: None
-        )
+            id=member_id, meet=lambda said, limit_s: self.meet(member_id, said, limit_s), close=lambda: None,
+            heard=list,
+        )  # fmt: skip
 
     def meet(self, member_id: str, said: Mapping[str, Any], limit_s: float) -> list[Member]:
         with self._changed:
@@ -594,3 +599,270 @@ def test_starting_alone_where_more_are_asked_for_ends_in_time(joined) -> None:
 def test_pairs_of_steps_are_apart() -> None:
     spans = ((0, 8), (20, 24))
     assert list(steps_of(spans, 4)) == [0, 4, 20] and all(b - a >= 4 for a, b in pairwise(steps_of(spans, 4)))
+
+
+LATE_JOINS = 12
+METHODS: dict[str, dict[str, Any]] = {
+    "diloco": {"sync_every": 4},
+    "streaming": {"sync_every": 8, "fragments": 2, "overlap_steps": 1},
+    "async": {"sync_every": 2, "meet_every": 2, "overlap_steps": 0},
+    "every_step": {},
+}
+
+
+def late_join(joined, method: str, seed: int) -> tuple[int, list[int], list[int]]:
+    """Two sites train, a third comes at a random moment: (rounds of a that c missed, participants of c's, and of a's
+    rounds after c's first)."""
+    rng, lighthouse = random.Random(f"{method} {seed}"), Lighthouse()
+    settings = {"method": method, "timeout_s": 5.0, "max_alone_steps": 40, **METHODS[method]}
+    a, b, c = (joined(lighthouse, name, **settings) for name in "abc")
+    step_s, ended = rng.uniform(0.001, 0.004), threading.Event()
+
+    def trained(made: Any, after_s: float = 0.0) -> int:
+        site, engine, events = made
+        while after_s and min(len(each) for _, _, each in (a, b)) < 3:
+            time.sleep(0.001)
+        time.sleep(after_s)
+        came = sum(kind == "synchronise" for kind, _ in a[2])
+        step, _ = site.begin(0, 0, 20.0)
+        rounds = 0
+        while not ended.is_set():
+            time.sleep(step_s)
+            engine.values += 1
+            step, _ = site.after_update(step + 1, complete=False)
+            rounds = sum(kind == "synchronise" for kind, _ in events)
+            if made is c and rounds >= 4:
+                ended.set()
+        lighthouse.leave(site.id)
+        return came
+
+    came, *_ = at_once(lambda: trained(c, rng.uniform(0.001, 0.03)), lambda: trained(a), lambda: trained(b))
+    of_a = [fields["sites"] for kind, fields in a[2] if kind == "synchronise"][came:]
+    missed = next((number for number, sites in enumerate(of_a) if "c" in sites), len(of_a))
+    of_c = [fields["participants"] for kind, fields in c[2] if kind == "synchronise"]
+    return missed, of_c, [len(sites) for sites in of_a[missed:]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_site_that_joins_late_at_any_moment_meets_the_others_within_two_rounds(joined, method, monkeypatch) -> None:
+    """4 of 10 came between the two meetings of the others' round, and trained alone beside them from then on."""
+    monkeypatch.setattr(meeting_module, "AGAIN_S", 0.005)
+    monkeypatch.setattr(site_module, "AGAIN_S", 0.005)
+    for seed in range(LATE_JOINS):
+        missed, of_c, of_a = late_join(joined, method, seed)
+        assert missed <= 2 and min(of_c) >= 2, (seed, missed, of_c, of_a)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sites_whose_rounds_fall_at_different_times_meet_again(joined, monkeypatch, seed) -> None:
+    """A round takes ten times as long as one waits for the other: each would find nobody there, for ever."""
+    for module in (meeting_module, site_module):
+        monkeypatch.setattr(module, "AGAIN_S", 0.002)
+    monkeypatch.setattr(meeting_module, "_HEARD_S", 0.01)
+    lighthouse, ended = Lighthouse(), threading.Event()
+    made = {
+        name: joined(lighthouse, name, timeout_s=0.03, sync_every=20, max_alone_steps=400, start_sites=2)
+        for name in "ab"
+    }
+    a, meet = made["a"][0], made["a"][0]._members.meet
+    apart: list[int] = []
+
+    def trained(name: str) -> None:
+        site, _, events = made[name]
+        step, _ = site.begin(0, 0, 20.0)
+        for count in range(1, 400):
+            if name == "a" and count == 45 + 5 * seed:  # its network is away for about a round
+                lighthouse.leave(a.id)
+                a._members.meet = no_network
+            if name == "a" and count == 75 + 5 * seed:
+                a._members.meet = meet
+                apart.append(len(made["b"][2]))
+            time.sleep(0.005)
+            step, _ = site.after_update(step + 1, complete=False)
+            again = [each for kind, each in events[apart[0] if apart else 999 :] if kind == "synchronise"]
+            if (name == "b" and any(each["participants"] == 2 for each in again)) or ended.is_set():
+                ended.set()
+                return
+
+    def no_network(*_: Any) -> Any:
+        raise MembersError("no route to host")
+
+    at_once(lambda: trained("a"), lambda: trained("b"))
+    rounds = [(kind, each.get("participants"), each.get("reason")) for kind, each in made["b"][2][apart[0] :]]
+    assert ended.is_set() and len(rounds) <= 4, rounds
+
+
+def test_a_site_alone_beside_one_that_is_there_waits_says_so_and_makes_no_outer_step(joined, monkeypatch, capsys):
+    monkeypatch.setattr(meeting_module, "_SAID_S", 0.0)
+    monkeypatch.setattr(meeting_module, "AGAIN_S", 0.05)
+    meeting = Meeting("a")
+    a, engine, events = joined(meeting, "a", timeout_s=0.3)
+    a.begin(0, 0, 5.0)
+    a._members.heard = lambda: [Heard(id="b:1", silent_s=0.5, met=True), Heard(id="c:1", silent_s=60.0, met=True)]
+    began_s = time.monotonic()
+    two_steps(a, engine, 1)()
+    assert 0.3 <= time.monotonic() - began_s < 2 and events[-1][0] == "synchronise_failed"
+    assert events[-1][1]["reason"] == "this site is alone: b is there and is not at this meeting"
+    assert "site a is alone: b is there, and not at this meeting yet; it waits" in capsys.readouterr().err
+    a._members.heard = list
+    two_steps(a, engine, 1)()
+    assert events[-1][0] == "synchronise"
+
+
+class Stranger:
+    """Says what it likes at every meeting, and serves what it likes."""
+
+    def __init__(self, meeting: Meeting, like: Site, name: str, **said: Any) -> None:
+        self._meeting, self._like, self._said, self.id = meeting, like, said, f"{name}:0"
+        self.server = Server("127.0.0.1", run=like._meetings._run, member=self.id, limit_s=5.0,
+                             pieces=like._shard.regions())  # fmt: skip
+        self._ended = threading.Event()
+        self._talks = threading.Thread(target=self._talk, daemon=True)
+
+    def __enter__(self) -> Stranger:
+        self._talks.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._talks.join()
+        self.server.close()
+
+    def _talk(self) -> None:
+        evil = np.full(6, 9.0, np.float32)
+        while not self._ended.is_set():
+            with contextlib.suppress(MembersError):
+                said = {**SENSE, "run": self._like._meetings._run, "addresses": [self.server.address], "joined": True,
+                        "was": self.id, **self._said}  # fmt: skip
+                self.server.publish(said["round"], dict.fromkeys(("values", "anchor", "momentum"), evil))
+                self._meeting.meet(self.id, said, 0.2)
+                votes = {"phase": "commit", "run": said["run"], "round": said["round"], "have": [self.id]}
+                self._meeting.meet(self.id, votes, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "why"),
+    [
+        ("ab", {"round": 1 << 50, "step": 1 << 50}, "it tells of round 1125899906842624"),
+        ("ab", {"round": 3, "step": 6}, "more than half of the others do not tell the same"),
+        ("a", {"round": 1 << 50, "step": 4}, "all were at round 1, step 0"),
+        ("a", {"round": 2, "step": 4}, "more than half of the others do not tell the same"),
+    ],
+)
+def test_a_state_ahead_of_all_that_one_peer_claims_is_refused_and_named(joined, names, said, why, capsys) -> None:
+    """One message of round 2^50 with a constant model was taken by both sites."""
+    meeting = Meeting(*names)
+    made = [joined(meeting, name, timeout_s=3.0) for name in names]
+    begin_all(*(site for site, _, _ in made))
+    with Stranger(meeting, made[0][0], "mallory", **said):
+        meeting.expected.add("mallory")
+        at_once(*(two_steps(site, engine, 1) for site, engine, _ in made))
+    for _, engine, events in made:
+        assert engine.values.tolist() == [1.0] * 6 and events[-1][1]["used"] == list(names)
+        assert why in events[-1][1]["failed"]["mallory:0"], events[-1]
+    assert "site mallory is not in this synchronisation: it tells of round" in capsys.readouterr().err
+
+
+def test_a_site_that_joins_takes_what_most_of_those_that_train_tell(joined) -> None:
+    meeting = Meeting("a", "b")
+    made = [joined(meeting, name, timeout_s=3.0) for name in "ab"]
+    begin_all(*(site for site, _, _ in made))
+    c, engine, events = joined(meeting, "c", timeout_s=3.0)
+    with Stranger(meeting, made[0][0], "mallory", round=3, step=6):
+        meeting.expected |= {"c", "mallory"}
+        at_once(lambda: c.begin(0, 0, 5.0), *(two_steps(site, engine, 1) for site, engine, _ in made))
+    assert engine.values.tolist() == [1.0] * 6 and events[-1][1]["healed"]
+    assert "mallory:0" in events[-1][1]["failed"] and events[-1][1]["sites"] == ["a", "b", "c"]
+
+
+def told_at(site: str, round_: int, *, joined: bool = True, checksum: str = "0") -> Told:
+    told = told_of(Member(id=f"{site}:1", said={**SENSE, "run": "run", "round": round_, "joined": joined,
+                                                "checksum": checksum}))  # fmt: skip
+    assert told is not None
+    return told
+
+
+@pytest.mark.parametrize(
+    ("told", "joins", "known", "trusted", "leads", "refused"),
+    [
+        ({"a": 7, "b": 9}, False, "ab", "", "b", ""),  # a was cut off
+        ({"a": 7, "b": 9}, False, "a", "", "a", "b"),  # nobody knows b
+        ({"a": 7, "b": 9}, False, "a", "b", "b", ""),
+        ({"a": 7, "b": 7, "c": 9}, False, "abc", "", "a", "c"),
+        ({"a": 7, "b": 9, "c": 9}, False, "abc", "", "b", ""),
+        ({"a": 7, "b": 9, "c": 8}, False, "abc", "", "a", "bc"),
+        ({"a": 0, "b": 9}, True, "", "", "b", ""),
+        ({"a": 0, "b": 9, "c": 8}, True, "", "", None, ""),
+        ({"a": 0, "b": 9, "c": 8}, True, "", "c", "c", "b"),
+        ({"a": 0, "b": 8, "c": 8, "d": 9}, True, "", "", "b", "d"),
+    ],
+)
+def test_whose_state_counts(told, joins, known, trusted, leads, refused) -> None:
+    sites = [told_at(name, round_, joined=not (joins and name == "a")) for name, round_ in told.items()]
+    leader, why = leader_of(sites, "a:1", joins=joins, known=known, trusted=trusted, impossible=lambda _: "")
+    assert (leader and leader.site) == leads and {each[0] for each in why} == set(refused)
+
+
+def test_sites_that_all_only_start_take_the_furthest_checkpoint() -> None:
+    sites = [told_at(name, round_, joined=False) for name, round_ in (("a", 7), ("b", 9), ("c", 8))]
+    leader, refused = leader_of(sites, "a:1", joins=True, known=(), trusted=(), impossible=lambda _: "")
+    assert leader is not None and leader.site == "b" and not refused
+
+
+def test_a_state_that_is_not_the_one_that_was_told_of_is_not_taken(joined) -> None:
+    """b sends others than it tells of: c stays out, names it, and takes the state from a at the next meeting."""
+    meeting = Meeting("a", "b")
+    made = {name: joined(meeting, name, timeout_s=1.0) for name in "ab"}
+    begin_all(*(site for site, _, _ in made.values()))
+    publish = made["a"][0]._server.publish
+    made["a"][0]._server.publish = lambda round_, arrays: publish(
+        round_, {**arrays, "anchor": np.full(6, 9.0, np.float32)} if "anchor" in arrays else arrays
+    )
+    c, _, events = joined(meeting, "c", timeout_s=1.0)
+    meeting.expected.add("c")
+
+    def twice(site: Site, of_site: Numbers) -> None:
+        for _ in range(2):
+            two_steps(site, of_site, 1)()
+
+    at_once(lambda: c.begin(0, 0, 5.0), *(lambda each=each: twice(*each[:2]) for each in made.values()))
+    assert events[-1][1]["healed"] and (c._anchor == made["b"][0]._anchor).all(), events
+
+
+def test_a_site_that_starts_after_the_others_have_ended_says_so(joined, capsys) -> None:
+    """It trained from scratch, alone, with exit status 0 and no word."""
+    meeting = Meeting("a")
+    a, _, events = joined(meeting, "a", last_step=480)
+    gone = Heard(id="b:1", silent_s=312.0, met=True, step=480, run=a._meetings._run, together=2)
+    other = Heard(id="c:1", silent_s=312.0, met=True, step=960, run="other", together=1)
+    a._members.heard = lambda: [gone, other]
+    a.begin(0, 0, 5.0)
+    said = "site a is alone: b ended this run at step 480 (heard of 312 s ago), and this site trains it from step 0 on"
+    assert said in capsys.readouterr().err
+    assert events[-1] == ("alone", {"step": 0, "others": ["b"], "at": 480})
+
+
+def test_samples_that_were_dealt_to_a_lost_site_are_counted_when_the_run_ends(joined, capsys) -> None:
+    """a is lost before the last round: its block comes back when nobody trains any more."""
+    meeting = Meeting("a", "b")
+    made = [joined(meeting, name, last_step=4) for name in "ab"]
+    begin_all(*(site for site, _, _ in made))
+    at_once(*(two_steps(site, engine, 1) for site, engine, _ in made))
+    meeting.leave("a")
+    b, engine, events = made[1]
+    engine.values += 1
+    b.after_update(3, complete=False)
+    b.after_update(4, complete=True)
+    assert events[-1] == ("left_out", {"step": 4, "samples": 4})  # 8 to 12 are a's, 12 to 16 b's
+    assert "the run ends, and 4 samples are in no model though later ones are" in capsys.readouterr().err
+
+
+def test_what_a_cut_off_site_has_trained_alone_is_told_at_its_end(joined, capsys) -> None:
+    meeting = Meeting("a", "b")
+    made = [joined(meeting, name, last_step=2, timeout_s=0.2) for name in "ab"]
+    begin_all(*(site for site, _, _ in made))
+    a, engine, _ = made[0]
+    engine.values += 1
+    a.after_update(1, complete=False)
+    a.after_update(2, complete=True)
+    assert "the run ends here without the other sites: 4 samples" in capsys.readouterr().err

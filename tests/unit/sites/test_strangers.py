@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from llmtrain.config.sites_rules import private
 from llmtrain.errors import UserError
 from llmtrain.sites import command
 from llmtrain.sites.exchange import Exchange
@@ -48,10 +49,24 @@ def test_nonsense_uses_up_no_connection(server: Server, sent: str) -> None:  # n
     fetch_all(server)
 
 
-@pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", ":0", "8.8.8.8:0", "127.0.0.1"])
+PUBLIC = [
+    "0.0.0.0", "::", "::ffff:0.0.0.0", "::ffff:8.8.8.8", "8.8.8.8", "100.64.0.1", "240.0.0.1", "255.255.255.255",
+    "224.0.0.1", "::ffff:100.64.0.1", "2001:4860::8888", "64:ff9b::a00:1", "2002:a00:1::", "ff02::1", "::a00:1",
+    "192.0.2.1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bind", [":0", "127.0.0.1", *(f"[{a}]:0" if ":" in a else f"{a}:0" for a in PUBLIC)])
 def test_a_coordinator_listens_on_a_private_address_alone(bind: str) -> None:
+    """Also in the forms of IPv6: [::ffff:0.0.0.0] listened on every address without keys."""
     with pytest.raises(UserError, match=r"--bind .*(private|HOST:PORT)"):
         command.main(["coordinator", "--bind", bind])
+
+
+def test_one_rule_says_which_addresses_are_private() -> None:
+    assert not [each for each in [*PUBLIC, "", "localhost", "10.0.0.1:5"] if private(each)]
+    there = ["10.0.0.1", "172.31.0.1", "192.168.1.1", "127.0.0.1", "::1", "fd00::1", "fe80::1%eth0", "::ffff:10.8.0.1"]
+    assert [each for each in there if private(each)] == there
 
 
 def test_a_site_that_sends_slowly_takes_no_time_from_those_after_it(joined) -> None:  # noqa: F811

@@ -162,7 +162,7 @@ def test_a_site_that_is_lost_while_a_round_is_on_its_way_holds_nobody_up(joined)
     made = {name: joined(meeting, name, timeout_s=2.0, **STREAMS) for name in "abc"}
     begin_all(*(site for site, _, _ in made.values()))
 
-    def dies(*_: Any) -> None:
+    def dies(*_: Any, **__: Any) -> None:
         meeting.leave("b")
         raise RoundFailed("it is dead")
 
