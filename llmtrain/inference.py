@@ -7,7 +7,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,18 @@ from typing import Any
 from llmtrain import foreign, log
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.beside import MARK
-from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.listing import find_checkpoints
+from llmtrain.cluster.watch.explain.device import device_fault
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenize import refuse_code
-from llmtrain.errors import CheckpointError, ModelError
+from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.hub.model import model_folder
 from llmtrain.models.adapter import CONFIG, PREFIX, WEIGHTS, need_peft
 from llmtrain.models.build import load_config
 from llmtrain.models.score import gives_scores
+from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
+from llmtrain.tensors.tensorfile import TensorFile, TensorFileError
 
 _ENDS = ("generation_config.json", "config.json")
 """Files that name the tokens where generation stops."""
@@ -74,20 +77,20 @@ class Answerer:
             ModelError: no usable tokenizer, an adapter whose model is not known, or a reward model.
             ConfigError: peft, which an adapter needs, is not installed.
         """
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
         base = _base(folder)
         config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
         if gives_scores(config) or _scores_beside(folder):
             raise ModelError(f"{folder}: a reward model gives scores and no text. Name the folder of a language model.")
         tokenizer = _tokenizer(folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, device_map=device)
+        _check_weights(base, config)
+        with _loading(base):
+            model = _model(base, device)
         if base != folder:  # transformers by itself would take the base's newest commit, not the adapter's
-            if rows := _rows(folder, model):
-                model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has all of them
-            model.load_adapter(str(folder))
+            rows = _rows(folder, model)
+            with _loading(folder):
+                if rows:
+                    model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has all of them
+                model.load_adapter(str(folder))
         return cls(model.eval(), tokenizer, folder, base != folder, _ends(base, folder, tokenizer))
 
     def switch(self, on: bool) -> None:
@@ -132,15 +135,58 @@ def _base(folder: Path) -> Path:
         raise ModelError(f"{folder / CONFIG} names no model that the adapter belongs to ({error!r}).") from error
 
 
-def _rows(folder: Path, model: Any) -> int:
-    """How many tokens the embedding or the head has that an adapter's folder holds; 0: it holds none."""
-    from safetensors import safe_open
+@contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    """What the files of a folder make transformers or peft raise is said in a sentence. Raises ModelError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if device_fault(str(error)) is not None:  # no fault of the folder's
+            raise
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{folder}: transformers cannot load it: {foreign.shown(said)}") from error
 
+
+def _check_weights(folder: Path, config: Any) -> None:
+    """The folder's weights by the reader that training has: safetensors within it, whole, every tensor of the model.
+
+    transformers would unpickle, follow an index out of the folder, and draw what is lacking at random. Raises ModelError.
+    """
+    plain = not getattr(config, "quantization_config", None)  # else the tensors are others than the model's own
+    layout = None
+    if plain:
+        with suppress(ModelError):  # a class whose files cannot be followed (docs/families.md) is loaded all the same
+            layout = layout_of(ModelConfig(pretrained=str(folder), attention="eager"), trust_remote_code=False)
+    with closing(SafetensorsSource(folder, layout, asked_by=str(folder))) as source:
+        if layout is not None:
+            refuse_other_shapes(source, layout.shapes, surplus_too=True)
+
+
+def _model(folder: Path, device: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=False, use_safetensors=True, device_map=device
+    )
+
+
+def _rows(folder: Path, model: Any) -> int:
+    """How many tokens the embedding or the head has that an adapter's folder holds; 0: it holds none.
+
+    Raises ModelError: its weights are no safetensors, or damaged.
+    """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [f"{PREFIX}{path}.weight" for path, module in model.named_modules() if module in ends]
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        held = [name for name in names if name in set(file.keys())]
-        return int(file.get_slice(held[0]).get_shape()[0]) if held else 0
+    try:
+        with TensorFile(refuse_escape(folder, folder / WEIGHTS)) as file:
+            held = [name for name in names if name in file.entries]
+            return file.entries[held[0]].shape[0] if held else 0
+    except TensorFileError as error:
+        raise ModelError(f"{folder}: {error} Only safetensors are read.") from error
 
 
 def _scores_beside(folder: Path) -> bool:
@@ -162,7 +208,7 @@ def _tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it
         raise ModelError(
-            f"{folder}: no tokenizer that transformers can load ({str(error).splitlines()[0]}). Put the files of the "
+            f"{folder}: no tokenizer that transformers can load ({foreign.shown((str(error).splitlines() or [type(error).__name__])[0])}). Put the files of the "
             "tokenizer beside config.json; a run's is in the folder of its data, tokenizer/."
         ) from error
 

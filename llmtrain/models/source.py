@@ -345,8 +345,10 @@ class SafetensorsSource:
             )
 
 
-def refuse_other_shapes(source: ParameterSource, shapes: dict[str, tuple[int, ...]]) -> None:
-    """The source must hold the model's parameters, whose names and shapes are given.
+def refuse_other_shapes(
+    source: ParameterSource, shapes: dict[str, tuple[int, ...]], *, surplus_too: bool = False
+) -> None:
+    """The source must hold the model's parameters, whose names and shapes are given; with `surplus_too` others as well.
 
     Raises:
         ModelError: the source lacks a parameter, has one more, or one of another shape.
@@ -360,7 +362,7 @@ def refuse_other_shapes(source: ParameterSource, shapes: dict[str, tuple[int, ..
             "these weights."
         )
     surplus = sorted(available - shapes.keys())
-    if surplus:
+    if surplus and not surplus_too:
         raise ModelError(
             f"{source.origin} holds {len(surplus)} tensors that the model has no place for, first "
             f"{', '.join(surplus[:3])}. Check that the model's configuration is the one of these weights."

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llmtrain import finish
 from llmtrain.checkpoint.hf.exporting import export_hf
@@ -55,6 +56,75 @@ def run(tmp_path, tokenizer) -> Path:
 def greedy(capsys, *words: object) -> tuple[str, str]:
     assert main(["generate", *map(str, words), "--max-tokens", "5", "--temperature", "0"]) == 0
     return capsys.readouterr()
+
+
+def _index_out(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder.parent / "secret.safetensors")
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(names, "../secret.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _link_out(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
+    (folder / "model.safetensors").symlink_to(folder.parent / "secret.safetensors")
+
+
+def _pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+
+
+def _lacking(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _adapter(folder: Path, weights: str) -> None:
+    base = folder.rename(folder.with_name("base"))
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, folder)
+    settings = {"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"], "base_model_name_or_path": str(base)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    (folder / weights).write_bytes(b"\x80\x04cos\nsystem\n")
+
+
+DEEP = '{"a":' * 100_000
+STRANGE = {
+    "a header that lies": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "header claims"),
+    "a pickle": (_pickle, "Only safetensors are read"),
+    "an index that leaves the folder": (_index_out, "names '../secret.safetensors', which is no file in"),
+    "a link that leaves the folder": (_link_out, "outside of the folder"),
+    "a tensor is lacking": (_lacking, "lacks 1 of the model's 21 parameters, first model.norm.weight"),
+    "a deep config.json": (lambda f: (f / "config.json").write_text(DEEP), "nested deeper than 100"),
+    "a deep tokenizer": (lambda f: (f / "tokenizer_config.json").write_text(DEEP), "nested deeper than 100"),
+    "a deep index": (
+        lambda f: (_index_out(f), (f / "model.safetensors.index.json").write_text(DEEP)),
+        "is not a weight index",
+    ),
+    "a tokenizer.json that is none": (lambda f: (f / "tokenizer.json").write_text("[]"), "no tokenizer that"),
+    "a deep adapter": (
+        lambda f: (_adapter(f, "adapter_model.safetensors"), (f / "adapter_config.json").write_text(DEEP)),
+        "names no model that the adapter belongs to",
+    ),
+    "an adapter that is a pickle": (lambda f: _adapter(f, "adapter_model.bin"), "Only safetensors are read"),
+    "an adapter with a header that lies": (lambda f: _adapter(f, "adapter_model.safetensors"), "header claims"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_strangers_folder_ends_in_a_sentence(run, capsys, case):
+    """generate and chat open it by the reader that training has."""
+    strange, (change, says) = run / "export", STRANGE[case]
+    change(strange)
+    assert main(["generate", str(strange), "--prompt", "walk"]) == 2
+    told = capsys.readouterr().err
+    assert says in told and told.count("error: ") == 1 and "Traceback" not in told, told
+    assert main(["chat", str(strange)]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_the_newest_state_of_a_run_is_what_continues_the_prompt(run, capsys):
