@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch is for those who ask
     from llmtrain.models.spec import ModelSpec
 
 USAGE = """\
-usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N]
+usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N] [--data]
        llmtrain config show  RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N]
 
 check   does all that `llmtrain train` does before it needs a device: YAML, DeepSpeed JSON, paths, DeepSpeed's own
@@ -31,6 +31,7 @@ check   does all that `llmtrain train` does before it needs a device: YAML, Deep
 show    prints the resolved YAML and the exact dict that DeepSpeed will get, in a fraction of a second
 
 --world-size N   ranks to check for (default: WORLD_SIZE, or 1)
+--data           check reads the prepared data, too, and compares it with its checksums
 """
 
 
@@ -77,6 +78,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("action", choices=["check", "show"])
     parser.add_argument("run")
     parser.add_argument("--world-size")
+    parser.add_argument("--data", action="store_true")
     completion.offer_run(parser)
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -89,6 +91,7 @@ def main(argv: list[str]) -> int:
         print(USAGE, end="")
         return 0
     world_size, source, rest = _world_size(rest)
+    reads_data, rest = "--data" in rest, [word for word in rest if word != "--data"]
     words = run_words(rest)
     resolved, yaml_path = load(words, world_size, source), words[1]
     if action == "show":
@@ -98,8 +101,23 @@ def main(argv: list[str]) -> int:
     else:
         resolved, _ = examine(with_base(resolved))
         print(summary(resolved))
+        if reads_data:
+            print(_read_data(resolved))
         print(f"ok: {yaml_path} with {resolved.run.deepspeed}")
     return 0
+
+
+def _read_data(resolved: ResolvedRun) -> str:
+    """A line on the data, all of it read and compared with its checksums. Raises DataError: it is other data."""
+    from llmtrain.data.loader import TrainData
+
+    files = TrainData(resolved.run.data).sums()
+    for file in files:
+        file.compare()
+    size = units.size(sum(file.path.stat().st_size for file in files))
+    untold = sum(not file.xxh3 for file in files)
+    without = f", but for {units.counted(untold, 'file')} of which they tell none" if untold else ""
+    return f"data:    {units.counted(len(files), 'file')}, {size}: as the checksums of their manifests say{without}"
 
 
 def summary(resolved: ResolvedRun) -> str:

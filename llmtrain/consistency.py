@@ -1,26 +1,35 @@
-"""When a run compares what its ranks hold, what must be the same beside the parameters, how a difference ends it."""
+"""When a run compares what its ranks hold, what must be the same beside the parameters, how a difference ends it; and
+its data with the checksums of its manifests."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import RunConfig
 from llmtrain.data.loader import StepBatch
+from llmtrain.data.shards import FileSum
+from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
 from llmtrain.engine.replicas import Difference, Replicas, describe, tensor_hash
-from llmtrain.errors import TrainingStopped
+from llmtrain.errors import DataError, TrainingStopped
 from llmtrain.schedule import is_due
 from llmtrain.topology import Degrees
 
 if TYPE_CHECKING:
     from llmtrain.tracking.tracker import Tracker
+
+_BEAT_S = 1.0
 
 
 class ReplicasDiffer(TrainingStopped):
@@ -118,3 +127,61 @@ class Consistency:
             text=text,
         )
         raise ReplicasDiffer(text)
+
+
+class DataChanged(TrainingStopped):
+    """The prepared data is not what its manifest says."""
+
+    exit_code = DataError.exit_code
+
+
+class DataCheck:
+    """Compares the data's files with their checksums beside a run's first steps, on a thread of each rank.
+
+    Ranks that see the same files share them. A difference ends the run before its first save. All ranks call its
+    methods together.
+    """
+
+    def __init__(self, files: list[FileSum], ranks: Ranks) -> None:
+        self._ranks, self._closed, self._error = ranks, False, ""
+        everyone = from_all(ranks, _seen(files))  # copies of a file on two hosts have other numbers and times
+        group = [rank for rank, seen in enumerate(everyone) if seen == everyone[ranks.rank]]
+        mine = files[group.index(ranks.rank) :: len(group)]
+        self._thread = threading.Thread(target=self._compare, args=(mine,), name="data-check", daemon=True)
+        self.settled = False
+        """All is compared, and right."""
+        self.bytes = sum(file.path.stat().st_size for file in files if file.path.is_file())
+        """Of all files."""
+        self._thread.start()
+
+    def look(self, *, wait: bool) -> None:
+        """See how far the ranks are; `wait`: until all are through. Raises DataChanged, on all ranks."""
+        while wait and self._thread.is_alive():
+            self._thread.join(_BEAT_S)
+            heart.beat()
+        told = from_all(self._ranks, (self._thread.is_alive(), self._error))
+        if wrong := next((error for _, error in told if error), None):
+            raise DataChanged(f"{wrong}. The run ends before it saves what it has trained on it")
+        self.settled = not any(alive for alive, _ in told)
+
+    def close(self) -> None:
+        """End the thread, whatever it has found."""
+        self._closed = True
+        self._thread.join()
+
+    def _compare(self, files: list[FileSum]) -> None:
+        with contextlib.suppress(OSError):  # the steps go first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        try:
+            for file in files:
+                file.compare(lambda: not self._closed)
+        except DataError as error:
+            self._error = str(error)
+        except Exception as error:
+            self._error = f"the data could not be compared with its checksums: {error!r}"
+
+
+def _seen(files: list[FileSum]) -> str:
+    """What tells files from copies of them, on whatever host."""
+    stats = [os.stat(file.path) for file in files if file.path.is_file()]
+    return hashlib.sha256(repr([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode()).hexdigest()

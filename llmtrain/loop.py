@@ -22,7 +22,7 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.objective import wants_column
 from llmtrain.config.run import ResolvedRun
-from llmtrain.consistency import Consistency
+from llmtrain.consistency import Consistency, DataCheck
 from llmtrain.data.loader import MicroBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.data.reference import REMEDY, weights_hash
 from llmtrain.dist.control import AgreedError, StopRequests, from_all, from_rank_0, together
@@ -56,6 +56,9 @@ if TYPE_CHECKING:  # what it is handed
     from llmtrain.saving import Saving
     from llmtrain.shares import Shares
     from llmtrain.tracking.tracker import Tracker
+
+_AT_ONCE = 4 << 30
+"""Bytes of data that a resume compares with their checksums before its first step; more beside the steps."""
 
 
 class Training:
@@ -209,6 +212,7 @@ class Training:
             "teacher": self.teacher,
             "separator_id": self.data.separator_id,
             "tokenizer_dir": str(self.data.tokenizer_dir.resolve()),  # to-hf may run anywhere
+            "tokenizer": self.data.manifests[0].tokenizer_fingerprint,
             "model_config": self.engine.module.config.to_dict(),
             "sampling": sampling_defaults(self.run.model.folder),
             "run": asdict(self.run),
@@ -245,7 +249,9 @@ class Training:
             sequences=shares.sequences if shares else None,
         )
         goes_on = not self._complete()
-        with contextlib.closing(loader):
+        with contextlib.closing(loader), contextlib.closing(DataCheck(self.data.sums(), ranks)) as self.data_check:
+            if self.resumed is not None and self.data_check.bytes <= _AT_ONCE:
+                self.data_check.look(wait=True)  # what was trained belongs to what the data was
             while goes_on:
                 heart.begin_step()
                 before = self.position.step
@@ -318,6 +324,8 @@ class Training:
             with speed.pause():
                 self.evaluate(tracker)
         due = not last and saving.is_due(steps, done.agreed)
+        if not self.data_check.settled and (due or last or is_due(train.log_every, steps)):
+            self.data_check.look(wait=due or (last and not done.agreed.stop))  # who is told to stop has no time
         if consistency.is_due(steps, saving=due or last):
             with heart.during("compare"):
                 consistency.check(asdict(self.position), done.batch)

@@ -112,6 +112,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("its longest row is no whole number")
         if any(bool(shard.rows) != (manifest.chat is not None) for split in SPLITS for shard in shards[split]):
             raise ValueError("some of its shards are of conversations, and some are not")
+        tokenizer = manifest.tokenizer_fingerprint
+        if manifest.data_fingerprint != data_fingerprint(
+            manifest.dtype, manifest.vocab_size, manifest.separator_id, tokenizer, manifest.shards
+        ):
+            raise ValueError("its data_fingerprint is of other shards, another order of them, separator or tokenizer")
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: is not a manifest of prepared data ({error}); prepare the folder again") from error

@@ -16,7 +16,7 @@ from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.mixture import Mixture
 from llmtrain.data.order import permute
 from llmtrain.data.reference import read_reference
-from llmtrain.data.shards import PreparedSet, TokenStream
+from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
 from llmtrain.data.windows import IGNORED, Conversations, Preferences, Texts, Unpaired, Window, kind_of
 from llmtrain.errors import DataError
 
@@ -75,6 +75,10 @@ class TrainData:
         """Validation sequences there are; a mixture's end when one of its sets does."""
         self.fingerprint: str = self._fingerprint()
         """Hash of the data, the sequence length, the seed and the mixture: what decides every training sequence."""
+
+    def sums(self) -> list[FileSum]:
+        """What the manifests of all sets say of their files."""
+        return [file for member in self._members for file in member.prepared.sums()]
 
     def take_reference(self, precision: str) -> list[str]:
         """From now on windows of preferences have the reference's log-probabilities. Returns the hash of the weights

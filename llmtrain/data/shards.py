@@ -7,15 +7,19 @@ each token, eight a byte, the first one highest: whether it is counted. Of unpai
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from llmtrain.data.manifest import SPLITS, Shard, Split, read_manifest
+from llmtrain.data.manifest import NAME, SPLITS, Shard, Split, read_manifest
 from llmtrain.errors import DataError
 
+_CHUNK = 4 << 20
+"""Bytes that a comparison with checksums reads at a time."""
 JUDGED = np.dtype([("prompt", "<u8"), ("begin", "<u4"), ("desirable", "u1")])
 """Of a row of unpaired answers: a hash of its prompt, the place of its answer's first token, whether the answer
 is desired."""
@@ -100,6 +104,46 @@ class TokenStream:
         return mapped
 
 
+@dataclass(frozen=True)
+class FileSum:
+    """A file of a prepared folder, and what its manifest says of the content."""
+
+    path: Path
+    xxh3: str
+    """xxh3 of the bytes, of 64 or 128 bits; empty: the manifest tells none, and none is compared."""
+    dtype: np.dtype | None = None
+    """Of the token ids in a shard."""
+    vocab_size: int = 0
+
+    def compare(self, go_on: Callable[[], bool] = lambda: True) -> None:
+        """Read the file and compare. `go_on`: asked every 4 MiB; where it says no, nothing is known.
+
+        Raises DataError: the content is another, or an id lies outside the vocabulary.
+        """
+        folder = self.path.parent.parent if self.path.parent.name == "tokenizer" else self.path.parent
+        content, largest = xxhash.xxh3_64() if len(self.xxh3) == 16 else xxhash.xxh3_128(), -1
+        try:
+            with self.path.open("rb", buffering=0) as stream:
+                while chunk := stream.read(_CHUNK):
+                    if not go_on():
+                        return
+                    content.update(chunk)
+                    if self.dtype is not None and len(chunk) % self.dtype.itemsize == 0:
+                        largest = max(largest, int(np.frombuffer(chunk, self.dtype).max()))
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read ({error.strerror}); copy the folder again") from error
+        if self.xxh3 and content.hexdigest() != self.xxh3:
+            raise DataError(
+                f"{self.path}: its checksum is not that of {folder / NAME}: the file was changed or is damaged; "
+                "copy it again, or delete the folder and prepare it again"
+            )
+        if self.dtype is not None and largest >= self.vocab_size:
+            raise DataError(
+                f"{self.path}: holds the id {largest}, outside the vocabulary [0, {self.vocab_size}); "
+                "delete the folder and prepare it again"
+            )
+
+
 class PreparedSet:
     """A complete folder of `llmtrain prepare`. Opening it checks that every shard is there with its full size."""
 
@@ -116,26 +160,19 @@ class PreparedSet:
     def split(self, name: Split) -> TokenStream:
         return TokenStream(self.folder, self.manifest.shards[name], self.dtype)
 
+    def sums(self) -> list[FileSum]:
+        """What the manifest says of each file's content: the tokenizer, shards, files of rows."""
+        found = [FileSum(self.tokenizer_dir / "tokenizer.json", self.manifest.tokenizer_fingerprint)]
+        for shard in (shard for split in SPLITS for shard in self.manifest.shards[split]):
+            path = self.folder / shard.file
+            found.append(FileSum(path, shard.xxh3, self.dtype, self.manifest.vocab_size))
+            found += [FileSum(rows_path(path), shard.rows)] if shard.rows else []
+        return found
+
     def verify(self) -> None:
-        """Read every shard and compare its checksum and its largest id with the manifest. Raises DataError."""
-        for split in SPLITS:
-            for shard in self.manifest.shards[split]:
-                path = self.folder / shard.file
-                data = np.memmap(path, dtype=self.dtype, mode="r")
-                files = {path: (data, shard.xxh3)}
-                if shard.rows:
-                    files[rows_path(path)] = np.memmap(rows_path(path), dtype=np.uint8, mode="r"), shard.rows
-                for file, (content, wanted) in files.items():
-                    if xxhash.xxh3_64(content.data).hexdigest() != wanted:
-                        raise DataError(
-                            f"{file}: its checksum is not that of {self.folder}/manifest.json: the file is damaged; "
-                            "copy it again, or delete the folder and prepare it again"
-                        )
-                if (largest := int(data.max())) >= self.manifest.vocab_size:
-                    raise DataError(
-                        f"{self.folder / shard.file}: holds the id {largest}, outside the vocabulary "
-                        f"[0, {self.manifest.vocab_size}); delete the folder and prepare it again"
-                    )
+        """Read every file and compare its checksum, and a shard's largest id, with the manifest. Raises DataError."""
+        for file in self.sums():
+            file.compare()
 
     def _check_size(self, shard: Shard) -> None:
         path = self.folder / shard.file

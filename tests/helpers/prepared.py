@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from llmtrain.data import manifest as manifests
+from llmtrain.data import tokenize
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
 
 
@@ -19,11 +19,12 @@ def write_prepared(
     *,
     vocab_size: int = 50,
     separator_id: int = 0,
-    tokenizer_fingerprint: str = "t",
+    tokenizer: str = "{}",
 ) -> Path:
     """A complete prepared folder. `train` and `validation` are shards of documents of token ids, without separators."""
     (folder / "tokenizer").mkdir(parents=True)
-    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps({}))
+    (folder / "tokenizer" / "tokenizer.json").write_text(tokenizer)
+    tokenizer_fingerprint = tokenize.fingerprint(folder / "tokenizer")
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     shards: dict[str, tuple[Shard, ...]] = {}
     for split, documents_of in zip(SPLITS, (train, validation), strict=True):

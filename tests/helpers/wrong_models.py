@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,22 @@ def _shard_gone(folder: Path) -> None:
 
 def _short_data(folder: Path) -> None:
     write_prepared(folder / "data/short", [[[1, 2, 3]]], [[[4, 5]]], vocab_size=512)
+
+
+def _other_manifest(key: str, value: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "data/x/manifest.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+
+    return change
+
+
+def _swapped_shards(folder: Path) -> None:
+    write_prepared(folder / "data/two", [[list(range(1, 400))], [list(range(2, 401))]], [], vocab_size=512)
+    path = folder / "data/two/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["shards"]["train"].reverse()
+    path.write_text(json.dumps(manifest))
 
 
 def _weightless(folder: Path) -> None:
@@ -218,6 +235,17 @@ MODEL_CASES = [
     ),
     # the data and the run's folder
     Wrong("a shard is gone", ("train-00000.bin", "is missing", "prepare it again"), before=_shard_gone),
+    Wrong(
+        "a separator of other data",
+        ("data/x/manifest.json", "another order of them, separator or tokenizer"),
+        before=_other_manifest("separator_id", 7),
+    ),
+    Wrong(
+        "shards in another order",
+        ("data/two/manifest.json", "another order of them", "prepare the folder again"),
+        {"data": {"path": "data/two"}},
+        before=_swapped_shards,
+    ),
     Wrong(
         "too little data",
         ("data/short", "fill one sequence", "lower"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llmtrain.checkpoint.format import complete_checkpoints, stale_folders
@@ -134,6 +136,23 @@ def test_sigusr1_saves_and_goes_on_and_a_dead_launcher_stops_the_ranks(small_dat
     process.wait()
     assert gone(everyone, 30)
     assert complete_checkpoints(run / "checkpoints")[0] != saved
+
+
+def test_data_that_was_changed_is_never_saved_as_trained(small_data, tmp_path):
+    """One token in 200 between two launches, in place: a resume ends at once, a new run before its first save."""
+    data = shutil.copytree(small_data, tmp_path / "data")
+    recipe, run = write_recipe(tmp_path, data), tmp_path / "run"
+    forked.train(recipe, "--train.max_steps", "2")
+    shard = next(data.glob("train-*.bin"))
+    tokens = np.fromfile(shard, "<u2")
+    tokens[::200] = tokens[100]
+    tokens.tofile(shard)
+    for words in (("--train.max_steps", "4"), ("--train.run_dir", str(tmp_path / "new"), "--train.max_steps", "40")):
+        code, output = forked.finish(recipe, *words)
+        assert code == 2 and f"{shard}: its checksum is not that of" in output and "Traceback" not in output, output
+        assert output.count("error:") == 1
+    assert complete_checkpoints(run / "checkpoints")[0].name == "step-00000002" and max(losses(run)) == 2
+    assert not complete_checkpoints(tmp_path / "new" / "checkpoints")
 
 
 def test_second_launch_into_a_live_run_is_refused(small_data, tmp_path):

@@ -23,6 +23,9 @@ from llmtrain.checkpoint.hf.special_tokens import (
 )
 from llmtrain.checkpoint.hf.weight_files import WeightFiles
 from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.data import manifest as manifests
+from llmtrain.data import tokenize
+from llmtrain.errors import CheckpointError
 from llmtrain.hub.names import local_folder
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.score import gives_scores
@@ -131,15 +134,32 @@ def for_older_readers(fields: dict[str, Any]) -> None:
 
 
 def copy_beside(folder: Path, trainer: Mapping[str, Any], checkpoint: Path, report: Report) -> Path | None:
-    """The tokenizer's files, or those that came with an imported folder. Returns where they are from."""
+    """The tokenizer's files, or those that came with an imported folder. Returns where they are from.
+
+    Raises CheckpointError: the tokenizer is not the run's.
+    """
     imported, tokenizer = "source" in trainer, trainer.get("tokenizer_dir")
     beside = checkpoint.parent.parent / SOURCE if imported else Path(tokenizer) if tokenizer else None
     if beside is not None and beside.is_dir():
+        if not imported:
+            _refuse_other_tokenizer(beside, trainer)
         for file in beside_weights(beside, python=imported):
             shutil.copy2(file, folder / file.name)
     elif beside is not None:
         report.add("tokenizer", f"none: {beside}, where the run found it, is gone")
     return beside
+
+
+def _refuse_other_tokenizer(folder: Path, trainer: Mapping[str, Any]) -> None:
+    """Other ids would be other words. Raises CheckpointError: it is not the tokenizer that the run was trained with."""
+    wanted, manifest = trainer.get("tokenizer"), folder.parent / manifests.NAME
+    if wanted is None and manifest.is_file():  # the checkpoint of an older version does not tell
+        wanted = manifests.read_manifest(folder.parent).tokenizer_fingerprint
+    if wanted is not None and wanted != tokenize.fingerprint(folder):
+        raise CheckpointError(
+            f"{folder / 'tokenizer.json'} is not the one that the run was trained with: it was changed or is damaged. "
+            "Nothing was written. Put the right one there, or move the folder away to export without a tokenizer."
+        )
 
 
 def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any]) -> None:

@@ -17,7 +17,9 @@ from llmtrain.checkpoint.hf.serving import prove_serving
 from llmtrain.data import prepare as preparing
 from llmtrain.data.chat import ChatEncoder
 from llmtrain.data.sample import CONVERSATIONS, NAME
+from llmtrain.data.tokenize import fingerprint
 from llmtrain.data.worker import process_unit
+from llmtrain.errors import CheckpointError
 from tests.helpers.chat import CHATML, KINDS, write_tokenizer
 from tests.helpers.chat_families import FAMILIES
 from tests.helpers.chat_oracle import conversations, write_family
@@ -83,6 +85,23 @@ def test_an_export_proves_itself_and_names_the_trained_end(tmp_path: Path, prepa
     turns = sum(len(json.loads(json.loads(line)["record"])["messages"]) // 2 for line in kept)
     assert f"{turns} turns of {len(kept)} conversations" in (found := told(out, data))
     assert f"generation stops at the trained end: {ends[1]}" in found and "not compared" not in found
+
+
+def test_a_scrambled_tokenizer_is_not_exported(tmp_path: Path, prepare: Any) -> None:
+    """Two words that have changed their ids: each text of the model would read as another."""
+    model = write_tokenizer(tmp_path / "m", KINDS["llama3"])
+    data = prepare(model, [{"messages": talk} for talk in talks(20)], "--format", "chat")
+    file = data / "tokenizer" / "tokenizer.json"
+    right, told = fingerprint(data / "tokenizer"), json.loads(file.read_text())
+    words = told["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    file.write_text(json.dumps(told))
+    for trainer in ({"tokenizer": right}, {}):  # an older checkpoint does not tell: the data's manifest does
+        beside = {"tokenizer_dir": str(data / "tokenizer"), "separator_id": 0, **trainer}
+        checkpoint = checkpoint_of(new_model("llama", vocab_size=270), tmp_path / f"run{len(trainer)}", **beside)
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json is not the one that the run was trained with"):
+            export_hf(checkpoint, tmp_path / "out", check="none")
+    assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize("change", ["template", "ends", "rows"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import resource
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cli import main
+from llmtrain.data.manifest import SPLITS, Shard, data_fingerprint
 from tests.helpers.config_workplace import write
 from tests.helpers.wrong_configurations import CASES, Wrong
 from tests.helpers.wrong_models import MODEL_CASES
@@ -96,6 +98,30 @@ def test_as_a_process(name: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     assert all(words in done.stderr for words in case.says), done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0  # others may have the machine
+
+
+def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes alone told nothing of a shard that was changed in place, or of another tokenizer."""
+    write(here)
+    check = ["config", "check", "run.yaml", "--world-size=2"]
+    assert main([*check, "--data"]) == 0
+    assert "3 files, " in (said := capsys.readouterr().out) and "as the checksums of their manifests say" in said
+    for name in ("train-00000.bin", "tokenizer/tokenizer.json"):
+        file = here / "data/x" / name
+        good = file.read_bytes()
+        file.write_bytes(good[:-2] + bytes(byte ^ 1 for byte in good[-2:]))
+        assert main(check) == 0
+        assert main([*check, "--data"]) == 2
+        assert f"{name}: its checksum is not that of data/x/manifest.json" in capsys.readouterr().err
+        file.write_bytes(good)
+    manifest = json.loads((here / "data/x/manifest.json").read_text())
+    for shard in manifest["shards"]["train"]:
+        shard["xxh3"] = ""
+    shards = {split: tuple(Shard(**shard) for shard in manifest["shards"][split]) for split in SPLITS}
+    manifest["data_fingerprint"] = data_fingerprint("uint16", 512, 0, manifest["tokenizer_fingerprint"], shards)
+    (here / "data/x/manifest.json").write_text(json.dumps(manifest))
+    assert main([*check, "--data"]) == 0, "a folder without checksums goes on working"
+    assert "but for 1 file of which they tell none" in capsys.readouterr().out
 
 
 def test_a_missing_yaml_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

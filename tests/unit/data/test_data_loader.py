@@ -247,7 +247,7 @@ def test_refusals_name_the_folder_and_the_remedy(folder: Path, tmp_path: Path) -
     assert "exactly one" in refusal(path=str(folder), mixture={str(folder): 1.0})
     assert "positive" in refusal(mixture={str(folder): 0.0})
     assert "do not fill one sequence" in refusal(path=str(folder), sequence_length=10**6)
-    foreign = write_prepared(tmp_path / "f", random_shards(0, 1, 9), [], tokenizer_fingerprint="u")
+    foreign = write_prepared(tmp_path / "f", random_shards(0, 1, 9), [], tokenizer="{ }")
     assert "different tokenizers" in refusal(mixture={str(folder): 1.0, str(foreign): 1.0}, sequence_length=T)
     no_validation = TrainData(DataConfig(path=str(foreign), sequence_length=T))
     with pytest.raises(DataError, match="--validation-fraction"):
