@@ -145,14 +145,19 @@ def _loading(folder: Path) -> Iterator[None]:
     except Exception as error:
         if device_fault(str(error)) is not None:  # no fault of the folder's
             raise
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{folder}: transformers cannot load it: {foreign.shown(said)}") from error
+        raise ModelError(f"{folder}: transformers cannot load it: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return foreign.shown((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def _check_weights(folder: Path, config: Any) -> None:
     """The folder's weights by the reader that training has: safetensors within it, whole, every tensor of the model.
 
-    transformers would unpickle, follow an index out of the folder, and draw what is lacking at random. Raises ModelError.
+    transformers would unpickle, follow an index out of the folder, and draw what is lacking at random.
+
+    Raises ModelError.
     """
     plain = not getattr(config, "quantization_config", None)  # else the tensors are others than the model's own
     layout = None
@@ -208,7 +213,7 @@ def _tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it
         raise ModelError(
-            f"{folder}: no tokenizer that transformers can load ({foreign.shown((str(error).splitlines() or [type(error).__name__])[0])}). Put the files of the "
+            f"{folder}: no tokenizer that transformers can load ({_first_line(error)}). Put the files of the "
             "tokenizer beside config.json; a run's is in the folder of its data, tokenizer/."
         ) from error
 
