@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from llmtrain import log
+from llmtrain import foreign, log
 from llmtrain.config.run import TrackingConfig
 from llmtrain.redact import redact, redact_text
 from llmtrain.tracking.wandb_history import earlier_launches, mark_uploaded, rows_after
@@ -36,17 +36,53 @@ _INIT_TIMEOUT_S = 60.0
 _DEFAULT_URL = "https://api.wandb.ai"
 
 
+_MODES: dict[str, Mode] = {
+    "online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline",
+    "disabled": "disabled",
+}  # fmt: skip
+"""W&B's own words for WANDB_MODE."""
+_TRUE = ("1", "on", "yes", "true")
+"""What Hugging Face's Trainer takes for true in WANDB_DISABLED."""
+
+
+def _saved_settings() -> dict[str, str]:
+    """What W&B's settings files say: the folder's, which `wandb offline` writes, before the user's."""
+    user = os.environ.get("WANDB_CONFIG_DIR") or os.path.expanduser("~/.config/wandb")
+    found: dict[str, str] = {}
+    for folder in (user, Path(os.environ.get("WANDB_DIR") or ".") / "wandb"):
+        parser = configparser.ConfigParser(interpolation=None)
+        try:
+            parser.read(Path(folder) / "settings")
+            found |= dict(parser["default"]) if parser.has_section("default") else {}
+        except (configparser.Error, OSError, UnicodeDecodeError):
+            continue
+    return found
+
+
 def base_url() -> str:
-    """The W&B server: WANDB_BASE_URL, else the user's W&B settings file, else the public one."""
-    if url := os.environ.get("WANDB_BASE_URL"):
-        return url
-    folder = os.environ.get("WANDB_CONFIG_DIR") or os.path.expanduser("~/.config/wandb")
-    settings = configparser.ConfigParser()
-    try:
-        settings.read(Path(folder) / "settings")
-        return settings.get("default", "base_url", fallback=_DEFAULT_URL)
-    except (configparser.Error, OSError, UnicodeDecodeError):
-        return _DEFAULT_URL
+    """The W&B server: WANDB_BASE_URL, else W&B's settings files, else the public one."""
+    return os.environ.get("WANDB_BASE_URL") or _saved_settings().get("base_url", _DEFAULT_URL)
+
+
+def said_to_wandb() -> tuple[Mode, str] | None:
+    """The mode that W&B or Hugging Face's Trainer would obey, and who says so; None where nobody does.
+
+    A word that W&B does not know is a warning, and keeps the run offline.
+    """
+    if os.environ.get("WANDB_DISABLED", "").strip().lower() in _TRUE:
+        return "disabled", "WANDB_DISABLED"
+    saved = _saved_settings()
+    word, said_by = os.environ.get("WANDB_MODE", "").strip(), "WANDB_MODE"
+    if not word:
+        word, said_by = saved.get("mode", "").strip(), "W&B's settings file, mode"
+    if not word and saved.get("disabled", "").strip().lower() in _TRUE:
+        return "disabled", "W&B's settings file, disabled"
+    if not word:
+        return None
+    if (mode := _MODES.get(word.lower())) is None:
+        log.warn(f"{said_by} is {foreign.shown(word)}, which W&B does not know (one of {', '.join(_MODES)}): offline")
+        os.environ["WANDB_MODE"] = mode = "offline"  # W&B would raise an error on the word
+    return mode, said_by
 
 
 def has_api_key(url: str) -> bool:
@@ -78,23 +114,24 @@ def reachable(url: str) -> bool:
 
 
 def choose_mode(asked: str) -> tuple[Mode, str]:
-    """The W&B mode for `tracking.wandb`, and why. WANDB_MODE decides where the configuration says auto.
+    """The W&B mode for `tracking.wandb`, and why. What was said to W&B decides where the configuration says auto.
 
     May take seconds (a connection is tried), so this runs in the sink's thread.
     """
-    if asked == "auto" and (said := os.environ.get("WANDB_MODE")) in ("online", "offline", "disabled"):
-        asked = said
+    why = "as configured"
+    if asked == "auto" and (said := said_to_wandb()) is not None:
+        asked, why = said[0], f"as {said[1]} says"
     if asked == "disabled":
         return "disabled", "switched off"
     if asked == "offline":
-        return "offline", "as configured"
+        return "offline", why
     url = base_url()
     # Without a key wandb.init would ask for one on the terminal and wait.
     if not has_api_key(url):
         return "offline", "no API key (set WANDB_API_KEY or run `wandb login`)"
     if asked == "auto" and not reachable(url):
         return "offline", f"{urlsplit(url).hostname} cannot be reached"
-    return "online", "as configured"
+    return "online", why
 
 
 class WandbSink:

@@ -333,7 +333,15 @@ def test_disabled_does_not_even_import(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_credentials(tmp_path, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
+    for name in (
+        "WANDB_API_KEY",
+        "WANDB_IDENTITY_TOKEN_FILE",
+        "WANDB_MODE",
+        "WANDB_DISABLED",
+        "WANDB_DIR",
+        "WANDB_BASE_URL",
+        "NETRC",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -341,7 +349,8 @@ def no_credentials(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_modes(no_credentials, monkeypatch):
+def test_what_keeps_wandb_offline_keeps_a_run_offline(no_credentials, monkeypatch, capsys):
+    monkeypatch.chdir(no_credentials)
     assert choose_mode("auto") == ("offline", "no API key (set WANDB_API_KEY or run `wandb login`)")
     assert choose_mode("online")[0] == "offline"
     assert choose_mode("disabled")[0] == "disabled"
@@ -354,7 +363,21 @@ def test_modes(no_credentials, monkeypatch):
         monkeypatch.setenv("WANDB_MODE", "offline")
         assert choose_mode("auto")[0] == "offline"
         assert choose_mode("online")[0] == "online"
+        for word, mode in (("dryrun", "offline"), ("run", "online"), ("disabled", "disabled"), ("Offline", "offline")):
+            monkeypatch.setenv("WANDB_MODE", word)
+            assert choose_mode("auto")[0] == mode, word
+        monkeypatch.setenv("WANDB_MODE", "dyrrun")
+        assert choose_mode("auto")[0] == "offline" and "WANDB_MODE is" in capsys.readouterr().err
         monkeypatch.delenv("WANDB_MODE")
+        monkeypatch.setenv("WANDB_DISABLED", "true")
+        assert choose_mode("auto")[0] == "disabled"
+        monkeypatch.delenv("WANDB_DISABLED")
+        saved = no_credentials / "wandb" / "settings"  # as `wandb offline` and `wandb disabled` write it
+        saved.parent.mkdir()
+        for mode in ("offline", "disabled"):
+            saved.write_text(f"[default]\nmode = {mode}\n\n")
+            assert choose_mode("auto")[0] == mode
+        saved.unlink()
     assert choose_mode("auto") == ("offline", "127.0.0.1 cannot be reached")
 
 
