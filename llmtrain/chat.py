@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain import completion, foreign, log
+from llmtrain.data.messages import Conversation as Said
+from llmtrain.data.messages import RefusedError, template_variables
+from llmtrain.data.rendering import RenderError, Template
 from llmtrain.errors import ModelError, UserError
 from llmtrain.inference import Answerer, Sampling, add_options, usable_folder
 
@@ -36,6 +39,8 @@ class Conversation:
     loaded: Answerer
     sampling: Sampling
     system: str | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    """chat_template_kwargs."""
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -45,6 +50,7 @@ class Conversation:
                 f"{self.loaded.folder}: its tokenizer has no chat template, which says how a conversation is written. "
                 "Give one with --chat-template FILE, or continue a text with `llmtrain generate`."
             )
+        self.template = Template(self.loaded.tokenizer, variables=self.variables)
         self.clear()
         self._prompt([*self.messages, {"role": "user", "content": "x"}])
 
@@ -58,16 +64,13 @@ class Conversation:
         answer = self._answer(self._prompt(asked))
         self.messages = [*asked, {"role": "assistant", "content": answer}] if answer else self.messages
 
-    def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
+    def _prompt(self, talk: list[dict[str, str]]) -> list[int]:
         """Ids of the messages and the generation prompt, as a server computes them. Raises ModelError."""
+        said = Said(messages=list(talk), tools=None, turns=[])
         try:
-            ids: list[int] = self.loaded.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as error:  # the template is foreign code
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ModelError(f"{self.loaded.folder}: its chat template fails: {why}") from error
-        return ids
+            return self.template.ids(self.template.fitted(said), len(talk), prompt=True)
+        except RenderError as error:
+            raise ModelError(f"{self.loaded.folder}: its chat template fails: {error}") from error
 
     def _answer(self, prompt: list[int]) -> str:
         """The answer's text without special tokens; what was there when it was stopped."""
@@ -212,6 +215,13 @@ def _template(file: Path | None) -> str | None:
         raise UserError(f"--chat-template {file}: cannot be read ({error})") from error
 
 
+def _variables(given: str | None) -> dict[str, Any]:
+    try:
+        return {} if given is None else template_variables(foreign.loads(given), "it")
+    except (ValueError, RefusedError) as error:
+        raise UserError(f"--chat-template-kwargs {given}: {error}; write an object of JSON") from error
+
+
 def main(argv: list[str]) -> int:
     """Returns the exit code; raises CheckpointError, ModelError."""
     parser = argparse.ArgumentParser(
@@ -225,10 +235,13 @@ def main(argv: list[str]) -> int:
     option("--no-adapter", action="store_true", help="begin without the adapter; /adapter switches")
     own = "a Jinja template instead of the tokenizer's own"
     option("--chat-template", type=Path, default=argparse.SUPPRESS, metavar="FILE", help=own)
+    said = "what the template is told, an object of JSON, as `llmtrain prepare` was"
+    option("--chat-template-kwargs", default=argparse.SUPPRESS, metavar="JSON", help=said)
     completion.offer(parser)
     args = vars(parser.parse_args(argv))
     path, system, off = args.pop("folder"), args.pop("system", None), args.pop("no_adapter")
     template, interactive = _template(args.pop("chat_template", None)), sys.stdin.isatty()
+    variables = _variables(args.pop("chat_template_kwargs", None))
     import torch
 
     with usable_folder(path, "chat") as folder:
@@ -237,7 +250,7 @@ def main(argv: list[str]) -> int:
             raise ModelError(f"--no-adapter: {path} has no adapter, it is a whole model. Leave it out.")
         if template is not None:
             loaded.tokenizer.chat_template = template
-        talk = Conversation(loaded, Sampling(**args), system)
+        talk = Conversation(loaded, Sampling(**args), system, variables)
         if loaded.adapted:
             loaded.switch(not off)
             _note(f"adapter {'off' if off else 'on'}")

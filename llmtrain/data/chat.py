@@ -1,12 +1,15 @@
 """From a conversation to token ids and a counted bit for each, and the proofs that both are what a server will see.
 
-transformers renders; no template is written here. A row is what a server feeds and gets: the ids of the rendered
-prompt (with its generation prompt), then the answer up to the token where generation stops. While the next prompt
-begins with the row, the row goes on; a template that changes earlier turns (Qwen3 drops thoughts) gives one an answer.
+transformers renders (rendering.py); no template is written here. A row is what a server feeds and gets: the ids of
+the rendered prompt (with its generation prompt), then the answer up to the token where generation stops. While the next
+prompt begins with the row, the row goes on; a template that changes earlier turns (Qwen3 drops thoughts) gives one an
+answer.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 import unicodedata
 from collections.abc import Callable
@@ -17,14 +20,16 @@ from typing import Any, Literal
 import numpy as np
 
 from llmtrain.data.messages import Conversation, RefusedError, conversation, preference, prompt_only, unpaired
+from llmtrain.data.rendering import BoundsError, Rendered, RenderError, Template, Wanted, first_line
 from llmtrain.data.tokenize import as_ids, refuse_code
-from llmtrain.data.written import SPLIT, check_generation, check_written, plain
+from llmtrain.data.written import SPLIT, Marked, check_generation, plain
 from llmtrain.errors import DataError
 
 Count = Literal["assistant", "last", "all"]
 TooLong = Literal["reject", "cut", "split"]
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BEYOND_BOUNDS = 3
+"""So many renderings may take more than they may; then the template is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,10 @@ class ChatOptions:
     """Records are unpaired: one answer, and whether it is desired."""
     prompts: bool = False
     """Records are prompts: a row is what a server feeds before it generates, and nothing of it is counted."""
+    moment: str | None = None
+    """What a template that writes the date takes for the time, ISO 8601 in local time; None: the present."""
+    variables: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """chat_template_kwargs of all records; a record's own come before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +94,12 @@ class ChatEncoder:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self._backend = self._tokenizer.backend_tokenizer
         except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it
-            raise DataError(f"{folder}: transformers cannot load this tokenizer ({_first_line(error)})") from error
+            raise DataError(f"{folder}: transformers cannot load this tokenizer ({first_line(error)})") from error
         self._backend.no_truncation()
         self._backend.no_padding()
         self._options = options
+        self._template = Template(self._tokenizer, moment=options.moment, variables=options.variables)
+        self._beyond_bounds = 0
         self._stops = {token: self._backend.token_to_id(token) for token in options.stop_tokens}
         if missing := [token for token, number in self._stops.items() if number is None]:
             raise DataError(f"--stop-token {missing[0]!r}: is no token of {folder}")
@@ -105,12 +116,37 @@ class ChatEncoder:
         # Of tokenizers that put a space before a text: what goes on in one is encoded after what it does not join.
         before = () if self._backend.decode(one + one) == "xx" else ("\n", "\0", "\t")
         self._breaks = [(text, self._ids(text)) for text in before]
+        self._check_variables(folder)
         self.too_long = 0
         """Rows so far that were cut or split."""
         self.vocab_size = max(max(self._backend.get_vocab(with_added_tokens=True).values()) + 1, len(self._tokenizer))
 
+    def _check_variables(self, folder: Path) -> None:
+        """Raises DataError: the template reads none of that name."""
+        if not self._options.variables:
+            return
+        try:
+            read = self._template.read(None) | self._template.read([])
+        except RenderError as error:
+            raise DataError(f"{folder}: its chat template fails: {error}") from error
+        if lacking := sorted(self._options.variables.keys() - read):
+            known = ", ".join(sorted(read - {"messages", "tools", "add_generation_prompt"})) or "none"
+            raise DataError(
+                f"--chat-template-kwargs {lacking[0]}: the template of {folder} reads no such name; it reads {known}"
+            )
+
+    @property
+    def dated(self) -> bool:
+        """The template has written the date, which is in the rows."""
+        return self._template.dated
+
     def rows(self, text: str) -> list[Row]:
-        """The rows of a record. Raises: RefusedError, with the reason why nothing of it is taken."""
+        """The rows of a record.
+
+        Raises:
+            RefusedError: why nothing of it is taken.
+            DataError: its template takes more time or memory than it may, again and again.
+        """
         if SPLIT in text:
             raise RefusedError(f"it holds the private-use character U+{ord(SPLIT):X}")
         if self._options.pairs:
@@ -136,23 +172,40 @@ class ChatEncoder:
         return pair
 
     def _as_texts(self, given: Conversation) -> Conversation:
+        """As the template takes it, with a mark in each control token that it spells. Raises: RefusedError."""
+        if given.variables and (lacking := sorted(given.variables.keys() - self._read(given))):
+            raise RefusedError(f"its template reads no chat_template_kwargs {lacking[0]!r}")
+        try:
+            given = self._template.fitted(given)
+        except RenderError as error:
+            raise self._failed(error) from error
         messages = [self._defused(message) for message in given.messages]
         tools = None if given.tools is None else [self._as_text(tool, answer=False) for tool in given.tools]
-        return Conversation(messages=messages, tools=tools, turns=given.turns)
+        return replace(given, messages=messages, tools=tools, variables=self._as_text(given.variables, answer=False))
+
+    def _read(self, given: Conversation) -> frozenset[str]:
+        try:
+            return self._template.read(given.tools)
+        except RenderError as error:
+            raise self._failed(error) from error
 
     def _prompt(self, given: Conversation) -> list[Row]:
         """The row of the messages and the generation prompt."""
         until = len(given.messages)
-        text, _ = self._render(given, until, prompt=True)
-        check_written(given, until, text, text, lambda said: self._marked(replace(given, messages=said), until, True))
-        ids = self._encode(text)
-        self._check_text(ids, text, self._loose, until)
-        return self._finished(_Growing(text=text, ids=ids, counted=[False] * len(ids), end=""))
+        marked = Marked(given, until, self._source(given))
+        text, other = self._render_all([Wanted(given, until, True), Wanted(marked.conversation, until, True)])
+        written = self._text_of(text)
+        marked.check(written, written, self._text_or_none(other), str, lambda _: [])
+        ids = self._encode(written)
+        self._check_text(ids, written, self._loose, until)
+        return self._finished(_Growing(text=written, ids=ids, counted=[False] * len(ids), end=""))
 
     def _rows(self, given: Conversation) -> list[Row]:
+        if self._options.count == "last":
+            given = replace(given, turns=given.turns[-1:])
         defused = self._as_texts(given)
         rows: list[_Growing] = []
-        for turn in given.turns[-1:] if self._options.count == "last" else given.turns:
+        for turn in given.turns:
             self._add_turn(rows, defused, turn)
         return [part for row in rows for part in self._finished(row)]
 
@@ -178,38 +231,39 @@ class ChatEncoder:
             at = found.start() + 1
         return SPLIT.join([*parts, value[at:]])
 
-    def _render(self, given: Conversation, until: int, *, prompt: bool) -> tuple[str, list[tuple[int, int]] | None]:
-        """(text of the first `until` messages, and of a generation prompt; what `{% generation %}` encloses)
-
-        Raises: RefusedError.
-        """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+    def _source(self, given: Conversation) -> str:
         try:
-            template = self._tokenizer.get_chat_template(tools=given.tools)
-            marks = not prompt and _GENERATION.search(template) is not None
-            if not marks:
-                text = self._tokenizer.apply_chat_template(
-                    given.messages[:until], tools=given.tools, tokenize=False, add_generation_prompt=prompt
+            return self._template.source(given.tools)
+        except RenderError as error:
+            raise self._failed(error) from error
+
+    def _render_all(self, wanted: list[Wanted]) -> list[Rendered | RenderError]:
+        """Raises DataError: this was not the first rendering that took more than it may."""
+        found = self._template.render(wanted)
+        if beyond := [each for each in found if isinstance(each, BoundsError)]:
+            self._beyond_bounds += 1
+            if self._beyond_bounds == _BEYOND_BOUNDS:
+                raise DataError(
+                    f"the chat template was given up after {_BEYOND_BOUNDS} records: {beyond[0]}. No model's template "
+                    "needs that: use the one of another revision, or --chat-template FILE"
                 )
-                return text, None
-            rendered: Any = render_jinja_template(  # annotated as a string, which it is not
-                conversations=[given.messages[:until]],
-                tools=given.tools,  # type: ignore[arg-type]  # a list of more than is asked for
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **self._tokenizer.special_tokens_map,
-            )
-            return rendered[0][0], rendered[1][0]
-        except Exception as error:  # the template is foreign code
-            raise RefusedError(f"the chat template fails: {_first_line(error)}") from error
+        return found
 
-    def _marked(self, given: Conversation, until: int, prompt: bool) -> str:
-        """The rendered text of messages with marks; "" where the template fails at them."""
-        try:
-            return self._render(given, until, prompt=prompt)[0]
-        except RefusedError:
-            return ""
+    def _text_of(self, found: Rendered | RenderError) -> str:
+        """Raises RefusedError: there is none."""
+        if isinstance(found, RenderError):
+            raise self._failed(found)
+        return found.text
+
+    def _text_or_none(self, found: Rendered | RenderError) -> str:
+        return found.text if isinstance(found, Rendered) else ""
+
+    def _failed(self, error: RenderError) -> RefusedError:
+        return RefusedError(f"the chat template fails: {error}")
+
+    def _render(self, given: Conversation, until: int, *, prompt: bool) -> str:
+        """Raises RefusedError."""
+        return self._text_of(self._render_all([Wanted(given, until, prompt)])[0])
 
     def _ids(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
@@ -243,27 +297,31 @@ class ChatEncoder:
         """Append the answer at message `turn` to the last row, or a new row that ends with it."""
         if turn == 0:
             raise RefusedError("message 0 is the assistant's: nothing asks for it")
-        prompt, _ = self._render(given, turn, prompt=True)
-        whole, spans = self._render(given, turn + 1, prompt=False)
+        marked, after = Marked(given, turn, self._source(given)), turn + 1
+        first, second, other = self._render_all(
+            [Wanted(given, turn, True), Wanted(given, after, False), Wanted(marked.conversation, after, False)]
+        )
+        prompt, whole = self._text_of(first), self._text_of(second)
+        assert isinstance(second, Rendered)
         if not whole.startswith(prompt):
             raise RefusedError(
                 f"message {turn}: the template does not write the answer where its generation prompt ends: "
-                f"{_differs(whole, prompt)}"
+                f"{_differs(whole, prompt)}{self._other_prompts(given)}"
             )
         rest = whole[len(prompt) :]
         if not any(token in rest for token in self._stops):
             rest += self._stop_after(given, turn, whole)
         answer, end = self._answer(rest, turn)
         text = prompt + answer
-        if spans is not None:
-            header, _ = self._render(given, turn, prompt=False)
-            begins = len(header) if prompt.startswith(header) else len(prompt)
-            check_generation(whole, spans, (begins, len(prompt), len(text)), turn)
+        header = functools.cache(lambda: self._render(given, turn, prompt=False))
+        if second.spans is not None:
+            begins = len(header()) if prompt.startswith(header()) else len(prompt)
+            check_generation(whole, second.spans, (begins, len(prompt), len(text)), turn)
 
-        after = turn + 1
-        check_written(
-            given, turn, prompt, whole, lambda said: self._marked(replace(given, messages=said), after, False)
-        )
+        def render(others: list[Conversation]) -> list[str]:
+            return list(map(self._text_or_none, self._render_all([Wanted(each, after, False) for each in others])))
+
+        marked.check(prompt, whole, self._text_or_none(other), header, render)
         row = rows[-1] if rows and not rows[-1].joins and prompt.startswith(rows[-1].text) else None
         before = self._encode_after(row, prompt)
         if row is not None and before[: len(row.ids)] != row.ids:
@@ -281,6 +339,11 @@ class ChatEncoder:
         every = self._options.count == "all"
         row.counted += [every] * (len(before) - len(row.counted)) + [True] * (len(ids) - len(before))
         row.text, row.ids, row.end, row.joins = text, ids, end, joins
+
+    def _other_prompts(self, given: Conversation) -> str:
+        """Of a template that writes another prompt where it is told so (Qwen3.5: enable_thinking)."""
+        names = sorted(name for name in self._read(given) if "think" in name or "reason" in name)
+        return f"; chat_template_kwargs may change the prompt: the template reads {', '.join(names)}" if names else ""
 
     def _answer(self, rest: str, turn: int) -> tuple[str, str]:
         """(the answer up to and with the token where generation stops, that token) of what follows the prompt."""
@@ -300,15 +363,27 @@ class ChatEncoder:
         return rest[:end], token
 
     def _stop_after(self, given: Conversation, turn: int, whole: str) -> str:
-        """The token by which the template begins the message after an answer, if generation stops there (GLM-4)."""
-        role = "tool" if "tool_calls" in given.messages[turn] else "user"
-        after = [*given.messages[turn + 1 : turn + 2], {"role": role, "content": "x"}][:1]
-        try:
-            more, _ = self._render(replace(given, messages=given.messages[: turn + 1] + after), turn + 2, prompt=False)
-        except RefusedError:  # it takes no such message
-            return ""
-        next_text = more[len(whole) :] if more.startswith(whole) else ""
-        return max((token for token in self._stops if next_text.startswith(token)), key=len, default="")
+        """The token by which the template begins the message after an answer, if generation stops there (GLM-4).
+
+        A next message may take the answer's thoughts away (GLM-4.5); so one without thoughts is asked, too.
+        """
+        message = given.messages[turn]
+
+        def said(text: str) -> Any:
+            return [{"type": "text", "text": text}] if isinstance(message["content"], list) else text
+
+        calls = {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
+        after = [*given.messages[turn + 1 : turn + 2], {"role": "tool" if calls else "user", "content": said("x")}][:1]
+        thoughtless = [{"role": "user", "content": said("x")},
+                       {"role": "assistant", "content": said("" if calls else "x"), **calls}]  # fmt: skip
+        for until in (given.messages[: turn + 1], thoughtless):
+            ends, goes_on = replace(given, messages=until), replace(given, messages=[*until, *after])
+            found = self._render_all([Wanted(ends, len(until), False), Wanted(goes_on, len(until) + 1, False)])
+            written, more = map(self._text_or_none, found)
+            if written and more.startswith(written):
+                next_text = more[len(written) :]
+                return max((token for token in self._stops if next_text.startswith(token)), key=len, default="")
+        return ""
 
     def _check_ids(self, new: list[int], text: str, counted: list[int], answer: str, turn: int) -> None:
         """The new ids decode to the new text, the counted ones to the answer, whose last one stops generation."""
@@ -392,7 +467,3 @@ def _differs(found: str, wanted: str) -> str:
     found, wanted = plain(found), plain(wanted)
     at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
     return f"{found[max(0, at - 10) : at + 20]!r} where {wanted[max(0, at - 10) : at + 20]!r} was expected"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -71,7 +71,8 @@ class Manifest:
     """Of conversations, each of which is a row (a document): `counted` tokens per split, tokens of the `longest` row,
     the `stop_tokens` that end an answer. Nothing stands between rows. `pairs`: rows 2i and 2i + 1 are a chosen and a
     rejected answer, and `longest` is of both. `unpaired`: each row is an answer that was judged alone.
-    `prompts`: each row is what is fed before an answer is generated, and nothing is counted."""
+    `prompts`: each row is what is fed before an answer is generated, and nothing is counted. `moment`: what the
+    template took for the time, where it writes the date. `chat_template_kwargs`: what all records said to it."""
 
 
 def data_fingerprint(
@@ -82,6 +83,16 @@ def data_fingerprint(
         [split, shard.tokens, shard.xxh3, *filter(None, [shard.rows])] for split in SPLITS for shard in shards[split]
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps([VERSION, parts, listed]).encode())
+
+
+def said_of_template(chat: dict[str, Any]) -> list[str]:
+    """What is in every prompt of prepared conversations beside what they say."""
+    said = []
+    if (moment := chat.get("moment")) is not None:
+        said.append(f"the template writes the date: {moment.replace('T', ' ')}, of the preparation, is in every prompt")
+    if variables := chat.get("chat_template_kwargs"):
+        said.append(f"chat_template_kwargs {json.dumps(variables)}")
+    return said
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

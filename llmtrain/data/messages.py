@@ -1,7 +1,8 @@
 """From a record of chat data, in any of the usual forms, to the messages that transformers' chat templates take.
 
-messages [{role, content, tool_calls, reasoning_content}] with tools; sharegpt conversations [{from, value}]; alpaca
-instruction, input, output, system, history; prompt + completion. What can be no conversation is refused with a reason.
+messages [{role, content, tool_calls, reasoning_content}] with tools and chat_template_kwargs; sharegpt conversations
+[{from, value}]; alpaca instruction, input, output, system, history; prompt + completion. What can be no conversation is
+refused with a reason.
 Of a preference record two conversations: a prompt with the chosen answer, and with the rejected one. Of an unpaired one
 a conversation, and whether its answer is desired.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmtrain import foreign
@@ -26,6 +27,15 @@ _SHAREGPT = {
 _LISTS = ("messages", "conversations", "conversation")
 """Fields that hold messages."""
 _MEDIA = ("images", "image", "videos", "audios")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of an answer's thoughts. transformers gives what stands under one to templates that read another."""
+RESERVED = frozenset(
+    ("messages", "conversation", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
+     "continue_final_message", "return_assistant_tokens_mask", "tokenize", "sanitize_control_tokens", "padding",
+     "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs", "strftime_now",
+     "raise_exception")
+)  # fmt: skip
+"""Names that chat_template_kwargs may not have: the rendering's own."""
 _FORMS = "messages, conversations, instruction + output, or prompt + completion"
 
 
@@ -54,10 +64,33 @@ class Conversation:
     """What a template renders, and which of its turns are there to be learnt."""
 
     messages: list[dict[str, Any]]
-    """role and content (a string); of an assistant also reasoning_content and tool_calls, with arguments as objects."""
+    """role and content (a string); of an assistant also thoughts (the same under reasoning_content and thinking) and
+    tool_calls, with arguments as objects."""
     tools: list[dict[str, Any]] | None
     turns: list[int]
     """Places of the assistant's messages that may count, ascending: not those of a prompt, nor those of weight 0."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """chat_template_kwargs: what the record says to its template."""
+    argument_texts: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Arguments that the record has as a text, by the places of the message and of its call."""
+
+    def with_parts(self) -> Conversation:
+        """With each content as a list of one part."""
+        return replace(
+            self, messages=[{**m, "content": [{"type": "text", "text": m["content"]}]} for m in self.messages]
+        )
+
+    def with_argument_texts(self) -> Conversation:
+        """With the arguments of all calls as texts, those that the record has as a text to the letter."""
+        messages = []
+        for place, message in enumerate(self.messages):
+            calls = [
+                {**call, "function": {**call["function"], "arguments": self.argument_texts.get((place, number))
+                                      or json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+                for number, call in enumerate(message.get("tool_calls", ()))
+            ]  # fmt: skip
+            messages.append({**message, "tool_calls": calls} if calls else message)
+        return replace(self, messages=messages)
 
 
 def conversation(text: str, field: str) -> Conversation:
@@ -158,7 +191,23 @@ def _conversation(record: dict[str, Any], raw: list[Any], prompt: int, *, asks: 
     ]
     if not turns and not asks:
         raise RefusedError("it has no message of the assistant to learn from")
-    return Conversation(messages=messages, tools=_tools(record.get("tools")), turns=turns)
+    return Conversation(
+        messages=messages,
+        tools=_tools(record.get("tools")),
+        turns=turns,
+        variables=template_variables(record.get("chat_template_kwargs"), "chat_template_kwargs"),
+        argument_texts=_argument_texts(raw),
+    )
+
+
+def template_variables(given: Any, what: str) -> dict[str, Any]:
+    """chat_template_kwargs: an object, or its JSON as a string. `what` names it. Raises: RefusedError."""
+    given = _parsed(given, what) if given else {}
+    if not isinstance(given, dict):
+        raise RefusedError(f"{what} is {_kind(given)}, not an object")
+    if odd := [name for name in given if name in RESERVED or not name.isidentifier() or name.startswith("_")]:
+        raise RefusedError(f"{what} has {odd[0]!r}, which is no variable of a template that data may set")
+    return given
 
 
 def strings(value: Any) -> Iterator[str]:
@@ -286,12 +335,26 @@ def _message(raw: dict[str, Any], place: int) -> dict[str, Any]:
         if not isinstance(calls, list):
             raise RefusedError(f"message {place}: tool_calls is {_kind(calls)}, not a list")
         message["tool_calls"] = [_call(call, place) for call in calls]
-    thoughts = message.get("reasoning_content")
-    if thoughts is not None and not isinstance(thoughts, str):
-        raise RefusedError(f"message {place}: reasoning_content is {_kind(thoughts)}, not a string")
+    message |= _thoughts(message, role, place)
     if role in ("user", "assistant") and not message["content"].strip() and "tool_calls" not in message:
         raise RefusedError(f"message {place} ({role}) is empty")
     return message
+
+
+def _thoughts(message: dict[str, Any], role: str, place: int) -> dict[str, str]:
+    """An answer's thoughts under the keys that templates read, whichever the record has."""
+    given = {key: message[key] for key in THOUGHTS if message.get(key) is not None}
+    if wrong := [key for key, thoughts in given.items() if not isinstance(thoughts, str)]:
+        raise RefusedError(f"message {place}: {wrong[0]} is {_kind(given[wrong[0]])}, not a string")
+    told = {thoughts: key for key, thoughts in given.items() if thoughts.strip()}
+    if told and role != "assistant":
+        raise RefusedError(
+            f"message {place}: {next(iter(told.values()))} of the role {role!r}; only an assistant thinks"
+        )
+    if len(told) > 1:
+        raise RefusedError(f"message {place} has other thoughts under {' than under '.join(told.values())}")
+    thoughts = next(iter(told), next(iter(given.values()), None))
+    return {} if thoughts is None else dict.fromkeys((*THOUGHTS[:2], *given), thoughts)
 
 
 def _content(content: Any, role: str, place: int) -> str:
@@ -327,6 +390,17 @@ def _call(call: Any, place: int) -> dict[str, Any]:
     if own and not isinstance(own["id"], str):
         raise RefusedError(f"message {place}: the id of a call is {_kind(own['id'])}, not a string")
     return {**own, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _argument_texts(raw: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
+    """Of messages that `_message` has taken."""
+    found = {}
+    for place, message in enumerate(raw):
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            arguments = call.get("function", call).get("arguments")
+            if isinstance(arguments, str) and arguments.strip():
+                found[place, number] = arguments
+    return found
 
 
 def _check_order(messages: list[dict[str, Any]]) -> None:

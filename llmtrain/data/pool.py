@@ -14,10 +14,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import llmtrain
+from llmtrain.data.rendering import child_environment
 from llmtrain.data.sources import Unit
 from llmtrain.data.worker import WorkerSettings
 from llmtrain.errors import DataError
@@ -25,8 +24,6 @@ from llmtrain.errors import DataError
 
 class _Worker:
     def __init__(self, settings: WorkerSettings) -> None:
-        package_root = str(Path(llmtrain.__file__).resolve().parent.parent)
-        search = [package_root, os.environ.get("PYTHONPATH", "")]
         self.unit: Unit | None = None
         self._partial_line = b""
         self.process = subprocess.Popen(
@@ -35,12 +32,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # One core a worker: the tokenizers' own threads would fight over the cores that the workers fill.
-            env={
-                **os.environ,
-                "TOKENIZERS_PARALLELISM": "false",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(filter(None, search)),
-            },
+            env=child_environment(TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"),
             start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone, which then ends the workers
         )
         self._send(asdict(settings))

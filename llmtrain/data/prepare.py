@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,15 @@ def prepare(settings: PrepareSettings) -> Manifest:
     out = Path(settings.out)
     files, validation = _find_files(settings, out)
     stat = stat_fingerprint(files) + (stat_fingerprint(validation) if validation else "")
-    plan = {"settings": settings.identity(), "stat": stat}
+    moment = datetime.now().isoformat(timespec="seconds")  # templates that write the date write this one, for ever
+    plan: dict[str, Any] = {"settings": settings.identity(), "stat": stat, "moment": moment}
     with locked(out):
         if (out / manifests.NAME).exists():
             return already_complete(out, plan)
-        start_or_continue(out, plan)
+        plan = start_or_continue(out, plan)
         work = _plan(settings, files, validation)
         _make_tokenizer(settings, [unit for unit in work if not unit.validation], out)
-        records = _run(settings, work, out)
+        records = _run(settings, work, out, plan["moment"])
         try:
             manifest = _manifest(settings, [files, validation], plan, records, out)
         finally:  # where a split is empty it tells why
@@ -153,7 +155,7 @@ def _records(settings: PrepareSettings, unit: Unit) -> Iterator[Document | Rejec
 # --- the shards -----------------------------------------------------------------------------------
 
 
-def _run(settings: PrepareSettings, work: list[Unit], out: Path) -> list[dict[str, Any]]:
+def _run(settings: PrepareSettings, work: list[Unit], out: Path, moment: str) -> list[dict[str, Any]]:
     """Process what is not yet done; returns the records of all units, in order."""
     item_size = tokenize.Encoder(out / "tokenizer").dtype.itemsize
     records = {unit.index: record for unit in work if (record := _finished(out, unit, item_size)) is not None}
@@ -167,7 +169,7 @@ def _run(settings: PrepareSettings, work: list[Unit], out: Path) -> list[dict[st
         # No part of a conversation goes to the other side.
         cut_bytes=sys.maxsize if settings.chat else cut_above(settings.fraction, sum(unit.bytes for unit in work)),
         reject_limit=settings.max_rejected + _LISTED,
-        chat=settings.chat,
+        chat=settings.chat and replace(settings.chat, moment=moment),
         sample=math.ceil(CONVERSATIONS / max(1, sum(not unit.validation for unit in work))),
     )
     progress = Progress(sum(unit.bytes for unit in work), sum(unit.bytes for unit in work if unit.index in records))
@@ -276,11 +278,11 @@ def _manifest(
         },
         settings=plan["settings"],
         shards=shards,
-        chat=None if settings.chat is None else _chat(settings.chat, records),
+        chat=None if settings.chat is None else _chat(settings.chat, records, plan["moment"]),
     )
 
 
-def _chat(options: ChatOptions, records: list[dict[str, Any]]) -> dict[str, Any]:
+def _chat(options: ChatOptions, records: list[dict[str, Any]], moment: str) -> dict[str, Any]:
     """The manifest's `chat`."""
     return {
         "counted": {split: sum(record["chat"][split]["counted"] for record in records) for split in SPLITS},
@@ -290,6 +292,8 @@ def _chat(options: ChatOptions, records: list[dict[str, Any]]) -> dict[str, Any]
         "pairs": options.pairs,
         "unpaired": options.labelled,
         **({"prompts": True} if options.prompts else {}),
+        **({"moment": moment} if any(record.get("dated") for record in records) else {}),
+        **({"chat_template_kwargs": options.variables} if options.variables else {}),
     }
 
 
@@ -336,6 +340,7 @@ def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
         cut = f"; {units.count(counted)} tokens counted ({counted / total:.1%})"
         cut += f", longest {what} {manifest.chat['longest']}"
         cut += f", {manifest.chat['too_long']} too long: {done}" if manifest.chat["too_long"] else ""
+        cut += "".join(f"; {said}" for said in manifests.said_of_template(manifest.chat))
     return (
         f"{out}: {splits}{cut}; vocabulary {manifest.vocab_size} ({manifest.dtype}), {manifest.rejected} rejected, "
         f"{units.duration(elapsed_s)}"

@@ -8,8 +8,10 @@ from typing import Any
 
 import xxhash
 
+from llmtrain import foreign
 from llmtrain.data import tokenize
 from llmtrain.data.chat import ChatOptions
+from llmtrain.data.messages import RefusedError, template_variables
 from llmtrain.errors import DataError
 
 CHAT_FORMATS = ("chat", "preference", "unpaired", "prompt")
@@ -36,6 +38,8 @@ class PrepareSettings:
     processes: int | None = None
     chat_template: str | None = None
     """With the format chat: a file instead of the tokenizer's own template."""
+    chat_template_kwargs: str | None = None
+    """JSON: what all records say to their template, beside what one says itself."""
     count: str = "assistant"
     max_tokens: int | None = None
     too_long: str = "reject"
@@ -55,7 +59,19 @@ class PrepareSettings:
             pairs=self.format == "preference",
             labelled=self.format == "unpaired",
             prompts=self.format == "prompt",
+            variables=self._variables(),
         )
+
+    def _variables(self) -> dict[str, Any]:
+        if self.chat_template_kwargs is None:
+            return {}
+        try:
+            return template_variables(foreign.loads(self.chat_template_kwargs), "it")
+        except (ValueError, RefusedError) as error:
+            raise DataError(
+                f"--chat-template-kwargs {self.chat_template_kwargs[:80]}: {error}; write an object of JSON, as in "
+                """'{"enable_thinking": false}'"""
+            ) from error
 
     @property
     def fraction(self) -> float:
@@ -81,6 +97,9 @@ class PrepareSettings:
                 template = tokenize.chat_template(Path(self.tokenizer), self.chat_template)
                 values |= {**asdict(chat), "stop_tokens": list(chat.stop_tokens)}
                 del values["pairs"], values["labelled"], values["prompts"]  # `format` says it
+                del values["moment"]
+                if variables := values.pop("variables"):
+                    values["chat_template_kwargs"] = variables
                 values["chat_template"] = xxhash.xxh3_128_hexdigest(template.encode())
             return values
         return {**values, "vocab_size": self.vocab_size}
@@ -95,7 +114,11 @@ class PrepareSettings:
             raise DataError(
                 f"--format {self.format} needs --tokenizer FOLDER: a chat model's, or any with --chat-template FILE"
             )
-        given = [name for name in ("chat_template", "max_tokens", "stop_tokens") if getattr(self, name)]
+        given = [
+            name
+            for name in ("chat_template", "chat_template_kwargs", "max_tokens", "stop_tokens")
+            if getattr(self, name)
+        ]
         given += [name for name in ("count", "too_long") if getattr(self, name) != getattr(type(self), name)]
         if given and self.format not in CHAT_FORMATS:
             option = {"stop_tokens": "stop-token"}.get(given[0], given[0].replace("_", "-"))

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from llmtrain import completion, foreign, units
-from llmtrain.data.manifest import SPLITS, Split
+from llmtrain.data.manifest import SPLITS, Split, said_of_template
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder
 from llmtrain.errors import DataError
@@ -147,12 +147,16 @@ def main(argv: list[str]) -> int:
     encoder = Encoder(data.tokenizer_dir)
     last = min(args.index + max(1, args.rows), data.manifest.documents[split])
     rows = [shown_row(data, encoder, split, index) for index in range(args.index, max(last, args.index + 1))]
+    said = said_of_template(data.manifest.chat)
     if "html" not in args:
+        for line in said:
+            print(foreign.shown(line))
         for row in rows:
             _print(row)
         return 0
     counted, total = data.manifest.chat["counted"][split], data.manifest.tokens[split]
     what = f"{units.counted(data.manifest.documents[split], 'row')}, {counted} of {total} tokens counted"
+    what = "; ".join((what, *said))
     replace_file(args.html, _html(f"{args.data}: {split}", what, rows).encode())
     print(f"wrote {args.html}: {units.counted(len(rows), 'row')}")
     return 0

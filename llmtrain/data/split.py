@@ -1,7 +1,8 @@
 """Training or validation: which side a document, or a part of it, falls on.
 
-Decided by the document itself, the fraction and the size of the whole input: by nothing that depends on the number of
-processes, on a kill, or on the other documents' contents.
+Decided by the document itself (a conversation's by the rows that it trains, since one may stand there under two ids),
+the fraction and the size of the whole input: by nothing that depends on the number of processes, on a kill, or on the
+other documents' contents.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ TURNS = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "tool"))
 _NO_BYTES = ("\u00c0", "\u00c1", "\u00fe", "\u00ff")
 """How a byte-level BPE writes bytes that UTF-8 never uses (0xC0, 0xC1, 0xFE, 0xFF): no text has their tokens."""
 _TEMPLATE = "chat_template.jinja"
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of further templates, NAME.jinja; transformers takes tool_use for a conversation with tools."""
 # Everything a Hugging Face folder may hold that belongs to its tokenizer, and nothing that is code.
 _FILES = (
     "tokenizer.json",
@@ -105,9 +107,18 @@ def copy_tokenizer(source: Path, folder: Path, chat_template: Path | None = None
             if (source / name).is_file():
                 shutil.copyfile(source / name, target / name)
         if chat_template is not None:
-            shutil.copyfile(chat_template, target / _TEMPLATE)
+            shutil.copyfile(chat_template, target / _TEMPLATE)  # in the place of all that the folder has
+        elif named := named_templates(source):
+            (target / NAMED_TEMPLATES).mkdir()
+            for file in named:
+                shutil.copyfile(file, target / NAMED_TEMPLATES / file.name)
 
     _write_folder(folder, write)
+
+
+def named_templates(folder: Path) -> list[Path]:
+    """The files of a model folder's further templates."""
+    return sorted(file for file in (folder / NAMED_TEMPLATES).glob("*.jinja") if file.is_file())
 
 
 def _write_folder(folder: Path, write: Any) -> None:
@@ -116,7 +127,7 @@ def _write_folder(folder: Path, write: Any) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write(partial)
-    for path in partial.iterdir():
+    for path in filter(Path.is_file, partial.rglob("*")):
         with open(path, "rb") as stream:
             os.fsync(stream.fileno())
     partial.rename(folder)
@@ -172,11 +183,15 @@ def named_token(folder: Path, role: str) -> str | None:
 
 
 def chat_template(folder: Path, file: str | None) -> str:
-    """The template in `file`, or the folder's own as it stands in its files. Raises DataError when there is none."""
+    """The template in `file`, or the folder's own as they stand in its files. Raises DataError when there is none."""
     path = folder / _TEMPLATE if file is None else Path(file)
     try:
-        if path.is_file() or file is not None:
+        if file is not None:
             return path.read_text()
+        named = {each.name: each.read_text() for each in named_templates(folder)}
+        if path.is_file() or named:
+            first = path.read_text() if path.is_file() else ""
+            return json.dumps([first, named]) if named else first
         path = folder / "tokenizer_config.json"
         own = foreign.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
     except (OSError, ValueError, AttributeError) as error:

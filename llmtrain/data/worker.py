@@ -207,6 +207,7 @@ def process_unit(
         if isinstance(encoder, ChatEncoder):
             record["chat"] = {split: writers[split].of_chat() for split in SPLITS}
             record["too_long"] = encoder.too_long - too_long
+            record["dated"] = encoder.dated
             record["sample"] = written.sample
         if unit.validation:
             _hashes_path(out, unit.index).write_bytes(written.hashes)
@@ -241,6 +242,12 @@ def _write_documents(
             if isinstance(rows, str):
                 written.rejected.append(reject(piece, document, rows))
                 continue
+            if settings.chat is not None:  # what is trained decides, not the record, which may have another id
+                trained = b"".join(part.tobytes() for row in rows for part in (row.ids, row.counted))
+                sides = _sides(unit, document.text, trained, settings, held_out, written)
+                if not sides:
+                    continue
+                side = sides[0][0]
             at = writers["train"].documents + len(chosen["train"])
             if side == "train" and settings.chat is not None and len(written.sample) < settings.sample:
                 written.sample += filter(None, [kept(document.text, rows, at)])
@@ -258,8 +265,12 @@ def _write_documents(
             if isinstance(item, Rejection):
                 written.rejected.append(item)
                 continue
-            sides = _sides(unit, item, settings, held_out, written)
-            batch += [(piece, item, split, text) for split, text in sides]
+            written.content = (written.content + xxhash.xxh3_128_intdigest(item.data)) % (1 << 128)
+            if settings.chat is not None:
+                batch.append((piece, item, "train", item.text))
+            else:
+                sides = _sides(unit, item.text, item.data, settings, held_out, written)
+                batch += [(piece, item, split, text) for split, text in sides]
             filled += len(item.data)
             if filled >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
                 flush()
@@ -284,20 +295,20 @@ def _rows(encoder: Encoder | ChatEncoder, texts: list[str]) -> list[list[Row] | 
 
 
 def _sides(
-    unit: Unit, document: Document, settings: WorkerSettings, held_out: _HeldOut, written: _Written
+    unit: Unit, text: str, data: bytes, settings: WorkerSettings, held_out: _HeldOut, written: _Written
 ) -> list[tuple[Split, str]]:
-    """The document's text by split, counted in `written`; nothing when --validation-source has the document."""
-    hashed = xxhash.xxh3_128_intdigest(document.data)
-    written.content = (written.content + hashed) % (1 << 128)
+    """A text by split, counted in `written`; nothing when --validation-source has it. `data` decides: the text's bytes,
+    or what a conversation trains."""
+    hashed = xxhash.xxh3_128_intdigest(data)
     if unit.validation:
         written.hashes += hashed.to_bytes(16, "big")
-        return [("validation", document.text)]
+        return [("validation", text)]
     if hashed in held_out:
         written.left_out += 1
         return []
-    sides = parts(document.text, document.data, settings.validation_fraction, settings.cut_bytes)
+    sides = parts(text, data, settings.validation_fraction, settings.cut_bytes)
     written.cut += len(sides) > 1
-    written.lowest_draw = min(written.lowest_draw, draw(document.data))
+    written.lowest_draw = min(written.lowest_draw, draw(data))
     return sides
 
 

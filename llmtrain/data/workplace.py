@@ -74,8 +74,9 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def start_or_continue(out: Path, plan: dict[str, Any]) -> None:
-    """Leave `out` with `unfinished/plan.json` equal to `plan` and nothing in it that belongs to another plan."""
+def start_or_continue(out: Path, plan: dict[str, Any]) -> dict[str, Any]:
+    """Leave `out` with `unfinished/plan.json` and nothing in it that belongs to another plan. Returns the plan: that
+    of the run that this one continues, with its `moment`, or `plan`."""
     path = out / UNFINISHED / "plan.json"
     if path.exists():
         before = json.loads(path.read_bytes())
@@ -86,7 +87,7 @@ def start_or_continue(out: Path, plan: dict[str, Any]) -> None:
                 "Repeat its settings to finish it, choose another --out, or delete the folder"
             )
         if not different and before["stat"] == plan["stat"]:
-            return
+            return {**plan, **before}
         why = "its settings are others than in" if different else "the source files have changed since"
         log.info(f"{out}: {why} the last, unfinished run: starting over")
         clear(out)
@@ -94,6 +95,7 @@ def start_or_continue(out: Path, plan: dict[str, Any]) -> None:
         raise DataError(f"--out {out}: the folder is not empty and not made by `llmtrain prepare`; choose another")
     (out / UNFINISHED).mkdir(exist_ok=True)
     replace_file(path, json.dumps(plan).encode())
+    return plan
 
 
 def clear(out: Path) -> None:

@@ -1,72 +1,186 @@
-"""Whether a chat template has written what the messages say: what it leaves out would be lost in silence."""
+"""Whether a chat template has written what the messages say: what it leaves out would be lost in silence.
+
+A template may spell a text as it likes: trimmed, as JSON, as Python, escaped. What counts is that it is there, where a
+server has it in the prompt, or the model in what it must generate.
+"""
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from llmtrain.data.messages import Conversation, RefusedError, name_of
+from llmtrain.data.messages import THOUGHTS, Conversation, RefusedError, name_of
 
 SPLIT = "\U000f0002"
 """A private-use character within a control token's text in a message: the two halves are encoded apart, as text."""
 _FIRST, _LAST = 0xF1000, 0xFFFFD
 _MARKS = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
+_MARKUP = re.compile(r"</?[^\s<>]{1,40}>|\[/?[^\s\[\]]{1,40}\]|/[a-z_]{3,20}\b")
+_Literal = bool | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
-    """What must be found. Text i of a conversation is marked by character `_FIRST` + i, if it is `marked`."""
+class _Leaf:
+    """A text of a message that must be found, or a number, a truth or a null of a tool call's arguments."""
 
     place: int
     key: str
     text: str
-    marked: bool
+    pieces: tuple[tuple[str, int | None], ...]
+    """What it says between the markup that its template reads (`</think>`), each with its mark."""
+    literal: tuple[_Literal] | None = None
 
 
-def check_written(
-    given: Conversation, turn: int, prompt: str, whole: str, render: Callable[[list[dict[str, Any]]], str]
-) -> None:
-    """The answer `turn` holds the texts of its message, and the prompt before it those of what others have said.
+class Marked:
+    """A conversation with a mark in each of its texts, up to the answer `turn`.
 
     "no" is in many texts, so each is looked for a second time with a mark in it. A template that asks what a text holds
     may write a marked one otherwise; then what has been found by its text must do.
-
-    Args:
-        whole: the prompt and what the template writes after it.
-        render: what the template writes of as many other messages; "" where it fails.
-
-    Raises:
-        RefusedError
     """
-    texts: list[_Text] = []
-    messages = []
-    for place, message in enumerate(given.messages[: turn + 1]):
-        keys = ("content", "reasoning_content") if place == turn else ("content",) * (message["role"] != "assistant")
-        marked = message | {key: _marked(message[key], texts, place, key) for key in keys if key in message}
-        if place == turn and "tool_calls" in message:
-            marked["tool_calls"] = [_marked_call(call, texts, place) for call in message["tool_calls"]]
-        messages.append(marked)
-    before, answer = dense(prompt), dense(whole[len(prompt) :])
-    for text in texts:
-        written = answer if text.place == turn else before
-        if dense(text.text) not in written and dense(json.dumps(text.text, ensure_ascii=False)[1:-1]) not in written:
-            raise _left_out(text, given, turn)
-    for tool in given.tools or ():
-        if dense(name_of(tool)) not in before:
-            raise RefusedError(f"the template leaves out the tools: {plain(name_of(tool))!r}")
-    found: dict[int, list[int]] = defaultdict(list)
-    rendered = render(messages)
-    for number, mark in enumerate(_MARKS.finditer(rendered)):
-        found[ord(mark[0]) - _FIRST].append(mark.start() - number)
-    if _MARKS.sub("", rendered) != whole:
-        return
-    for number, text in enumerate(texts):
-        if text.marked and not any((at > len(prompt)) == (text.place == turn) for at in found[number]):
-            raise _left_out(text, given, turn)
+
+    def __init__(self, given: Conversation, turn: int, source: str) -> None:
+        """`source`: the template's text, of which markup in a message may be."""
+        self._given, self._turn, self._source = given, turn, source
+        self._leaves: list[_Leaf] = []
+        self._marks = _FIRST
+        messages = []
+        for place, message in enumerate(given.messages[: turn + 1]):
+            marked = dict(message)
+            if place == turn and THOUGHTS[0] in message:
+                thoughts = self._mark(message[THOUGHTS[0]], place, "thoughts")
+                marked |= dict.fromkeys((key for key in THOUGHTS if key in message), thoughts)
+            answered = message["role"] == "assistant" and place < turn
+            if not answered:
+                marked["content"] = self._mark_content(message["content"], place)
+            elif place not in given.turns:  # nowhere an answer: it must be in the prompt, but for its thoughts
+                marked["content"] = self._mark_content(message["content"], place, after="</think>")
+            if "tool_calls" in message and (place == turn or place not in given.turns):
+                marked["tool_calls"] = [self._mark_call(call, place) for call in message["tool_calls"]]
+            messages.append(marked)
+        self.conversation = replace(given, messages=messages)
+
+    def check(
+        self,
+        prompt: str,
+        whole: str,
+        rendered: str,
+        header: Callable[[], str],
+        render: Callable[[list[Conversation]], list[str]],
+    ) -> None:
+        """The answer holds the texts of its message, and the prompt before it those of what others have said.
+
+        Args:
+            whole: the prompt and what the template writes after it.
+            rendered: what it writes of `conversation`; "" where it fails.
+            header: what it writes of the messages before the answer, without a generation prompt.
+            render: what it writes of other conversations, up to the answer; "" where it fails.
+
+        Raises:
+            RefusedError
+        """
+        before, answer = dense(prompt), dense(whole[len(prompt) :])
+        wider: str | None = None
+        literals = 0
+        for leaf in self._leaves:
+            here = leaf.place == self._turn
+            if leaf.literal is not None:
+                if not any(spelt in (answer if here else before) for spelt in _literals(leaf.literal[0])):
+                    self._check_read(leaf, literals, whole, render)
+                literals += 1
+            elif not _holds(answer if here else before, leaf):
+                if here and wider is None:  # a prompt may end with what a message begins with (<think>)
+                    found = header()
+                    wider = dense(whole[len(found) :]) if prompt.startswith(found) else answer
+                if wider is None or not here or not _holds(wider, leaf):
+                    raise self._left_out(leaf)
+        self._check_tools(before)
+        found_at: dict[int, list[int]] = defaultdict(list)
+        for number, mark in enumerate(_MARKS.finditer(rendered)):
+            found_at[ord(mark[0])].append(mark.start() - number)
+        if _MARKS.sub("", rendered) != whole:
+            return
+        for leaf in self._leaves:
+            here = leaf.place == self._turn
+            for _, own in leaf.pieces:
+                if own is not None and not any((at > len(prompt)) == here for at in found_at[own]):
+                    raise self._left_out(leaf)
+
+    def _check_tools(self, before: str) -> None:
+        for tool in self._given.tools or ():
+            for text in _told(tool):
+                if not any(dense(spelt) in before for spelt in _spellings(text)):
+                    name = plain(name_of(tool))
+                    what = f"{name!r}" if text == name_of(tool) else f"of {name!r} {plain(text)!r:.60}"
+                    raise RefusedError(f"the template leaves out the tools: {what}")
+
+    def _check_read(
+        self, leaf: _Leaf, number: int, whole: str, render: Callable[[list[Conversation]], list[str]]
+    ) -> None:
+        """Another value in its place gives another text. Raises RefusedError."""
+        left = [number]
+        messages = []
+        for place, message in enumerate(self._given.messages[: self._turn + 1]):
+            if any(each.place == place and each.literal is not None for each in self._leaves):
+                message = {**message, "tool_calls": [_with_other_literal(call, left) for call in message["tool_calls"]]}
+            messages.append(message)
+        (other,) = render([replace(self._given, messages=messages)])
+        if other == whole:
+            raise self._left_out(leaf)
+
+    def _left_out(self, leaf: _Leaf) -> RefusedError:
+        if leaf.place == self._turn:
+            return RefusedError(
+                f"message {leaf.place}: the template leaves out its {leaf.key}: {plain(leaf.text)!r:.60}"
+            )
+        role = self._given.messages[leaf.place]["role"]
+        return RefusedError(f"message {leaf.place} ({role}): the template leaves it out")
+
+    def _mark_content(self, content: Any, place: int, after: str = "") -> Any:
+        """A text, or parts. `after`: only what stands behind that, where the template reads it."""
+        if isinstance(content, list):
+            return [{**part, "text": self._mark_content(part["text"], place, after)} for part in content]
+        head, end, said = content.rpartition(after) if after and after in self._source else ("", "", content)
+        return head + end + self._mark(said, place, "content")
+
+    def _mark_call(self, call: dict[str, Any], place: int) -> dict[str, Any]:
+        # Kimi's ids hold the function's name, and its template writes the id alone.
+        in_id = str(call["function"]["name"]) in str(call.get("id", ""))
+        function = {
+            key: self._mark(value, place, "tool_calls", marks=not (in_id and key == "name"))
+            for key, value in call["function"].items()
+        }
+        return call | {"function": function}
+
+    def _mark(self, value: Any, place: int, key: str, *, marks: bool = True) -> Any:
+        """`value` with marks in its strings, which become leaves; keys of objects are strings, too."""
+        if isinstance(value, dict):
+            return {self._mark(name, place, key): self._mark(part, place, key) for name, part in value.items()}
+        if isinstance(value, list):
+            return [self._mark(part, place, key) for part in value]
+        if not isinstance(value, str):
+            self._leaves.append(_Leaf(place, key, json.dumps(value), (), (value,)))
+            return value
+        marked, pieces = "", list[tuple[str, int | None]]()
+        for text, markup in _pieces(value, self._source):
+            words = text.lstrip()
+            mark: int | None = None
+            if marks and words and self._marks <= _LAST:
+                mark = self._marks
+                self._marks += 1
+                at = len(text) - len(words) + 1  # not at an edge, which a template may trim or look at
+                text_marked = text[:at] + chr(mark) + text[at:]
+            else:
+                text_marked = text
+            if words:
+                pieces.append((text, mark))
+            marked += text_marked + markup
+        self._leaves.append(_Leaf(place, key, value, tuple(pieces)))
+        return marked
 
 
 def check_generation(whole: str, spans: list[tuple[int, int]], bounds: tuple[int, int, int], turn: int) -> None:
@@ -97,29 +211,69 @@ def plain(text: str) -> str:
     return text.replace(SPLIT, "")
 
 
-def _left_out(text: _Text, given: Conversation, turn: int) -> RefusedError:
-    if text.place == turn:
-        return RefusedError(f"message {turn}: the template leaves out its {text.key}: {plain(text.text)!r:.60}")
-    return RefusedError(f"message {text.place} ({given.messages[text.place]['role']}): the template leaves it out")
+def _holds(region: str, leaf: _Leaf) -> bool:
+    """A text is there, or all that it says between markup that the template reads and may write otherwise."""
+    if any(dense(spelt) in region for spelt in _spellings(leaf.text)):
+        return True
+    return bool(leaf.pieces) and all(
+        any(dense(spelt) in region for spelt in _spellings(piece)) for piece, _ in leaf.pieces
+    )
 
 
-def _marked_call(call: dict[str, Any], texts: list[_Text], place: int) -> dict[str, Any]:
-    return call | {"function": {k: _marked(v, texts, place, "tool_calls") for k, v in call["function"].items()}}
+def _pieces(text: str, source: str) -> Iterator[tuple[str, str]]:
+    """(what stands before, markup) in turn; markup is what the template's own text has, too."""
+    at = 0
+    for found in _MARKUP.finditer(text):
+        if found[0] in source:
+            yield text[at : found.start()], found[0]
+            at = found.end()
+    yield text[at:], ""
 
 
-def _marked(value: Any, texts: list[_Text], place: int, key: str) -> Any:
-    """`value` with a mark in each of its strings, which are appended to `texts`; keys of objects are strings, too."""
+def _spellings(text: str) -> Iterator[str]:
+    """A text as templates write it: as it is, as JSON (within JSON, too), as Python, escaped for XML."""
+    yield text
+    spelt = json.dumps(text, ensure_ascii=False)[1:-1]
+    yield spelt
+    yield json.dumps(text)[1:-1]
+    yield repr(text)[1:-1]
+    yield json.dumps(spelt, ensure_ascii=False)[1:-1]
+    yield html.escape(text)
+    yield html.escape(text).replace("&#x27;", "&#39;").replace("&quot;", "&#34;")
+
+
+def _literals(value: _Literal) -> tuple[str, ...]:
+    return json.dumps(value), str(value)
+
+
+def _with_other_literal(value: Any, left: list[int]) -> Any:
+    """`value` with another value in the place of literal `left[0]`, which counts down."""
     if isinstance(value, dict):
-        return {_marked(name, texts, place, key): _marked(part, texts, place, key) for name, part in value.items()}
+        return {name: _with_other_literal(part, left) for name, part in value.items()}
     if isinstance(value, list):
-        return [_marked(part, texts, place, key) for part in value]
-    mark = _FIRST + len(texts)
-    if not isinstance(value, str):
-        texts.append(_Text(place, key, json.dumps(value), marked=False))
+        return [_with_other_literal(part, left) for part in value]
+    if isinstance(value, str):
         return value
-    words = value.lstrip()
-    texts.append(_Text(place, key, value, marked=bool(words) and mark <= _LAST))
-    if not texts[-1].marked:
+    left[0] -= 1
+    if left[0] != -1:
         return value
-    at = len(value) - len(words) + 1  # not at an edge, which a template may trim or look at
-    return value[:at] + chr(mark) + value[at:]
+    return (not value) if isinstance(value, bool) else "x" if value is None else value + 1
+
+
+def _told(schema: Any) -> Iterator[str]:
+    """What a tool's schema says in words: names, descriptions and choices, at any depth."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _told(part)
+    if not isinstance(schema, dict):
+        return
+    for key, part in schema.items():
+        if key in ("name", "description") and isinstance(part, str):
+            yield part
+        elif key == "enum" and isinstance(part, list):
+            yield from (choice for choice in part if isinstance(choice, str))
+        elif key == "properties" and isinstance(part, dict):
+            yield from part
+            yield from _told(list(part.values()))
+        else:
+            yield from _told(part)

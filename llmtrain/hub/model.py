@@ -11,6 +11,7 @@ from llmtrain.hub.fetch import Choose, Wrong, fetch
 from llmtrain.hub.names import INDEX, SINGLE, Repository, is_name
 
 _SETTINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_TEMPLATES = "additional_chat_templates/"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -30,7 +31,7 @@ def model_folder(given: str, revision: str | None = None, *, asked_by: str) -> P
 
 def settings(names: Sequence[str], _: Path) -> list[str]:
     """Configuration, tokenizer, templates, licence: what lies beside the weights and is no code."""
-    beside = [name for name in names if "/" not in name]
+    beside = [n for n in names if "/" not in n or (n.startswith(_TEMPLATES) and n.count("/") == 1)]
     return [n for n in beside if n.endswith(_SETTINGS) or n.startswith(("LICENSE", "NOTICE"))]
 
 

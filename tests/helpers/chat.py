@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from llmtrain.data import prepare as preparing
+from llmtrain.data.chat import ChatEncoder
+from llmtrain.data.worker import process_unit
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -43,6 +48,17 @@ QWEN3 = (
     "<think>\n{{ m.reasoning_content | default('') }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def workers_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`llmtrain prepare` of conversations without processes for its workers; templates are rendered in theirs."""
+
+    def run_units(todo: Any, settings: Any, processes: int, under_way: Any, keep: Any) -> None:
+        encoder = ChatEncoder(Path(settings.out) / "tokenizer", settings.chat)
+        for unit in todo:
+            keep(unit, process_unit(unit, settings, encoder, lambda size: None))
+
+    monkeypatch.setattr(preparing, "run_units", run_units)
 
 
 class C(str):

@@ -144,7 +144,7 @@ def copy_beside(folder: Path, trainer: Mapping[str, Any], checkpoint: Path, repo
         if not imported:
             _refuse_other_tokenizer(beside, trainer)
         for file in beside_weights(beside, python=imported):
-            shutil.copy2(file, folder / file.name)
+            copy_into(folder, beside, file)
     elif beside is not None:
         report.add("tokenizer", f"none: {beside}, where the run found it, is gone")
     return beside
@@ -160,6 +160,14 @@ def _refuse_other_tokenizer(folder: Path, trainer: Mapping[str, Any]) -> None:
             f"{folder / 'tokenizer.json'} is not the one that the run was trained with: it was changed or is damaged. "
             "Nothing was written. Put the right one there, or move the folder away to export without a tokenizer."
         )
+
+
+def copy_into(folder: Path, source: Path, file: Path) -> Path:
+    """Copy a file of `beside_weights(source)` to the same place in another folder; returns the copy."""
+    target = folder / file.relative_to(source)
+    target.parent.mkdir(exist_ok=True)
+    shutil.copy2(file, target)
+    return target
 
 
 def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any]) -> None:
@@ -193,7 +201,7 @@ def beside_weights(folder: Path, *, python: bool) -> list[Path]:
         ModelError: one is a link that leaves the folder.
     """
     found = []
-    for file in sorted(folder.iterdir()):
+    for file in (*sorted(folder.iterdir()), *tokenize.named_templates(folder)):
         plain = file.suffix in _BESIDE or file.name.startswith(("LICENSE", "NOTICE"))
         if (plain or (python and file.suffix == ".py")) and file.is_file() and file.stat().st_size <= _BESIDE_LIMIT:
             found.append(refuse_escape(folder, file))

@@ -16,7 +16,7 @@ from llmtrain import foreign, log, units
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, read_trainer, step_folder
-from llmtrain.checkpoint.hf.beside import SOURCE, beside_weights
+from llmtrain.checkpoint.hf.beside import SOURCE, beside_weights, copy_into
 from llmtrain.checkpoint.hf.exporting import layout_of
 from llmtrain.checkpoint.hf.proofs import Check, Report, check_extents, prove_logits, read_back
 from llmtrain.checkpoint.hf.weight_files import DTYPES, describe
@@ -57,7 +57,7 @@ def import_hf(folder: Path, out: Path, *, check: Check = "auto", trust_remote_co
     try:
         _clear(partial)
         step = _write(partial, source, layout, config, report)
-        _keep(kept, partial / SOURCE)
+        _keep(kept, folder, partial / SOURCE)
         if check != "none":
             _prove(step, source, layout, check, report, trust_remote_code=trust_remote_code)
         sync(partial)
@@ -193,11 +193,10 @@ def _clear(partial: Path) -> None:
             shutil.rmtree(child) if child.is_dir() else child.unlink()
 
 
-def _keep(files: list[Path], kept: Path) -> None:
+def _keep(files: list[Path], folder: Path, kept: Path) -> None:
     kept.mkdir()
     for file in files:
-        shutil.copyfile(file, kept / file.name)
-        sync(kept / file.name)
+        sync(copy_into(kept, folder, file))
     sync(kept)
 
 

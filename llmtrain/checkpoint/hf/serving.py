@@ -6,6 +6,7 @@ messages before it with the folder's own files, as a server does: these are the 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,9 @@ import numpy as np
 from llmtrain import foreign, units
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.data import manifest as manifests
+from llmtrain.data import rendering
 from llmtrain.data.messages import Conversation, conversation, preference, strings, unpaired
+from llmtrain.data.rendering import RenderError, Template
 from llmtrain.data.sample import NAME, read_sample
 from llmtrain.data.shards import PreparedSet
 from llmtrain.errors import DataError
@@ -88,6 +91,13 @@ def prove_serving(folder: Path, trainer: Mapping[str, Any], report: Report) -> N
             report.add("serving", f"not compared: {found.spelled} that spell control tokens, which rows hold as text")
         if found.joined:
             report.add("serving", f"{found.joined} answers join their prompt in a token; of these the prompts only")
+        chat = _chat(data) or {}
+        if (moment := chat.get("moment")) is not None:
+            report.add(
+                "serving", f"the template writes the date: compared as of {moment[:10]}, when {data} was prepared"
+            )
+        if variables := chat.get("chat_template_kwargs"):
+            report.add("serving", f"a server is to be told chat_template_kwargs {json.dumps(variables)}, as {data} was")
         _check_ends(folder, found.ends, report)
 
 
@@ -100,6 +110,7 @@ def _compare(folder: Path, data: Path) -> _Compared:
         raise ProofError(f"transformers cannot load the tokenizer of {folder}: {error}. Nothing was kept.") from error
     prepared, found = PreparedSet(data), _Compared()
     chat = prepared.manifest.chat or {}
+    template = Template(tokenizer, moment=chat.get("moment"), variables=chat.get("chat_template_kwargs"))
     stops = {tokenizer.convert_tokens_to_ids(token) for token in chat["stop_tokens"]}
     control = [token.content for token in tokenizer.added_tokens_decoder.values()]
     stream = prepared.split("train")
@@ -118,13 +129,14 @@ def _compare(folder: Path, data: Path) -> _Compared:
         found.conversations += 1
         for talk, turn in _turns(sample.record, prepared):
             found.turns += 1
-            wrong = _turn(tokenizer, talk, turn, rows, stops, found)
+            wrong = _turn(tokenizer, template, talk, turn, rows, stops, found)
             if wrong is not None:
                 raise ProofError(
                     f"{folder} would not be served as it was trained: of message {turn} of line {number + 1} of "
                     f"{data / NAME}, {wrong}. Was the template changed, in {data / 'tokenizer'} or in the folder? "
                     "Nothing was kept; --check none writes the folder without this proof."
                 )
+    rendering.close()
     return found
 
 
@@ -143,16 +155,25 @@ def _turns(record: str, prepared: PreparedSet) -> Iterator[tuple[Conversation, i
 
 
 def _turn(
-    tokenizer: Any, talk: Conversation, turn: int, rows: list[Any], stops: set[int], found: _Compared
+    tokenizer: Any,
+    template: Template,
+    talk: Conversation,
+    turn: int,
+    rows: list[Any],
+    stops: set[int],
+    found: _Compared,
 ) -> str | None:
     """What is wrong with a turn; None: a row has its prompt's ids, then the answer's as far as they can be known."""
-    prompt = _render(tokenizer, talk, turn, prompt=True)
+    try:
+        talk = template.fitted(talk)
+        prompt, whole = template.ids(talk, turn, prompt=True), template.ids(talk, turn + 1, prompt=False)
+    except RenderError as error:
+        raise ProofError(f"the chat template of the exported folder fails: {error}. Nothing was kept.") from error
     at = len(prompt)
     begun = [ids.tolist() for ids, counted in rows if at < len(ids) and counted[at] and ids[:at].tolist() == prompt]
     if not begun:
         return f"the prompt has other ids ({at} of them) than the training rows: {tokenizer.decode(prompt)[-60:]!r}"
     ends = [next((place for place in range(at, len(ids)) if ids[place] in stops), len(ids) - 1) for ids in begun]
-    whole = _render(tokenizer, talk, turn + 1, prompt=False)
     joins = whole[:at] != prompt
     right = [ids[end] for ids, end in zip(begun, ends, strict=True) if joins or whole[:end] == ids[:end]]
     if not right:  # none of those that begin alike, as a chosen and a rejected answer do
@@ -160,17 +181,6 @@ def _turn(
     found.joined += joins
     found.ends[right[0]] += 1
     return None
-
-
-def _render(tokenizer: Any, talk: Conversation, until: int, *, prompt: bool) -> list[int]:
-    """Ids as transformers gives them. Raises ProofError: the template fails."""
-    try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            talk.messages[:until], tools=talk.tools, add_generation_prompt=prompt, tokenize=True, return_dict=False
-        )
-    except Exception as error:  # the template is foreign code
-        raise ProofError(f"the chat template of the exported folder fails: {error!r}. Nothing was kept.") from error
-    return ids
 
 
 def _check_ends(folder: Path, ends: Mapping[int, int], report: Report) -> None:

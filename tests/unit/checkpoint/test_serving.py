@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import random
 from dataclasses import replace
@@ -15,12 +16,11 @@ from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.checkpoint.hf.serving import prove_serving
 from llmtrain.data import prepare as preparing
-from llmtrain.data.chat import ChatEncoder
+from llmtrain.data import rendering
 from llmtrain.data.sample import CONVERSATIONS, NAME
 from llmtrain.data.tokenize import fingerprint
-from llmtrain.data.worker import process_unit
 from llmtrain.errors import CheckpointError
-from tests.helpers.chat import CHATML, KINDS, write_tokenizer
+from tests.helpers.chat import CHATML, GENERATION, KINDS, workers_here, write_tokenizer
 from tests.helpers.chat_families import FAMILIES
 from tests.helpers.chat_oracle import conversations, write_family
 from tests.helpers.hf_folders import checkpoint_of, new_model
@@ -30,12 +30,7 @@ from tests.helpers.hf_folders import checkpoint_of, new_model
 def prepare(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`llmtrain prepare` of records with the tokenizer of a folder, in this process: returns the data folder."""
 
-    def run_units(todo: Any, settings: Any, processes: int, under_way: Any, keep: Any) -> None:
-        encoder = ChatEncoder(Path(settings.out) / "tokenizer", settings.chat)
-        for unit in todo:
-            keep(unit, process_unit(unit, settings, encoder, lambda size: None))
-
-    monkeypatch.setattr(preparing, "run_units", run_units)
+    workers_here(monkeypatch)
 
     def call(model: Path, records: list[dict[str, Any]], *words: str) -> Path:
         source, out = model.with_name(f"{model.name}.jsonl"), model.with_name(f"{model.name}-data")
@@ -109,7 +104,7 @@ def test_a_folder_that_would_be_served_otherwise_is_refused(
     tmp_path: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     model = write_tokenizer(tmp_path / "m", KINDS["llama3"])
-    data = prepare(model, [{"messages": talk} for talk in talks(20)], "--format", "chat")
+    data = prepare(model, [{"messages": talk} for talk in talks(30)], "--format", "chat")
     rule = "the prompt has other ids"
     if change == "template":
         path = data / "tokenizer" / "tokenizer_config.json"
@@ -127,6 +122,70 @@ def test_a_folder_that_would_be_served_otherwise_is_refused(
     assert not list(tmp_path.glob("out*"))
     monkeypatch.setattr(exporting, "prove_serving", None)
     export_hf(tmp_path / "run" / "checkpoints" / "step-00000007", tmp_path / "out", check="none")
+
+
+@pytest.fixture
+def days_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function after which it is two days later for whatever renders a template, here or in a process of its own."""
+    from transformers.utils import chat_template_utils
+
+    class Later(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return super().now(tz) + datetime.timedelta(days=2)
+
+    def shift() -> None:
+        text = "import datetime\n\n\nclass Later(datetime.datetime):\n    @classmethod\n    def now(cls, tz=None):\n"
+        text += "        return super().now(tz) + datetime.timedelta(days=2)\n\n\ndatetime.datetime = Later\n"
+        (tmp_path / "sitecustomize.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(chat_template_utils, "datetime", Later)
+        rendering.close()
+
+    yield shift
+    rendering.close()
+
+
+def test_an_export_days_later_has_the_prompts_that_were_trained(tmp_path: Path, prepare: Any, days_later: Any) -> None:
+    """A run that crossed midnight ended with rc 1 and no export, and to-hf refused for ever."""
+    dated = "<|im_start|>system\nToday: {{ strftime_now('%d %b %Y') }}<|im_end|>\n" + CHATML
+    model = write_tokenizer(tmp_path / "m", replace(KINDS["chatml"], template=dated))
+    data = prepare(model, [{"messages": talk} for talk in talks(30)], "--format", "chat")
+    days_later()
+    told_of = told(exported(tmp_path, data), data)
+    manifest = json.loads((data / "manifest.json").read_text())
+    assert f"compared as of {manifest['chat'].pop('moment')[:10]}, when {data} was prepared" in told_of
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ProofError, match="the prompt has other ids"):
+        told(tmp_path / "out", data)
+
+
+def test_what_templates_were_told_is_told_again(tmp_path: Path, prepare: Any) -> None:
+    """chat_template_kwargs of a record and of all; a named template and its tools; arguments joined as texts."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}<|im_end|>"
+    template = "{{ think | default('yes') }}" + GENERATION.replace(
+        "{{ m.content }}<|im_end|>", "{{ m.content }}" + calls
+    )
+    model = write_tokenizer(tmp_path / "m", KINDS["chatml"])
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (model / "chat_template.jinja").write_text("{{ think | default('yes') }}" + CHATML)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | tojson }}" + template)
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"on":"a"}'}}]}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    records: list[dict[str, Any]] = [{"messages": talk} for talk in talks(30)]
+    records += [{**record, "chat_template_kwargs": {"think": "maybe"}} for record in records]
+    records += [{"messages": [*record["messages"][:1], called], "tools": tools} for record in records]
+    data = prepare(model, records, "--format", "chat", "--chat-template-kwargs", '{"think": "no"}')
+    assert not (data / "rejected.jsonl").exists(), (data / "rejected.jsonl").read_text()
+    out = exported(tmp_path, data)
+    assert 'a server is to be told chat_template_kwargs {"think": "no"}' in told(out, data)
+    assert (out / "additional_chat_templates" / "tool_use.jinja").is_file()
+    (out / "additional_chat_templates" / "tool_use.jinja").unlink()
+    with pytest.raises(ProofError, match="the prompt has other ids"):
+        told(out, data)
 
 
 @pytest.mark.parametrize("name", ["preference", "unpaired"])
@@ -168,7 +227,7 @@ def test_all_families(tmp_path: Path, prepare: Any) -> None:
 
 def test_data_that_keeps_none_is_said(tmp_path: Path, prepare: Any) -> None:
     model = write_tokenizer(tmp_path / "m", KINDS["chatml"])
-    data = prepare(model, [{"messages": talk} for talk in talks(20)], "--format", "chat")
+    data = prepare(model, [{"messages": talk} for talk in talks(30)], "--format", "chat")
     (data / NAME).unlink()
     assert "not compared" in told(model, data)
     assert told(model, tmp_path / "gone") == ""
@@ -176,7 +235,7 @@ def test_data_that_keeps_none_is_said(tmp_path: Path, prepare: Any) -> None:
 
 def test_every_set_of_a_mixture_is_compared(tmp_path: Path, prepare: Any) -> None:
     """Their tokenizers are one, their templates need not be."""
-    records = [{"messages": talk} for talk in talks(20)]
+    records = [{"messages": talk} for talk in talks(30)]
     models = [write_tokenizer(tmp_path / name, KINDS["chatml"]) for name in "ab"]
     first, other = (prepare(model, records, "--format", "chat") for model in models)
     trainer = {"tokenizer_dir": str(first / "tokenizer"), "run": {"data": {"mixture": {str(first): 1, str(other): 1}}}}

@@ -195,13 +195,142 @@ def test_a_text_that_is_elsewhere_too_must_be_written(encoder: Encoder) -> None:
         ("system", CHATML.replace("in messages", "in messages if m.role != 'system'"), talk("q", "a", system="a"),
          r"message 0 \(system\): the template leaves it out"),
         ("thought", CHATML, [*talk("q"), {**talk("", "yes")[1], "reasoning_content": "yes"}],
-         "the template leaves out its reasoning_content: 'yes'"),
+         "the template leaves out its thoughts: 'yes'"),
         ("argument", CHATML.replace("c.function | tojson", "{'name': c.function.name} | tojson"),
          [*talk("q"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"f": "f"}}]},
           {"role": "tool", "content": "r"}, talk("", "a")[1]], "the template leaves out its tool_calls: 'f'"),
     ):  # fmt: skip
         with pytest.raises(RefusedError, match=reason):
             print(key, encoder(changed(template)).rows(record(messages)))
+
+
+def called(arguments: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "function": {"name": "look", "arguments": arguments}}],
+        **more,
+    }
+
+
+ASKED = {"role": "user", "content": "q"}
+CALLS = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}(SPELT)</tool_call>{% endfor %}"
+
+
+def calls_spelt(template: str) -> Kind:
+    return changed(CHATML.partition("{% for m")[0] + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+                   + CALLS.replace("SPELT", template) + "<|im_end|>\n{% endfor %}"
+                   "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")  # fmt: skip
+
+
+SPELT = "{% for k, v in c.function.arguments | items %}{{ k }}={{ v | string }};{% endfor %}"
+ESCAPED = "{% for k, v in c.function.arguments | items %}{{ k }}={{ v | string | escape }};{% endfor %}"
+TEXTS = "{{ '' + c.function.arguments }}"
+DROPS = "{% for k, v in c.function.arguments | items %}{{ k }}={{ 'x' if v is boolean else v }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "written"),
+    [
+        (SPELT, {"on": True, "at": None}, "look(on=True;at=None;)"),  # Qwen3.5, Seed-OSS, LFM2
+        (SPELT, {"on": ["it's", 'a "b"']}, """look(on=["it's", 'a "b"'];)"""),
+        (ESCAPED, {"on": "a < \"b\" & 'c'"}, "look(on=a &lt; &#34;b&#34; &amp; &#39;c&#39;;)"),
+        (TEXTS, '{"on":true}', 'look({"on":true})'),  # DeepSeek V3, R1, V3.1: texts are joined
+        (TEXTS, {"on": "é"}, 'look({"on": "é"})'),
+        ("{{ c.function.arguments }}", {"on": "é"}, 'look({"on": "é"})'),  # not as Python writes an object
+        ("{{ c.function.arguments | tojson }}", '{"on": "é"}', 'look({"on": "é"})'),  # nor a text within a text
+    ],
+)
+def test_arguments_in_any_spelling_are_taken(encoder: Encoder, template: str, arguments: Any, written: str) -> None:
+    """They were refused as left out where a template writes True for true, or joins texts."""
+    one = encoder(calls_spelt(template))
+    (row,) = one.rows(record([ASKED, called(arguments)]))
+    assert f"<tool_call>{written}</tool_call>" in text_of(one, row.ids[row.counted])
+
+
+def test_an_argument_that_is_not_read_is_refused_whatever_its_kind(encoder: Encoder) -> None:
+    for arguments in ({"on": True}, {"size": {"x": [False, "true"]}}):
+        one = encoder(calls_spelt(DROPS if "on" in arguments else "{{ c.function.arguments | length }}"))
+        with pytest.raises(RefusedError, match="message 1: the template leaves out its tool_calls"):
+            one.rows(record([ASKED, called(arguments)]))
+
+
+NEXT_ENDS = (  # GLM-4.5: the next message ends an answer, and takes its thoughts away
+    "{% set ns = namespace(u=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.u = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think>"
+    "{{ m.reasoning_content if m.reasoning_content and loop.index0 > ns.u else '' }}</think>\n{% endif %}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def test_an_answer_that_the_next_message_ends_keeps_its_thoughts(encoder: Encoder) -> None:
+    special = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>")
+    kind = Kind(NEXT_ENDS, special, special[0], "<|user|>", KINDS["chatml"].rows, added=("<think>", "</think>"))
+    one = encoder(kind, stop_tokens=special)
+    messages = [ASKED, {"role": "assistant", "content": "42", "reasoning_content": "six sevens"}, *talk("r", "43")]
+    rows = [text_of(one, row.ids[row.counted]) for row in one.rows(record(messages))]
+    assert rows == ["<think>six sevens</think>\n42<|user|>", "<think></think>\n43<|user|>"]
+
+
+IN_PROMPT = (  # Qwen3-Thinking, Qwen3.5, Nemotron 3: the prompt ends with <think>, which the content has, too
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and '</think>' in m.content %}"
+    "<think>\n{{ m.content.split('</think>')[0].split('<think>')[-1].strip() }}\n</think>\n\n"
+    "{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_thoughts_within_content_may_begin_in_the_prompt(encoder: Encoder) -> None:
+    one = encoder(changed(IN_PROMPT, added=("<think>", "</think>")))
+    said = "<think>\nsix sevens\n</think>\n\n42"
+    (row,) = one.rows(record([ASKED, {"role": "assistant", "content": said}]))
+    assert text_of(one, row.ids[row.counted]) == "six sevens\n</think>\n\n42<|im_end|>"
+    lost = encoder(changed(IN_PROMPT.replace("{{ m.content.split('</think>')[0].split('<think>')[-1].strip() }}", "")))
+    with pytest.raises(RefusedError, match="message 1: the template leaves out its content: '<think>"):
+        lost.rows(record([ASKED, {"role": "assistant", "content": said}]))
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_are_written_or_refused_whatever_their_key(encoder: Encoder, key: str) -> None:
+    """Under `thinking` and `reasoning` a template without any left them out in silence."""
+    messages = [ASKED, {"role": "assistant", "content": "42", key: "six sevens"}]
+    with pytest.raises(RefusedError, match="message 1: the template leaves out its thoughts: 'six sevens'"):
+        encoder("chatml").rows(record(messages))
+    for read in ("reasoning_content", "thinking", *({key} & {"reasoning"})):
+        template = CHATML.replace("{{ m.content }}", f"{{{{ m.{read} }}}}|{{{{ m.content }}}}")
+        one = encoder(changed(template))
+        (row,) = one.rows(record(messages))
+        assert text_of(one, row.ids[row.counted]) == "six sevens|42<|im_end|>"
+    both = {"role": "assistant", "content": "42", "thinking": "a", "reasoning": "b"}
+    with pytest.raises(RefusedError, match="has other thoughts under thinking than under reasoning"):
+        encoder("chatml").rows(record([ASKED, both]))
+
+
+EFFORT = "<|im_start|>system\nReasoning: {{ effort | default('medium') }}<|im_end|>\n" + CHATML
+
+
+def test_what_a_record_tells_its_template_is_told(encoder: Encoder) -> None:
+    """chat_template_kwargs were dropped. A record's own come before those of all."""
+    for said, of_all, wanted in (({}, {}, "medium"), ({"effort": "high"}, {}, "high"), ({}, {"effort": "low"}, "low"),
+                                 ({"effort": "high"}, {"effort": "low"}, "high")):  # fmt: skip
+        one = encoder(changed(EFFORT), variables=of_all)
+        (row,) = one.rows(record(talk("q", "a"), chat_template_kwargs=said))
+        assert text_of(one, row.ids).startswith(f"<|im_start|>system\nReasoning: {wanted}<|im_end|>"), (said, of_all)
+    for said, reason in (({"efort": "high"}, "reads no chat_template_kwargs 'efort'"), ("x", "is a string and no JSON"),
+                         ({"messages": []}, "has 'messages', which is no"), ([1], "is list, not an")):  # fmt: skip
+        with pytest.raises(RefusedError, match=reason):
+            encoder(changed(EFFORT)).rows(record(talk("q", "a"), chat_template_kwargs=said))
+
+
+def test_what_only_the_context_says_must_be_written_too(encoder: Encoder) -> None:
+    """An answer that is not learnt is nowhere proved as one: it has to be in the prompt."""
+    template = CHATML.replace("{{ m.content }}", "{{ m.content if m.content != 'lost' }}")
+    messages = [*talk("q"), {**talk("", "lost")[1], "weight": 0}, *talk("r", "a")]
+    with pytest.raises(RefusedError, match=r"message 1 \(assistant\): the template leaves it out"):
+        encoder(changed(template)).rows(record(messages))
+    tools = [{"type": "function", "function": {"name": "look", "description": "sees far", "parameters": {}}}]
+    names = CHATML.replace("{{ tools | tojson }}", "{{ tools[0].function.name }}")
+    with pytest.raises(RefusedError, match="the template leaves out the tools: of 'look' 'sees far'"):
+        encoder(changed(names)).rows(record(talk("q", "a"), tools=tools))
 
 
 def changed(template: str, **more: Any) -> Kind:
@@ -246,7 +375,7 @@ WRONG: dict[str, tuple[Kind | str, Any, str]] = {
     "private character": ("chatml", talk("q", "\U000f0002"), "the private-use character U\\+F0002"),
     "template raises": ("gemma", talk("q", "a", system="s"), "the chat template fails: System role not supported"),
     "template with an error": (changed("{{ oops("), TALK, "the chat template fails: "),
-    "thoughts left out": ("chatml", NEWS, "message 1: the template leaves out its reasoning_content: 'because'"),
+    "thoughts left out": ("chatml", NEWS, "message 1: the template leaves out its thoughts: 'because'"),
     "calls left out": ("llama3", [*talk("q"), {**CALL, "content": "x"}], "the template leaves out its tool_calls"),
     "system left out": (changed(CHATML.replace("in messages", "in messages if m.role != 'system'")),
                         talk("q", "a", system="be kind"), r"message 0 \(system\): the template leaves it out"),

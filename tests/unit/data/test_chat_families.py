@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from llmtrain.data.chat import ChatEncoder, ChatOptions
 from llmtrain.data.messages import RefusedError
 from llmtrain.data.tokenize import stop_tokens
+from tests.helpers.chat_behaviours import (
+    BEHAVIOURS,
+    RECORDS,
+    Behaviour,
+    by_transformers,
+    next_begins,
+    write_behaviour,
+)
 from tests.helpers.chat_families import FAMILIES, Family, Message
 from tests.helpers.chat_oracle import conversations, rows_are_right, turns, write_family
 
@@ -21,7 +31,7 @@ from tests.helpers.chat_oracle import conversations, rows_are_right, turns, writ
 def is_true(reason: str, family: Family, messages: list[Message], with_tools: bool) -> bool:
     """Of what these families refuse, by what their templates are known to leave out."""
     calls = any("tool_calls" in message for message in messages)
-    if "leaves out its reasoning_content" in reason:
+    if "leaves out its thoughts" in reason:
         return not family.thoughts and any("reasoning_content" in message for message in messages)
     if "leaves out its content" in reason:
         thinks = "</think>" in family.template and any("think>" in message["content"] for message in messages)
@@ -73,3 +83,120 @@ def test_every_bit_is_right_or_the_reason_true(tmp_path: Path, name: str) -> Non
 def test_a_thousand_conversations_of_a_family(tmp_path: Path, name: str) -> None:
     right, _ = judged(tmp_path, name, 1000, seed=0)
     assert right > 650 if FAMILIES[name].usable else not right
+
+
+# --- by transformers ------------------------------------------------------------------------------
+
+OF_FAMILIES = {
+    name: Behaviour(family.template, family.stops, family.bos,
+                    next_begins if name == "glm4" else lambda message: "")
+    for name, family in FAMILIES.items()
+}  # fmt: skip
+TRUE = {
+    "fails": ("the chat template fails",),
+    "prompt": ("does not write the answer where its generation prompt ends",),
+    "stop": ("generation would not stop at its end",),
+    "lost": ("the template leaves out", "the template leaves it out"),
+}
+"""What llmtrain says where the oracle has no answer. A record may have several faults: any of them is true."""
+
+
+def runs(row: Any) -> list[tuple[int, int]]:
+    """Where a row is counted."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], row.counted, [False]]).astype(int)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def compared(folder: Path, one: Behaviour) -> dict[str, list[Any] | None]:
+    """The rows of each record, which are as transformers renders them; None: refused, with a true reason."""
+    from transformers import AutoTokenizer
+
+    write_behaviour(folder, one)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoder = ChatEncoder(folder, ChatOptions(field="messages", stop_tokens=one.stops))
+    found: dict[str, list[Any] | None] = {}
+    for name, record in RECORDS.items():
+        told = by_transformers(tokenizer, one, record)
+        try:
+            rows = encoder.rows(json.dumps(record))
+        except RefusedError as error:
+            assert isinstance(told, str), (name, str(error), told)
+            assert any(said in str(error) for said in sum(TRUE.values(), ())), (name, told, str(error))
+            found[name] = None
+            continue
+        assert not isinstance(told, str), (name, told)
+        places = [(row, begin, end) for row in rows for begin, end in runs(row)]
+        for (row, begin, end), turn in zip(places, told, strict=True):
+            assert tokenizer.decode(row.ids[begin:end]) == turn.answer, name
+            assert row.ids[:begin].tolist() == tokenizer(turn.prompt, add_special_tokens=False)["input_ids"], name
+        found[name] = rows
+    return found
+
+
+@pytest.mark.parametrize("name", [*BEHAVIOURS, *OF_FAMILIES])
+def test_what_transformers_renders_is_taken_and_nothing_is_lost(tmp_path: Path, name: str) -> None:
+    """Taken are exactly the records that transformers renders with the prompt as a prefix, without losing a word."""
+    found = compared(tmp_path, (BEHAVIOURS | OF_FAMILIES)[name])
+    unusable = name in OF_FAMILIES and not FAMILIES[name].usable
+    assert unusable or sum(rows is not None for rows in found.values()) >= 2, found
+    assert len(BEHAVIOURS | OF_FAMILIES) >= 40
+
+
+STOPS = {
+    "cohere": "<|END_OF_TURN_TOKEN|>", "deepseek": "<｜end▁of▁sentence｜>", "gemma4": "<turn|> <|tool_response>",
+    "diffusion": "<turn|> <|tool_response>", "gemma": "<end_of_turn>", "glm": "<|endoftext|> <|user|> <|observation|>",
+    "gptoss": "<|return|> <|call|>", "idefics": "<end_of_utterance>", "smolvlm": "<end_of_utterance>",
+    "llama3": "<|eot_id|> <|eom_id|>", "llava": "</s>", "muse": "<|end|> <|return|> <|call|>", "phi": "<|end|>",
+    "": "<|im_end|>",
+}  # fmt: skip
+"""Where generation stops, by the beginning of a template's name in TRL."""
+BEGINS = {"deepseek": "<｜begin▁of▁sentence｜>", "gemma": "<bos>", "diffusion": "<bos>", "cohere": "<BOS_TOKEN>",
+          "llama3": "<|begin_of_text|>", "llava": "<s>", "lfm": "<|startoftext|>"}  # fmt: skip
+
+
+def test_masks_are_those_of_trls_training_templates(tmp_path: Path) -> None:
+    """Of the templates that TRL has of 25 families, installed: all records as transformers renders them, and the mask
+    of its training variant, but for what is no answer: a header within its tags, and what follows the end."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed: its masks are not compared with ours")
+    from transformers import AutoTokenizer
+
+    folder = Path(trl.__file__).parent / "chat_templates"
+    same = 0
+    for file in sorted(folder.glob("*.jinja")):
+        if file.stem.endswith("_training"):
+            continue
+        begins = [begin for begin in STOPS if file.stem.startswith(begin)]
+        stops = tuple(STOPS[begins[0]].split())
+        bos = next((token for begin, token in BEGINS.items() if file.stem.startswith(begin)), None)
+        ended = (
+            (lambda m: "<|observation|>" if "tool_calls" in m else "<|user|>") if "glm" in file.stem else lambda m: ""
+        )
+        found = compared(tmp_path / file.stem, Behaviour(file.read_text(), stops, bos, ended))
+        training = folder / f"{file.stem}_training.jinja"
+        if training.is_file():
+            tokenizer = AutoTokenizer.from_pretrained(tmp_path / file.stem)
+            same += sum(_same_mask(tokenizer, training.read_text(), RECORDS[name], rows)
+                        for name, rows in found.items() if rows)  # fmt: skip
+    assert same > 50
+
+
+def _same_mask(tokenizer: Any, template: str, record: dict[str, Any], rows: list[Any]) -> bool:
+    """Asserts that the last row has TRL's mask; False: the training variant writes another text."""
+    try:
+        theirs = tokenizer.apply_chat_template(
+            record["messages"], tools=record.get("tools"), chat_template=template, return_dict=True,
+            return_assistant_tokens_mask=True,
+        )  # fmt: skip
+    except Exception:  # contents as parts
+        return False
+    row = rows[-1]
+    if theirs["input_ids"][: len(row.ids)] != row.ids.tolist():
+        return False
+    mask = np.array(theirs["assistant_masks"][: len(row.ids)], bool)
+    assert mask[row.counted].all(), (record, tokenizer.decode(row.ids))
+    begins = [begin for begin, _ in runs(row)]
+    for begin, end in runs(type(row)(row.ids, mask & ~row.counted)):
+        said = tokenizer.decode(row.ids[begin:end])
+        # Earlier answers of a row that begins anew; a header that ends where the answer begins; a line's end.
+        assert end <= begins[0] or end in begins or not said.strip(), (record, said)
+    return True

@@ -9,12 +9,14 @@ import random
 import shutil
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import xxhash
 import zstandard
 
 from llmtrain import cli
@@ -30,7 +32,7 @@ from llmtrain.data.prepare import main
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder
 from llmtrain.errors import DataError
-from tests.helpers.chat import KINDS, expected, write_tokenizer
+from tests.helpers.chat import KINDS, expected, workers_here, write_tokenizer
 
 pytestmark = pytest.mark.long
 
@@ -260,6 +262,130 @@ def test_show_tells_what_is_counted(prepared: Path, tmp_path: Path, capsys: pyte
     assert "http" not in page and "<script" not in page
     assert cli.main(["data", "show", str(prepared), "--index", "100000"]) == 2
     assert "has rows 0 to" in capsys.readouterr().err
+
+
+def told(place: Path, records: list[dict[str, object]], out: str, model: Path, *more: str) -> int:
+    """`prepare` of records with a tokenizer's folder."""
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    source = place / f"{xxhash.xxh3_64_hexdigest(text.encode())}.jsonl"
+    if not source.exists():
+        source.write_text(text)
+    given = ["--source", str(source), "--out", str(place / out), "--tokenizer", str(model)]
+    return main([*given, "--processes", "1", *more])
+
+
+def question(text: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+
+@pytest.mark.parametrize("form", ["chat", "preference", "unpaired"])
+def test_what_is_trained_decides_the_side_and_not_the_id(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One conversation under two ids was in train and in validation: 22 of 51 validation rows, 44 of 70 of pairs."""
+    workers_here(monkeypatch)
+    model = write_tokenizer(tmp_path / "model", KINDS["chatml"])
+    records: list[dict[str, object]] = []
+    for number in range(400):
+        asked, said = ("the capital?", "Paris") if number % 2 else (f"q{number % 100}", "a")
+        more: dict[str, object] = {"messages": question(asked, said)}
+        if form == "preference":
+            more = {"prompt": asked, "chosen": said, "rejected": "no"}
+        elif form == "unpaired":
+            more["label"] = number % 3 == 0
+        records.append({"id": number, **more})
+    assert told(tmp_path, records, "out", model, "--format", form, "--validation-fraction", "0.2") == 0
+    data = PreparedSet(tmp_path / "out")
+    train, validation = ({tuple(ids) for ids, _ in rows_of(data, split)} for split in SPLITS)
+    assert train and validation and not train & validation
+    # --validation-source, too: what it holds under another id is left out of training.
+    (tmp_path / "held.jsonl").write_text(json.dumps({**records[1], "id": "other"}) + "\n")
+    held = ("--format", form, "--validation-source", str(tmp_path / "held.jsonl"))
+    assert told(tmp_path, records, "apart", model, *held) == 0
+    data = PreparedSet(tmp_path / "apart")
+    train, validation = ({tuple(ids) for ids, _ in rows_of(data, split)} for split in SPLITS)
+    assert validation and not train & validation
+
+
+DATED = "<|im_start|>system\nToday: {{ strftime_now('%Y-%m-%d') }}<|im_end|>\n" + KINDS["chatml"].template
+
+
+def test_a_date_in_the_template_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of Llama 3.2, gpt-oss, Mistral Small 3, Granite: it is in every prompt."""
+    model = write_tokenizer(tmp_path / "model", replace(KINDS["chatml"], template=DATED))
+    records: list[dict[str, object]] = [{"messages": question("q", f"a{number}")} for number in range(3)]
+    chat = ("--format", "chat", "--validation-fraction", "0")
+    assert told(tmp_path, records, "out", model, *chat) == 0
+    manifest = PreparedSet(tmp_path / "out").manifest.chat
+    assert manifest is not None
+    moment = manifest["moment"]
+    said = f"the template writes the date: {moment.replace('T', ' ')}, of the preparation, is in every prompt"
+    assert said in capsys.readouterr().out
+    assert f"Today: {moment[:10]}" in data_text(tmp_path / "out", rows_of(PreparedSet(tmp_path / "out"), "train")[0])
+    assert cli.main(["data", "show", str(tmp_path / "out")]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+    plain = write_tokenizer(tmp_path / "plain", KINDS["chatml"])
+    assert told(tmp_path, records, "plain-out", plain, *chat) == 0
+    assert "moment" not in (PreparedSet(tmp_path / "plain-out").manifest.chat or {})
+
+
+def test_a_continued_preparation_keeps_the_date_of_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers_here(monkeypatch)
+    model = write_tokenizer(tmp_path / "model", replace(KINDS["chatml"], template=DATED))
+    records: list[dict[str, object]] = [{"messages": question("q", "a")}, {"messages": []}]
+    chat = ("--format", "chat", "--validation-fraction", "0")
+    assert told(tmp_path, records, "out", model, *chat) == 2  # a bad record; what is finished is kept
+    path = tmp_path / "out" / "unfinished" / "plan.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "moment": "2024-02-29T12:00:00"}))
+    for record in path.parent.glob("unit-*.json"):
+        record.unlink()
+    assert told(tmp_path, records, "out", model, *chat, "--max-rejected", "1") == 0
+    assert "Today: 2024-02-29" in data_text(tmp_path / "out", rows_of(PreparedSet(tmp_path / "out"), "train")[0])
+
+
+def test_an_option_tells_the_template_of_all_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers_here(monkeypatch)
+    template = "<|im_start|>system\nthink {{ think | default('yes') }}<|im_end|>\n" + KINDS["chatml"].template
+    model = write_tokenizer(tmp_path / "model", replace(KINDS["chatml"], template=template))
+    records: list[dict[str, object]] = [{"messages": question("q", "a")}]
+    records.append({**records[0], "chat_template_kwargs": {"think": "maybe"}})
+    chat = ("--format", "chat", "--validation-fraction", "0")
+    assert told(tmp_path, records, "out", model, *chat, "--chat-template-kwargs", '{"think": "no"}') == 0
+    rows = [data_text(tmp_path / "out", row) for row in rows_of(PreparedSet(tmp_path / "out"), "train")]
+    assert ["think no" in rows[0], "think maybe" in rows[1]] == [True, True]
+    assert 'chat_template_kwargs {"think": "no"}' in capsys.readouterr().out
+    assert told(tmp_path, records, "out", model, *chat) == 2  # it is a setting of the folder
+    assert "chat_template_kwargs was {'think': 'no'}" in capsys.readouterr().err
+    for wrong, reason in (('{"thnk": 1}', "reads no such name; it reads think"), ("{think}", "write an object of JSON"),
+                          ('{"tools": []}', "it has 'tools', which is no variable")):  # fmt: skip
+        assert told(tmp_path, records, "no", model, *chat, "--chat-template-kwargs", wrong) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_named_templates_in_their_folder_come_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As save_pretrained writes them: tools were refused, as if no template took them."""
+    workers_here(monkeypatch)
+    model = write_tokenizer(tmp_path / "model", KINDS["generation"])  # this one writes no tools
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text(KINDS["chatml"].template)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "chat_template.jinja").write_text(settings.pop("chat_template"))
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    records: list[dict[str, object]] = [{"messages": question("q", "a"), "tools": tools}]
+    chat = ("--format", "chat", "--validation-fraction", "0")
+    assert told(tmp_path, records, "out", model, *chat) == 0
+    assert '"look"' in data_text(tmp_path / "out", rows_of(PreparedSet(tmp_path / "out"), "train")[0])
+    copy = tmp_path / "out/tokenizer/additional_chat_templates/tool_use.jinja"
+    assert copy.read_text() == KINDS["chatml"].template
+    # A file on the command line stands for all of them.
+    (tmp_path / "own.jinja").write_text(KINDS["chatml"].template)
+    assert told(tmp_path, records, "own", model, *chat, "--chat-template", str(tmp_path / "own.jinja")) == 0
+    assert not (tmp_path / "own/tokenizer/additional_chat_templates").exists()
 
 
 # --- best fit

@@ -1,0 +1,411 @@
+"""Chat templates of others, rendered by transformers in a process of its own with bounds on time, memory and output.
+
+A template is a program: nested ranges, huge products and formats hang, or take 10 GB. Each process that renders has one
+such child, which ends with it; a rendering beyond its bounds ends the child, and the next one starts another. The clock
+that templates read (`strftime_now`) stands still at the moment of the data's preparation: a run that crosses midnight,
+and an export days later, render the prompts that were trained.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llmtrain
+from llmtrain import foreign
+from llmtrain.data.messages import Conversation
+
+CPU_SECONDS = 10
+"""Of one rendering. Those of real templates take about a millisecond."""
+MEMORY_MIB = 1024
+"""Beyond what the process has before it renders."""
+CHARACTERS = 64 << 20
+"""Of one rendering."""
+_PATIENCE = 12
+"""So many times CPU_SECONDS may pass by the clock, on a machine that is busy with other things."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class RenderError(ValueError):
+    """Why a template gives no text. What is shown of its own words is printable."""
+
+
+class BoundsError(RenderError):
+    """A rendering took more than it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What a template has written."""
+
+    text: str
+    spans: list[tuple[int, int]] | None
+    """What `{% generation %}` encloses; None: it was not asked for, or the template has none."""
+    dated: bool
+    """It has read the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The first `until` messages, with the generation prompt or without."""
+
+    given: Conversation
+    until: int
+    prompt: bool
+
+
+class Template:
+    """A tokenizer's chat template, as a server renders it on the day of the preparation."""
+
+    def __init__(
+        self, tokenizer: Any, *, moment: str | None = None, variables: Mapping[str, Any] | None = None
+    ) -> None:
+        """
+        Args:
+            tokenizer: of transformers.
+            moment: what the clock shows, ISO 8601 in local time; None: the present.
+            variables: chat_template_kwargs of all conversations; one's own come before them.
+        """
+        self._tokenizer, self._moment, self._variables = tokenizer, moment, dict(variables or {})
+        self._read: dict[str, frozenset[str]] = {}
+        self._parts: dict[str, bool] = {}
+        self.dated = False
+        """A rendering so far has read the clock."""
+
+    def source(self, tools: list[dict[str, Any]] | None) -> str:
+        """The template that transformers takes for a conversation. Raises RenderError: there is none."""
+        try:
+            return str(self._tokenizer.get_chat_template(tools=tools))
+        except ValueError as error:
+            raise RenderError(first_line(error)) from error
+
+    def read(self, tools: list[dict[str, Any]] | None) -> frozenset[str]:
+        """Names of the variables that it reads. Raises RenderError: it is no template."""
+        source = self.source(tools)
+        if source not in self._read:
+            (found,) = _PROCESS.ask([{"read": source}])
+            if isinstance(found, RenderError):
+                raise found
+            self._read[source] = frozenset(found["read"])
+        return self._read[source]
+
+    def render(self, wanted: Sequence[Wanted]) -> list[Rendered | RenderError]:
+        """Each of several renderings, or why there is none."""
+        found: list[Rendered | RenderError] = []
+        for answer in _PROCESS.ask([self._request(each) for each in wanted]):
+            if isinstance(answer, RenderError):
+                found.append(answer)
+                continue
+            spans = answer["spans"]
+            found.append(Rendered(answer["text"], spans and [(a, b) for a, b in spans], answer["dated"]))
+            self.dated |= answer["dated"]
+        return found
+
+    def text(self, given: Conversation, until: int, *, prompt: bool) -> str:
+        """One rendering. Raises RenderError."""
+        (found,) = self.render([Wanted(given, until, prompt)])
+        if isinstance(found, RenderError):
+            raise found
+        return found.text
+
+    def ids(self, given: Conversation, until: int, *, prompt: bool) -> list[int]:
+        """Token ids of one rendering, as `apply_chat_template` gives them. Raises RenderError."""
+        text = self.text(given, until, prompt=prompt)
+        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    def fitted(self, given: Conversation) -> Conversation:
+        """`given` with the contents and the arguments of its calls as the template takes them.
+
+        Contents are texts, or lists of parts where it writes those alone (of models that see). Arguments are objects,
+        or the texts that OpenAI's form has, where it fails at objects (DeepSeek V3 joins texts) or would write them as
+        Python does. Raises RenderError: there is no template.
+        """
+        if self._takes_parts(given.tools):
+            given = given.with_parts()
+        calls = [call["function"]["arguments"] for message in given.messages for call in message.get("tool_calls", ())]
+        if not calls:
+            return given
+        until = 1 + max(place for place, message in enumerate(given.messages) if "tool_calls" in message)
+        texts = given.with_argument_texts()
+        objects, strings = self.render([Wanted(each, until, False) for each in (given, texts)])
+        python = isinstance(objects, Rendered) and any(value and repr(value) in objects.text for value in calls)
+        return given if isinstance(strings, RenderError) or (isinstance(objects, Rendered) and not python) else texts
+
+    def _takes_parts(self, tools: list[dict[str, Any]] | None) -> bool:
+        source = self.source(tools)
+        if source not in self._parts:
+            word = "probe"
+            asked = Conversation(messages=[{"role": "user", "content": word}], tools=tools, turns=[])
+            found = self.render([Wanted(each, 1, False) for each in (asked, asked.with_parts())])
+            text, parts = (isinstance(each, Rendered) and word in each.text for each in found)
+            self._parts[source] = parts and not text
+        return self._parts[source]
+
+    def _request(self, wanted: Wanted) -> dict[str, Any]:
+        given = wanted.given
+        try:
+            source = self.source(given.tools)
+        except RenderError as error:
+            return {"error": str(error)}
+        return {
+            "template": source,
+            "messages": given.messages[: wanted.until],
+            "tools": given.tools,
+            "prompt": wanted.prompt,
+            "spans": not wanted.prompt and _GENERATION.search(source) is not None,
+            "variables": {**self._tokenizer.special_tokens_map, **self._variables, **given.variables},
+            "moment": self._moment,
+        }
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line that a terminal may show."""
+    return foreign.shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
+
+
+def _encoded(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """The environment of a module of llmtrain that is started by its name, wherever llmtrain lies."""
+    search = [str(Path(llmtrain.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(filter(None, search))}
+
+
+# --- the process, from outside --------------------------------------------------------------------
+
+
+class _Process:
+    """The child that renders; it is started when it is needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._known: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def ask(self, requests: list[dict[str, Any]]) -> list[dict[str, Any] | RenderError]:
+        """An answer to each request. After one that is beyond the bounds, the others have its error, too."""
+        with self._lock:
+            process = self._started()
+            lines = [self._line(request) for request in requests]
+            found: list[dict[str, Any] | RenderError] = []
+            try:
+                assert process.stdin is not None
+                process.stdin.write(b"".join(lines) + b"\n")
+                process.stdin.flush()
+                buffer = bytearray()
+                for _ in requests:
+                    answer = json.loads(self._read_line(process, buffer))
+                    if "bounds" in answer:
+                        raise BoundsError(answer["bounds"])
+                    found.append(RenderError(answer["error"]) if "error" in answer else answer)
+            except BoundsError as error:
+                self._end()
+                found += [error] * (len(requests) - len(found))
+            except OSError:  # it has died while it was written to
+                died = self._died(process)
+                self._end()
+                found += [died] * (len(requests) - len(found))
+            except BaseException:  # Ctrl-C: what it answers later is nobody's
+                self._end()
+                raise
+            return found
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        self._known.clear()
+        self._owner = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "llmtrain.data.rendering", str(CPU_SECONDS), str(MEMORY_MIB), str(CHARACTERS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error"),
+            start_new_session=True,  # Ctrl-C in the terminal reaches the parent alone
+        )
+        return self._process
+
+    def _line(self, request: dict[str, Any]) -> bytes:
+        """A request; the text of a template is sent once."""
+        head = b""
+        if (source := request.get("template", request.get("read"))) is not None:
+            number = self._known.get(source)
+            if number is None:
+                number = self._known[source] = len(self._known)
+                head = _encoded({"known": source})
+            request = {**request, "read" if "read" in request else "template": number}
+        return head + _encoded(request)
+
+    def _read_line(self, process: subprocess.Popen[bytes], buffer: bytearray) -> bytes:
+        """Raises BoundsError: it takes too long, says too much or has died."""
+        assert process.stdout is not None
+        deadline = time.monotonic() + _PATIENCE * CPU_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while (at := buffer.find(b"\n")) < 0:
+                if not selector.select(deadline - time.monotonic()):
+                    raise BoundsError(f"it was not rendered within {_PATIENCE * CPU_SECONDS} s")
+                data = os.read(process.stdout.fileno(), 1 << 20)
+                if not data:
+                    raise self._died(process)
+                buffer += data
+        line = bytes(buffer[:at])
+        del buffer[: at + 1]
+        return line
+
+    def _died(self, process: subprocess.Popen[bytes]) -> BoundsError:
+        code = process.wait()
+        if code == -signal.SIGXCPU:
+            return BoundsError(f"one rendering takes more than {CPU_SECONDS} s of processor time")
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return BoundsError(f"the process that rendered it died ({how})")
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except OSError:
+                pass
+        process.wait()
+
+    def close(self) -> None:
+        """End the child, if there is one."""
+        with self._lock:
+            self._end()
+
+
+_PROCESS = _Process()
+close = _PROCESS.close
+atexit.register(close)
+
+
+# --- the process, from inside ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    cpu_seconds: int
+    memory_mib: int
+    characters: int
+
+
+def _bound_processor_time(cpu_seconds: int) -> None:
+    """Let the kernel end this process, wherever it is, so long from now."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = math.ceil(time.process_time()) + cpu_seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _bound_memory(memory_mib: int) -> None:
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = pages * resource.getpagesize() + (memory_mib << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _answer(bounds: _Bounds, utils: Any, clock: Any, known: list[str], request: dict[str, Any]) -> dict[str, Any]:
+    if "error" in request:
+        return request
+    if "read" in request:
+        from jinja2 import meta
+
+        # _compile_jinja_template: private; in transformers 5.17 to 5.23, cached by text.
+        parsed = utils._compile_jinja_template(known[request["read"]]).environment.parse(known[request["read"]])
+        return {"read": sorted(meta.find_undeclared_variables(parsed))}
+    clock.set(request["moment"])
+    texts, spans = utils.render_jinja_template(
+        conversations=[request["messages"]],
+        tools=request["tools"],
+        chat_template=known[request["template"]],
+        add_generation_prompt=request["prompt"],
+        return_assistant_tokens_mask=request["spans"],
+        **request["variables"],
+    )
+    if len(texts[0]) > bounds.characters:
+        return {"bounds": f"one rendering has {len(texts[0])} characters, more than {bounds.characters}"}
+    return {"text": texts[0], "spans": spans[0] if request["spans"] else None, "dated": clock.asked}
+
+
+def _main() -> None:
+    """Answer requests, a line each, until the input ends. Standard output carries the answers alone."""
+    import datetime
+
+    bounds = _Bounds(*map(int, sys.argv[1:]))
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    from transformers.utils import chat_template_utils as utils
+
+    class Clock(datetime.datetime):
+        """What templates take for the time."""
+
+        moment: datetime.datetime | None = None
+        asked = False
+
+        @classmethod
+        def set(cls, moment: str | None) -> None:
+            cls.asked = False
+            cls.moment = None if moment is None else datetime.datetime.fromisoformat(moment)
+
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            cls.asked = True
+            return cls.moment or datetime.datetime.now(tz)
+
+    vars(utils)["datetime"] = Clock  # `strftime_now` looks it up at each call (transformers 5.17 to 5.23)
+    known: list[str] = []
+    batch: list[bytes] = []
+    _bound_memory(bounds.memory_mib)
+    for line in sys.stdin.buffer:
+        if line.strip():
+            batch.append(line)
+            continue
+        # All of a batch is read before the first answer: else both ends could wait for the other to read.
+        for request in batch:
+            _bound_processor_time(bounds.cpu_seconds)
+            if (answer := _answered(bounds, utils, Clock, known, request)) is not None:
+                answers.write(_encoded(answer))
+                answers.flush()
+        batch.clear()
+
+
+def _answered(bounds: _Bounds, utils: Any, clock: Any, known: list[str], line: bytes) -> dict[str, Any] | None:
+    try:
+        request = json.loads(line)
+        if "known" not in request:
+            return _answer(bounds, utils, clock, known, request)
+        known.append(request["known"])
+        return None
+    except MemoryError:
+        return {"bounds": f"one rendering takes more than {bounds.memory_mib} MiB of memory"}
+    except Exception as error:  # the template is foreign code
+        return {"error": first_line(error)}
+
+
+if __name__ == "__main__":
+    _main()
