@@ -145,7 +145,8 @@ _ATEM = (
     "{{ m.reasoning_content }}<|next|>{% endif %}{% for c in m.tool_calls or [] %}<|start|>assistant to="
     "{{ c.function.name }}<|message|>{% for k, v in c.function.arguments | items %}<p name=\"{{ k }}\">"
     "{{ v | string | e }}</p>{% endfor %}<|call|>{% endfor %}{% if not m.tool_calls %}<|start|>assistant"
-    " to=user<|message|>{{ m.content }}<|end|>{% endif %}{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}" + _END
+    " to=user<|message|>{{ m.content }}<|end|>{% endif %}{% else %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}" + _END
     + "<|start|>assistant{% endif %}"
 )  # fmt: skip
 _OSS = (
