@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 from llmtrain import completion, log
 from llmtrain.config.sites_rules import private
@@ -15,13 +16,14 @@ from llmtrain.errors import UserError
 from llmtrain.foreign import shown
 from llmtrain.sites import advice, measure
 from llmtrain.sites.forward import Forwarder, as_it_is, to_coordinator
-from llmtrain.sites.keys import Keys, make_keys
+from llmtrain.sites.keys import Keys, differs, make_keys
 from llmtrain.sites.members import SILENT_S, heard_at
 
 _BIND = "127.0.0.1:29510"
 
 
-def _coordinator(args: argparse.Namespace) -> int:
+def started(bind: str, wait_s: float, keys: Keys | None) -> Any:
+    """torchft's lighthouse, which listens on HOST:PORT; with keys behind a forwarder. Raises UserError."""
     os.environ.setdefault("RUST_LOG", "warn")  # it would tell of every meeting, with all that sites say there
     try:
         from torchft.coordination import LighthouseServer
@@ -30,26 +32,30 @@ def _coordinator(args: argparse.Namespace) -> int:
             f"the coordinator is torchft's lighthouse, which cannot be imported ({error}). Run "
             "`pip install 'llmtrain[sites]'`."
         ) from error
-    keys = Keys(Path(args.keys), "--keys") if args.keys else None
     if keys is None:
-        _check_bind(args.bind)
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
+        _check_bind(bind)
     try:
         server = LighthouseServer(
-            bind=args.bind if keys is None else "127.0.0.1:0",
+            bind=bind if keys is None else "127.0.0.1:0",
             min_replicas=1,
-            join_timeout_ms=round(1000 * args.wait_s),
+            join_timeout_ms=round(1000 * wait_s),
             quorum_tick_ms=100,
             heartbeat_timeout_ms=round(1000 * SILENT_S),
         )
         if keys is not None:
-            host, _, port = args.bind.rpartition(":")
+            host, _, port = bind.rpartition(":")
             inside = int(server.address().rpartition(":")[2])
             Forwarder((host.strip("[]"), int(port)), ("127.0.0.1", inside), accept=keys.accept, connect=as_it_is)
     except Exception as error:  # torchft has no class of its own
-        raise UserError(f"--bind {args.bind}: {error}. Give an address of this host and a free port.") from error
+        raise UserError(f"--bind {bind}: {error}. Give an address of this host and a free port.") from error
+    return server
+
+
+def _coordinator(args: argparse.Namespace) -> int:
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    server = started(args.bind, args.wait_s, Keys(Path(args.keys), "--keys") if args.keys else None)
     log.info(f"the coordinator listens on {args.bind}; sites give it as --sites.coordinator HOST:PORT")
     ended.wait()
     server.shutdown()
@@ -81,12 +87,13 @@ def _keys(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
+    keys = Keys(Path(args.keys), "--keys") if args.keys else None
     try:
-        address = args.coordinator
-        if args.keys:
-            address = to_coordinator(address, Keys(Path(args.keys), "--keys")).address
+        address = to_coordinator(args.coordinator, keys).address if keys else args.coordinator
         sites = heard_at(address)
     except (OSError, ValueError) as error:
+        if why := differs(args.coordinator, keys):
+            raise UserError(f"--coordinator {args.coordinator}: {why}.") from error
         raise UserError(
             f"--coordinator {args.coordinator}: no coordinator answers ({shown(error, 200)}). Start it there with "
             f"`llmtrain sites coordinator --bind {args.coordinator}`."

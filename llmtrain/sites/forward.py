@@ -7,10 +7,12 @@ import select
 import socket
 import ssl
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 
 from llmtrain import log
-from llmtrain.sites.keys import COORDINATOR, Keys
+from llmtrain.sites.keys import COORDINATOR, Keys, words
 
 _CONNECTIONS = 256
 _HANDSHAKE_S = 10.0
@@ -28,6 +30,9 @@ class Forwarder:
         """`accept`, `connect`: secure a connection that has come, and one to `to`. Raises OSError: no such address."""
         self._to, self._accept, self._connect = to, accept, connect
         self._slots = threading.BoundedSemaphore(_CONNECTIONS)
+        self._silent: dict[int, tuple[socket.socket, str]] = {}
+        """Connections that nobody has proved a key on, the oldest first, and whence; by the ids of their sockets."""
+        self._counting = threading.Lock()
         self._listener = socket.create_server(listen)
         self.address = "{}:{}".format(*self._listener.getsockname()[:2])
         threading.Thread(target=self._run, name="sites-forward", daemon=True).start()
@@ -43,26 +48,63 @@ class Forwarder:
             try:
                 connection, (host, *_) = self._listener.accept()
             except OSError:
-                return
-            if not self._slots.acquire(blocking=False):
+                if self._listener.fileno() < 0:
+                    return
+                time.sleep(0.1)  # too many open files: those of others, it may be
+                continue
+            try:
+                twin = connection.dup()  # TLS takes the socket itself over
+            except OSError:
                 connection.close()
                 continue
+            if not self._slots.acquire(blocking=False) and not self._freed():
+                connection.close()
+                twin.close()
+                continue
+            with self._counting:
+                self._silent[id(connection)] = twin, host
             threading.Thread(target=self._pass, args=(connection, host), name="sites-line", daemon=True).start()
 
+    def _freed(self) -> bool:
+        """Whether a connection without a key has made room, the oldest of the host that has most of them.
+
+        Strangers held all places with connections that said nothing, and members were turned away.
+        """
+        with self._counting:
+            count = Counter(host for _, host in self._silent.values())
+            most = max(count, key=lambda host: count[host], default=None)
+            oldest = next((id_ for id_, (_, host) in self._silent.items() if host == most), None)
+            if oldest is None:
+                return False
+            twin, _ = self._silent.pop(oldest)
+            with contextlib.suppress(OSError):
+                twin.shutdown(socket.SHUT_RDWR)
+            twin.close()
+        return self._slots.acquire(timeout=1.0)
+
+    def _has_spoken(self, connection: int) -> None:
+        with self._counting:
+            twin, _ = self._silent.pop(connection, (None, ""))
+            if twin is not None:
+                twin.close()
+
     def _pass(self, came: socket.socket, host: str) -> None:
+        this = id(came)
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(came)
                 came.settimeout(_HANDSHAKE_S)  # in a thread of its own: who dawdles holds nobody up
                 try:
                     here = stack.enter_context(self._accept(came))
+                    self._has_spoken(this)
                     there = stack.enter_context(socket.create_connection(self._to, timeout=_HANDSHAKE_S))
                     there = stack.enter_context(self._connect(there))
                 except OSError as error:
-                    log.warn_once(f"sites: a connection from {host} is refused: {error}")
+                    log.warn_once(f"sites: a connection from {host} is refused: {words(error)}")
                     return
                 _relay(here, there)
         finally:
+            self._has_spoken(this)
             self._slots.release()
 
 

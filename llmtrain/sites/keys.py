@@ -6,6 +6,7 @@ certificate that the authority has named it, and takes part in nothing with anyb
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -18,10 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import UserError
+from llmtrain.foreign import shown
 
 COORDINATOR = "coordinator"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 _AUTHORITY, _CERTIFICATE, _KEY = "ca.pem", "cert.pem", "key.pem"
+_LOOK_S = 5.0
+_QUESTION = b"GET /status HTTP/1.0\r\n\r\n"
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE",
+           "BAD_RECORD_TYPE")  # fmt: skip
 _URI = "llmtrain://site/"
 _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
@@ -57,6 +63,56 @@ class Keys:
             secured.close()
             raise ssl.SSLError(f"its certificate is of {name!r} and not of {member!r}")
         return secured
+
+
+def words(error: BaseException) -> str:
+    """Why a connection could not be secured, in words that name TLS and keys."""
+    reason = str(getattr(error, "reason", "") or "")
+    if reason in _NO_TLS:
+        return "the other side speaks no TLS: it has no keys, and this one has"
+    if "CERTIFICATE_REQUIRED" in reason or "PEER_DID_NOT_RETURN_A_CERTIFICATE" in reason:
+        return "TLS: it has no certificate of this run's `llmtrain sites keys`"
+    if "CERTIFICATE" in reason or "UNKNOWN_CA" in reason:
+        return f"TLS: its keys are of another run, or no longer valid ({shown(error, 120)})"
+    return shown(f"TLS: {error}" if isinstance(error, ssl.SSLError) else error, 200)
+
+
+def differs(coordinator: str, keys: Keys | None) -> str:
+    """Why this side's keys do not fit the coordinator's at HOST:PORT, and the remedy; empty: they do, or it is away."""
+    host, _, port = coordinator.rpartition(":")
+
+    def connection() -> socket.socket:
+        return socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_S)
+
+    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+    try:
+        with contextlib.ExitStack() as stack:
+            try:
+                blind.wrap_socket(stack.enter_context(connection())).close()
+            except OSError:  # it speaks no TLS, or is going
+                plain = stack.enter_context(connection())
+                plain.sendall(_QUESTION)
+                if keys is None or plain.recv(5) != b"HTTP/":
+                    return ""
+                return (
+                    "it speaks no TLS: it was started without --keys, and this side has keys. Start it with "
+                    "`llmtrain sites coordinator --keys FOLDER`, or leave the keys out here, too"
+                )
+        if keys is None:
+            return (
+                "it speaks TLS: it was started with --keys, and this side has no keys. Give this site's folder of "
+                "`llmtrain sites keys` (sites.keys; `sites status --keys`)"
+            )
+        with contextlib.ExitStack() as stack:
+            secured = stack.enter_context(keys.connect(stack.enter_context(connection()), COORDINATOR))
+            secured.sendall(_QUESTION)
+            secured.recv(1)  # who is refused learns of it here: TLS 1.3 greets first
+    except ssl.SSLError as error:
+        return f"{words(error)}. Make both folders with one `llmtrain sites keys --out`"
+    except (OSError, ValueError):
+        return ""
+    return ""
 
 
 def _name(connection: ssl.SSLSocket) -> str | None:

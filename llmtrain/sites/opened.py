@@ -8,8 +8,8 @@ from pathlib import Path
 from llmtrain import log
 from llmtrain.config.sites import SitesConfig
 from llmtrain.sites.forward import to_coordinator
-from llmtrain.sites.keys import Keys
-from llmtrain.sites.members import Members, own_address
+from llmtrain.sites.keys import Keys, differs
+from llmtrain.sites.members import Members, SitesError, own_address
 from llmtrain.sites.wire import Pieces, Server
 
 
@@ -40,4 +40,9 @@ def opened(
             "updates within the limits, tell a site that joins of a state, and stop the meetings"
         )
     coordinator = to_coordinator(settings.coordinator, keys).address if keys else settings.coordinator
-    return keys, server, members(coordinator, site, settings.timeout_s)
+    try:
+        return keys, server, members(coordinator, site, settings.timeout_s)
+    except SitesError as error:
+        if why := differs(settings.coordinator, keys):
+            raise SitesError(f"sites.coordinator {settings.coordinator}: {why}.") from error
+        raise SitesError(str(error).replace(coordinator, settings.coordinator)) from error

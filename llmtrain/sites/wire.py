@@ -29,7 +29,7 @@ import xxhash
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.foreign import shown
 from llmtrain.log import warn_once
-from llmtrain.sites.keys import Keys
+from llmtrain.sites.keys import Keys, words
 from llmtrain.tensors.region import Region, shared
 
 Array = npt.NDArray[Any]
@@ -158,7 +158,7 @@ class Server:
         try:
             return self._keys.accept(connection)
         except OSError as error:
-            warn_once(f"sites: a connection from {host} is refused: {error}")
+            warn_once(f"sites: a connection from {host} is refused: {words(error)}")
             raise
 
     def _answer(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], Iterable[Array]]:
@@ -279,7 +279,7 @@ class Peer:
             waited = f"it has not sent all of it within {time.monotonic() - began_s:.1f} s"
             raise WireError(f"{self._address}: {waited}") from error
         except (OSError, OverflowError, WireError, ValueError) as error:
-            raise WireError(f"{self._address}: {error}") from error
+            raise WireError(f"{self._address}: {words(error)}") from error
 
 
 class _Line:

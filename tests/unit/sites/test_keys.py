@@ -13,12 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmtrain.config.sites import SitesConfig
 from llmtrain.errors import UserError
 from llmtrain.sites import command, wire
 from llmtrain.sites.forward import Forwarder, as_it_is, to_coordinator
 from llmtrain.sites.keys import Keys, make_keys
+from llmtrain.sites.members import SitesError, TorchftMembers
+from llmtrain.sites.opened import opened
 from llmtrain.sites.wire import Peer, Server, WireError
 from llmtrain.tensors.region import Region
+from tests.helpers.launching import free_port
 
 VALUES = np.arange(12, dtype=np.float32)
 PIECES = [(0, "w", Region(0, 12))]
@@ -175,3 +179,44 @@ def test_the_coordinators_line_passes_both_directions_and_members_alone(made: Pa
     assert said_back(line.address, b"again") == b"again"
     for each in (door, line, stranger, impostor):
         each.close()
+
+
+@pytest.fixture(scope="module")
+def coordinators(made: Path) -> Iterator[dict[str, str]]:
+    """HOST:PORT of two as the command starts them, one of them with keys."""
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in ("keys", "plain")}
+    servers = [command.started(addresses["keys"], 1.0, keys_of(made, "coordinator")),
+               command.started(addresses["plain"], 1.0, None)]  # fmt: skip
+    yield addresses
+    for each in servers:
+        each.shutdown()
+
+
+def test_strangers_that_say_nothing_keep_no_member_from_the_coordinator(made, coordinators, capsys) -> None:
+    """300 idle connections: 5 of 6 `sites status` were refused."""
+    host, _, port = coordinators["keys"].partition(":")
+    idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(300)]
+    for _ in range(6):
+        words = ["status", "--coordinator", coordinators["keys"], "--keys", str(made / "run/north")]
+        assert command.main(words) == 0 and "no site is there" in capsys.readouterr().out
+    for connection in idle:
+        connection.close()
+
+
+MISMATCHES = [
+    ("plain", "run/north", r"it speaks no TLS: it was started without --keys, and this side has keys"),
+    ("keys", None, r"it speaks TLS: it was started with --keys, and this side has no keys"),
+    ("keys", "other/north", r"TLS: its keys are of another run"),
+]
+
+
+@pytest.mark.parametrize(("which", "folder", "said"), MISMATCHES, ids=["here", "there", "others"])
+def test_keys_on_one_side_alone_are_named_with_the_coordinators_own_address(made, coordinators, which, folder, said):
+    """`no coordinator answers`, with the port of an inner forwarder, is what was said of them."""
+    address = coordinators[which]
+    keys = str(made / folder) if folder else None
+    with pytest.raises(UserError, match=rf"--coordinator {address}: {said}"):
+        command.main(["status", "--coordinator", address, *(["--keys", keys] if keys else [])])
+    settings = SitesConfig(name="north", coordinator=address, keys=keys, timeout_s=3.0)
+    with pytest.raises(SitesError, match=rf"sites.coordinator {address}: {said}"):
+        opened(settings, 0, "run", "north:0123abcd", PIECES, TorchftMembers)
