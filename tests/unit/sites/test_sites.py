@@ -36,7 +36,7 @@ from llmtrain.sites import site as site_module
 from llmtrain.sites.judge import leader_of
 from llmtrain.sites.ledger import Ledger, Request, steps_of
 from llmtrain.sites.meeting import agreed
-from llmtrain.sites.members import Heard, Member, MembersError, SitesError
+from llmtrain.sites.members import Heard, Member, MembersError, SitesError, TorchftMembers
 from llmtrain.sites.outer import outer_step
 from llmtrain.sites.pace import Share
 from llmtrain.sites.site import Site
@@ -610,10 +610,33 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def late_join(joined, method: str, seed: int) -> tuple[int, list[int], list[int]]:
+class Torchft:
+    """torchft's own coordinator in place of `Lighthouse`."""
+
+    def __init__(self) -> None:
+        from torchft.coordination import LighthouseServer
+
+        self._server = LighthouseServer(
+            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=400, quorum_tick_ms=20, heartbeat_timeout_ms=5000
+        )
+        self._address = f"127.0.0.1:{self._server.address().rpartition(':')[2]}"
+        self._there: dict[str, TorchftMembers] = {}
+
+    def member(self, _coordinator: str, member_id: str, connect_s: float) -> TorchftMembers:
+        self._there[member_id] = TorchftMembers(self._address, member_id, connect_s)
+        return self._there[member_id]
+
+    def leave(self, member_id: str) -> None:
+        self._there[member_id].close()
+
+    def close(self) -> None:
+        self._server.shutdown()
+
+
+def late_join(joined, method: str, seed: int, lighthouse: Any) -> tuple[int, list[int], list[int]]:
     """Two sites train, a third comes at a random moment: (rounds of a that c missed, participants of c's, and of a's
     rounds after c's first)."""
-    rng, lighthouse = random.Random(f"{method} {seed}"), Lighthouse()
+    rng = random.Random(f"{method} {seed}")
     settings = {"method": method, "timeout_s": 5.0, "max_alone_steps": 40, **METHODS[method]}
     a, b, c = (joined(lighthouse, name, **settings) for name in "abc")
     step_s, ended = rng.uniform(0.001, 0.004), threading.Event()
@@ -649,7 +672,16 @@ def test_a_site_that_joins_late_at_any_moment_meets_the_others_within_two_rounds
     monkeypatch.setattr(meeting_module, "AGAIN_S", 0.005)
     monkeypatch.setattr(site_module, "AGAIN_S", 0.005)
     for seed in range(LATE_JOINS):
-        missed, of_c, of_a = late_join(joined, method, seed)
+        missed, of_c, of_a = late_join(joined, method, seed, Lighthouse())
+        assert missed <= 2 and min(of_c) >= 2, (seed, missed, of_c, of_a)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_fifty_late_joins_at_torchfts_own_coordinator(joined, method) -> None:
+    for seed in range(50):
+        with contextlib.closing(Torchft()) as lighthouse:
+            missed, of_c, of_a = late_join(joined, method, seed, lighthouse)
         assert missed <= 2 and min(of_c) >= 2, (seed, missed, of_c, of_a)
 
 
