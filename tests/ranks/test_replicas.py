@@ -166,3 +166,41 @@ def test_a_rank_with_other_data_seed_or_count_is_named(pools, small_data, fault,
     for healthy, told in pools(2).run(ended, Case(data=small_data, **form), fault, 1):
         assert healthy == ""
         assert says.format(host=socket.gethostname()) in told, told
+
+
+def splits_of_a_site(case: Case) -> int:
+    """How often this rank enters ncclCommSplit while a site on GPUs learns which ranks hold the same elements.
+
+    Played with the world bound to a device, as it is with NCCL: torch itself decides who splits.
+    """
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    from llmtrain.sites.outer import Shard
+
+    class Communicator:
+        splits = 0
+
+        def perform_nocolor_split(self, device: torch.device) -> None:
+            """ncclCommSplit without a group for this rank: a collective of all ranks."""
+            self.splits += 1
+
+    engine, ranks = make_engine(case)
+    world, nccl = dist.group.WORLD, Communicator()
+    assert world is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "_get_split_source", lambda group: nccl)
+        patch.setattr(world, "bound_device_id", torch.device("cuda", 0))
+        shard = Shard(engine, fragments=1, ranks=ranks, frozen=frozenset())
+        assert world.bound_device_id == torch.device("cuda", 0)
+    assert shard._replicas is not None
+    engine.close()
+    return nccl.splits
+
+
+@pytest.mark.parametrize(
+    "form", [{"pipeline": 4, "model": TIED}, {"tensor": 2}, {"pipeline": 2, "model": TIED}], ids=["pp4", "tp2", "pp2"]
+)
+def test_no_rank_of_a_site_waits_in_nccl_for_a_group_that_it_is_not_in(pools, small_data, form):
+    """Tied embeddings are on the first of 4 stages and on the last: the others entered ncclCommSplit, these never."""
+    assert pools(4).run(splits_of_a_site, Case(data=small_data, stage=1, **form)) == [0] * 4

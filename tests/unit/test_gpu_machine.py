@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,6 +152,18 @@ def test_launch_hands_the_visible_devices_to_deepspeed(tmp_path, capsys, monkeyp
     assert main(["launch", "--hostfile", str(tmp_path / "hosts"), "--dry-run", "--", *run]) == 0
     told = capsys.readouterr().out
     assert "--include localhost:4,5" in told and "1 host, 2 ranks" in told
+
+
+def test_make_gpu_check_installs_what_it_asks_for(tmp_path, eight_gpus):
+    """After `make train` alone it ended for want of peft and pytest-timeout, on a new clone for want of a device."""
+    for name in ("constraints.txt", "pyproject.toml"):
+        (tmp_path / name).write_text("")
+    said = make(tmp_path, eight_gpus, "-n", "gpu-check")
+    assert said.index("-e '.[dev]'") < said.index("tools/gpu_check.sh runs/gpu-check")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.search(r'-c "import ([a-z_, ]+)"', (ROOT / "tools/gpu_check.sh").read_text())
+    assert asked is not None and {"peft", "pytest_timeout"} <= set(asked[1].split(", "))
+    assert {"peft", "pytest-timeout"} <= {re.split(r"[^a-z-]", each)[0] for each in extras["dev"]}
 
 
 @pytest.mark.parametrize(

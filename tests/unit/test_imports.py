@@ -260,6 +260,20 @@ def test_collectives_name_their_group_and_count_ranks_within_it() -> None:
     assert seen > 40, "the walker sees them"
 
 
+def test_process_groups_are_made_in_one_file() -> None:
+    """Beside NCCL a group that torch makes its usual way lets ranks outside of it wait for ever (mesh.host_group)."""
+    makers: dict[str, set[str]] = {}
+    for file in FILES:
+        for node in ast.walk(tree_of(file)):
+            match node:
+                case (
+                    ast.Attribute(attr="new_group" | "split_group" | "new_subgroups" as name)
+                    | ast.alias(name="new_group" | "split_group" | "new_subgroups" as name)
+                ):
+                    makers.setdefault(str(file.relative_to(PACKAGE)), set()).add(name)
+    assert makers == {"models/parallel/mesh.py": {"new_group", "split_group"}}
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
 def test_modules_and_files_that_strings_name_are_there(file: Path) -> None:
     """After a rename the watch would know a file in a stack no more, and say so to nobody."""
