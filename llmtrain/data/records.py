@@ -11,6 +11,7 @@ import functools
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,11 +19,12 @@ from typing import Any, BinaryIO
 
 from llmtrain.data import lessons
 from llmtrain.data.messages import no_repeats
-from llmtrain.data.sources import Piece
+from llmtrain.data.sources import BOM, Piece
 from llmtrain.errors import DataError
 from llmtrain.units import size
 
 _CHUNK = 1 << 20
+_DECODER, _WHITE = json.JSONDecoder(), re.compile(r"\s*")
 _ROWS = 64  # rows decoded at a time: 64 documents of the largest allowed size still fit in memory
 
 
@@ -59,6 +61,7 @@ def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
     readers = {
         "text": _read_text,
         "jsonl": _read_jsonl,
+        "array": _read_array,
         "parquet": _read_parquet,
         "arrow": _read_arrow,
         "made": _read_made,
@@ -73,7 +76,7 @@ def read_piece(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
 
 def reject(piece: Piece, document: Document, reason: str) -> Rejection:
     """Reject a document after all."""
-    unit = "row" if piece.kind in ("parquet", "arrow") else "line"
+    unit = "row" if piece.kind in ("array", "parquet", "arrow") else "line"
     return Rejection(piece.label, unit, _in_file(piece, document.number), reason)
 
 
@@ -181,7 +184,7 @@ def _read_text(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
         yield Rejection(piece.label, "line", 1, _huge(f"over {size(max_bytes)}", max_bytes))
         return
     try:
-        text = data.decode()
+        text = data.removeprefix(BOM).decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         yield Rejection(piece.label, "line", line, f"invalid UTF-8: byte 0x{data[error.start]:02x}")
@@ -209,6 +212,8 @@ def _read_jsonl(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
                 return
             if line is None:
                 break
+            if number == 1 and not piece.start:
+                line = line.removeprefix(BOM)
             if len(line) > limit:
                 yield Rejection(piece.label, "line", number, _huge(f"a line of over {size(limit)}", max_bytes))
             elif line.strip():  # a blank line is no record
@@ -217,23 +222,27 @@ def _read_jsonl(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
         yield Rejection(piece.label, "line", 1, "empty file")
 
 
-def _parse(line: bytes, piece: Piece, number: int, field: str | None, max_bytes: int) -> Document | Rejection:
+def _parse(
+    line: bytes, piece: Piece, number: int, field: str | None, max_bytes: int, unit: str = "line"
+) -> Document | Rejection:
     try:
         # Of a text only one field is taken; a conversation would lose what a key says twice.
         record = json.loads(line.decode(), object_pairs_hook=no_repeats if field is None else None)
         whole = json.dumps(record, ensure_ascii=False) if field is None else ""
     except UnicodeDecodeError as error:
-        return Rejection(piece.label, "line", number, f"invalid UTF-8: byte 0x{line[error.start]:02x}")
+        return Rejection(piece.label, unit, number, f"invalid UTF-8: byte 0x{line[error.start]:02x}")
     except (ValueError, RecursionError) as error:
-        return Rejection(piece.label, "line", number, f"broken JSON ({error})")
+        return Rejection(piece.label, unit, number, f"broken JSON ({error})")
     if not isinstance(record, dict):
-        return Rejection(piece.label, "line", number, f"a JSON {type(record).__name__}, not an object")
+        kind = f"a JSON {type(record).__name__}, not an object"
+        list_too = "; a list of records is read from a file that is no compressed one" if piece.compressed else ""
+        return Rejection(piece.label, unit, number, kind + (list_too if isinstance(record, list) else ""))
     if field is None:
-        return _check(whole, piece, "line", number, max_bytes, field)
+        return _check(whole, piece, unit, number, max_bytes, field)
     if field not in record:
         names = ", ".join(sorted(record)[:8]) or "none"
-        return Rejection(piece.label, "line", number, f"no field {field!r} (its fields: {names}); see --field")
-    return _check(record[field], piece, "line", number, max_bytes, field)
+        return Rejection(piece.label, unit, number, f"no field {field!r} (its fields: {names}); see --field")
+    return _check(record[field], piece, unit, number, max_bytes, field)
 
 
 @functools.lru_cache(maxsize=1)  # asked at bad lines only, and not once for each: it reads all that is before
@@ -275,6 +284,57 @@ def _skip_line(stream: BinaryIO) -> int:
         if chunk.endswith(b"\n"):
             break
     return skipped
+
+
+# --- a JSON list of records -----------------------------------------------------------------------
+
+
+def _read_array(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
+    """The objects of one list, each decoded by itself: the file is never in memory as a whole."""
+    limit, number = 6 * max_bytes + _CHUNK, 0
+    with open(piece.path, encoding="utf-8-sig") as stream:
+        text, at, ended = "", 0, False  # what is in memory, and where the next record begins in it
+        while True:
+            found = _next_record(text, at, first=number == 0)
+            if isinstance(found, str) and not ended and len(text) - at <= limit:
+                try:
+                    more = stream.read(_CHUNK)
+                except UnicodeDecodeError as error:
+                    found = f"invalid UTF-8: byte 0x{error.object[error.start]:02x}"
+                else:
+                    text, at, ended = text[at:] + more, 0, not more
+                    continue
+            if isinstance(found, str):
+                found = _huge(f"a record of over {size(limit)}", max_bytes) if len(text) - at > limit else found
+                yield Rejection(piece.label, "row", number, found)
+                return
+            begin, at = found
+            if begin == at:
+                break
+            yield _parse(text[begin:at].encode(errors="surrogatepass"), piece, number, field, max_bytes, "row")
+            number += 1
+    if number == 0:
+        yield Rejection(piece.label, "row", 0, "empty file")
+
+
+def _next_record(text: str, at: int, *, first: bool) -> tuple[int, int] | str:
+    """Where the next value of a list begins and ends; twice the same at the list's end; or what keeps it from being
+    read, which more text may mend."""
+    at = _WHITE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+    if text.startswith("]", at):
+        return at, at
+    if not text.startswith("[" if first else ",", at):
+        return f"broken JSON (no list of records: {text[at : at + 20]!r})"
+    begin = _WHITE.match(text, at + 1).end()  # type: ignore[union-attr]
+    if first and text.startswith("]", begin):
+        return begin, begin
+    try:
+        _, end = _DECODER.raw_decode(text, begin)
+    except (ValueError, RecursionError) as error:
+        return f"broken JSON ({error})"
+    if _WHITE.match(text, end).end() == len(text):  # type: ignore[union-attr]  # a number may go on
+        return "broken JSON (the list does not end)"
+    return begin, end
 
 
 # --- made here ------------------------------------------------------------------------------------

@@ -17,17 +17,22 @@ from typing import Any, Literal
 
 import xxhash
 
-from llmtrain import foreign
+from llmtrain import foreign, log
 from llmtrain.data import hub, lessons
 from llmtrain.errors import DataError
 from llmtrain.hub.fetch import known_files
+from llmtrain.hub.names import leads_out
+from llmtrain.units import counted
 
-Kind = Literal["text", "jsonl", "parquet", "arrow", "made"]
+Kind = Literal["text", "jsonl", "array", "parquet", "arrow", "made"]
 
 STDLIB = "stdlib"
 # Folders of the standard library that are not library code. The name decides: `test` is the big one,
 # `tests` folders lie next to the modules they test, and differ between distributions.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+BOM = b"\xef\xbb\xbf"
+"""The byte-order mark that some programs write before UTF-8; it is no part of a text."""
 
 _MIN_UNIT_BYTES = 1 << 20
 _MAX_UNIT_BYTES = 256 << 20
@@ -47,8 +52,8 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A range of one file: bytes (text, jsonl), row groups (parquet) or record batches (arrow) [start, stop). Made
-    records have no file: their path is the source's name."""
+    """A range of one file: bytes (text, jsonl, array), row groups (parquet) or record batches (arrow) [start, stop).
+    Made records have no file: their path is the source's name."""
 
     path: str
     label: str
@@ -86,8 +91,9 @@ class Unit:
 def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--source") -> list[SourceFile]:
     """All input files of `sources`, each once, in an order that only their names decide.
 
-    `form` is auto (the file name decides), text, jsonl, parquet, or chat (parquet by the name, else jsonl). Raises
-    DataError, which names `option`, for a source that is not there.
+    Of a folder, links that lead out of it are left out, and said. `form` is auto (the file's name decides, and whether
+    it begins as a list), text, jsonl, parquet, or one of conversations. Raises DataError, which names `option`, for a
+    source that is not there.
     """
     found: dict[str, SourceFile] = {}
     for source in sources:
@@ -109,7 +115,7 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
         if _is_saved_dataset(source, option):
             return _dataset_files(source)
         paths = glob.glob(os.path.join(glob.escape(source), "**"), recursive=True)
-        root = source
+        paths, root = _within(source, paths, option), source
     elif os.path.exists(source):
         paths, root = [source], os.path.dirname(source)
     else:
@@ -121,7 +127,19 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
                 f"check the path (quote a glob so that the shell leaves it alone), or use {STDLIB!r}"
             )
     labels = sorted((os.path.relpath(path, root or "."), path) for path in paths if os.path.isfile(path))
-    return [_file(path, label, _kind(path, form)) for label, path in labels]
+    return [_file(path, label, _kind(path, form, option)) for label, path in labels]
+
+
+def _within(folder: str, paths: list[str], option: str) -> list[str]:
+    """Those that a folder holds itself: a stranger's link out of it would make a secret file training data."""
+    out = sorted(p for p in paths if os.path.isfile(p) and leads_out(Path(folder), Path(p)) is not None)
+    if out:
+        first = f"{foreign.shown(out[0])} -> {foreign.shown(os.path.realpath(out[0]))}"
+        log.warn(
+            f"{option} {folder}: {counted(len(out), 'file')} behind links out of the folder not read, first {first}; "
+            f"name what they lead to as a {option} of its own if it is meant"
+        )
+    return [path for path in paths if path not in set(out)]
 
 
 def _hub_files(found: hub.OnHub, form: str) -> list[SourceFile]:
@@ -130,7 +148,8 @@ def _hub_files(found: hub.OnHub, form: str) -> list[SourceFile]:
     root = found.repository.snapshot(found.revision)
     names = hub.chosen(known_files(found.repository, found.revision), found)
     label = f"{hub.PREFIX}{found.repository.name}@{found.revision}"
-    return [replace(_file(str(root / name), f"{label}/{name}", _kind(name, form)), mtime_ns=0) for name in names]
+    kinds = {name: _kind(str(root / name), form) for name in names}
+    return [replace(_file(str(root / name), f"{label}/{name}", kinds[name]), mtime_ns=0) for name in names]
 
 
 def _glob_root(pattern: str) -> str:
@@ -151,19 +170,42 @@ def _file(path: str, label: str, kind: Kind) -> SourceFile:
     return SourceFile(path=os.path.abspath(path), label=label, kind=kind, bytes=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
-def _kind(path: str, form: str) -> Kind:
+def _kind(path: str, form: str, option: str = "--source") -> Kind:
+    """How a file is read. Raises DataError: it is a table as text, and nobody said that it is to be read as prose."""
     name = os.path.basename(path).lower()
+    bare = name.removesuffix(".gz").removesuffix(".zst")
+    if bare.endswith((".csv", ".tsv")) and form not in ("text", "jsonl", "parquet"):
+        raise DataError(
+            f"{option} {path}: a table as text is not read as records. Convert it to Parquet, with "
+            "pyarrow.parquet.write_table(pyarrow.csv.read_csv(FILE), OUT), or read it as prose with --format text"
+        )
     if form in ("chat", "preference", "unpaired", "prompt"):
-        return "parquet" if name.endswith(".parquet") else "jsonl"
+        return "parquet" if name.endswith(".parquet") else "array" if _begins(path, b"[") else "jsonl"
+    if form == "jsonl" and bare == name and _begins(path, b"["):
+        return "array"
     if form != "auto":
         return form  # type: ignore[return-value]  # argparse has checked it
     if name.endswith(".parquet"):
         return "parquet"
-    bare = name.removesuffix(".gz").removesuffix(".zst")
-    # Compressed .json is one object a line everywhere it is used for corpora (C4, Dolma); plain .json is one document.
+    # Compressed .json is one object a line everywhere it is used for corpora (C4, Dolma); plain .json is one document,
+    # unless it is a list of objects, which is a set of records and no prose.
+    if bare.endswith((".jsonl", ".ndjson", ".json")) and bare == name and _begins(path, b"[", b"{"):
+        return "array"
     if bare.endswith((".jsonl", ".ndjson")) or (bare != name and bare.endswith(".json")):
         return "jsonl"
     return "text"
+
+
+def _begins(path: str, *signs: bytes) -> bool:
+    """Whether these are the first signs of an uncompressed file that are no white space."""
+    if path.endswith((".gz", ".zst")):
+        return False
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4096).removeprefix(BOM).split()
+    except OSError:  # told where it is read
+        return False
+    return b"".join(head).startswith(b"".join(signs))
 
 
 def _stdlib_files() -> list[SourceFile]:
@@ -203,6 +245,10 @@ def _dataset_files(folder: str) -> list[SourceFile]:
     """The Arrow files that `Dataset.save_to_disk` wrote, in row order (it has already applied any selection)."""
     entries = _read_json(os.path.join(folder, "state.json")).get("_data_files") or []
     name = os.path.basename(os.path.abspath(folder))
+    for entry in entries:
+        file = Path(folder, str(entry["filename"]))
+        if (target := leads_out(Path(folder), file)) is not None:
+            raise DataError(f"{folder}/state.json names {foreign.shown(entry['filename'])}, which is {target}, outside")
     return [
         _file(os.path.join(folder, entry["filename"]), os.path.join(name, entry["filename"]), "arrow")
         for entry in entries

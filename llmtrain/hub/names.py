@@ -69,6 +69,19 @@ def local_folder(given: str, commit: str | None) -> Path:
     return Path(given)
 
 
+def leads_out(folder: Path, path: Path) -> Path | None:
+    """Where a file of a folder is, if that is elsewhere: it is a link, or lies below one. None: it is in the folder.
+
+    Allowed are links within the folder, and those by which the Hugging Face cache keeps its files
+    (snapshots/REVISION/NAME -> blobs/DIGEST, which may be one to the store of all repositories).
+    """
+    real, home = path.resolve(), folder.resolve()
+    blobs = home.parent.parent / "blobs"
+    shared = home.parents[2] / "blobs" if len(home.parents) > 2 else blobs  # blobs/2 DIGITS/DIGEST
+    cached = home.parent.name == "snapshots" and (blobs in real.parents or real.parent.parent == shared)
+    return None if cached or real.is_relative_to(home) else real
+
+
 def commit_of(folder: Path) -> tuple[Repository, str] | None:
     """What a folder in some host's cache holds: .../models--ORG--NAME/snapshots/COMMIT. None: it is no such folder."""
     kind, *parts = folder.parent.parent.name.split("--")

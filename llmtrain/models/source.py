@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from llmtrain import foreign
 from llmtrain.errors import ModelError
-from llmtrain.hub.names import INDEX, SINGLE
+from llmtrain.hub.names import INDEX, SINGLE, leads_out
 from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout, Part, Placement
 from llmtrain.models.patches import initialise
@@ -376,19 +376,11 @@ def refuse_other_shapes(
 
 
 def refuse_escape(folder: Path, path: Path) -> Path:
-    """`path`, a file of a model folder, unless it is a link to somewhere else.
-
-    Allowed are links within the folder, and those by which the Hugging Face cache keeps its files
-    (snapshots/REVISION/NAME -> blobs/DIGEST, which may be one to the store of all repositories).
+    """`path`, a file of a model folder, unless it is a link to somewhere else (`leads_out`).
 
     Raises:
         ModelError: naming the link and its target.
     """
-    real, home = path.resolve(), folder.resolve()
-    blobs = home.parent.parent / "blobs"
-    shared = home.parents[2] / "blobs" if len(home.parents) > 2 else blobs  # blobs/2 DIGITS/DIGEST
-    if real.is_relative_to(home) or (
-        home.parent.name == "snapshots" and (real.parent == blobs or real.parent.parent == shared)
-    ):
+    if (real := leads_out(folder, path)) is None:
         return path
     raise ModelError(f"{path} is a link to {real}, outside of the folder. Put a copy of the file in its place.")

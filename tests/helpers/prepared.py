@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -61,6 +64,16 @@ def write_prepared(
         ),
     )
     return folder
+
+
+def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Write a folder's manifest with the values that `change` gives it, and the fingerprint that follows from them."""
+    path = folder / manifests.NAME
+    told = json.loads(path.read_text())
+    change(told)
+    shards = {split: tuple(Shard(**shard) for shard in told["shards"][split]) for split in SPLITS}
+    of = (told[key] for key in ("dtype", "vocab_size", "separator_id", "tokenizer_fingerprint"))
+    path.write_text(json.dumps(told | {"data_fingerprint": manifests.data_fingerprint(*of, shards)}))
 
 
 def random_shards(seed: int, shards: int, documents: int, vocab_size: int = 50) -> list[list[list[int]]]:

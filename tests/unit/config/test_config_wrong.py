@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import resource
 import subprocess
 import sys
@@ -14,8 +13,8 @@ import pytest
 
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cli import main
-from llmtrain.data.manifest import SPLITS, Shard, data_fingerprint
 from tests.helpers.config_workplace import write
+from tests.helpers.prepared import edit_manifest
 from tests.helpers.wrong_configurations import CASES, Wrong
 from tests.helpers.wrong_models import MODEL_CASES
 
@@ -114,12 +113,7 @@ def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixtu
         assert main([*check, "--data"]) == 2
         assert f"{name}: its checksum is not that of data/x/manifest.json" in capsys.readouterr().err
         file.write_bytes(good)
-    manifest = json.loads((here / "data/x/manifest.json").read_text())
-    for shard in manifest["shards"]["train"]:
-        shard["xxh3"] = ""
-    shards = {split: tuple(Shard(**shard) for shard in manifest["shards"][split]) for split in SPLITS}
-    manifest["data_fingerprint"] = data_fingerprint("uint16", 512, 0, manifest["tokenizer_fingerprint"], shards)
-    (here / "data/x/manifest.json").write_text(json.dumps(manifest))
+    edit_manifest(here / "data/x", lambda told: [shard.update(xxh3="") for shard in told["shards"]["train"]])
     assert main([*check, "--data"]) == 0, "a folder without checksums goes on working"
     assert "but for 1 file of which they tell none" in capsys.readouterr().out
 

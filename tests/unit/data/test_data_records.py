@@ -222,3 +222,55 @@ def test_the_standard_library_is_library_code_without_tests() -> None:
     assert labels == sorted(labels) and {"stdlib/json/decoder.py", "stdlib/os.py"} <= set(labels)
     assert not [label for label in labels if {"test", "tests", "site-packages"} & set(label.split("/"))]
     assert all(file.bytes > 0 for file in files) and sum(file.bytes for file in files) > 8_000_000
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_json_list_is_read_as_records(tmp_path: Path, name: str, mark: bytes) -> None:
+    """As LLaMA-Factory's own files are; a plain .json file was taken for prose, a list with --format chat refused."""
+    path = tmp_path / name
+    many = [{"text": text, "more": [{"x": number}]} for number, text in enumerate(GOOD * 100)]  # 2 MB and more
+    for indent in (None, 1):
+        path.write_bytes(mark + json.dumps(many, indent=indent, ensure_ascii=False).encode())
+        assert read(path) == (GOOD * 100, [])
+    path.write_bytes(mark + b'[{"text": "one"}, {"other": 1}, 7, {"text": "two"}, {"text": "thr')
+    texts, rejected = read(path)
+    assert texts == ["one", "two"]
+    assert [line.partition(": ")[0] for line in rejected] == [f"{name}, row {row}" for row in (1, 2, 4)]
+    assert "no field 'text'" in rejected[0] and "a JSON int" in rejected[1] and "broken JSON" in rejected[2]
+    path.write_bytes(mark + b"[]")
+    assert read(path, form="jsonl") == ([], [f"{name}, row 0: empty file"])
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(["one", "two"]))
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfthree")
+    assert read(tmp_path) == (["one", "two", "three"], [])
+
+
+def test_a_table_as_text_is_refused_by_name_unless_prose_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\none,1\n")
+    for form in ("auto", "chat"):
+        with pytest.raises(DataError, match=r"a\.csv: a table as text.*--format text"):
+            find_files([str(tmp_path)], form)
+    assert read(tmp_path, form="text") == (["text,label\none,1\n"], [])
+
+
+def test_links_out_of_a_folder_are_not_followed_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stranger's folder with a link to a secret, or to the folder that it lies in."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/key.txt").write_text("a secret")
+    folder = tmp_path / "given"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a text")
+    (folder / "b.txt").symlink_to(folder / "a.txt")
+    (folder / "key.txt").symlink_to(tmp_path / "secret/key.txt")
+    (folder / "more").symlink_to(tmp_path / "secret")
+    assert read(folder) == (["a text"], [])
+    assert f"--source {folder}: 2 files behind links out of the folder not read, first" in (
+        told := capsys.readouterr().err
+    )
+    assert str(tmp_path / "secret/key.txt") in told
+    (tmp_path / "way").symlink_to(folder)
+    assert read(tmp_path / "way")[0] == ["a text"], "what the user names is followed"
+    assert [file.label for file in find_files([str(folder), str(tmp_path / "secret")])] == ["a.txt", "key.txt"]

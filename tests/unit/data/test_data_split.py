@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from llmtrain.data.shards import PreparedSet
 from llmtrain.data.split import draw, parts
 from llmtrain.data.tokenize import Encoder
 from tests.helpers.play import BYTES, write_play
+from tests.helpers.prepared import edit_manifest
 
 pytestmark = pytest.mark.long
 
@@ -182,11 +184,13 @@ def test_a_complete_folder_without_validation_is_an_error_too(
     """Made by a version that did not cut documents: "nothing to do" would hide it until training refuses it."""
     old = tmp_path / "old"
     shutil.copytree(prepared, old)
-    manifest = json.loads((old / "manifest.json").read_text())
-    del manifest["cut"]
-    manifest["tokens"]["validation"] = manifest["documents"]["validation"] = 0
-    manifest["shards"]["validation"] = []
-    (old / "manifest.json").write_text(json.dumps(manifest))
+
+    def change(manifest: dict[str, Any]) -> None:
+        del manifest["cut"]
+        manifest["tokens"]["validation"] = manifest["documents"]["validation"] = 0
+        manifest["shards"]["validation"] = []
+
+    edit_manifest(old, change)
     assert prepare(play, old) == 2
     error = capsys.readouterr().err
     assert "it has no validation text" in error and "delete the folder" in error
