@@ -276,6 +276,8 @@ class Training:
                     shares.after_step(self.position.step, done.agreed.paces, loader, tracker.event)
                 steps = range(before + 1, self.position.step + 1)
                 goes_on = self._after_update(done, steps, tracker, saving, consistency, speed)
+                if goes_on and saving.gives_up:
+                    saving.end_unsaved(self.position.step, self.trainer_state)
         return self._complete() or not done.agreed.stop
 
     def _shares(self) -> Shares | None:

@@ -114,6 +114,7 @@ def _saving(training: Training, tracker: Tracker, site: Site | None) -> Saving:
         training.ranks,
         tracker,
         saved_step=training.saved_step,
+        max_failed=training.run.fault.max_failed_saves,
         frozen=training.frozen_source,
         more=site.state if site else list,
     )

@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from llmtrain import log
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
 from llmtrain.checkpoint.gather import fetch_all
+from llmtrain.checkpoint.retain import keep_newest
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.dist.control import Agreement
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.errors import CheckpointError
+from llmtrain.errors import CheckpointError, TrainingStopped
 from llmtrain.schedule import is_due
 from llmtrain.topology import Mix
 
@@ -42,16 +43,19 @@ class Saving:
         tracker: Tracker,
         *,
         saved_step: int | None,
+        max_failed: int,
         frozen: FrozenSource = NOWHERE,
         more: Callable[[], list[StateTensor]] = list,
     ) -> None:
-        """`mix`: how the run computes. `saved_step`: the step whose checkpoint the folder holds already. `frozen`:
-        parameters that checkpoints name and do not hold. `more`: what they hold beside the engine's state."""
+        """`mix`: how the run computes. `saved_step`: the step whose checkpoint the folder holds already. `max_failed`:
+        saves that may fail in a row. `frozen`: parameters that checkpoints name and do not hold. `more`: what they
+        hold beside the engine's state."""
         self._settings = settings
         self._ranks, self._tracker = ranks, tracker
         self._folder = folder
         self._saver = Saver(engine, folder, settings, mix, ranks, frozen, more)
         self._saved_step = saved_step
+        self._max_failed, self._failed_in_a_row = max_failed, 0
         self._began_s = time.monotonic()
 
     def __enter__(self) -> Saving:
@@ -118,6 +122,27 @@ class Saving:
         if not self._saver.asynchronous:
             self.settle()
 
+    @property
+    def gives_up(self) -> bool:
+        """So many saves have failed in a row that training on would only lose more."""
+        return self._failed_in_a_row >= self._max_failed
+
+    def end_unsaved(self, step: int, trainer_state: Callable[[], dict[str, Any]]) -> NoReturn:
+        """End a run that cannot save: write its state once more, with what retention would then delete deleted before.
+
+        Raises TrainingStopped where that succeeds, else CheckpointError.
+        """
+        failed = f"{self._failed_in_a_row} checkpoints in a row failed; fault.max_failed_saves is {self._max_failed}"
+        if self._folder.leads:
+            for gone in keep_newest(self._folder.path, max(1, self._settings.keep - 1)):
+                log.warn(f"{gone} was deleted before the last save, to make room for it")
+        try:
+            self._save_last(step, trainer_state)
+        except CheckpointError as error:
+            raise CheckpointError(f"{failed}. {error}") from error
+        raise TrainingStopped(f"{failed}. The run has ended, and its state at step {step} is saved. Mend what kept the "
+                              "others from being written, and the same command goes on.")  # fmt: skip
+
     def last(self, step: int, trainer_state: Callable[[], dict[str, Any]], *, exports: bool) -> None:
         """The checkpoint at the end of a launch; if rank 0 `exports` it, its folder gets all files.
 
@@ -162,6 +187,7 @@ class Saving:
             self._failed(outcome.step, outcome.error)
             return
         self._saved_step = outcome.step
+        self._failed_in_a_row = 0
         if self._ranks.rank == 0:
             messages.emit("checkpoint", step=outcome.step)
         self._tracker.event(
@@ -173,5 +199,7 @@ class Saving:
         )
 
     def _failed(self, step: int, error: str) -> None:
+        self._failed_in_a_row += 1
         self._tracker.event("save_failed", step=step, error=error)
-        log.warn(f"checkpoint at step {step} failed, training goes on: {error}")
+        times = f"{self._failed_in_a_row} of {self._max_failed} in a row"
+        log.warn(f"checkpoint at step {step} failed ({times}), training goes on: {error}")

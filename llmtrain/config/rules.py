@@ -69,6 +69,7 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "checkpoint.every_minutes": (_POSITIVE, "leave it out to save at the end and on signals only"),
     "checkpoint.keep": (_AT_LEAST_1, "2 is the default"),
     "fault.max_skipped": (_AT_LEAST_1, "10 is the default"),
+    "fault.max_failed_saves": (_AT_LEAST_1, "3 is the default"),
     "fault.timeout_s": (_POSITIVE, "600 is the default"),
     "fault.start_timeout_s": (_POSITIVE, "300 is the default"),
     "fault.check_every": (_NOT_NEGATIVE, "250 is the default, 0 = never"),

@@ -272,6 +272,8 @@ class FaultConfig:
     """Seconds without progress on any rank before the job is explained and ended. At most 3/4 of timeout_s counts."""
     preempt_file: str | None = None
     """When this file appears on any host, all ranks save and leave."""
+    max_failed_saves: int = 3
+    """Checkpoints that fail in a row, on a full disk, before the run ends and tries once more to save its state."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,16 +93,35 @@ def truncate_after(path: Path, step: int) -> int:
     return len(lines) - len(kept)
 
 
+class HeldFile:
+    """A file that stays open. What something outside the run removes of it can be put back, whole."""
+
+    def __init__(self, path: Path) -> None:
+        """It is made if it is not there. Raises OSError."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def put_back(self) -> bool:
+        """Write the file again if it was removed; whether it was. Raises OSError."""
+        if os.fstat(self.fd).st_nlink:
+            return False
+        again = HeldFile(self.path)
+        os.write(again.fd, os.pread(self.fd, os.fstat(self.fd).st_size, 0))
+        os.close(self.fd)
+        self.fd = again.fd
+        return True
+
+
 class JsonLines:
     """Append rows to one file. If that fails it is said once and never raised: training goes on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd: int | None = None
+        self._file: HeldFile | None = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             repair(path)
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = HeldFile(path)
         except OSError as error:
             self._warn(error)
 
@@ -114,23 +133,25 @@ class JsonLines:
 
     def write(self, row: dict[str, Any]) -> None:
         """One line, in one write()."""
-        if self._fd is None:
+        if self._file is None:
             return
         line = json.dumps(to_json(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         try:
-            written = os.write(self._fd, line)
+            if self._file.put_back():
+                log.warn_once(f"{self._path} was removed by something outside the run, and is written again")
+            written = os.write(self._file.fd, line)
             if written < len(line):
                 # The disk filled up within the line: take the half back, so that the next line starts clean.
-                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+                os.ftruncate(self._file.fd, os.fstat(self._file.fd).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._warn(error)
 
     def close(self) -> None:
         """Flush to the disk and close. Safe to call twice."""
-        if self._fd is None:
+        if self._file is None:
             return
-        fd, self._fd = self._fd, None
+        fd, self._file = self._file.fd, None
         try:
             os.fsync(fd)
         except OSError as error:

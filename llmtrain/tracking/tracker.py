@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,11 @@ from llmtrain import log
 from llmtrain.config.run import TrackingConfig
 from llmtrain.redact import redact
 from llmtrain.tracking.console import Console
-from llmtrain.tracking.local import JsonLines, truncate_after
+from llmtrain.tracking.local import HeldFile, JsonLines, truncate_after
 from llmtrain.tracking.metrics import METRICS
+
+RUN_FILES = ("config.yaml", "deepspeed.json", "environment.json")
+"""Written once, at the start."""
 
 Status = Literal["finished", "stopped", "failed"]
 
@@ -55,6 +60,7 @@ class Tracker:
             log.warn(f"{metrics} keeps rows after step {start_step} that this launch repeats ({error.strerror}).")
         self._metrics = JsonLines(metrics)
         self._events = JsonLines(run_dir / "events.jsonl")
+        self._held = [HeldFile(run_dir / name) for name in RUN_FILES if (run_dir / name).exists()]
         self._console = Console(total_steps=total_steps, norm=norm, show=show)
         self._wandb = WandbSink(run_dir, tracking=tracking, run_id=run_id, config=config, start_step=start_step)
         if dropped:
@@ -70,9 +76,20 @@ class Tracker:
         if unknown := sorted(metrics.keys() - METRICS.keys()):
             log.warn_once(f"metrics without a documented meaning: {', '.join(unknown)}")
         row = {**metrics, "time_unix_s": time.time(), "elapsed_s": time.monotonic() - self._began_s}
+        self._put_back(row.get("step"))
         self._metrics.write(row)
         self._console.update(row)
         self._wandb.log(row, more=more)
+
+    def _put_back(self, step: Any) -> None:
+        """What a clean-up outside the run removed of its folder while it runs."""
+        with contextlib.suppress(OSError):  # metrics.jsonl says it
+            if gone := [held.path.name for held in self._held if held.put_back()]:
+                log.warn(
+                    f"{self._held[0].path.parent}: something outside the run has removed {', '.join(gone)}, which are "
+                    "written again; checkpoints that were removed with them are gone until the next save"
+                )
+                self.event("removed", step=step, files=gone)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one event: start, resume, save, skip, stop, fault, baselines, ... Secrets are redacted."""
@@ -90,6 +107,9 @@ class Tracker:
             return
         self._open = False
         self._console.close()
+        self._put_back(None)
+        for held in self._held:
+            os.close(held.fd)
         self._metrics.close()
         self._events.close()
         self._wandb.close(exit_code=1 if status == "failed" else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -71,7 +72,7 @@ def all_intact(run: Path) -> bool:
 def test_a_full_and_a_read_only_disk_cost_checkpoints_and_not_the_run(small_data, tmp_path, small_disk):
     """No space: a message with what is needed, free, and could be freed. Space again, writable again: saves again."""
     recipe, disk = write_recipe(tmp_path, small_data), small_disk / "checkpoints"
-    launch = Launch(recipe, *SCHEDULE, *EVER)
+    launch = Launch(recipe, *SCHEDULE, *EVER, "--fault.max_failed_saves", "100000")
     wait_for(launch, small_disk, "save", after=5)
     ballast = disk / "ballast"
     ballast.write_bytes(b"x" * (6 << 20))
@@ -95,6 +96,40 @@ def test_a_full_and_a_read_only_disk_cost_checkpoints_and_not_the_run(small_data
     stop_well(launch)
     assert all_intact(small_disk)
     assert sorted(losses(small_disk)) == list(range(1, max(losses(small_disk)) + 1))  # no step was lost to it
+
+
+def test_a_disk_that_stays_full_ends_the_run_before_days_are_lost(small_data, tmp_path, small_disk):
+    """After fault.max_failed_saves in a row, with exit code 2 and what is lost; with space by then, saved and 3."""
+    recipe, disk = write_recipe(tmp_path, small_data), small_disk / "checkpoints"
+    launch = Launch(recipe, *SCHEDULE, *EVER, "--fault.max_failed_saves", "2")
+    wait_for(launch, small_disk, "save", after=5)
+    (disk / "ballast").write_bytes(b"x" * (6 << 20))
+    assert launch.wait(60) == [2, 2], launch.output()[-3000:]
+    told = launch.output()
+    assert "2 of 2 in a row" in told and "2 checkpoints in a row failed; fault.max_failed_saves is 2" in told
+    saved = int(complete_checkpoints(disk)[0].name[5:])
+    assert f"the same command goes on from step {saved}" in told
+    assert max(losses(small_disk)) <= saved + 3 * 5  # every 5 steps
+
+    assert all_intact(small_disk)
+
+
+def test_a_run_folder_that_is_removed_is_written_again(small_data, tmp_path):
+    """A clean-up outside the run: what the run holds open comes back whole, and it says what does not."""
+    run, recipe = tmp_path / "run", write_recipe(tmp_path, small_data)
+    launch = Launch(recipe, *SCHEDULE, *EVER)
+    wait_for(launch, run, "save", after=5)
+    last = max(losses(run))
+    while run.exists():
+        shutil.rmtree(run, ignore_errors=True)
+        if (run / "config.yaml").exists():
+            break  # the run was faster
+    wait_for(launch, run, "removed")
+    wait_for(launch, run, "save", after=last)
+    stop_well(launch)
+    assert all_intact(run) and sorted(losses(run)) == list(range(1, max(losses(run)) + 1))
+    assert all((run / name).stat().st_size for name in ("config.yaml", "deepspeed.json", "environment.json"))
+    assert "something outside the run has removed" in launch.output()
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_before_training(small_data, tmp_path, small_disk):

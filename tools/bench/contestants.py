@@ -180,7 +180,9 @@ def timed_run(clock: Clock, path: Path) -> None:
 
         Session.step = timed_step  # type: ignore[method-assign, assignment]
         # Not entered: no checkpoint is due, and 12 bytes a parameter of memory and disk are not asked for.
-        saving = Saving(training.engine, checkpoints, run.checkpoint, resolved.mix, ranks, tracker, saved_step=None)
+        saving = Saving(
+            training.engine, checkpoints, run.checkpoint, resolved.mix, ranks, tracker, saved_step=None, max_failed=1
+        )
         clock.ready()
         training.loop(tracker, saving)
         tracker.close()
