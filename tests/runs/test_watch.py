@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -298,3 +299,19 @@ def test_a_launcher_that_is_killed_still_lets_the_ranks_save(small_data, tmp_pat
     assert gone([*ranks, *watch], 60)
     kinds = [e["kind"] for e in rows(run, "events.jsonl")]
     assert kinds[-2:] == ["save", "stop"] and "fault" not in kinds
+
+
+def test_a_full_dev_shm_is_named_before_the_start(small_data: str, tmp_path: Path) -> None:
+    """The ranks were killed by SIGBUS at their first heartbeat, and nothing was said of a cause."""
+    recipe = write_recipe(tmp_path, small_data)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    full = "mount -t tmpfs -o size=16k tmpfs /dev/shm && head -c 20000 /dev/zero > /dev/shm/full"
+    run = f"llmtrain launch --hostfile hosts --max-restarts 0 {recipe} --train.max_steps 3"
+    words = ["unshare", "-m", "bash", "-c", f"({full}) 2> /dev/null; df -T /dev/shm; exec {run}"]
+    job = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                           text=True, start_new_session=True)  # fmt: skip
+    code, output = finish(job)
+    if "100%" not in output.partition("rank 0")[0]:
+        pytest.skip(f"needs the right to mount a tmpfs: {output[:200]}")
+    assert code == 0 and losses(tmp_path / "run").keys() == {1, 2, 3}, output
+    assert output.count("is full (0 B free)") == 1 and "mount -o remount" in output, output

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from llmtrain import log, units
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import proc
 from llmtrain.cluster.watch.ending import Process
@@ -23,6 +25,8 @@ AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
 RECORD_WANTED = "record.wanted"
 """There once the watch wants every rank's excerpt of NCCL's flight recorder."""
 _STALE_S = 600.0
+_LEAST_FREE = 1 << 20
+"""Bytes in /dev/shm, of which heartbeats take 4 KiB a rank."""
 _NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 
 
@@ -38,6 +42,14 @@ def make_folder() -> Path:
     name = f"llmtrain-watch-{os.getuid()}-{os.getppid()}-{started}-{port}-{launch}"
     base = Path("/dev/shm")
     if not os.access(base, os.W_OK | os.X_OK):
+        base = Path(tempfile.gettempdir())
+    elif not (base / name).exists() and (free := shutil.disk_usage(base).free) < _LEAST_FREE:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            log.warn(
+                f"{base} of {socket.gethostname()} is full ({units.size(free)} free): the watch keeps its files in "
+                f"{tempfile.gettempdir()}, and what else needs it will fail (NCCL between the GPUs of a host). Look "
+                f"with `ls -la {base}` and delete what no process uses, or mount -o remount,size=50% {base}"
+            )
         base = Path(tempfile.gettempdir())
     folder = base / name
     own(folder)
