@@ -1,5 +1,5 @@
-"""When a run compares what its ranks hold, what must be the same beside the parameters, how a difference ends it; and
-its data with the checksums of its manifests."""
+"""When a run compares what its ranks hold, its masters with what it trains, its data with the checksums of its
+manifests; how a difference ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
 from llmtrain.engine.replicas import Difference, Replicas, describe, tensor_hash
+from llmtrain.engine.weights import Apart, apart
 from llmtrain.errors import DataError, TrainingStopped
 from llmtrain.schedule import is_due
 from llmtrain.topology import Degrees
@@ -39,8 +40,14 @@ class ReplicasDiffer(TrainingStopped):
     passing = True
 
 
+class MastersDiffer(TrainingStopped):
+    """The optimizer keeps other values than the forward pass reads: a checkpoint would hold what nobody trained."""
+
+
 class Consistency:
-    """Compares the ranks every `fault.check_every` steps and before each checkpoint. All ranks call it together."""
+    """Compares the ranks every `fault.check_every` steps and before each checkpoint, and each time what the optimizer
+    keeps with what the forward pass reads; that before a launch's first checkpoint in any case. All ranks call it
+    together."""
 
     def __init__(
         self,
@@ -60,27 +67,40 @@ class Consistency:
         settings = json.dumps({"run": asdict(run), "json": exact}, sort_keys=True)
         self._constant = {"data fingerprint": data, "configuration": hashlib.sha256(settings.encode()).hexdigest()[:16]}
         self._agreed_step: int | None = None
+        self._compares_ranks = ranks.world_size > 1 and self._every > 0
 
     def is_due(self, steps: range, *, saving: bool) -> bool:
-        """Whether the ranks compare after these steps; `saving`: a checkpoint follows."""
-        return self._ranks.world_size > 1 and self._every > 0 and (saving or is_due(self._every, steps))
+        """Whether `check` is called after these steps; `saving`: a checkpoint follows."""
+        if saving and self._agreed_step is None:
+            return True
+        return self._compares_ranks and (saving or is_due(self._every, steps))
 
     def check(self, position: Mapping[str, int], batch: StepBatch) -> None:
-        """Compare the ranks after a step.
+        """Compare the ranks after a step, and the masters with what the forward pass reads.
 
         Args:
             position: the run's counters after it.
             batch: what this rank trained on.
 
         Raises:
-            ReplicasDiffer: they differ. On all ranks, with the same words.
+            ReplicasDiffer: ranks differ. On all ranks, with the same words.
+            MastersDiffer: masters do. Likewise.
         """
-        found = self._replicas.differences(self._facts(position, batch), self._facts_of_row(batch))
         step = position["step"]
-        if not found:
-            self._agreed_step = step
-            return
-        self._end(step, found)
+        if self._compares_ranks:
+            found = self._replicas.differences(self._facts(position, batch), self._facts_of_row(batch))
+            if found:
+                self._end(step, found)
+        if masters := apart(self._engine, self._ranks):
+            self._end_masters(step, masters)
+        self._agreed_step = step
+
+    def _end_masters(self, step: int, found: Apart) -> None:
+        text = f"after step {step}: {found.told(self._engine, self._ranks)}"
+        if self._agreed_step is not None:
+            text += f" At step {self._agreed_step} they were the same: memory of that host is another cause."
+        self._tell(step, "masters differ", found.ranks, found.names, text)
+        raise MastersDiffer(text)
 
     def _facts(self, position: Mapping[str, int], batch: StepBatch) -> dict[str, Any]:
         """What is the same on all ranks."""
@@ -109,24 +129,26 @@ class Consistency:
 
     def _end(self, step: int, found: list[Difference]) -> None:
         ranks = sorted({rank for each in found for rank in each.odd})
-        hosts = sorted({self._ranks.seats[rank].host for rank in ranks} if self._ranks.seats else [])
         before = "" if self._agreed_step is None else f" At step {self._agreed_step} they agreed."
         text = (
             f"after step {step}: {describe(found, self._ranks.seats)}.{before} What has changed it is no part of the "
             "training: memory, a link or a kernel of that host, or code that runs on one rank only. Checkpoints are "
             "made of ranks that agreed: the same command continues from the newest, on other hosts if one is suspect."
         )
+        self._tell(step, "ranks differ", ranks, [each.name for each in found], text)
+        raise ReplicasDiffer(text)
+
+    def _tell(self, step: int, what: str, ranks: Sequence[int], names: Sequence[str], text: str) -> None:
         self._tracker.event(
             "fault",
             step=step,
-            what="ranks differ",
-            ranks=ranks,
-            hosts=hosts,
-            names=[each.name for each in found[:20]],
+            what=what,
+            ranks=list(ranks),
+            hosts=sorted({self._ranks.seats[rank].host for rank in ranks} if self._ranks.seats else []),
+            names=list(names[:20]),
             agreed_step=self._agreed_step,
             text=text,
         )
-        raise ReplicasDiffer(text)
 
 
 class DataChanged(TrainingStopped):

@@ -27,7 +27,7 @@ from llmtrain.engine import progress
 from llmtrain.engine.api import Engine, ForwardCopy
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
-from llmtrain.engine.weights import fill_parameters, prove_weights
+from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
 from llmtrain.errors import ConfigError, DataError, ModelError, UserError
 from llmtrain.models import compiler
 from llmtrain.models.experts import experts_per_token
@@ -154,7 +154,9 @@ def _agreed_trouble(ranks: Ranks) -> str | None:
 
 
 def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict[str, int]:
-    """Give the engine's parameters their first values, and prove that they arrived. Raises AgreedError on all ranks.
+    """Give the engine's parameters their first values, and prove that they arrived where the forward pass reads them.
+
+    Raises AgreedError on all ranks.
 
     Returns what `prove_weights` does.
     """
@@ -162,6 +164,7 @@ def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict
         fill_parameters(engine, source)
     with together(ranks):
         engine.refresh()
+        prove_masters(engine, ranks)
         return prove_weights(engine, source, ranks)
 
 

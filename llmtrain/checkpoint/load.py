@@ -36,7 +36,7 @@ from llmtrain.config.run import RunConfig
 from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.engine.weights import Key, check_names, differing_tensors, fill
+from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, prove_masters
 from llmtrain.errors import CheckpointError
 from llmtrain.optimizers import PARAM
 from llmtrain.tensors.checksum import checksum_part
@@ -240,6 +240,7 @@ def load_checkpoint(
         engine.set_optimizer_step(reader.manifest.step if applied is None else applied)
         engine.set_loss_scale(trainer.get("loss_scale") or {})
     engine.refresh()
+    prove_masters(engine, ranks)
     sums = reader.manifest.checksums()
     sums = {key: value for key, value in sums.items() if not key[0].startswith(OUTER)}
     expected = {key: value for key, value in sums.items() if key[0] == PARAM or not weights_only}

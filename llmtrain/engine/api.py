@@ -87,6 +87,8 @@ class Engine(Protocol):
     """The precision that the configuration gives the forward pass."""
     partitions_parameters: bool
     """The forward pass gathers its parameters from partitions that the ranks hold (ZeRO 3)."""
+    layout_keys: tuple[str, ...]
+    """Keys of the configuration, with their values, that change where the engine keeps parameters: for messages."""
     stages: bool
     """Ranks wait for activations of other ranks: an error on one of them leaves others waiting."""
 

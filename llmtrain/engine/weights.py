@@ -14,7 +14,7 @@ from torch import Tensor
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
-from llmtrain.engine.api import Engine, StateTensor
+from llmtrain.engine.api import Engine, ForwardCopy, StateTensor
 from llmtrain.errors import ModelError
 from llmtrain.models.source import ParameterSource, RandomSource, refuse_other_shapes
 from llmtrain.optimizers import PARAM
@@ -64,6 +64,82 @@ def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> None:
             if on_device and not values.is_cuda:
                 values = values.pin_memory()
             view.copy_(values, non_blocking=on_device)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Parameters that the optimizer keeps with other values than the forward pass reads."""
+
+    names: tuple[str, ...]
+    """Hugging Face names."""
+    ranks: tuple[int, ...]
+    """Those that keep them so."""
+
+    def told(self, engine: Engine, ranks: Ranks) -> str:
+        """Parameters, ranks and keys of the configuration that may be the cause, and what to do."""
+        hosts = {seat.rank: seat.host for seat in ranks.seats}
+        on = ", ".join(f"{rank} ({hosts[rank]})" if rank in hosts else str(rank) for rank in self.ranks[:4])
+        more = f" and {len(self.ranks) - 4} more" if len(self.ranks) > 4 else ""
+        others = f" ({len(self.names) - 1} more parameters such)" if len(self.names) > 1 else ""
+        text = (
+            f"the optimizer keeps other values of {self.names[0]}{others} than the forward pass reads, on "
+            f"rank{'s' if len(self.ranks) > 1 else ''} {on}{more}: a checkpoint would hold what nobody trained, "
+            "so none is made. "
+        )
+        if keys := engine.layout_keys:
+            which = f"one of {', '.join(keys)}" if len(keys) > 1 else keys[0]
+            return text + f"The cause may be {which}: remove it; if that changes nothing, use another ZeRO stage."
+        return text + "Use another zero_optimization.stage, or other degrees of parallelism."
+
+
+@torch.no_grad()
+def apart(engine: Engine, ranks: Ranks) -> Apart | None:
+    """Compare the masters on this rank with what its forward pass reads; the same answer on all ranks.
+
+    A checkpoint is made of masters: an engine that has them under other names than DeepSpeed trains would save what
+    nobody trained (round_robin_gradients did). A master may differ by its rounding to the copy's precision alone.
+    Costs one pass over this rank's masters and one wait for the device.
+    """
+    copies: dict[str, list[ForwardCopy]] = {}
+    for copy in engine.copies():
+        copies.setdefault(copy.name, []).append(copy)
+    trained = {held.name for held in engine.module.local_parameters() if held.trains}
+    pieces = [piece for piece in engine.state() if piece.kind == PARAM and piece.name in trained]
+    device = engine.device
+    flags = [_differs(piece, copies.get(piece.name, [])).to(device, non_blocking=True) for piece in pieces]
+    wrong = torch.stack(flags).tolist() if flags else []
+    found = from_all(ranks, sorted({piece.name for piece, bad in zip(pieces, wrong, strict=True) if bad}))
+    names = sorted({name for part in found for name in part})
+    return Apart(tuple(names), tuple(rank for rank, part in enumerate(found) if part)) if names else None
+
+
+def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
+    """Whether an element of a master is another number than in any copy on this rank that holds it, or in none."""
+    heart.beat()
+    region, read = piece.region, False
+    with piece.open() as view:
+        found = torch.zeros((), dtype=torch.bool, device=view.device)
+        for copy in copies:
+            start = copy.region.below(region.first) if region.numel else 0
+            if start + region.numel > copy.region.numel or copy.region.part(start, start + region.numel) != region:
+                continue
+            read = True
+            values = copy.values[start : start + region.numel]
+            if values.data_ptr() == view.data_ptr():  # ZeRO 0 in fp32 computes with the masters themselves
+                continue
+            chunk = _CHUNK if view.device.type == "cpu" else _DEVICE_CHUNK
+            for low in range(0, region.numel, chunk):
+                part = values[low : low + chunk]
+                master = view[low : low + chunk].to(part.dtype).to(part.device)
+                differs = (master != part) & ~(master.isnan() & part.isnan())
+                found = found.to(part.device) | differs.any()
+    return found if read else torch.ones_like(found)
+
+
+def prove_masters(engine: Engine, ranks: Ranks) -> None:
+    """Before a first step. Raises ModelError, on all ranks alike, where masters and forward pass differ."""
+    if found := apart(engine, ranks):
+        raise ModelError(found.told(engine, ranks))
 
 
 def prove_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict[str, int]:

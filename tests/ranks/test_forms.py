@@ -54,6 +54,7 @@ def reference(data: str) -> Trace:
         {"stage": 1, "extra": {"prescale_gradients": True}},
         {"stage": 1, "accumulation": 3, "extra": {"zero_optimization": {"stage": 1, **LAID_OUT}}},
         {"stage": 2, "accumulation": 3, "extra": {"zero_optimization": {"stage": 2, **LAID_OUT}}},
+        {"stage": 3, "accumulation": 3, "extra": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}},
     ],
     ids=lambda form: "-".join(str(v) for k, v in form.items() if k != "model") + ("-tied" if "model" in form else ""),
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from llmtrain.optimizers import PARAM
 from llmtrain.topology import Degrees
 from tests.helpers.families import FAMILIES, FROZEN
 from tests.helpers.training import LLAMA, Case, batches, make_engine, resolved_run, train_steps
@@ -28,6 +30,7 @@ def flip(engine: Any, name: str) -> None:
 def watched(case: Case, name: str, guilty: int, checks: int = 6) -> tuple[list[Any], list[Any], list[Any]]:
     """(differences of clean steps, of the last one after a flip on `guilty`, once it is undone)."""
     from llmtrain.engine.replicas import Replicas
+    from llmtrain.engine.weights import apart
 
     engine, ranks = make_engine(case)
     replicas = Replicas(engine, ranks)
@@ -35,6 +38,7 @@ def watched(case: Case, name: str, guilty: int, checks: int = 6) -> tuple[list[A
     for step in range(checks):
         train_steps(case, engine, ranks, step, step + 1)
         clean += replicas.differences({"step": step})
+    clean += filter(None, [apart(engine, ranks)])
     if ranks.rank == guilty:
         flip(engine, name)
     found = replicas.differences({"step": checks})
@@ -92,6 +96,59 @@ def test_a_flipped_bit_is_named_and_clean_steps_are_not(pools, small_data, form,
 )
 def test_with_four_ranks_the_majority_tells_who_is_wrong(pools, small_data, form, name, guilty, groups):
     check(pools, 4, Case(data=small_data, steps=40, **form), name, guilty, groups)
+
+
+def kept_as_another(case: Case) -> tuple[list[Any], Any, list[str]]:
+    """(what is apart in a healthy engine, after two masters are exchanged; their names)."""
+    from llmtrain.engine.weights import apart
+
+    engine, ranks = make_engine(case)
+    train_steps(case, engine, ranks, 0, 2)
+    healthy = apart(engine, ranks)
+    trained = {held.name for held in engine.module.local_parameters() if held.trains}
+    pieces = [p for p in engine.state() if p.kind == PARAM and p.name in trained and p.region.numel > 64]
+    found: dict[Any, str] = {}
+    pair: list[str] = []
+    for piece in pieces:
+        other = found.setdefault((piece.region, piece.dtype), piece.name)
+        if other != piece.name:
+            pair = sorted([other, piece.name])
+            break
+    names = dict(zip(pair, reversed(pair), strict=True))
+    plain = engine.state
+    engine.state = lambda: [replace(p, name=names.get(p.name, p.name)) for p in plain()]  # type: ignore[method-assign]
+    wrong = apart(engine, ranks)
+    told = "" if wrong is None else wrong.told(engine, ranks)
+    engine.close()
+    return healthy, wrong, [*pair, told]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"stage": 0, "precision": "bf16"},
+        {"stage": 1, "precision": "bf16", "optimizer": "muon"},
+        {"stage": 2, "extra": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}},
+        {"stage": 2, "offload": "optimizer", "precision": "bf16"},
+        {"stage": 3, "offload": "all"},
+        {"stage": 3, "precision": "bf16", "extra": SMALL_STAY_GATHERED},
+        {"tensor": 2, "stage": 1},
+        {"pipeline": 2, "stage": 1, "model": TIED, "accumulation": 2},
+        {"expert": 2, "stage": 2, "model": FAMILIES["mixtral"]},
+        {"stage": 1, "freeze": ("model.layers.0.*",)},
+    ],
+    ids=lambda form: "-".join(str(v) for k, v in form.items() if k not in ("model", "extra")),
+)
+def test_masters_under_other_names_than_they_train_under_are_found(pools, small_data, form):
+    """What a checkpoint would hold, against what the forward pass reads, on each rank."""
+    answers = pools(2).run(kept_as_another, Case(data=small_data, **form))
+    for healthy, wrong, (*_, told) in answers:
+        assert healthy is None
+        assert wrong.names == answers[0][1].names
+        assert f"other values of {wrong.names[0]} " in told and "stage" in told
+        assert ("round_robin_gradients = true" in told) == ("round_robin" in str(form))
+    for _, wrong, (one, other, _) in answers:
+        assert {one, other} <= set(wrong.names)
 
 
 def moved_expert(case: Case) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A run of which one rank goes wrong in silence: it stops, and says which tensor on which rank."""
+"""A run that goes wrong in silence, on one rank or in what its optimizer keeps: it stops and names the tensor."""
 
 from __future__ import annotations
 
@@ -49,3 +49,60 @@ def test_a_lost_bit_on_one_rank_stops_the_run_and_is_named(small_data, tmp_path)
     ]
     saved = [event["step"] for event in rows(run, "events.jsonl") if event["kind"] == "save"]
     assert saved == [5]  # none of ranks that differ
+
+
+def by_the_first_order(rank: int) -> None:
+    """Masters are looked for where the parameters lay before DeepSpeed has laid them out round robin."""
+    from llmtrain.engine.deepspeed.zero12 import Zero12State
+
+    plain = Zero12State._partition
+
+    def partition(self: Zero12State, index: int) -> Any:
+        self.optimizer.round_robin_bit16_groups[index] = self.optimizer.bit16_groups[index]
+        sizes = [parameter.numel() for parameter in self.optimizer.bit16_groups[index]]
+        self.optimizer.round_robin_bit16_offsets[index] = [sum(sizes[:i]) for i in range(len(sizes))]
+        return plain(self, index)
+
+    Zero12State._partition = partition  # type: ignore[method-assign]
+
+
+def part_after_three_steps(rank: int) -> None:
+    """What the forward pass reads is not made of the masters any more."""
+    from llmtrain.session import Session
+
+    plain, steps = Session.step, [0]
+
+    def step(self: Session, *args: Any, **kwargs: Any) -> Any:
+        result = plain(self, *args, **kwargs)
+        steps[0] += 1
+        if steps[0] == 3:
+            for piece in self.engine.state():
+                if piece.name == NAME and piece.kind == "param":
+                    with piece.open() as master:
+                        master.data.mul_(1.5)
+        return result
+
+    Session.step = step  # type: ignore[method-assign]
+
+
+def test_masters_under_other_names_end_the_run_at_its_start(small_data, tmp_path):
+    recipe = write_recipe(tmp_path, small_data)
+    laid_out = tmp_path / "round_robin.json"
+    laid_out.write_text('{"zero_optimization": {"stage": 2, "round_robin_gradients": true}}')
+    code, output = forked.finish(recipe, "--deepspeed", str(laid_out), before=by_the_first_order)
+    assert code == 2 and "Traceback" not in output, (code, output)
+    (error,) = [line for line in output.splitlines() if line.startswith("error:")]
+    assert "the optimizer keeps other values of model." in error and "than the forward pass reads, on ranks 0" in error
+    assert "The cause may be zero_optimization.round_robin_gradients = true: remove it" in error
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*")) and not rows(tmp_path / "run")
+
+
+def test_masters_that_part_from_what_is_trained_are_never_saved(small_data, tmp_path):
+    """One rank, that compares with nobody: the first checkpoint of a launch is preceded by a look in any case."""
+    recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
+    code, output = forked.finish(recipe, "--fault.check_every", "0", world_size=1, before=part_after_three_steps)
+    assert code == 3 and "Traceback" not in output, (code, output)
+    assert f"after step 5: the optimizer keeps other values of {NAME} than the forward pass reads, on rank 0" in output
+    faults = [event for event in rows(run, "events.jsonl") if event["kind"] == "fault"]
+    assert [(each["what"], each["step"], each["names"]) for each in faults] == [("masters differ", 5, [NAME])]
+    assert not list((run / "checkpoints").glob("step-*"))

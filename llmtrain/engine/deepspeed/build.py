@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups
 from torch import nn
 
@@ -68,8 +70,18 @@ def build_engine(
     if mix.degrees.pipeline > 1:  # imported by the runs that have stages: see models/run/forms.py
         from llmtrain.engine.deepspeed.pipeline import PipelineZeroEngine
 
-        return PipelineZeroEngine(engine, ranks, mesh)
-    return ZeroEngine(engine, ranks, mesh)
+        return PipelineZeroEngine(engine, ranks, mesh, _layout_keys(exact))
+    return ZeroEngine(engine, ranks, mesh, _layout_keys(exact))
+
+
+def _layout_keys(exact: dict[str, Any]) -> tuple[str, ...]:
+    """Switches of zero_optimization that are not as DeepSpeed has them by itself, with their values."""
+    fields, found = DeepSpeedZeroConfig.model_fields, []
+    for key, value in (exact.get("zero_optimization") or {}).items():
+        usual = fields[key].default if key in fields else None
+        if isinstance(value, bool | dict) and value != usual:
+            found.append(f"zero_optimization.{key} = {json.dumps(value)}")
+    return tuple(found)
 
 
 def _guard_step(optimizer: torch.optim.Optimizer, clip_norm: float, mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
+from deepspeed.utils import groups
 from torch import Tensor
 
 from llmtrain.cluster.watch.heartbeat import heart
@@ -83,7 +84,8 @@ class ZeroEngine:
 
     stages = False
 
-    def __init__(self, deepspeed: DeepSpeedEngine, ranks: Ranks, mesh: Mesh) -> None:
+    def __init__(self, deepspeed: DeepSpeedEngine, ranks: Ranks, mesh: Mesh, layout_keys: tuple[str, ...] = ()) -> None:
+        self.layout_keys = layout_keys
         self.deepspeed = deepspeed
         """DeepSpeed's engine: for tests and benchmarks, and for this package."""
         self.module: LanguageModel = deepspeed.module
@@ -332,3 +334,4 @@ class ZeroEngine:
     def close(self) -> None:
         """Take DeepSpeed's hooks off the module, and give its buffers back."""
         self.deepspeed.destroy()
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # DeepSpeed refuses to make a second one (hpZ)

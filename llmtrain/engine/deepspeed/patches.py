@@ -70,8 +70,8 @@ PRIVATE = (
     ),
     Private(
         "deepspeed.utils.groups",
-        ("mpu", "_get_expert_parallel_group"),
-        "the mpu of an earlier engine of the process is forgotten; the norm of shared experts is summed over the group",
+        ("mpu", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_get_expert_parallel_group"),
+        "mpu and group of an earlier engine of the process are forgotten; the group over which shared experts' norm is",
     ),
     Private(
         "deepspeed.runtime.engine",
@@ -118,6 +118,7 @@ PRIVATE = (
             "sub_group_to_group_id",
             "grad_position",
             "persistent_parameters",
+            "invalidate_secondary_tensor",
         ),
         "where ZeRO 3 keeps masters, and what its forward pass reads after they were written",
     ),

@@ -31,8 +31,8 @@ class PipelineZeroEngine(ZeroEngine):
 
     stages = True
 
-    def __init__(self, deepspeed: PipelineEngine, ranks: Ranks, mesh: Mesh) -> None:
-        super().__init__(deepspeed, ranks, mesh)
+    def __init__(self, deepspeed: PipelineEngine, ranks: Ranks, mesh: Mesh, layout_keys: tuple[str, ...] = ()) -> None:
+        super().__init__(deepspeed, ranks, mesh, layout_keys)
         self._pipeline: PipelineLanguageModel = deepspeed.module
         _check_groups(deepspeed, ranks)
         # Here the engine looks up what to do for an instruction of its schedule; `update` does the optimizer's step.
