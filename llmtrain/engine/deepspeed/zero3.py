@@ -54,8 +54,7 @@ class Zero3State(State):
         self.optimizer._partition_all_parameters()
 
     def gather(self) -> None:
-        """Small parameters stay gathered between steps, and hpZ has second copies of all: the partitions alone would leave
-        them as they were."""
+        """Small parameters stay gathered between steps: the partitions alone would leave them as they were."""
         persistent = self.optimizer.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
