@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from tests.runs.test_bench import load
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/bin/sh
@@ -18,7 +22,7 @@ case "$*" in
   *gpu_table.py*) exec REAL "$@";;
   *tools/*|*"-m pytest"*|*"-m llmtrain parity"*) echo "$*" >> LOG;;
 esac
-case "$*" in *"-m pytest"*) exit 1;; esac
+case "$*" in *"-m pytest"*) exit 1;; *"--preset 8b"*) exit 3;; esac
 exit 0
 """
 
@@ -48,12 +52,70 @@ def test_the_parts_that_are_asked_for_run_and_a_failed_one_is_named(tmp_path: Pa
     done = check(tmp_path, machine, "tests", "8b", "parity")
     asked = (tmp_path / "log").read_text().splitlines()
     assert done.returncode == 1 and "FAILED: tests;" in done.stdout, done.stdout + done.stderr
+    assert "gpu-check: 8b: skipped, it does not fit this GPU" in done.stdout
     assert "tests/gpu" in asked[0] and "--preset 8b --only llmtrain" in asked[1] and len(asked) == 6
     assert all("parity launch/recipes/quickstart.yaml" in line for line in asked[2:])
     assert json.loads((tmp_path / "out/parity.json").read_text())["passed"] == ["zero1", "zero2", "zero3", "zero1_fp32"]
     assert (
         "not measured: 0.5b, 1.2b, 8b, host, checkpoints, context-1b, context-8b, sft-1b, lora-1b, tests" in done.stdout
     )
+
+
+@pytest.mark.parametrize(
+    ("gib", "part", "contestants", "together"),
+    [
+        (139, "0.5b", 3, True), (139, "1.2b", 3, True), (139, "8b", 1, True), (139, "sft", 3, True),
+        (78, "0.5b", 3, False), (78, "1.2b", 3, False), (78, "8b", 0, True), (78, "sft", 3, False),
+    ],
+)  # fmt: skip
+def test_each_part_fits_an_h100_and_an_h200(gib, part, contestants, together, capsys) -> None:
+    """Three contestants at a time took 82 GiB of an H100's 78: the part died, and ours was not measured either.
+
+    The counts are held to tensors without memory by tests/unit/models/test_fake_steps.py.
+    """
+    speed, tuning = load("train_speed"), load("posttraining")
+    names = speed.NAMES if part in ("0.5b", "1.2b") else (speed.OURS,)
+    if part == "sft":
+        options = tuning.arguments(["--only", "sft", "--preset", "1.2b"])
+        options.batch, needs, alike = tuning.what_fits(options, ("llmtrain full", "trainer full", "trl sft"), gib)
+        assert options.batch == (4 if together else 2) and alike is together
+        assert all(need.alone <= gib for need in needs)
+        return
+    preset = speed.PRESETS[part]
+    task = speed.Task(
+        folder="", model=preset.model, sequence=preset.sequence, micro_batch=preset.micro_batch, accumulation=1,
+        bf16=True, eager=False, contestants=names, threads=1, steps_per_round=1, rounds=1,
+    )  # fmt: skip
+    left, at_a_time = speed.arrange(preset, part, task, float(gib))
+    assert (len(left), at_a_time) == (contestants, together)
+    said = capsys.readouterr().out
+    assert ("8b: llmtrain needs 128 GiB, this GPU has 78: skipped" in said) is (contestants == 0)
+    assert ("each alone" in said) is not together
+
+
+def test_a_peer_that_dies_leaves_our_figures_and_one_after_another_is_a_race_too(capsys) -> None:
+    speed = load("train_speed")
+    task = SimpleNamespace(contestants=("llmtrain", "plain", "trainer"), rounds=3, threads=1)
+    for together in (True, False):
+        seen: list[dict[str, int]] = []
+        found = speed.race(
+            task, lambda r, seen=seen: seen.append({k: len(v) for k, v in r.items()}), _contestant, together=together
+        )
+        assert {name: len(rounds) for name, rounds in found.items()} == {"llmtrain": 2, "trainer": 2}
+        assert seen[0] == ({"llmtrain": 1, "trainer": 1} if together else {"llmtrain": 1})
+        assert "plain: its process died; its own output above says why: left out" in capsys.readouterr().out
+
+
+def _contestant(name: str, pipe: Any, task: Any) -> None:
+    """One that answers each word; plain dies in its second round."""
+    pipe.send(None)
+    for turn in range(task.rounds):
+        pipe.recv()
+        if name == "plain" and turn:
+            os._exit(1)
+        pipe.send(turn)
+    pipe.recv()
+    pipe.send("end")
 
 
 def test_an_unknown_part_is_refused_with_those_that_there_are(tmp_path: Path, machine: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +27,41 @@ EPS = 1e-8
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
 LOG_EVERY = 10
+SKIPPED = 3
+"""Exit code of a benchmark whose own part does not fit the GPU."""
+PROCESS_GIB = 2.0
+"""Of a GPU beside a contestant's tensors: CUDA's context, the libraries' workspaces, what the allocator loses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """GiB of a contestant on a GPU, counted on tensors without memory (tests/unit/models/test_fake_steps.py)."""
+
+    held: float
+    """Between its rounds: weights, masters, moments, gradients."""
+    made: float
+    """Beside that by a micro-batch, with DeepSpeed's buckets."""
+
+    @property
+    def alone(self) -> float:
+        return self.held + self.made + PROCESS_GIB
+
+    def of(self, share: float) -> Need:
+        """With so much of the micro-batch's tokens."""
+        return Need(held=self.held, made=self.made * share)
+
+
+def gpu_gib() -> float | None:
+    """All memory of the first GPU; None without one."""
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
+
+
+def fit_together(needs: Collection[Need], total_gib: float | None) -> bool:
+    """Whether contestants may take turns, round by round: all stay on the GPU, and one computes at a time."""
+    if total_gib is None or not needs:
+        return True
+    held, made = sum(need.held for need in needs), max(need.made for need in needs)
+    return held + made + PROCESS_GIB * len(needs) <= total_gib
 
 
 @dataclass(frozen=True, kw_only=True)

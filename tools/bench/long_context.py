@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 CONTESTANTS = ("llmtrain", "recompute", "plain")
 TOO_MUCH = 77
@@ -75,6 +75,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
 }
+STATE_GIB = {"1b": 18.4, "8b": 119.7}
+"""16 bytes a parameter: weight 2, master 4, moments 8, gradient 2."""
 CPU_JSON = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, "activation_checkpointing": {}}
 
 
@@ -290,9 +292,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(attempt(Attempt(**json.loads(options.attempt)))))
         return 0
     import torch
+    from contestants import PROCESS_GIB, SKIPPED, gpu_gib
 
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as folder:
+        held, total = STATE_GIB.get(options.preset, 0.0), gpu_gib()
+        if total is not None and held + PROCESS_GIB > total:
+            print(
+                f"{options.preset}: weights and optimizer alone take {held:.0f} GiB, this GPU has {total:.0f}: skipped"
+            )
+            return SKIPPED
         task = Attempt(
             name="llmtrain",
             preset=options.preset,

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from contestants import Round
+    from contestants import Need, Round
     from tuners import Tuning
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,6 +235,7 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
 
     import torch
     import yaml
+    from contestants import gpu_gib
     from train_speed import about
     from train_speed import race as take_turns
     from tuners import Tuning, padding_share, serve_tuning, write_adapter
@@ -245,6 +246,11 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
     contestants = tuple(each for each in asked if there or not each.startswith("trl"))
     if contestants != asked:
         print("TRL is not installed: it does not take part")
+    together, total_gib = True, gpu_gib()
+    if options.preset and total_gib is not None:
+        options.batch, _, together = what_fits(options, contestants, total_gib)
+        if not together:
+            print(f"{name}: {total_gib:.0f} GiB do not hold {', '.join(contestants)} at a time: each alone", flush=True)
     task = Tuning(folder=str(folder), sequence=options.sequence, global_batch=options.batch, contestants=contestants,
                   threads=1, steps_per_round=options.steps, rounds=options.rounds + 1, bf16=on_gpu)  # fmt: skip
     write_workplace(race, options, folder, task.total_steps)
@@ -266,13 +272,41 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
             head = {"machine": about(), "table": name, "shape": f"{batch}, {shape}"}
             options.json.write_text(json.dumps({**head, "contestants": figures(task, rounds, on_gpu)}, indent=2))
 
-    rounds = take_turns(task, keep, serve_tuning)
+    rounds = take_turns(task, keep, serve_tuning, together=together)
     print(race_table(race, task, rounds, on_gpu))
     if race.skewed:
         share = padding_share(task)
         ratio = statistics.median(b.cpu_s / a.cpu_s for a, b in zip(*rounds.values(), strict=True))
         print(f"padding share of the padded batches {share:.3f}: counted tokens per CPU-s {ratio:.2f} x padded, "
               f"target 0.95 / (1 - share) = {0.95 / (1 - share):.2f}")  # fmt: skip
+
+
+def need_of(options: argparse.Namespace, contestant: str) -> Need:
+    """Of a contestant on a GPU. Peers make whole logits, TRL one fp32 copy more for its own figures."""
+    from contestants import Need
+    from train_speed import PRESETS
+
+    preset = PRESETS[options.preset]
+    plain = preset.needs["plain"]
+    share = options.batch * options.sequence / (preset.micro_batch * preset.sequence)
+    logits = preset.micro_batch * preset.sequence * preset.model["vocab_size"] * 4 / 2**30
+    made = preset.needs["llmtrain"].made if contestant.startswith("llmtrain") else plain.made + logits
+    held = plain.held / 8 if contestant.endswith("lora") else plain.held  # the base in bf16
+    return Need(held=held, made=made).of(share)
+
+
+def what_fits(
+    options: argparse.Namespace, contestants: tuple[str, ...], total_gib: float
+) -> tuple[int, list[Need], bool]:
+    """(sequences of a step, halved for all alike until each fits alone; what they need; whether all fit at a time)."""
+    from contestants import fit_together
+
+    asked = argparse.Namespace(**vars(options))
+    while True:
+        needs = [need_of(asked, each) for each in contestants]
+        if asked.batch == 1 or all(need.alone <= total_gib for need in needs):
+            return asked.batch, needs, fit_together(needs, total_gib)
+        asked.batch //= 2
 
 
 def figures(task: Tuning, rounds: dict[str, list[Round]], on_gpu: bool) -> dict[str, dict[str, float]]:
@@ -283,10 +317,10 @@ def figures(task: Tuning, rounds: dict[str, list[Round]], on_gpu: bool) -> dict[
         return one.wall_s if on_gpu else one.cpu_s
 
     ours, found = rounds[task.contestants[0]], {}
-    for name in task.contestants:
-        ratios = sorted(seconds_of(a) / seconds_of(b) for a, b in zip(ours, rounds[name], strict=True))
+    for name in rounds:
+        ratios = sorted(seconds_of(a) / seconds_of(b) for a, b in zip(ours, rounds[name], strict=False))
         both = [
-            (x, y) for a, b in zip(ours, rounds[name], strict=True) for x, y in zip(a.losses, b.losses, strict=True)
+            (x, y) for a, b in zip(ours, rounds[name], strict=False) for x, y in zip(a.losses, b.losses, strict=True)
         ]
         step_s = statistics.median(seconds_of(one) for one in rounds[name]) / task.steps_per_round
         found[name] = {

@@ -6,7 +6,8 @@
                                                              # a step so short that host time is all there is
 
 Each contestant is one process; they take turns, one round of steps at a time, so that a machine that is busy for a
-while is busy for all. The first round warms up. Ratios are taken within a round, and their median is printed.
+while is busy for all. The first round warms up. Ratios are taken within a round, and their median is printed. Where a
+GPU does not hold all of them, each is alone on it, one after another; one that does not fit alone is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from contestants import CLIP_NORM, Round, Task, serve  # noqa: E402
+from contestants import CLIP_NORM, SKIPPED, Need, Round, Task, fit_together, gpu_gib, serve  # noqa: E402
 from long_context import PRESETS as LONG  # noqa: E402
 
 OURS = "llmtrain"
@@ -88,18 +89,23 @@ class Preset:
     steps: int
     recompute: bool = False
     """Layers are computed again in the backward pass: their activations beside the state would not fit."""
+    needs: dict[str, Need] = field(default_factory=dict)
+    """Of the presets for a GPU, by contestant."""
 
 
 PRESETS = {
     "small": Preset(model=SMALL, sequence=256, micro_batch=4, accumulation=1, steps=4),
     # The head's share of the work grows with the vocabulary; most models of today have more than this.
     "small-32k": Preset(model={**SMALL, "vocab_size": 32768}, sequence=256, micro_batch=2, accumulation=1, steps=4),
-    "0.5b": Preset(model=QWEN_HALF_B, sequence=4096, micro_batch=4, accumulation=2, steps=10),
-    "1.2b": Preset(model=LLAMA_1B, sequence=4096, micro_batch=2, accumulation=4, steps=8),
+    "0.5b": Preset(model=QWEN_HALF_B, sequence=4096, micro_batch=4, accumulation=2, steps=10, needs={
+        OURS: Need(held=7.4, made=25.6), "plain": Need(held=7.4, made=57.3), "trainer": Need(held=7.4, made=55.9)}),
+    "1.2b": Preset(model=LLAMA_1B, sequence=4096, micro_batch=2, accumulation=4, steps=8, needs={
+        OURS: Need(held=18.4, made=18.2), "plain": Need(held=18.4, made=31.7), "trainer": Need(held=18.4, made=29.7)}),
     # The state alone fills 120 of an H200's 139 GiB (tests/unit/models/test_fake_steps.py): gradients are summed in
     # bf16.
-    "8b": Preset(model=LONG["8b"], sequence=4096, micro_batch=1, accumulation=4, steps=4, recompute=True),
-}
+    "8b": Preset(model=LONG["8b"], sequence=4096, micro_batch=1, accumulation=4, steps=4, recompute=True, needs={
+        OURS: Need(held=119.7, made=6.8)}),
+}  # fmt: skip
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -182,44 +188,97 @@ def _write_deepspeed(task: Task, stage: int, recompute: bool) -> None:
 
 
 def race(
-    task: Any, after_round: Callable[[dict[str, list[Round]]], None], entry: Callable[..., None] = serve
+    task: Any,
+    after_round: Callable[[dict[str, list[Round]]], None],
+    entry: Callable[..., None] = serve,
+    *,
+    together: bool = True,
 ) -> dict[str, list[Round]]:
-    """All rounds of all contestants, taking turns. The warm-up round is dropped; `after_round` gets those so far."""
-    context = mp.get_context("spawn")
+    """All rounds of all contestants, taking turns, or each `alone` after another. A peer that fails is left out.
+
+    The warm-up round is dropped; `after_round` gets those so far.
+    """
     os.environ["OMP_NUM_THREADS"] = str(task.threads)  # read when torch is imported
+    results: dict[str, list[Round]] = {}
+    for names in [task.contestants] if together else [(name,) for name in task.contestants]:
+        _turns(task, names, results, after_round, entry)
+    return {name: rounds[1:] for name, rounds in results.items()}
+
+
+def _turns(
+    task: Any,
+    names: tuple[str, ...],
+    results: dict[str, list[Round]],
+    after_round: Callable[[dict[str, list[Round]]], None],
+    entry: Callable[..., None],
+) -> None:
+    """The rounds of some contestants, into `results`."""
+    context = mp.get_context("spawn")
     processes, pipes = {}, {}
-    results: dict[str, list[Round]] = {name: [] for name in task.contestants}
+    here = list(names)
+
+    def ask(name: str, word: str | None) -> Any:
+        if word is not None:
+            pipes[name].send(word)
+        try:
+            return _answer(name, pipes[name])
+        except _GoneError as error:
+            if name == task.contestants[0]:
+                raise SystemExit(str(error)) from None
+            print(f"{error}: left out", flush=True)
+            here.remove(name)
+            results.pop(name, None)
+            return None
+
     try:
-        for name in results:
+        for name in names:
             pipes[name], theirs = context.Pipe()
             processes[name] = context.Process(target=entry, args=(name, theirs, task), daemon=True)
             processes[name].start()
             theirs.close()
-            _answer(name, pipes[name])  # one after another: building two at a time would set the peak memory
+            ask(name, None)  # one after another: building two at a time would set the peak memory
         for done in range(task.rounds):
-            for name in results:
-                pipes[name].send("go")
-                results[name].append(_answer(name, pipes[name]))
+            for name in list(here):
+                if (one := ask(name, "go")) is not None:
+                    results.setdefault(name, []).append(one)
             if done:
-                after_round({name: rounds[1:] for name, rounds in results.items()})
-        for name in results:
-            pipes[name].send("go")
-            _answer(name, pipes[name])
+                after_round({name: rounds[1:] for name, rounds in results.items() if len(rounds) > 1})
+        for name in list(here):
+            ask(name, "go")
             processes[name].join(timeout=60)
     finally:
         for process in processes.values():
             process.kill()
             process.join()
-    return {name: rounds[1:] for name, rounds in results.items()}
+
+
+class _GoneError(Exception):
+    """A contestant does not answer."""
 
 
 def _answer(name: str, pipe: Any) -> Any:
     try:
         if pipe.poll(ANSWER_S):
             return pipe.recv()
-    except EOFError:
-        raise SystemExit(f"{name}: its process died; its own output above says why") from None
-    raise SystemExit(f"{name}: no answer within {ANSWER_S:.0f} s")
+    except (EOFError, ConnectionError):
+        raise _GoneError(f"{name}: its process died; its own output above says why") from None
+    raise _GoneError(f"{name}: no answer within {ANSWER_S:.0f} s")
+
+
+def arrange(preset: Preset, name: str, task: Task, total_gib: float | None) -> tuple[tuple[str, ...], bool]:
+    """(the contestants that the GPU holds, whether all at a time); ours not among them: the part cannot be measured."""
+    share = task.sequence * task.micro_batch / (preset.sequence * preset.micro_batch)
+    needs = {each: preset.needs[each].of(share) for each in task.contestants if each in preset.needs}
+    if total_gib is None:
+        return task.contestants, True
+    for each, need in needs.items():
+        if need.alone > total_gib:
+            print(f"{name}: {each} needs {need.alone:.0f} GiB, this GPU has {total_gib:.0f}: skipped", flush=True)
+    left = tuple(each for each in task.contestants if each not in needs or needs[each].alone <= total_gib)
+    together = fit_together([needs[each] for each in left if each in needs], total_gib)
+    if not together:
+        print(f"{name}: {total_gib:.0f} GiB do not hold {', '.join(left)} at a time: each alone", flush=True)
+    return left, together
 
 
 def figures(task: Task, results: dict[str, list[Round]], on_gpu: bool) -> dict[str, Any]:
@@ -240,18 +299,19 @@ def figures(task: Task, results: dict[str, list[Round]], on_gpu: bool) -> dict[s
     for name in contestants if "plain" in results else ():
         contestants[name]["ms_per_step_over_plain"] = statistics.median(
             1000 * (seconds(one) - seconds(plain)) / task.steps_per_round
-            for one, plain in zip(results[name], results["plain"], strict=True)
+            for one, plain in zip(results[name], results["plain"], strict=False)
         )
     ours = results.get(OURS, [])
     peers = [name for name in results if ours and name != OURS]
     return {
         "contestants": contestants,
         "speed_of_ours_over": {
-            peer: statistics.median(seconds(b) / seconds(a) for a, b in zip(ours, results[peer], strict=True))
+            peer: statistics.median(seconds(b) / seconds(a) for a, b in zip(ours, results[peer], strict=False))
             for peer in peers
         },
         "spread_of_ratio": {
-            peer: _spread([seconds(b) / seconds(a) for a, b in zip(ours, results[peer], strict=True)]) for peer in peers
+            peer: _spread([seconds(b) / seconds(a) for a, b in zip(ours, results[peer], strict=False)])
+            for peer in peers
         },
         "largest_loss_difference": {peer: _loss_difference(ours, results[peer]) for peer in peers},
         "losses": [loss for one in ours for loss in one.losses],
@@ -265,7 +325,7 @@ def _spread(values: list[float]) -> tuple[float, float]:
 
 
 def _loss_difference(ours: list[Round], theirs: list[Round]) -> float:
-    pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x.losses, y.losses, strict=True)]
+    pairs = [(a, b) for x, y in zip(ours, theirs, strict=False) for a, b in zip(x.losses, y.losses, strict=True)]
     worst = max(abs(a - b) for a, b in pairs)
     return worst if all(math.isfinite(a) and math.isfinite(b) for a, b in pairs) else math.inf
 
@@ -315,6 +375,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="llmtrain-bench-") as folder:
         task = prepare(options, Path(folder))
+        left, together = arrange(PRESETS[options.preset], options.preset, task, gpu_gib())
+        if task.contestants[0] not in left:
+            return SKIPPED
+        task = replace(task, contestants=left)
         machine = about()
         print(", ".join(f"{key} {value}" for key, value in machine.items()))
         print(
@@ -329,8 +393,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 head = {"machine": machine, "task": asdict(replace(task, folder="")), "zero": options.zero}
                 options.json.write_text(json.dumps({**head, **figures(task, rounds, on_gpu)}, indent=2))
 
-        found = figures(task, race(task, keep), on_gpu)
+        found = figures(task, race(task, keep, together=together), on_gpu)
     print(table(found, on_gpu))
+    if len(found["contestants"]) < len(task.contestants):
+        return 1
     return 0 if all(math.isfinite(d) for d in found["largest_loss_difference"].values()) else 1
 
 

@@ -93,7 +93,13 @@ class LiveBytes(TorchDispatchMode):
 
 
 def step_counted(
-    monkeypatch: pytest.MonkeyPatch, deepspeed: Path, model: ModelConfig, tokens: int, micro_batch: int = 1
+    monkeypatch: pytest.MonkeyPatch,
+    deepspeed: Path,
+    model: ModelConfig,
+    tokens: int,
+    micro_batch: int = 1,
+    *,
+    passes: int = 2,
 ) -> tuple[int, LiveBytes]:
     """(parameters, what forward and backward of a micro-batch made beside parameters and gradients)."""
     run = RunConfig(
@@ -132,7 +138,7 @@ def step_counted(
     kernels = {name: count for name, count in mode.ran.items() if "scaled_dot_product" in name}
     layers = len(decoder_layers(module.hf))
     assert set(kernels) == {f"_scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")}, kernels
-    assert kernels["_scaled_dot_product_flash_attention_for_cpu"] == 2 * layers  # the recomputed ones are among them
+    assert kernels["_scaled_dot_product_flash_attention_for_cpu"] == passes * layers  # the recomputed ones among them
     return sum(p.numel() for p in parameters), mode
 
 
@@ -156,6 +162,46 @@ def test_the_8b_preset_fits_one_gpu(monkeypatch, tmp_path, record_property):
     # Why the benchmark's file sums gradients in bf16, as the shipped ones do not.
     assert "data_types" not in json.loads((tmp_path / "deepspeed.json").read_text())
     assert STATE_FP32_SUMS * parameters + WORKING + made.most > H200
+
+
+@pytest.mark.parametrize("name", ["0.5b", "1.2b"])
+def test_the_benchmark_knows_what_each_contestant_needs(monkeypatch, tmp_path, name):
+    """What `make gpu-check` plans with (train_speed.arrange). Peers make whole logits; ours is counted without
+    compiled layers, which need less."""
+    bench = load("train_speed")
+    preset = bench.PRESETS[name]
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
+    model = ModelConfig(config=preset.model)
+    parameters, ours = step_counted(monkeypatch, file, model, preset.sequence, preset.micro_batch, passes=1)
+    made = {"llmtrain": ours.most + WORKING}
+    for peer, dtype, working in (("plain", torch.float32, 0), ("trainer", torch.bfloat16, WORKING)):
+        made[peer] = peers_step(preset, dtype) + working
+    for contestant, need in preset.needs.items():
+        print(f"{name} {contestant}: {made[contestant] / GIB:.1f} GiB")
+        assert abs(need.held - STATE * parameters / GIB) < 0.1
+        assert abs(need.made / (made[contestant] / GIB) - 1) < 0.03, contestant
+
+
+def peers_step(preset: Any, dtype: torch.dtype) -> int:
+    """Bytes that a micro-batch makes in transformers' model with its own loss, as contestants.py has it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(preset.model)
+    with FakeTensorMode():
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config.use_cache = False
+        module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        parameters = list(module.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        ids = torch.zeros(preset.micro_batch, preset.sequence, dtype=torch.int64)
+        mode = LiveBytes([*parameters, *(p.grad for p in parameters)])
+        with mode:
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+                loss = module(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=100).loss
+            loss.backward()
+    return mode.most
 
 
 def test_the_long_rows_of_8b_fit_one_gpu(monkeypatch, tmp_path, record_property):
