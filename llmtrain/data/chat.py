@@ -205,8 +205,15 @@ class ChatEncoder:
             given = replace(given, turns=given.turns[-1:])
         defused = self._as_texts(given)
         rows: list[_Growing] = []
+        # All in one request: each costs a change of processes.
+        source, wanted, marks = self._source(defused), list[Wanted](), list[Marked]()
         for turn in given.turns:
-            self._add_turn(rows, defused, turn)
+            marks.append(Marked(defused, turn, source))
+            wanted += [Wanted(defused, turn, True), Wanted(defused, turn + 1, False)]
+            wanted.append(Wanted(marks[-1].conversation, turn + 1, False))
+        found = self._render_all(wanted if given.turns[0] else [])
+        for number, turn in enumerate(given.turns):
+            self._add_turn(rows, defused, turn, marks[number], found[3 * number : 3 * number + 3])
         return [part for row in rows for part in self._finished(row)]
 
     # Text
@@ -293,14 +300,22 @@ class ChatEncoder:
 
     # Turns
 
-    def _add_turn(self, rows: list[_Growing], given: Conversation, turn: int) -> None:
-        """Append the answer at message `turn` to the last row, or a new row that ends with it."""
+    def _add_turn(
+        self,
+        rows: list[_Growing],
+        given: Conversation,
+        turn: int,
+        marked: Marked,
+        rendered: list[Rendered | RenderError],
+    ) -> None:
+        """Append the answer at message `turn` to the last row, or a new row that ends with it.
+
+        `rendered`: its prompt; the messages up to it; those that are `marked`.
+        """
         if turn == 0:
             raise RefusedError("message 0 is the assistant's: nothing asks for it")
-        marked, after = Marked(given, turn, self._source(given)), turn + 1
-        first, second, other = self._render_all(
-            [Wanted(given, turn, True), Wanted(given, after, False), Wanted(marked.conversation, after, False)]
-        )
+        after = turn + 1
+        first, second, other = rendered
         prompt, whole = self._text_of(first), self._text_of(second)
         assert isinstance(second, Rendered)
         if not whole.startswith(prompt):

@@ -27,6 +27,8 @@ from tests.helpers.chat_behaviours import (
 from tests.helpers.chat_families import FAMILIES, Family, Message
 from tests.helpers.chat_oracle import conversations, rows_are_right, turns, write_family
 
+pytestmark = pytest.mark.long
+
 
 def is_true(reason: str, family: Family, messages: list[Message], with_tools: bool) -> bool:
     """Of what these families refuse, by what their templates are known to leave out."""
@@ -163,7 +165,7 @@ def test_masks_are_those_of_trls_training_templates(tmp_path: Path) -> None:
     folder = Path(trl.__file__).parent / "chat_templates"
     same = 0
     for file in sorted(folder.glob("*.jinja")):
-        if file.stem.endswith("_training"):
+        if file.stem.endswith("_training") or file.stem[:-1].endswith("_v"):  # nor what only revises another
             continue
         begins = [begin for begin in STOPS if file.stem.startswith(begin)]
         stops = tuple(STOPS[begins[0]].split())
@@ -173,11 +175,12 @@ def test_masks_are_those_of_trls_training_templates(tmp_path: Path) -> None:
         )
         found = compared(tmp_path / file.stem, Behaviour(file.read_text(), stops, bos, ended))
         training = folder / f"{file.stem}_training.jinja"
-        if training.is_file():
+        # DiffusionGemma is no causal model; its training variant leaves out the token where generation stops.
+        if training.is_file() and "diffusion" not in file.stem:
             tokenizer = AutoTokenizer.from_pretrained(tmp_path / file.stem)
             same += sum(_same_mask(tokenizer, training.read_text(), RECORDS[name], rows)
                         for name, rows in found.items() if rows)  # fmt: skip
-    assert same > 50
+    assert same > 80, same
 
 
 def _same_mask(tokenizer: Any, template: str, record: dict[str, Any], rows: list[Any]) -> bool:
