@@ -34,8 +34,8 @@ MEMORY_MIB = 1024
 """Beyond what the process has before it renders."""
 CHARACTERS = 64 << 20
 """Of one rendering."""
-_PATIENCE = 12
-"""So many times CPU_SECONDS may pass by the clock, on a machine that is busy with other things."""
+_WAIT_SECONDS = 120
+"""For an answer, by the clock: on a machine that is busy with other things."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -255,12 +255,12 @@ class _Process:
     def _read_line(self, process: subprocess.Popen[bytes], buffer: bytearray) -> bytes:
         """Raises BoundsError: it takes too long, says too much or has died."""
         assert process.stdout is not None
-        deadline = time.monotonic() + _PATIENCE * CPU_SECONDS
+        deadline = time.monotonic() + _WAIT_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             while (at := buffer.find(b"\n")) < 0:
                 if not selector.select(deadline - time.monotonic()):
-                    raise BoundsError(f"it was not rendered within {_PATIENCE * CPU_SECONDS} s")
+                    raise BoundsError(f"it was not rendered within {_WAIT_SECONDS} s")
                 data = os.read(process.stdout.fileno(), 1 << 20)
                 if not data:
                     raise self._died(process)

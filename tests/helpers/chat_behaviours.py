@@ -197,7 +197,7 @@ BEHAVIOURS = {
     "command-a": Behaviour(_COHERE, ("<|END_OF_TURN_TOKEN|>",), "<BOS_TOKEN>"),
     "smolvlm": Behaviour(_VLM, ("<end_of_utterance>",)),
     "muse": Behaviour(_ATEM, ("<|end|>", "<|call|>")),
-    "gpt-oss": Behaviour(_OSS, ("<|return|>", "<|call|>")),
+    "gpt-oss with tools": Behaviour(_OSS, ("<|return|>", "<|call|>")),
     "hermes": Behaviour({"default": _PLAIN, "tool_use": _TOOLS + _PLAIN}, _IM),
 }  # fmt: skip
 _CONTROL = re.compile(

@@ -85,7 +85,7 @@ def test_an_export_proves_itself_and_names_the_trained_end(tmp_path: Path, prepa
 def test_a_scrambled_tokenizer_is_not_exported(tmp_path: Path, prepare: Any) -> None:
     """Two words that have changed their ids: each text of the model would read as another."""
     model = write_tokenizer(tmp_path / "m", KINDS["llama3"])
-    data = prepare(model, [{"messages": talk} for talk in talks(20)], "--format", "chat")
+    data = prepare(model, [{"messages": talk} for talk in talks(30)], "--format", "chat")
     file = data / "tokenizer" / "tokenizer.json"
     right, told = fingerprint(data / "tokenizer"), json.loads(file.read_text())
     words = told["model"]["vocab"]

@@ -102,10 +102,12 @@ def test_what_is_fetched_and_that_a_second_start_asks_nothing_of_a_commit(hub: H
         "onnx/config.json": b"{}",
         "consolidated.safetensors": b"no",
     }
-    commit = hub.add("models/org/tiny", {**files, **extra})
+    named = "additional_chat_templates/tool_use.jinja"
+    commit = hub.add("models/org/tiny", {**files, **extra, named: b"{{ tools }}"})
     model = fetched()
     assert model.revision == commit and model.pretrained == "org/tiny"
-    assert model.folder is not None and sorted(os.listdir(model.folder)) == sorted(files)
+    assert model.folder is not None and sorted(os.listdir(model.folder)) == sorted([*files, Path(named).parts[0]])
+    assert (model.folder / named).read_bytes() == b"{{ tools }}"
     assert load_config(model).hidden_size == 32
     SafetensorsSource(model.folder).close()
     assert hub.count("GET /api/models/org/tiny") == 1 and not hub.leaked
