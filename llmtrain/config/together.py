@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "`dropout`": {"adapter": {"r": 4, "dropout": 0.1}},
     "`quantize`": {"adapter": {"r": 4, "quantize": "nf4"}},
     "`start`": {"adapter": {"r": 4, "start": "FOLDER"}},
-    "`modules_to_save`": {"adapter": {"r": 4, "modules_to_save": ["lm_head", "model.embed_tokens"]}},
+    "`modules_to_save`": {"adapter": {"r": 4, "modules_to_save": ["model.embed_tokens", "[!m]*"]}},
     "a column": {"objective": {"name": "dpo", "reference": "column"}},
     "`online`": {**_LORA, "objective": {"name": "dpo", "reference": "online"}},
     "`teacher`": {"objective": {"name": "distill", "teacher": "FOLDER"}},

@@ -72,6 +72,7 @@ def main(argv: list[str], worker: str = WORKER) -> int:
 def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool, worker: str) -> Iterator[int]:
     """The outcome of each world size."""
     from llmtrain.models.run.check import check_model
+    from llmtrain.parity.folder import told
     from llmtrain.parity.small import attention_here, patterns_here, small_model, targets_here
     from llmtrain.parity.teacher import with_small_teacher
 
@@ -81,6 +82,9 @@ def _worlds(args: argparse.Namespace, user: Wanted, worlds: list[int], cpu: bool
     adapter = targets_here(fields, user.run.adapter)
     user = replace(user, run=replace(user.run, model=model, adapter=adapter))
     print(f"{args.run} with {user.run.deepspeed}: {_words(fields)}, {args.steps} steps", flush=True)
+    if (of_folder := told(user.run, user.precision)) is not None:
+        print("\n".join(of_folder[0]), flush=True)
+        yield SAME if of_folder[1] else PARTS
     with tempfile.TemporaryDirectory(prefix="llmtrain-parity-") as made:
         if user.run.objective.name == DISTILL:
             objective = with_small_teacher(user.run, fields, Path(made) / "teacher")
