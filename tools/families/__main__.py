@@ -9,6 +9,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ REPO = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = REPO / "docs/families.jsonl", REPO / "docs/families.md"
 COMMANDS = ("train", "parity")
 PARITY_STEPS = 5
+_OFFERED = re.compile(r"Set expert_parallel\.preset_model to (\w+)")
 
 
 def main() -> None:
@@ -111,19 +113,20 @@ def _family(family: str, args: argparse.Namespace, done: set[tuple[str, str, str
             if not model:
                 _record(args.results, family, form, command, Ended("no tiny model", failed, 0, 0), "")
                 continue
-            ended, attention = _cell(family, form, command, attention, model, args, folder, data)
-            _record(args.results, family, form, command, ended, attention)
+            ended, attention, preset = _cell(family, form, command, attention, model, args, folder, data)
+            _record(args.results, family, form, command, ended, attention, preset)
 
 
 def _cell(
     family: str, form: str, command: str, attention: str, model: dict[str, Any], args: argparse.Namespace, folder: Path,
     data: str,
-) -> tuple[Ended, str]:  # fmt: skip
-    """(how it ended, the attention with which): a user who is told to use eager attention, or no export, does so."""
-    export = True
+) -> tuple[Ended, str, str]:  # fmt: skip
+    """(how it ended, the attention and the preset of experts with which): a user who is told to use eager attention, no
+    export, or a preset, does so."""
+    export, preset = True, ""
     while True:
         with tempfile.TemporaryDirectory(prefix=f"{family}-{form}-", dir=folder) as place:
-            recipe = write_run(Path(place), model, form, attention, data, export=export)
+            recipe = write_run(Path(place), model, form, attention, data, export=export, preset=preset)
             ended = train(recipe, args.limit_s) if command == "train" else parity(recipe, PARITY_STEPS, args.limit_s)
             if args.keep_logs and ended.outcome != "passes":
                 args.keep_logs.mkdir(parents=True, exist_ok=True)
@@ -133,8 +136,10 @@ def _cell(
             attention = "eager"
         elif ended.outcome == "refused" and export and "train.export to false" in ended.reason:
             export = False
+        elif ended.outcome == "refused" and not preset and (offered := _OFFERED.search(ended.reason)):
+            preset = offered[1]
         else:
-            return ended, attention
+            return ended, attention, preset
 
 
 def _import(family: str) -> None:
@@ -144,7 +149,7 @@ def _import(family: str) -> None:
     _ = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[family]]
 
 
-def _record(path: Path, family: str, form: str, command: str, ended: Ended, attention: str) -> None:
+def _record(path: Path, family: str, form: str, command: str, ended: Ended, attention: str, preset: str = "") -> None:
     row = {
         "family": family,
         "form": form,
@@ -152,6 +157,7 @@ def _record(path: Path, family: str, form: str, command: str, ended: Ended, atte
         "outcome": ended.outcome,
         "reason": ended.reason[:1500],
         "attention": attention,
+        **({"preset": preset} if preset else {}),
         "seconds": round(ended.seconds, 1),
         "cpu_s": round(ended.cpu_s, 1),
         "date": time.strftime("%Y-%m-%d"),

@@ -52,10 +52,13 @@ class Ended:
 
 
 def write_run(
-    folder: Path, model: dict[str, Any], form: str, attention: str, data: str, *, export: bool = True
+    folder: Path, model: dict[str, Any], form: str, attention: str, data: str, *, export: bool = True, preset: str = ""
 ) -> Path:
-    """run.yaml and ds.json of a cell; returns the former."""
-    (folder / "ds.json").write_text(json.dumps(FORMS[form]))
+    """run.yaml and ds.json of a cell; returns the former. `preset`: expert_parallel.preset_model."""
+    tree = FORMS[form]
+    if preset:
+        tree = {**tree, "expert_parallel": {**tree["expert_parallel"], "preset_model": preset}}
+    (folder / "ds.json").write_text(json.dumps(tree))
     run = {
         "deepspeed": str(folder / "ds.json"),
         "model": {"config": model, "attention": attention},

@@ -77,6 +77,9 @@ def _small_fields(config: Any) -> dict[str, Any]:
 
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_ZAMBA = {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2, "mamba_d_state": 8,
+          "num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16}  # fmt: skip
 _GEMMA4 = {"head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2}
 _DECODER = {"is_decoder": True}  # without it a BERT reads its labels
 _DECODERS = [
@@ -100,10 +103,25 @@ _DECODERS = [
 _OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"n_group": 1, "num_experts_per_tok": 2},
     "bamba": _MAMBA,
+    "blt": {"vocab_size": 512},
     "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _ROPE),
+    },
     "cpmant": {"dim_ff": 64, "dim_head": 8},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 0,
+        "intermediate_size": 64,
+        "laurel_rank": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": None,
+    },
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
@@ -112,9 +130,34 @@ _OWN: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "hc_lowrank": 8,
+        "ple_embed_dim": 16,
+        "ngram_vocab_size_base": 512,
+        "heads_per_ngram": 2,
+        "split_ngram_parts": 4,
+    },
+    "reformer": {
+        "is_decoder": True,
+        "vocab_size": 512,
+        "axial_pos_embds": False,
+        "attention_head_size": 8,
+        "attn_layers": ["local", "local"],
+        "local_attn_chunk_length": 8,
+    },
     "roc_bert": {
         "shape_vocab_size": 16,
         "shape_embed_dim": 16,
@@ -122,6 +165,17 @@ _OWN: dict[str, dict[str, Any]] = {
         "pronunciation_embed_dim": 16,
     },
     "xmod": {"default_language": "en_XX"},
+    "zamba": {**_ZAMBA, "mamba_dt_rank": 4},
+    "zamba2": {
+        **_ZAMBA,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "num_mem_blocks": 1,
+        "adapter_rank": 8,
+        "use_mem_eff_path": False,
+    },
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
     family: {**(_DECODER if family in _DECODERS else {}), **_OWN.get(family, {})} for family in {*_DECODERS, *_OWN}

@@ -22,7 +22,8 @@ steps. `python -m tools.families` runs it (two hours, or in pieces) and writes [
 which holds each outcome with its date, versions and reason; `python -m tools.families --table` makes this page of it.
 """
 _LEGEND = """\
-yes: ten steps, and parity passes. A number: refused with the reason below (a message and exit code 2), or no tiny model
+yes: ten steps, and parity passes; with a name: with that `expert_parallel.preset_model`, which the refusal without one
+offers. A number: refused with the reason below (a message and exit code 2), or no tiny model
 of the family could be made. not run: no result yet. -: a model without experts. What is printed **so** is a fault.
 """
 
@@ -84,7 +85,7 @@ def _cell(rows: Rows, family: str, form: str, reasons: dict[str, int]) -> str:
 
 def _word(row: dict[str, Any], reasons: dict[str, int]) -> str:
     if row["outcome"] == "passes":
-        return "yes"
+        return f"yes (`{row['preset']}`)" if row.get("preset") else "yes"
     reason = _general(row)
     number = f"({reasons.setdefault(reason, len(reasons) + 1)})"
     return number if row["outcome"] in ("refused", "no tiny model") else f"**{row['outcome']}** {number}"
