@@ -32,6 +32,13 @@ def load_config(model: ModelConfig, *, trust_remote_code: bool = False) -> PreTr
     Code that a folder carries runs with `trust_remote_code` only; no key of a run sets it.
     """
     config = _given_config(model, trust_remote_code=trust_remote_code)
+    try:
+        config.get_text_config()
+    except ValueError:  # MusicGen: an encoder's and a decoder's, and transformers does not choose
+        raise ModelError(
+            f"model: the configuration of a {config.model_type} model holds several text models, and which of them "
+            "trains is not known here. Name one of them by itself."
+        ) from None
     if model.vocabulary is not None:
         config.get_text_config().vocab_size = model.vocabulary
     return config

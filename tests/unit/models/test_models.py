@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import ModelError
+from llmtrain.errors import ModelError, UserError
 from llmtrain.models import varlen
 from llmtrain.models.build import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel, from_host, to_host
@@ -273,3 +273,40 @@ def test_sdpa_is_refused_where_scores_are_capped(monkeypatch: pytest.MonkeyPatch
         construct(config, "sdpa", torch.float32)
     config.attn_logit_softcapping = None
     construct(config, "sdpa", torch.float32)
+
+
+NO_SIZES = {"blt": "has no hidden_size, so the sizes", "musicgen": "holds several text models",
+            "musicgen_melody": "holds several text models"}  # fmt: skip
+
+
+def told_of(model_type: str) -> str:
+    """What `config check` says of a model of this type with its default sizes, before it looks at data."""
+    from llmtrain.config.resolve import resolve
+    from llmtrain.config.run import DataConfig, RunConfig, TrainConfig
+    from llmtrain.models.run.check import check_model
+
+    run = RunConfig(
+        deepspeed="ds_configs/zero1_fp32.json",
+        model=ModelConfig(config={"model_type": model_type}),
+        data=DataConfig(path="data", sequence_length=32),
+        train=TrainConfig(global_batch=2, micro_batch=2, max_steps=1),
+    )
+    try:
+        spec, _ = check_model(resolve(run, 1))
+        _ = spec.facts, spec.frozen
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("model_type", NO_SIZES)
+def test_a_type_whose_configuration_is_of_several_models_is_refused_with_a_sentence(model_type: str) -> None:
+    assert NO_SIZES[model_type] in told_of(model_type)
+
+
+@pytest.mark.slow
+def test_no_model_type_of_transformers_makes_a_check_end_in_a_traceback() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        told_of(model_type)
