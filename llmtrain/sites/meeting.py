@@ -18,7 +18,6 @@ AGAIN_S = 0.5
 _ASK_S, _JOINS_S = 0.1, 10.0
 """Of one question at least; and of one whose site waits for as long as it takes."""
 _LONGEST_S = 30.0
-"""Of one question: ranks that do not ask wait for it in a collective, whose limit is a multiple of it."""
 _SAID_S = 1.0
 """Who comes so soon was not waited for."""
 _HEARD_S = 2.0
@@ -40,8 +39,23 @@ class Meetings:
     would else train side by side for ever, each sure that nobody is there.
     """
 
-    def __init__(self, ranks: Ranks, members: Members | None, site: str, run: str, common: Mapping[str, Any]) -> None:
-        """`members`: on rank 0. `site`: this one's id. `run`: checksum of `common`."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        members: Members | None,
+        site: str,
+        run: str,
+        common: Mapping[str, Any],
+        longest_s: float = _LONGEST_S,
+    ) -> None:
+        """
+        Args:
+            members: on rank 0.
+            site: this one's id.
+            run: checksum of `common`.
+            longest_s: of one question to the coordinator: ranks that do not ask wait for it in a collective.
+        """
+        self._longest_s = min(longest_s, _LONGEST_S)
         self._ranks, self._members, self._site, self._run, self._common = ranks, members, site, run, common
         self.before: list[str] = []
         """Names of those that took part in the last round."""
@@ -75,7 +89,8 @@ class Meetings:
             told = [each for each in told if each.run == self._run]
             busy = [each.site for each in members if self._in_commit(each)]
             absent = busy if len(told) > 1 and not joins else busy + heard
-            waits = not late and (len(told) < least or bool(absent and (joins or len(told) == 1)))
+            unheard = all(each.id != self._site for each in told)  # somebody has spoken under this site's id
+            waits = not late and (unheard or len(told) < least or bool(absent and (joins or len(told) == 1)))
             if not (late or waits):
                 if not self.missed or len(told) >= len(self.before):
                     return told
@@ -109,7 +124,9 @@ class Meetings:
         while True:
             members, heard, late = self._ask(said, deadline_s, expected=told)
             if late:
-                raise RoundFailed(late)
+                if from_rank_0(self._ranks, lambda: time.monotonic() > deadline_s):
+                    raise RoundFailed(late)
+                continue
             votes: dict[str, set[str]] = {}
             for member in members:
                 theirs = member.said
@@ -200,7 +217,7 @@ class Meetings:
             assert self._members is not None
             members, wrong, late = [], "", False
             try:
-                members = self._members.meet(said, min(max(deadline_s - time.monotonic(), _ASK_S), _LONGEST_S))
+                members = self._members.meet(said, min(max(deadline_s - time.monotonic(), _ASK_S), self._longest_s))
             except MembersError as error:
                 wrong, late = str(error), error.late
             here = {each.id for each in members}

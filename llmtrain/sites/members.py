@@ -24,7 +24,7 @@ from llmtrain.foreign import shown
 
 SILENT_S = 5.0
 """As the lighthouse's heartbeat_timeout_ms: a site that is silent for longer is left out."""
-_STATUS_S = 10.0
+_STATUS_S = 5.0
 _PAGE_BYTES = 1 << 20
 _MEMBER = re.compile(r"<b>(.*?)</b>.*?Step: (-?\d+).*?TCPStore: (\S*) <br/>.*?World size: (\d+)", re.DOTALL)
 _HEARTBEAT = re.compile(r"^\s*(\S+:[0-9a-f]{8}): seen ([0-9.e+-]+)s ago", re.MULTILINE)
@@ -155,9 +155,7 @@ class TorchftMembers:
     def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
         """See `Members`."""
         box: dict[str, Any] = {}
-        if self._beating is None:
-            self._beating = threading.Thread(target=self._beat, name="sites-heartbeat", daemon=True)
-            self._beating.start()
+        self._live()
         self._last = {**self._last, **said}
 
         def ask() -> None:
@@ -195,6 +193,12 @@ class TorchftMembers:
         self._closed.set()
         if self._beating is not None:  # one that comes back from torchft when Python is ending aborts the process
             self._beating.join(2 * _CALL_S)
+
+    def _live(self) -> None:
+        """From here on the others wait for this site."""
+        if self._beating is None:
+            self._beating = threading.Thread(target=self._beat, name="sites-heartbeat", daemon=True)
+            self._beating.start()
 
     def _beat(self) -> None:
         while not self._closed.wait(_HEARTBEAT_S):

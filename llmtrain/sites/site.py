@@ -102,7 +102,7 @@ class Site:
             keys, self._server, self._members = opened(settings, ranks.rank, run, self.id, served, members)
         self._addresses = from_all(ranks, self._server.address)
         self._exchange = Exchange(net, self._shard, self.id, run, form, keys, self._every + settings.max_alone_steps)
-        self._meetings = Meetings(net, self._members, self.id, run, common)
+        self._meetings = Meetings(net, self._members, self.id, run, common, settings.timeout_s)
         self._newest: Newest | None = None
         if alone:
             self._newest = Newest(ranks, self._shard, self._exchange, self._server, form, tell, settings)

@@ -20,6 +20,7 @@ import sys, time
 from llmtrain.sites import members
 members._HEARTBEAT_S = 0.01
 site = members.TorchftMembers(sys.argv[1], "north:0123abcd", 10.0)
+site._live()
 time.sleep(0.3)
 site.close()
 """

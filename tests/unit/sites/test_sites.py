@@ -731,7 +731,7 @@ def test_sites_whose_rounds_fall_at_different_times_meet_again(joined, monkeypat
 
     at_once(lambda: trained("a"), lambda: trained("b"))
     rounds = [(kind, each.get("participants"), each.get("reason")) for kind, each in made["b"][2][apart[0] :]]
-    assert ended.is_set() and len(rounds) <= 4, rounds
+    assert ended.is_set() and len(rounds) <= 6, rounds
 
 
 def test_a_site_alone_beside_one_that_is_there_waits_says_so_and_makes_no_outer_step(joined, monkeypatch, capsys):
@@ -794,7 +794,7 @@ class Stranger:
 def test_a_state_ahead_of_all_that_one_peer_claims_is_refused_and_named(joined, names, said, why, capsys) -> None:
     """One message of round 2^50 with a constant model was taken by both sites."""
     meeting = Meeting(*names)
-    made = [joined(meeting, name, timeout_s=3.0) for name in names]
+    made = [joined(meeting, name, timeout_s=20.0) for name in names]
     begin_all(*(site for site, _, _ in made))
     with Stranger(meeting, made[0][0], "mallory", **said):
         meeting.expected.add("mallory")
@@ -807,9 +807,9 @@ def test_a_state_ahead_of_all_that_one_peer_claims_is_refused_and_named(joined, 
 
 def test_a_site_that_joins_takes_what_most_of_those_that_train_tell(joined) -> None:
     meeting = Meeting("a", "b")
-    made = [joined(meeting, name, timeout_s=3.0) for name in "ab"]
+    made = [joined(meeting, name, timeout_s=20.0) for name in "ab"]
     begin_all(*(site for site, _, _ in made))
-    c, engine, events = joined(meeting, "c", timeout_s=3.0)
+    c, engine, events = joined(meeting, "c", timeout_s=20.0)
     with Stranger(meeting, made[0][0], "mallory", round=3, step=6):
         meeting.expected |= {"c", "mallory"}
         at_once(lambda: c.begin(0, 0, 5.0), *(two_steps(site, engine, 1) for site, engine, _ in made))
