@@ -176,6 +176,10 @@ def _lint(tree: dict[str, Any], path: str, problems: Problems) -> None:
         if isinstance(values, dict) and alias in values and name in values:
             rule = f"it is another name of {section}.{name}, which stands there too"
             problems.add(dotted, values[alias], rule, "keep one of the two", path)
+    if "bf16" in tree and "bfloat16" in tree:
+        problems.add(
+            "bfloat16", tree["bfloat16"], "it is the old name of bf16, which stands there too", "remove it", path
+        )
     stage = lookup(tree, "zero_optimization.stage")
     if type(stage) is int and stage not in (0, 1, 2, 3):
         problems.add("zero_optimization.stage", stage, "ZeRO has the stages 0, 1, 2 and 3", "choose one of them", path)

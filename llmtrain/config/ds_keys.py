@@ -7,9 +7,12 @@ defaults against the installed DeepSpeed, `tests/ranks/test_keys.py` trains with
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
+
+from llmtrain import topology
 
 STAGES = (0, 1, 2, 3)
 """Of ZeRO."""
@@ -82,7 +85,15 @@ def _section(keys: Mapping[str, tuple[str, Any]], **more: Any) -> Section:
     return {name: Key(kind, default, **more) for name, (kind, default) in keys.items()}
 
 
+def _mix(*keys: str) -> Why:
+    """The reason of the table of mixes that names these keys."""
+    rule = next(rule for rule in topology.RULES if rule.keys == keys)
+    return Why(rule.reason, rule.remedy)
+
+
 _ZERO = "zero_optimization"
+_OFFLOADED = _mix(f"{_ZERO}.offload_optimizer.device", f"{_ZERO}.stage")
+_OFFLOADED_PARAMETERS = _mix(f"{_ZERO}.offload_param.device", f"{_ZERO}.stage")
 _QUANTIZED = Why(
     "ZeRO++'s quantized messages have never run here: DeepSpeed compiles CUDA kernels for them as the model is built, "
     "and has none for a CPU",
@@ -93,6 +104,17 @@ _SCALED_BEFORE = Why(
     "remove it (the mean is then made of the sum), or use ZeRO 0 or 1",
 )
 _ZERO_3_ONLY = Why("only ZeRO 3 reads it: it would change nothing", f"set {_ZERO}.stage to 3, or remove it")
+_IN_PART = Why("only ZeRO 3 offloads a part of the optimizer", f"set {_ZERO}.stage to 3, or remove ratio")
+_OWN_LEAVES = Why(
+    "llmtrain makes each block of experts a leaf module itself; with others DeepSpeed 0.19 ended in an error in the "
+    "first backward pass",
+    "remove it",
+)
+_LEAVES = [
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+]
 _NVME = Why("offload to NVMe is not built yet", 'use "cpu" or "none"')
 _FOR_NVME = "only an offload to NVMe reads it, which is not built yet"
 _OWN_CHECKPOINTS = "it is of DeepSpeed's checkpoints, and llmtrain writes its own"
@@ -114,13 +136,17 @@ _ROUTED = Why(
     "experts are routed as the model's own configuration says; otherwise another function would train in silence",
     "remove it, or change the model's configuration",
 )
+_NAMED = Why(
+    "the parts of a block of experts are those that DeepSpeed's preset of the family names; no other is proved",
+    "remove it; preset_model names another preset",
+)
 _EXPERTS_ON_CUDA = Why(
     "it needs CUDA kernels that have never run here",
     "remove it: tokens travel by torch's collectives, and each expert multiplies by torch",
 )
 
 _OFFLOAD_PARAM: Section = {
-    "device": _proved("str", "none", values=(("nvme", _NVME),)),
+    "device": _proved("str", "none", values=(("nvme", _NVME),), at=dict.fromkeys((0, 1, 2), _OFFLOADED_PARAMETERS)),
     "nvme_path": Key("str", None, unread=_FOR_NVME),
     "buffer_count": Key("int", 5, unread=_FOR_NVME),
     "buffer_size": Key("int", 100_000_000, unread=_FOR_NVME),
@@ -128,14 +154,14 @@ _OFFLOAD_PARAM: Section = {
     "pin_memory": Key("bool", True, stages=(3,)),
 }
 _OFFLOAD_OPTIMIZER: Section = {
-    "device": _proved("str", "none", values=(("nvme", _NVME),)),
+    "device": _proved("str", "none", values=(("nvme", _NVME),), at={0: _OFFLOADED}),
     "nvme_path": Key("str", None, unread=_FOR_NVME),
     "buffer_count": Key("int", 4, unread=_FOR_NVME),
     "pin_memory": Key("bool", True, stages=(1, 2, 3)),
     "pipeline_read": Key("bool", False, unread=_FOR_NVME),
     "pipeline_write": Key("bool", False, unread=_FOR_NVME),
     "fast_init": Key("bool", False, unread=_FOR_NVME),
-    "ratio": Key("num", 1.0, stages=(3,)),
+    "ratio": Key("num", 1.0, at=dict.fromkeys((0, 1, 2), _IN_PART), stages=(3,)),
     "super_offload": Key(
         "bool",
         False,
@@ -177,16 +203,16 @@ _ZERO_KEYS: Section = {
         refused=Why("ZenFlow brings its own optimizer and is not built yet", "remove the section"),
     ),
     "sub_group_size": Key("int", 1_000_000_000, stages=(3,)),
-    "cpu_offload_param": _proved("bool", None),
+    "cpu_offload_param": _proved("bool", None, same=(False,), at=dict.fromkeys((0, 1, 2), _OFFLOADED_PARAMETERS)),
     "cpu_offload_use_pin_memory": Key("bool", None, unread="DeepSpeed 0.19 does not read it: pin_memory says it"),
-    "cpu_offload": _proved("bool", None),
+    "cpu_offload": _proved("bool", None, same=(False,), at={0: _OFFLOADED}),
     "stage3_prefetch_bucket_size": Key("int", 50_000_000, stages=(3,)),
     "stage3_param_persistence_threshold": Key("int", 100_000, stages=(3,)),
     "stage3_model_persistence_threshold": Key("int", 2**63 - 1, stages=(3,)),
     "stage3_max_live_parameters": Key("int", 1_000_000_000, stages=(3,)),
     "stage3_max_reuse_distance": Key("int", 1_000_000_000, stages=(3,)),
     "stage3_gather_16bit_weights_on_model_save": Key("bool", False, unread=_OWN_CHECKPOINTS),
-    "stage3_module_granularity_threshold": Key("int", 0, stages=(3,)),
+    "stage3_module_granularity_threshold": Key("int", 0, refused=_OWN_LEAVES),
     "stage3_use_all_reduce_for_fetch_params": Key("bool", False, stages=(3,)),
     "stage3_allgather_sequential": Key("bool", False, stages=(3,)),
     "stage3_gather_fp16_weights_on_model_save": Key("bool", False, unread=_OWN_CHECKPOINTS),
@@ -217,9 +243,9 @@ _ZERO_KEYS: Section = {
         refused=Why("without an offload to NVMe, Muon's momentum is in memory anyway", "remove it"),
     ),
     "leaf_module": {
-        "classes": Key("list", None, stages=(3,)),
-        "names": Key("list", [], stages=(3,)),
-        "name_suffixes": Key("list", [], stages=(3,)),
+        "classes": Key("list", _LEAVES, refused=_OWN_LEAVES),
+        "names": Key("list", [], refused=_OWN_LEAVES),
+        "name_suffixes": Key("list", [], refused=_OWN_LEAVES),
     },
 }
 
@@ -280,11 +306,11 @@ _EXPERT_PARALLEL: Section = {
             "it checks experts under DeepSpeed's own tensor parallelism, which do not go together", "remove it"
         ),
     ),
-    "async_split_plan": Key("bool", False),
+    "async_split_plan": Key("bool", False, refused=_EXPERTS_ON_CUDA),
     "preset_model": _proved("str", None),
-    "moe_layer_pattern": _proved("str", None),
-    "expert_pattern": _proved("str", None),
-    "router_pattern": _proved("str", None),
+    "moe_layer_pattern": Key("str", None, refused=_NAMED),
+    "expert_pattern": Key("str", None, refused=_NAMED),
+    "router_pattern": Key("str", None, refused=_NAMED),
     "use_grouped_mm": Key("bool", True),
     "disable_triton_grouped_mm": Key("bool", False),
     "route_norm": Key("bool", None, refused=_ROUTED),
@@ -305,19 +331,15 @@ _EXPERT_PARALLEL: Section = {
         "num", None, refused=Why("the model's own router_aux_loss_coef balances its experts", "remove it")
     ),
     "routed_scaling_factor": Key("any", "auto", refused=_ROUTED),
-    "expert_w1": _proved("str", None),
-    "expert_w2": _proved("str", None),
-    "expert_w3": Key(
-        "str",
-        None,
-        refused=Why("experts are read where gate and up projection are one tensor (expert_w1)", "remove it"),
-    ),
-    "num_experts_attr": _proved("str", None),
-    "top_k_attr": _proved("str", None),
-    "has_shared_experts": _proved("bool", None),
-    "shared_experts_pattern": _proved("str", None),
-    "shared_experts_gate_pattern": _proved("str", None),
-    "expert_activation": _proved("str", None),
+    "expert_w1": Key("str", None, refused=_NAMED),
+    "expert_w2": Key("str", None, refused=_NAMED),
+    "expert_w3": Key("str", None, refused=_NAMED),
+    "num_experts_attr": Key("str", None, refused=_NAMED),
+    "top_k_attr": Key("str", None, refused=_NAMED),
+    "has_shared_experts": Key("bool", None, refused=_NAMED),
+    "shared_experts_pattern": Key("str", None, refused=_NAMED),
+    "shared_experts_gate_pattern": Key("str", None, refused=_NAMED),
+    "expert_activation": Key("str", None, refused=_NAMED),
 }
 
 _AUTOTUNING: Section = {
@@ -411,8 +433,12 @@ KEYS: Section = {
         "synchronize_checkpoint_boundary": Key("bool", False, refused=Why(_RECOMPUTED, "remove it or set it to false")),
     },
     "pipeline": {
-        "stages": _proved("int", "auto"),
-        "partition": _proved("any", "best"),
+        "stages": _proved(
+            "int", "auto", same=(1,), at=dict.fromkeys((2, 3), _mix("pipeline.stages", "zero_optimization.stage"))
+        ),
+        "partition": _proved(
+            "any", "best", at=dict.fromkeys((2, 3), _mix("pipeline.stages", "zero_optimization.stage"))
+        ),
         "seed_layers": Key("bool", False, refused=_PIPELINE_OF_DEEPSPEED),
         "activation_checkpoint_interval": Key(
             "int",
@@ -674,3 +700,27 @@ REMOVED: dict[str, str] = {
     "zero_optimization.zeropp_loco_param": "remove it",
 }
 """Keys that DeepSpeed 0.19 removed -> what to do instead."""
+
+
+def markdown() -> str:
+    """The table of docs/deepspeed.md: every key at every ZeRO stage, and below it why some are refused."""
+    lines = ["| key | DeepSpeed's default | ZeRO 0 | 1 | 2 | 3 |", "|---|---|---|---|---|---|"]
+    notes: list[Why] = []
+
+    def number(why: Why) -> str:
+        if why not in notes:
+            notes.append(why)
+        return f"({notes.index(why) + 1})"
+
+    for dotted, key in leaves():
+        cells = []
+        for stage in STAGES:
+            why = key.refused or key.at.get(stage)
+            cells.append(f"refused {number(why)}" if why else key.effect)
+        single = [f"`{json.dumps(value)}` refused {number(why)}" for value, why in key.values]
+        name = ", ".join([f"`{dotted}`", *single])
+        default = "" if key.default is None else f"`{json.dumps(key.default)}`"
+        lines.append(f"| {name} | {default} | {' | '.join(cells)} |")
+    lines.append("")
+    lines += [f"{number}. {why.rule}. Remedy: {why.remedy}." for number, why in enumerate(notes, 1)]
+    return "\n".join(lines) + "\n"

@@ -1,7 +1,8 @@
-"""What of the docs is generated: the fields, from the dataclasses and their docstrings (help text, too), and the mixes.
+"""What of the docs is generated: the fields, from the dataclasses and their docstrings (help text, too), the keys of
+DeepSpeed's JSON, and the mixes.
 
-`python -m llmtrain.config.reference docs` rewrites the parts between markers of configuration.md, parallelism.md and
-posttraining.md.
+`python -m llmtrain.config.reference docs` rewrites the parts between markers of configuration.md, deepspeed.md,
+parallelism.md and posttraining.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from llmtrain import topology
-from llmtrain.config import together
+from llmtrain.config import ds_keys, together
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
 
@@ -111,6 +112,7 @@ def markdown() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": markdown,
+    "deepspeed.md": ds_keys.markdown,
     "parallelism.md": topology.markdown,
     "posttraining.md": together.markdown,
 }

@@ -152,15 +152,15 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
     tree: dict[str, Any] = {"zero_optimization": zero, **case.extra}
     if case.pipeline > 1:
         partition = list(case.partition) if isinstance(case.partition, tuple) else case.partition
-        tree["pipeline"] = {"stages": case.pipeline, "partition": partition}
+        tree["pipeline"] = {"partition": partition, **tree.get("pipeline", {}), "stages": case.pipeline}
     if case.tensor > 1:
-        tree["tensor_parallel"] = {"autotp_size": case.tensor}
+        tree["tensor_parallel"] = {**tree.get("tensor_parallel", {}), "autotp_size": case.tensor}
     if case.sequence > 1:
         tree["sequence_parallel_size"] = case.sequence
     if case.expert > 1:
         own = case.extra.get("expert_parallel", {})
         tree["expert_parallel"] = {"enabled": True, "autoep_size": case.expert, **own}
-    if case.precision != "fp32":
+    if case.precision != "fp32" and "bfloat16" not in tree:  # bf16's old name
         tree[case.precision] = {**case.extra.get(case.precision, {}), "enabled": True}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ds.json"
@@ -258,6 +258,8 @@ class Trace:
     losses: list[float]
     norms: list[float]
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    kept: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Of plain PyTorch, before the steps that its caller named."""
 
 
 def one_step(
@@ -329,10 +331,13 @@ def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
 
 
 def plain_pytorch(
-    case: Case, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = mean_cross_entropy, model: Any = None
+    case: Case,
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = mean_cross_entropy,
+    model: Any = None,
+    keep_before: tuple[int, ...] = (),
 ) -> Trace:
     """The reference: transformers' model and logits, torch's AdamW, one process, one batch, fp32. `model`: in place of
-    the case's."""
+    the case's. `keep_before`: steps, for `Trace.kept`."""
     model = plain_model(case) if model is None else model
     matrices = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
     vectors = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
@@ -348,6 +353,8 @@ def plain_pytorch(
     trace = Trace([], [])
     for step, batch in zip(range(case.steps), batches(case, (0, 1), 1), strict=False):
         (micro,) = batch.micro_batches
+        if step in keep_before:
+            trace.kept[step] = {name: p.detach().clone() for name, p in model.named_parameters()}
         output = model(input_ids=micro.inputs, position_ids=micro.positions, use_cache=False)
         loss = loss_of(output.logits, micro.labels)
         optimizer.zero_grad()

@@ -233,6 +233,11 @@ CASES = [
         ds={"zero_optimization": {"stage3_max_live_parameters": 1, "max_live_parameters": 2}},
     ),
     Wrong(
+        "one section under both its names",
+        ("bfloat16 = {", "the old name of bf16, which stands there too", "remove it"),
+        ds={"bfloat16": {"enabled": False}},
+    ),
+    Wrong(
         "a number that JSON does not have",
         ('gradient_clipping = "NaN"', "ds.json, line 1", "numbers are finite", "write a finite number"),
         ds='{"train_batch_size": 8, "gradient_clipping": NaN}',

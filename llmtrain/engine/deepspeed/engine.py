@@ -141,7 +141,8 @@ class ZeroEngine:
             self._refuse_lost_gradients()
             self._must_look = False
         try:
-            self._optimizer_step()
+            with self._scale_of_the_gradients():
+                self._optimizer_step()
         except Exception as error:  # DeepSpeed raises no class of its own here (fp16/loss_scaler.py)
             if "loss scale already at minimum" not in str(error):
                 raise
@@ -152,6 +153,26 @@ class ZeroEngine:
         progress.mark()
         optimizer = self.deepspeed.optimizer
         return Update(skipped=bool(optimizer.overflow), grad_norm=optimizer._global_grad_norm)
+
+    @contextlib.contextmanager
+    def _scale_of_the_gradients(self) -> Iterator[None]:
+        """In which a dynamic loss scale does not grow (fp16): it grows at the end.
+
+        DeepSpeed 0.19.8 lets it grow before it divides the gradients by it (zero/stage_1_and_2.py and stage3.py, step):
+        the step after `loss_scale_window` good ones was taken with half of its gradient, and ZeRO 3 told half its norm.
+        """
+        scaler = self._scaler()
+        if scaler is None:
+            yield
+            return
+        theirs, grown = scaler.update_scale, []
+        scaler.update_scale = lambda overflow: theirs(overflow) if overflow else grown.append(overflow)
+        try:
+            yield
+        finally:
+            del scaler.update_scale
+        for overflow in grown:
+            theirs(overflow)
 
     def _optimizer_step(self) -> None:
         self.deepspeed.step()

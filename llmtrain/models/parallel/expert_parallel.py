@@ -274,7 +274,8 @@ def _filled(section: dict[str, Any], mix: Mix, device: torch.device) -> dict[str
     # torch's grouped product is there for bf16 on CUDA; DeepSpeed's own step after it is a Triton kernel, which no CPU
     # runs (moe/ep_experts.py, apply_expert_activation). The loop over experts computes the same.
     grouped = device.type == "cuda" and mix.precision == "bf16"
-    return {"use_grouped_mm": grouped, **section, "enabled": True, "autoep_size": mix.degrees.expert}
+    grouped &= section.get("use_grouped_mm", True)
+    return {**section, "use_grouped_mm": grouped, "enabled": True, "autoep_size": mix.degrees.expert}
 
 
 def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], rank: int) -> None:

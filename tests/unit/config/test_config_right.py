@@ -90,7 +90,7 @@ def test_what_nothing_reads_is_noted(here: Path) -> None:
         "zero_optimization": {"sub_group_size": 1e6, "stage3_max_reuse_distance": 1e9, "round_robin_gradients": False},
         "aio": {"block_size": 1048576, "queue_depth": 32},
         "pipeline": {"partition": "uniform", "pipe_partitioned": False},
-        "expert_parallel": {"autoep_size": 1, "async_split_plan": True},
+        "expert_parallel": {"autoep_size": 1, "preset_model": "mixtral"},
         "vocabulary_size": 512,
     }
     notes = [note.removeprefix("ds.json: ") for note in loaded(here, None, ds).notes]
@@ -101,7 +101,7 @@ def test_what_nothing_reads_is_noted(here: Path) -> None:
         "aio.queue_depth: no effect: only an offload to NVMe reads it, which is not built yet",
         "vocabulary_size: no effect: DeepSpeed warns of sizes by it, and no more",
         "pipeline.partition: no effect: pipeline.stages is not above 1",
-        "expert_parallel.async_split_plan: no effect: expert_parallel.autoep_size is not above 1",
+        "expert_parallel.preset_model: no effect: expert_parallel.autoep_size is not above 1",
     ]
 
 
