@@ -50,9 +50,8 @@ class Zero3State(State):
         self.gather()
 
     def part(self) -> None:
-        """What is gathered would be taken for up to date, and so would copies near by (zero_hpz_partition_size)."""
+        """What is gathered would be taken for up to date."""
         self.optimizer._partition_all_parameters()
-        self.optimizer.invalidate_secondary_tensor()
 
     def gather(self) -> None:
         """Small parameters stay gathered between steps: the partitions alone would leave them as they were."""
