@@ -214,7 +214,8 @@ def _turns(
 ) -> None:
     """The rounds of some contestants, into `results`."""
     context = mp.get_context("spawn")
-    processes, pipes = {}, {}
+    processes: dict[str, Any] = {}
+    pipes: dict[str, Any] = {}
     here = list(names)
 
     def ask(name: str, word: str | None) -> Any:
