@@ -28,7 +28,8 @@ def _other_manifest(key: str, value: Any) -> Callable[[Path], None]:
 
 
 def _swapped_shards(folder: Path) -> None:
-    write_prepared(folder / "data/two", [[list(range(1, 400))], [list(range(2, 401))]], [], vocab_size=512)
+    documents = [[list(range(1, 400))], [list(range(2, 401))]]
+    write_prepared(folder / "data/two", documents, documents, vocab_size=512)
     path = folder / "data/two/manifest.json"
     manifest = json.loads(path.read_text())
     manifest["shards"]["train"].reverse()

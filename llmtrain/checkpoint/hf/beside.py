@@ -219,5 +219,6 @@ def _keep_config(path: Path, source: Mapping[str, Any], files: WeightFiles, dtyp
         unchanged = False
     if not same:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        for_older_readers(config)
     if not same or not unchanged:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
