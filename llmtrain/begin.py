@@ -11,6 +11,7 @@ import torch
 from llmtrain import log, units
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.batch import Batch
+from llmtrain.config.deepspeed import FP32_BY_AUTO
 from llmtrain.config.dump import dump
 from llmtrain.config.run import RunConfig
 from llmtrain.dist.device import device_name
@@ -39,8 +40,9 @@ def announce(
 ) -> None:
     """Print on rank 0 what is about to run, and `lines`."""
     frozen = f" ({units.count(sizes.trained)} trained)" if sizes.trained < sizes.parameters else ""
+    by_auto = ' (by the JSON\'s "auto")' if any(FP32_BY_AUTO in line for line in lines) else ""
     log.info(
-        f"{units.count(sizes.parameters)} parameters{frozen}, {mix.precision}, ZeRO {mix.zero_stage}, "
+        f"{units.count(sizes.parameters)} parameters{frozen}, {mix.precision}{by_auto}, ZeRO {mix.zero_stage}, "
         f"{units.counted(mix.degrees.world_size, 'rank')} on {device_name(device)}; "
         f"{units.count(batch.tokens)} tokens a step ({batch.global_batch} sequences of {batch.sequence_length}: "
         f"micro-batch {batch.micro_batch} x accumulation {batch.accumulation} x {batch.data_parallel} data-parallel "

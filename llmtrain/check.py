@@ -17,9 +17,11 @@ from llmtrain.config.objective import wants_column
 from llmtrain.config.problems import closest, stop
 from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
+from llmtrain.topology import Degrees
 
 if TYPE_CHECKING:  # torch is for those who ask
-    from llmtrain.models.spec import ModelSpec
+    from llmtrain.data.loader import TrainData
+    from llmtrain.models.spec import ModelFacts, ModelSpec
 
 USAGE = """\
 usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N] [--data]
@@ -66,7 +68,50 @@ def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
         data.take_teacher(data.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision))
     if starts_from_model(run):
         check_weights(spec)
+    notes = (*notes, *_epochs(resolved, data), *_too_large(resolved, spec))
     return replace(resolved, notes=(*resolved.notes, *notes)), spec
+
+
+_MANY_EPOCHS = 1.5
+"""Beyond these the run's start says how often it reads its data: 96 times over 671 tokens looked like any other run."""
+_NO_DEVICE_BYTES = 2 << 40
+"""Of a rank's weights, gradients and optimizer state: no accelerator has that, and no host's share for one either."""
+
+
+def _epochs(resolved: ResolvedRun, data: TrainData) -> list[str]:
+    if resolved.max_steps is None:
+        return []
+    told = data.epochs(resolved.max_steps * resolved.batch.global_batch)
+    return [
+        f"{times:.3g} epochs of {folder}, whose training split has {units.count(tokens)} tokens"
+        for folder, times, tokens in told
+        if times >= _MANY_EPOCHS
+    ]
+
+
+def state_bytes(resolved: ResolvedRun, facts: ModelFacts) -> tuple[float, float]:
+    """About how much weights, gradients, masters and moments take: in all, and on one rank. Activations come on top."""
+    mix, degrees = resolved.mix, resolved.degrees
+    wide = 2 if mix.precision != "fp32" else 4
+    moments = (1 if resolved.optim.name == "lion" else 2) * (2 if mix.bf16_moments else 4)
+    optimizer = facts.trained * (moments + (0 if mix.precision == "fp32" else 4))
+    weights, gradients = facts.parameters * wide, facts.trained * wide
+    own = degrees.pipeline * degrees.tensor
+    shards = degrees.world_size // own
+    shared = {"optimizer": 1, "gradients": 2, "weights": 3}
+    parts = {"optimizer": optimizer, "gradients": gradients, "weights": weights}
+    of_a_rank = (held / own / (shards if mix.zero_stage >= shared[kind] else 1) for kind, held in parts.items())
+    return weights + gradients + optimizer, sum(of_a_rank)
+
+
+def _too_large(resolved: ResolvedRun, spec: ModelSpec) -> list[str]:
+    _, of_a_rank = state_bytes(resolved, spec.facts)
+    if of_a_rank < _NO_DEVICE_BYTES:
+        return []
+    return [
+        f"{units.count(spec.facts.parameters)} parameters: {units.size(of_a_rank)} of weights, gradients and optimizer "
+        "state on each rank, which no device holds; correct the model's sizes, or use ZeRO 3 on more ranks"
+    ]
 
 
 def main(argv: list[str]) -> int:
@@ -99,8 +144,8 @@ def main(argv: list[str]) -> int:
         print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")
         print(summary(resolved))
     else:
-        resolved, _ = examine(with_base(resolved))
-        print(summary(resolved))
+        resolved, spec = examine(with_base(resolved))
+        print(summary(resolved, spec.facts))
         if reads_data:
             print(_read_data(resolved))
         print(f"ok: {yaml_path} with {resolved.run.deepspeed}")
@@ -120,8 +165,9 @@ def _read_data(resolved: ResolvedRun) -> str:
     return f"data:    {units.counted(len(files), 'file')}, {size}: as the checksums of their manifests say{without}"
 
 
-def summary(resolved: ResolvedRun) -> str:
-    """The batch equation solved, the length, the way of computing, and the notes: a few lines."""
+def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
+    """The batch equation solved, the length, the way of computing, the model's size where that is known, and the notes:
+    a few lines."""
     train, batch, mix = resolved.run.train, resolved.batch, resolved.mix
     lines = [f"batch:   {batch.equation()} ({units.count(batch.tokens)} tokens a step)"]
     if resolved.max_steps is not None:
@@ -135,8 +181,22 @@ def summary(resolved: ResolvedRun) -> str:
     ways += [f"offload of {' and '.join(offload)}"] if offload else []
     kept = " without attention" if mix.keep_attention else ""
     ways += [f"activation checkpointing{kept}"] if mix.recomputes else []
-    lines += [f"compute: {', '.join(ways)}", f"run dir: {train.run_dir}"]
+    lines += [f"compute: {', '.join(ways)}", f"ranks:   {_ranks(resolved.degrees)}"]
+    if facts is not None:
+        whole, of_a_rank = map(units.size, state_bytes(resolved, facts))
+        held = "weights, gradients and optimizer state"
+        lines.append(f"model:   {units.count(facts.parameters)} parameters; {held} {whole}, {of_a_rank} a rank")
+    lines.append(f"run dir: {train.run_dir}")
     return "\n".join([*lines, *(f"note:    {note}" for note in resolved.notes)])
+
+
+def _ranks(degrees: Degrees) -> str:
+    """The world size as the product of its degrees."""
+    shared = {"pipeline": degrees.pipeline, "sequence": degrees.sequence, "tensor": degrees.tensor}
+    ways = [f"{name} {degree}" for name, degree in shared.items() if degree > 1]
+    ways.append(f"data-parallel {degrees.data}")
+    experts = f", {degrees.expert} of the data-parallel ones share the experts" if degrees.expert > 1 else ""
+    return f"{degrees.world_size} = {' x '.join(ways)}{experts}"
 
 
 def _world_size(words: list[str]) -> tuple[int, str, list[str]]:

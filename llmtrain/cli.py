@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import select
@@ -100,8 +99,10 @@ def _let_threads_begin() -> None:
 def _command(name: str) -> Callable[[list[str]], int]:
     """The `main(argv) -> int` of a command."""
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        remedy = f"did you mean `llmtrain {near[0]}`?" if near else f"one of: {', '.join(COMMANDS)}"
+        from llmtrain.config.problems import closest
+
+        near = closest(name, COMMANDS)
+        remedy = f"did you mean `llmtrain {near}`?" if near else f"one of: {', '.join(COMMANDS)}"
         raise UserError(f"there is no command {name!r}: {remedy}")
     return importlib.import_module(COMMANDS[name][0]).main
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import time
 from dataclasses import asdict, replace
 
@@ -12,11 +13,12 @@ from rich.console import Console
 
 from llmtrain import completion
 from llmtrain.cluster.doctor import all_reduce, build_ops, fabric, sites
-from llmtrain.cluster.doctor.checks import Finding, Survey
+from llmtrain.cluster.doctor.checks import Finding, Level, Survey
 from llmtrain.cluster.doctor.quick import MASTER_PORT, Needs, in_order, quick
 from llmtrain.cluster.doctor.report import Report, print_report
 from llmtrain.cluster.hosts.envfile import deepspeed_env_problems
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
+from llmtrain.cluster.launch.plan import NO_PDSH
 from llmtrain.config.load import command_words, load, run_words
 from llmtrain.config.run import RunConfig
 from llmtrain.optimizers import OPTIMIZERS
@@ -66,6 +68,17 @@ def _deepspeeds_own_file(survey: Survey) -> list[Finding]:
     return [Finding(host=first, check="env", level="red", what=what, fix=fix) for what, _, fix in parts]
 
 
+def _launcher(survey: Survey) -> list[Finding]:
+    """What `llmtrain launch` needs here to start other hosts; within a Slurm job srun may start them."""
+    if survey.alone or shutil.which("pdsh") is not None:
+        return []
+    what, fix = NO_PDSH
+    if in_slurm := "SLURM_JOB_ID" in os.environ:
+        fix = f"{fix}, or start with `llmtrain launch --launcher slurm`"
+    level: Level = "yellow" if in_slurm else "red"
+    return [Finding(host=survey.hosts[0].name, check="ssh", level=level, what=f"here: {what}", fix=fix)]
+
+
 def main(argv: list[str]) -> int:
     """0: no red cell. 1: a red cell. Raises ConfigError for the hostfile, the configuration and the command line."""
     parser = _parser()
@@ -85,7 +98,8 @@ def main(argv: list[str]) -> int:
     report = quick(hosts, run, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:
         report = _with_ops(report, run, args)
-    report = replace(report, findings=in_order([*report.findings, *_deepspeeds_own_file(report.survey)], hosts))
+    here = [*_deepspeeds_own_file(report.survey), *_launcher(report.survey)]
+    report = replace(report, findings=in_order([*report.findings, *here], hosts))
     if not args.quick and all_reduce.is_worth_it(report.survey):
         report = with_fabric(report, args.ssh_port)
     report = replace(report, elapsed_s=time.monotonic() - started)

@@ -297,7 +297,12 @@ def add_options(parser: argparse.ArgumentParser, usual: Sampling) -> None:
         default=usual.top_p,
         help="among the likeliest tokens that have this probability together",
     )
-    option("--seed", type=int, default=usual.seed, help="seed of the sampling")
+    option(
+        "--seed",
+        type=_number(int, "from 0 to 2^63 - 1", lambda n: 0 <= n < 2**63),
+        default=usual.seed,
+        help="seed of the sampling",
+    )
 
 
 def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool]) -> Callable[[str], Any]:

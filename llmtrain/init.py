@@ -1,4 +1,4 @@
-"""`llmtrain init DIR`: the recipes, the DeepSpeed files and the launch scripts of this version, to start from."""
+"""`llmtrain init DIR`: recipes, DeepSpeed files, launch scripts and pages of this version, to start from."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from llmtrain import completion, log
 from llmtrain.errors import UserError
 
 _SHIPPED = Path(__file__).parent / "shipped"
-"""Of a wheel: files. Of a clone: links to the folders launch/ and ds_configs/ at its top."""
+"""Of a wheel: files. Of a clone: links to the folders launch/, ds_configs/ and docs/ at its top."""
+_LEFT_OUT = (".local", ".png", ".jsonl")
+"""Of a clone's files: what `make` writes for one machine, and figures and raw results, which a wheel has not."""
+_HOSTFILE = "launch/hostfile.local"
 _NEXT = """\
 launch/recipes/   a YAML for each run: copy one and change it
 ds_configs/       DeepSpeed JSON; its README.md says which to take
 launch/           train.py (for `deepspeed` by hand), examples of a hostfile and of an environment, a Slurm script
+{hostfile:<17} {hosts}
+docs/             the pages: quickstart.md comes first, configuration.md has every key, posttraining.md chat data
 to begin:         cd {folder}
                   llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib
-                  llmtrain train --config launch/recipes/quickstart.yaml"""
+                  llmtrain launch --hostfile {hostfile} -- launch/recipes/quickstart.yaml"""
 
 
 def main(argv: list[str]) -> int:
@@ -39,9 +44,13 @@ def main(argv: list[str]) -> int:
         for old, new in pairs:
             new.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(old, new)
+        hostfile = folder / _HOSTFILE
+        if not hostfile.exists():
+            hostfile.write_text(f"localhost slots={len(list(Path('/dev').glob('nvidia[0-9]*'))) or 2}\n")
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}. Give a folder that can be written to.") from None
-    then = _NEXT.format(folder=folder)
+    hosts = f"this machine for `llmtrain launch` ({hostfile.read_text().strip()}); others go into a copy of the example"
+    then = _NEXT.format(folder=folder, hostfile=_HOSTFILE, hosts=hosts)
     if folder.resolve() == Path.cwd():
         then = re.sub(r"cd .*\n +", "", then)
     log.info(f"{len(pairs)} files in {folder}\n{then}")
@@ -49,11 +58,11 @@ def main(argv: list[str]) -> int:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All that a user may copy; `hostfile.local` is what `make` writes for one machine."""
+    """All that a user may copy."""
     found: list[Path] = []
     for path in sorted(folder.iterdir()):
         if path.is_dir() and path.name != "__pycache__":
             found += _files(path)
-        elif path.is_file() and path.suffix != ".local":
+        elif path.is_file() and path.suffix not in _LEFT_OUT:
             found.append(path)
     return found

@@ -69,7 +69,7 @@ class LiveLine:
         from rich.table import Column
 
         words = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-        columns = (BarColumn(bar_width=12), TextColumn("{task.description}", markup=False, table_column=words))
+        columns = (BarColumn(bar_width=8), TextColumn("{task.description}", markup=False, table_column=words))
         self._bar = Progress(
             *columns, console=Console(file=sys.stdout), transient=True, expand=True, auto_refresh=False
         )

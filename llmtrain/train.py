@@ -9,6 +9,7 @@ from llmtrain.base import with_base
 from llmtrain.check import examine
 from llmtrain.cluster import messages
 from llmtrain.cluster.hosts.environment import load_secrets
+from llmtrain.cluster.hosts.here import refuse_missing_hostfile
 from llmtrain.cluster.watch import watched
 from llmtrain.config.deepspeed import let_segments_grow
 from llmtrain.config.in_use import refuse_if_in_use
@@ -24,6 +25,8 @@ def main(argv: list[str]) -> int:
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
     with watched.outcome_reported():
         load_secrets()
+        if "LOCAL_RANK" in os.environ and messages.SUPERVISED not in os.environ:  # `llmtrain launch` has read it
+            refuse_missing_hostfile()
         resolved = load(argv, world_size, source)
         refuse_if_in_use(resolved.run_dir)  # rank 0 takes the folder when all ranks have met: later
         with messages.waiting():  # before the watch begins: a large model takes longer than any stall

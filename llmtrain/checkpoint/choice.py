@@ -8,6 +8,7 @@ from typing import Any
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer
 from llmtrain.checkpoint.gather import whole
+from llmtrain.checkpoint.listing import find_checkpoints
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
 from llmtrain.dist.control import from_all
@@ -56,7 +57,10 @@ def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
         return [], True
     if run.resume == "auto":
         return own, True
-    if Path(run.resume).resolve().parent == folder.checkpoints.resolve():
+    meant = Path(run.resume).resolve()
+    if meant in (folder.path.resolve(), folder.checkpoints.resolve()) and not run.resume_weights_only and own:
+        return own, True  # the run's own folder: as auto
+    if meant.parent == folder.checkpoints.resolve():
         if run.resume_weights_only:
             raise CheckpointError(
                 f"resume: {run.resume} with resume_weights_only begins a new run, but the checkpoint lies in the run "
@@ -65,13 +69,21 @@ def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
         folder.refuse_going_back(run.resume)
         return [Path(run.resume)], True
     if not own:
-        return [Path(run.resume)], False
+        return _named(Path(run.resume)), False
     if _began_from(own) != origin(run):
         raise CheckpointError(
             f"resume: {run.resume}, but {folder.path} holds {own[0].name} of a run that did not begin there. Use "
             "--resume auto to continue that run, or give the new one a train.run_dir of its own."
         )
     return own, True
+
+
+def _named(path: Path) -> list[Path]:
+    """The checkpoints that a path means, newest first: of a run's folder all that are whole, as for other commands."""
+    try:
+        return find_checkpoints(path)
+    except CheckpointError:  # what it lacks is said when it is opened
+        return [path]
 
 
 def origin(run: RunConfig) -> dict[str, Any]:

@@ -310,7 +310,9 @@ def differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") ->
         if isinstance(old, dict) and isinstance(new, dict):
             lines += differences(old, new, f"{path}.")
         elif old != new:
-            lines.append(f"{path}: {old!r} -> {new!r}")
+            lines.append(
+                f"{path}: {'nothing' if old is None else repr(old)} -> {'nothing' if new is None else repr(new)}"
+            )
     return lines
 
 

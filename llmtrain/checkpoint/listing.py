@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import units
+from llmtrain import foreign, units
 from llmtrain.checkpoint.format import (
     MANIFEST,
     TRAINER,
@@ -18,6 +18,7 @@ from llmtrain.checkpoint.format import (
     complete_checkpoints,
     disagreements,
     problems,
+    read_file,
     read_trainer,
     step_folder,
     step_of,
@@ -57,6 +58,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     Raises:
         CheckpointError: there is none.
     """
+    _refuse_data(path)
     found = [path] if (path / MANIFEST).exists() else complete_checkpoints(checkpoints_of(path))
     short = _SHORT_STEP.fullmatch(path.name)
     if not found and short:
@@ -66,6 +68,19 @@ def find_checkpoints(path: Path) -> list[Path]:
         what = "no such folder" if not path.exists() else "it holds no complete checkpoint"
         raise CheckpointError(f"{path}: {what}. Give a run folder, a checkpoint's folder, or RUN/step-N.")
     return found
+
+
+def _refuse_data(path: Path) -> None:
+    """A data folder has a manifest.json, too. Raises CheckpointError."""
+    try:
+        manifest = foreign.loads(read_file(path / MANIFEST))
+    except (OSError, ValueError):  # none, or what is said of a damaged one
+        return
+    if isinstance(manifest, dict) and "data_fingerprint" in manifest and "manifest" not in manifest:
+        raise CheckpointError(
+            f"{path}: is prepared data, and no checkpoint. Give a run folder, a checkpoint's folder, or RUN/step-N; "
+            "`llmtrain data show` shows what is in it."
+        )
 
 
 def checkpoints_of(path: Path) -> Path:
@@ -88,6 +103,7 @@ def rows(path: Path) -> list[Row]:
         CheckpointError: there is nothing.
     """
     folder = checkpoints_of(path)
+    _refuse_data(path)
     if not folder.is_dir():
         return [_row(found) for found in find_checkpoints(path)]
     found = [p for p in folder.iterdir() if p.is_dir() and (step_of(p) is not None or _LEFTOVER.fullmatch(p.name))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,17 +33,22 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.verify import wrong_frozen
-from llmtrain.config.run import RunConfig
+from llmtrain.config.problems import show
+from llmtrain.config.run import RunConfig, ScheduleConfig
 from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, prove_masters
 from llmtrain.errors import CheckpointError
 from llmtrain.optimizers import PARAM
+from llmtrain.schedule import learning_rate_factor
 from llmtrain.tensors.checksum import checksum_part
 from llmtrain.tensors.region import Region
 
-_PARAMETERS_ALONE = "take the parameters alone into a new run (resume_weights_only)"
+_PARAMETERS_ALONE = (
+    "take the parameters alone into a new run (resume_weights_only): moments, learning rate, step count and the place "
+    "in the data begin anew"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +95,7 @@ def resume(
         except DamagedCheckpoint as error:
             rejected[candidate] = f"{candidate.name}: {error}"
             continue
-        if where.leads:
+        if where.leads and own:  # another run's folder stays as it is
             set_aside(list(rejected))
         return Resumed(
             folder=candidate,
@@ -122,7 +128,34 @@ def _taken_all(folder: Path, reader: CheckpointReader, saved: dict[str, Any], no
     return [
         f"resumed from {folder} at step {reader.manifest.step}",
         *(f"changed since: {line}" for line in changed),
+        *_rate_jump(reader.manifest.step, saved, now),
     ]
+
+
+def _rate_jump(step: int, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """A run that was made longer, or whose schedule is another, does not go on with the rate that it had."""
+    planned, last, first = _rate(saved, step), _rate(saved, step - 1), _rate(now, step)
+    if not step or planned is None or last is None or first is None or math.isclose(planned, first, rel_tol=0.01):
+        return []
+    return [
+        f"the learning rate jumps, because the run's length or schedule is another: {last:.3g} at step {step}, the "
+        f"last so far, {first:.3g} at step {step + 1}; if that is not meant, set schedule and optim.lr for the rest"
+    ]
+
+
+def _rate(state: dict[str, Any], step: int) -> float | None:
+    """The learning rate of optimizer step `step` (0 is the first) of a run by its trainer state; None: not told."""
+    try:
+        run = state["run"]
+        train, tokens = run["train"], run["train"]["global_batch"] * run["data"]["sequence_length"]
+        limits = [train["max_steps"], train["max_tokens"] and -(-train["max_tokens"] // tokens)]
+        steps = min((limit for limit in limits if limit), default=None)
+        schedule = ScheduleConfig(**run["schedule"])
+        if steps is None and schedule.name != "constant":
+            return None
+        return float(run["optim"]["lr"] * learning_rate_factor(schedule, step, steps))
+    except (KeyError, TypeError):  # made by other tools, or by another version
+        return None
 
 
 def _needed(engine: Engine, folder: Path, weights_only: bool) -> set[str]:
@@ -359,6 +392,18 @@ def _refuse_other_adapter(saved: dict[str, Any], now: dict[str, Any], folder: Pa
             )
 
 
+def _other_data(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    """Which field of `data` is another; where none is, the prepared folder itself."""
+    there, here = ((state.get("run") or {}).get("data") or {} for state in (saved, now))
+    keys = ("path", "mixture", "sequence_length", "seed")
+    found = [
+        f"data.{key} was {show(there.get(key))} and is {show(here.get(key))}"
+        for key in keys
+        if there and there.get(key) != here.get(key)
+    ]
+    return "; ".join(found) or "The prepared data has been made anew or changed since"
+
+
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> list[str]:
     """What cannot travel into this run, by name. Both are trainer states. Returns what the checkpoint does not tell.
 
@@ -368,8 +413,9 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], folder: Path) -
     remedies = {
         "optimizer": f"Its moments mean something else. Use the same optim.name, or {_PARAMETERS_ALONE}",
         "vocab_size": "The embedding has other rows. Use the same model and tokenizer",
-        "data_fingerprint": "The data order would not continue. Use the same prepared data, sequence length, "
-        f"mixture and data.seed, or {_PARAMETERS_ALONE}",
+        "data_fingerprint": f"{_other_data(saved, now)}. The order of the samples would not continue: another mixture, "
+        "sequence length or seed within a run, as a stage of its own, is not built yet. Go on with the data as it was, "
+        f"or {_PARAMETERS_ALONE}",
         "reference": "The answers would be compared with another model than so far. The one that the run "
         "began from is wanted: the same model.pretrained, and for a column llmtrain reference RUN.yaml",
         "teacher": "The student would learn from other weights than so far. Use the same objective.teacher, or "

@@ -22,7 +22,7 @@ from llmtrain.files import lock_folder
 from llmtrain.tensors.pieces import byte_view
 from llmtrain.tensors.tensorfile import ITEM_BYTES, header_bytes, numel
 
-_JOURNAL = "unfinished.jsonl"
+JOURNAL = "unfinished.jsonl"
 _CHUNK = 4 << 20  # elements read, converted and written at a time
 _READERS = 2
 
@@ -91,7 +91,7 @@ class OutputFolder:
         """Have `write` make the file, unless an earlier start did. What it returns ("bytes" is required) is kept."""
         if name not in self._finished:
             info = write(self.partial / name)
-            with open(self.partial / _JOURNAL, "a") as journal:
+            with open(self.partial / JOURNAL, "a") as journal:
                 journal.write(json.dumps({"file": name, "info": info}) + "\n")
                 journal.flush()
                 os.fsync(journal.fileno())
@@ -100,7 +100,7 @@ class OutputFolder:
 
     def commit(self) -> Path:
         """Rename to the final name. Every file must be durable by now, or small enough to be synced here."""
-        (self.partial / _JOURNAL).unlink()
+        (self.partial / JOURNAL).unlink()
         for path in [*self.partial.rglob("*"), self.partial]:
             sync(path)
         self.partial.rename(self.out)
@@ -108,7 +108,7 @@ class OutputFolder:
         return self.out
 
     def _resume(self) -> None:
-        journal = self.partial / _JOURNAL
+        journal = self.partial / JOURNAL
         lines = journal.read_text().splitlines() if journal.is_file() else []
         with contextlib.suppress(ValueError):
             if lines and foreign.loads(lines[0]) == self._plan:

@@ -262,6 +262,10 @@ def _told_by_deepspeed(error: Exception, tree: dict[str, Any], path: str) -> Con
     return stop("deepspeed", path, f"DeepSpeed refuses it: {text}", "correct the file as this says", path)
 
 
+FP32_BY_AUTO = "and so the run computes in fp32"
+"""In the note of a JSON whose "auto" turns no half precision on."""
+
+
 def _resolve_precision(tree: dict[str, Any], path: str, notes: list[str]) -> None:
     """An "auto" for fp16.enabled is false; for bf16.enabled it is true unless fp16 is on."""
     for name in ("fp16", "bf16"):
@@ -269,6 +273,8 @@ def _resolve_precision(tree: dict[str, Any], path: str, notes: list[str]) -> Non
         if isinstance(section, dict) and section.get("enabled") == "auto":
             section["enabled"] = name == "bf16" and not lookup(tree, "fp16.enabled")
             notes.append(f'{path}: {name}.enabled "auto" -> {show(section["enabled"])}')
+    if notes and not any(lookup(tree, f"{name}.enabled") for name in ("fp16", "bf16")):
+        notes[-1] += f", {FP32_BY_AUTO}: there is no --fp16 or --bf16 here; write true for one of the two"
 
 
 _TYPES = {

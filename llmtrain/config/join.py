@@ -39,14 +39,21 @@ _NO_EFFECT = ("torch_adam", "fused")
 
 
 def differ(
-    problems: Problems, yaml_key: str, ours: Any, yaml_place: str, json_key: str, theirs: Any, json_path: str
+    problems: Problems,
+    yaml_key: str,
+    ours: Any,
+    yaml_place: str,
+    json_key: str,
+    theirs: Any,
+    json_path: str,
+    remedy: str | None = None,
 ) -> None:
-    """Report one value that stands in two places with two contents."""
+    """Report one value that stands in two places with two contents. `remedy`: where "auto" is none."""
     problems.add_text(
         yaml_key,
         f"{yaml_key} = {show(ours)}  ({yaml_place}), but {json_key} = {show(theirs)}  ({json_path})",
         "a value that stands in both files must be the same",
-        f'remove one of the two, or write "auto" for {json_key} in the JSON',
+        remedy or f'remove one of the two, or write "auto" for {json_key} in the JSON',
     )
 
 
@@ -169,6 +176,7 @@ def _check_optimizer_params(
             problems.add(key, value, rule, remedy, run.deepspeed)
 
 
+_NO_SECTION = "remove the scheduler section: the YAML's schedule decides anyway"
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {  # deepspeed/runtime/lr_schedules.py
     "WarmupLR": {"warmup_min_lr": 0, "warmup_num_steps": 1000, "warmup_type": "log"},
@@ -204,7 +212,9 @@ def check_scheduler(
     if schedule.name != _SCHEDULERS[kind]:
         place = places.get("schedule.name", "the YAML or its default")
         meant = f"{kind}, which is {_SCHEDULERS[kind]}"
-        differ(problems, "schedule.name", schedule.name, place, "scheduler.type", meant, path)
+        remedy = f"write schedule.name: {_SCHEDULERS[kind]}, or {_NO_SECTION}"
+        differ(problems, "schedule.name", schedule.name, place, "scheduler.type", meant, path, remedy)
+        return []  # what its parameters would say is of another schedule
     ours: dict[str, tuple[str, Any]] = {
         "warmup_num_steps": ("schedule.warmup_steps", schedule.warmup_steps),
         "warmup_max_lr": ("optim.lr", run.optim.lr),
@@ -227,7 +237,8 @@ def check_scheduler(
     _check_scheduler_defaults(kind, params, ours, path, problems)
     if kind == "WarmupDecayLR" and schedule.min_ratio != 0:
         place = places.get("schedule.min_ratio", "the YAML's default")
-        differ(problems, "schedule.min_ratio", schedule.min_ratio, place, f"the end of {kind}", 0, path)
+        remedy = f"write schedule.min_ratio: 0, or {_NO_SECTION}"
+        differ(problems, "schedule.min_ratio", schedule.min_ratio, place, f"the end of {kind}", 0, path, remedy)
     return [f"{path}: scheduler {kind} agrees with the YAML's schedule, which decides"]
 
 
@@ -247,6 +258,6 @@ def _check_scheduler_defaults(
         "scheduler.params",
         f"{missing}: not set",
         f"{kind} then takes DeepSpeed's own {theirs}, and in this run {here}",
-        f"write {wanted} there, or remove the scheduler section: the YAML's schedule decides anyway",
+        f"write {wanted} there, or {_NO_SECTION}",
         path,
     )

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from llmtrain.config import model_tree, rules, strict_yaml
+from llmtrain.config import model_tree, rules, strict_yaml, unknown
 from llmtrain.config.problems import Problems, closest, show, stop
 from llmtrain.config.reference import help_text, schema, type_name
 from llmtrain.config.resolve import resolve
@@ -27,23 +27,6 @@ COMMAND_LINE = "command line"
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _FREE_KEYS = ("model.config", "data.mixture")  # maps whose keys are the user's own
 
-# Names that people bring from other stacks.
-_OTHER_NAMES = {
-    "learning_rate": "optim.lr",
-    "max_grad_norm": "optim.clip_norm",
-    "gradient_clipping": "optim.clip_norm",
-    "batch_size": "train.global_batch",
-    "train_batch_size": "train.global_batch",
-    "per_device_train_batch_size": "train.micro_batch",
-    "train_micro_batch_size_per_gpu": "train.micro_batch",
-    "gradient_accumulation_steps": "train.accumulation",
-    "seq_len": "data.sequence_length",
-    "max_length": "data.sequence_length",
-    "output_dir": "train.run_dir",
-    "save_steps": "checkpoint.every_steps",
-    "model_name_or_path": "model.pretrained",
-}
-_JSON_DECIDES = ("bf16", "fp16", "zero", "zero_stage", "precision", "dtype", "offload", "activation_checkpointing")
 _MOST_BRACKETS = 1_000
 """In one value: jsonargparse reads text as YAML, by a recursion in C that overflows the stack at some 20,000."""
 
@@ -81,7 +64,7 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     for key, text in overrides:
         _override(tree, places, key, text, problems)
     free = _take_free(tree, places, problems)
-    _check_keys(tree, "", places, problems)
+    _check_keys(tree, "", places, problems, unknown.tokens_of(tree.get("data")))
     problems.raise_if_any()
     run = _typed(tree, places, problems)
     problems.raise_if_any()
@@ -160,12 +143,18 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
             if following is not None and not following.startswith("--"):
                 value = words.popleft()
                 given.append(value)
-            elif schema().get(flag[2:]) is bool:
-                value = "true"
+            elif schema().get(flag[2:]) is bool or not _is_flag(flag):
+                value = "true"  # of a flag that there is not, too: that is the mistake then
             else:
                 raise stop(flag, following, "needs a value", f"write {flag} VALUE", COMMAND_LINE)
         if flag not in _LAUNCHER_FLAGS:
             yield flag[2:], value, given
+
+
+def _is_flag(flag: str) -> bool:
+    key = flag[2:]
+    free = any(key == one or key.startswith(f"{one}.") for one in _FREE_KEYS)
+    return free or key == "config" or key in schema() or flag in _LAUNCHER_FLAGS
 
 
 def _known_spelling(flag: str) -> str:
@@ -180,7 +169,13 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     except FileNotFoundError:
         rule = f"no such file (looked from {Path.cwd()})"
         raise stop("--config", path, rule, "give the path of a run's YAML; `llmtrain init DIR` writes some") from None
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the path
+    except UnicodeDecodeError as error:
+        rule = (
+            f"is not UTF-8: byte 0x{error.object[error.start]:02x} in line {error.object.count(10, 0, error.start) + 1}"
+        )
+        remedy = f"save it as UTF-8, such as by `iconv -f LATIN1 -t UTF-8 {path}`"
+        raise stop("--config", path, rule, remedy) from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         said = error.strerror if isinstance(error, OSError) else error
         raise stop("--config", path, f"cannot be read: {said}", "give the path of a run's YAML") from None
     document = strict_yaml.parse(text, path)
@@ -195,7 +190,8 @@ def _override(tree: dict[str, Any], places: dict[str, str], key: str, text: str,
     value: Any = text
     free = next((f for f in _FREE_KEYS if key == f or key.startswith(f"{f}.")), None)
     if free is None and key not in schema():
-        _unknown(key, text, COMMAND_LINE, problems, flag=True)
+        tokens = unknown.tokens_of(tree.get("data"))
+        unknown.unknown_key(key, text, COMMAND_LINE, problems, flag=True, tokens=tokens)
         return
     parts = key.split(".")
     if free is None and isinstance(number := _whole(key, strict_yaml.plain_scalar(text)), int):
@@ -249,8 +245,10 @@ def _put_free(run: RunConfig, free: dict[str, Any]) -> RunConfig:
     return run
 
 
-def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], problems: Problems) -> None:
-    """Every key is a field, every section a map, every value a scalar or a list of scalars."""
+def _check_keys(
+    tree: dict[str, Any], prefix: str, places: dict[str, str], problems: Problems, tokens: int | None = None
+) -> None:
+    """Every key is a field, every section a map, every value a scalar or a list of scalars. `tokens`: of the data."""
     known = schema()
     sections = {key.split(".")[0] for key in known if "." in key}
     for name, value in tree.items():
@@ -259,13 +257,13 @@ def _check_keys(tree: dict[str, Any], prefix: str, places: dict[str, str], probl
             if value is None:
                 tree[name] = {}
             elif isinstance(value, dict):
-                _check_keys(value, f"{name}.", places, problems)
+                _check_keys(value, f"{name}.", places, problems, tokens)
             else:
                 example = next(k for k in known if k.startswith(f"{name}.")).split(".")[1]
                 problems.add(key, value, "is a section", f"write its fields below it, such as `{example}: ...`",
                              places.get(key))  # fmt: skip
         elif key not in known:
-            _unknown(key, value, places.get(key), problems)
+            unknown.unknown_key(key, value, places.get(key), problems, tokens=tokens)
         elif value is None and type(None) not in (known[key], *get_args(known[key])) and key != "deepspeed":
             words = type_name(known[key])  # jsonargparse would let it pass
             problems.add(key, None, f"must be {words}", "remove the line for the default", places.get(key))
@@ -284,29 +282,6 @@ def _whole(key: str, value: Any) -> int | None:
     if int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     return None
-
-
-def _unknown(key: str, value: Any, place: str | None, problems: Problems, flag: bool = False) -> None:
-    known = schema()
-    section, _, name = key.rpartition(".")
-    # By names without their sections: `train.` alone would make any field of train look like any other.
-    fields_by_name = {k.rpartition(".")[2]: k for k in reversed(known)}
-    beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-    if not section:
-        beside |= {k.partition(".")[0]: k.partition(".")[0] for k in known}
-    near = (
-        fields_by_name.get(name)
-        or _OTHER_NAMES.get(name)
-        or beside.get(closest(name, beside) or "")
-        or fields_by_name.get(closest(name, fields_by_name) or "")
-    )
-    if name in _JSON_DECIDES:
-        remedy = "the DeepSpeed JSON decides this: write it there"
-    elif near:
-        remedy = f"did you mean {'--' if flag else ''}{near}?"
-    else:
-        remedy = "remove it; `llmtrain train --help` lists every field"
-    problems.add(f"--{key}" if flag else key, value, "there is no such field", remedy, place)
 
 
 @functools.cache
@@ -366,8 +341,16 @@ def _type_words(key: str, value: Any) -> tuple[str, str]:
     words = type_name(kind)
     kinds = (kind, *get_args(kind))
     literals = [str(a) for k in kinds if get_origin(k) is Literal for a in get_args(k)]
+    if key == "objective.name" and (method := unknown.other_method(value)):
+        return f"must be {words}", f"choose one of these; {value} is {method}"
+    if "disabled" in literals and str(value).lower() in ("false", "off", "no", "none", "null"):
+        return f"must be {words}", "did you mean disabled?"
     if near := closest(str(value), literals):
         return f"must be {words}", f"did you mean {near}?"
-    if isinstance(value, (int, float)) and str in kinds:
+    if literals:
+        return f"must be {words}", f"choose one; `llmtrain train --help` tells what {key} means"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and str in kinds:
         return f"must be {words}", f'put it in quotes: "{value}"'
+    if key in rules.WRITTEN:
+        return f"must be {words}", rules.WRITTEN[key]
     return f"must be {words}", f"write {words}; `llmtrain train --help` tells what {key} means"

@@ -65,8 +65,58 @@ def stop(key: str, value: Any, rule: str, remedy: str, place: str | None = None)
     return problems.error()
 
 
+_FILLERS = {"of", "n", "num", "number", "size", "count", "value", "the"}
+"""Words of a name that say nothing of its own."""
+
+
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None if none is like it."""
+    """The known word that `word` was meant to be: misspelt, or made of the same words. None: there is none.
+
+    A likeness of letters alone is not enough: by it `epochs` was optim.eps, `report_to` train.export, and `grpo` rpo.
+    """
+    lowered = {k.lower(): k for k in known}
+    asked = word.lower()
+    near = [(edits, k) for k in lowered if (edits := _misspelt(asked, k)) is not None]
+    if not near or min(near)[0] > 1:
+        near = [(0, k) for k in lowered if _same_words(asked, k)] or near
+    return lowered[min(near)[1]] if near else None
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word with the most letters of `word`, as an example of what there is. None: none is like it."""
     lowered = {k.lower(): k for k in known}
     found = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return lowered[found[0]] if found else None
+
+
+def _misspelt(a: str, b: str) -> int | None:
+    """How many letters are wrong, too many, missing or change places; None: more than a quarter of the shorter word,
+    or, of words below eight letters, more than one, or the first."""
+    shorter = min(len(a), len(b))
+    most = max(1, shorter // 4)
+    if abs(len(a) - len(b)) > most or (shorter < 4 and a[:1] != b[:1]):
+        return None
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        beforehand, before, row = before, row, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y)))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                row[j] = min(row[j], beforehand[j - 2] + 1)
+    return row[-1] if row[-1] <= most else None
+
+
+def _same_words(a: str, b: str) -> bool:
+    """Each word of one is in the other, or its beginning (`len` of `length`), but for words that say nothing."""
+    ours, theirs = (
+        {part for part in name.replace("-", "_").replace(".", "_").split("_") if part} - _FILLERS for name in (a, b)
+    )
+    return bool(ours and theirs) and all(
+        any(_same_word(x, y) for y in other) for some, other in ((ours, theirs), (theirs, ours)) for x in some
+    )
+
+
+def _same_word(a: str, b: str) -> bool:
+    shorter, longer = sorted((a, b), key=len)
+    return shorter == longer or (len(shorter) >= 3 and (longer.startswith(shorter) or longer == f"{shorter}s"))

@@ -53,7 +53,7 @@ def resolve(
     max_steps = total_steps(run, batch)
     run = _fill_in(run, batch, max_steps)
     rules.check_mask(run, batch, degrees, places, problems)
-    rules.check_schedule(run, max_steps, places, problems)
+    rules.check_schedule(run, max_steps, batch.tokens, places, problems)
     balance_notes = check_balance(run, batch, degrees, path, places, problems)
     notes = check_scheduler(run, tree, max_steps, places, problems)
     problems.raise_if_any()

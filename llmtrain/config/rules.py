@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from glob import escape, glob
@@ -27,6 +28,10 @@ _AT_LEAST_1: tuple[_Test, str] = (lambda x: x >= 1, "must be at least 1")
 _NOT_NEGATIVE: tuple[_Test, str] = (lambda x: x >= 0, "must be 0 or greater")
 _SHARE: tuple[_Test, str] = (lambda x: 0 <= x <= 1, "must be from 0 to 1")
 _DECAY: tuple[_Test, str] = (lambda x: 0 <= x < 1, "must be from 0 to just under 1")
+_SECONDS: tuple[_Test, str] = (lambda x: 0 < x <= 1e9, "must be greater than 0 and at most 1e9")
+_SEED: tuple[_Test, str] = (lambda x: 0 <= x < 2**63, "must be from 0 to 2^63 - 1")
+_MOST_COUNTED = 10**15
+"""Of steps, tokens, sequences: no run has more, and what is computed with it still fits into 64 bits."""
 
 _MASK_BYTES = 4 * GIB
 """Of one attention mask: it is made in every forward pass, and some kernels copy it in the precision of the scores."""
@@ -34,15 +39,16 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "model.loss_chunk_tokens": (_AT_LEAST_1, "2048 suits most models"),
     "model.mlp_tile_tokens": (_AT_LEAST_1, "leave it out to compute all tokens at once"),
     "data.sequence_length": ((lambda x: x >= 2, "must be at least 2"), "1024 is the default"),
-    "data.seed": (_NOT_NEGATIVE, "write 0"),
+    "data.seed": (_SEED, "write 0"),
     "objective.smoothing": ((lambda x: 0 <= x < 0.5, "must be from 0 to just under 0.5"), "0.1 is usual"),
     "objective.gamma": (_NOT_NEGATIVE, "0.5 is the default"),
     "objective.centering": (_NOT_NEGATIVE, "0 is the default, 0.01 is usual"),
     "objective.temperature": (_POSITIVE, "1 is the default"),
     "objective.desirable_weight": (_POSITIVE, "1 is the default"),
     "objective.undesirable_weight": (_POSITIVE, "1 is the default"),
-    "optim.lr": (_POSITIVE, "3e-4 is the default"),
-    "optim.muon_lr": (_POSITIVE, "0.02 is the default"),
+    # A step moves each parameter by about this much (Muon: a matrix by a rotation of it).
+    "optim.lr": ((lambda x: 0 < x <= 1, "must be greater than 0 and at most 1"), "3e-4 is the default"),
+    "optim.muon_lr": ((lambda x: 0 < x <= 10, "must be greater than 0 and at most 10"), "0.02 is the default"),
     "optim.muon_momentum": (_DECAY, "0.95 is the default"),
     "optim.betas": ((lambda b: all(0 <= x < 1 for x in b), "both must be from 0 to just under 1"), "[0.9, 0.95]"),
     "optim.eps": (_POSITIVE, "1e-8 is the default"),
@@ -55,25 +61,25 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "schedule.warmup_steps": (_NOT_NEGATIVE, "0 means no warm-up"),
     "schedule.decay_steps": (_AT_LEAST_1, "leave it out for a tenth of the run"),
     "schedule.min_ratio": (_SHARE, "0.1 is the default"),
-    "train.seed": (_NOT_NEGATIVE, "write 0"),
+    "train.seed": (_SEED, "write 0"),
     "train.global_batch": (_AT_LEAST_1, "count sequences over all ranks"),
     "train.micro_batch": (_AT_LEAST_1, "count sequences of one forward pass of one rank"),
     "train.accumulation": (_AT_LEAST_1, "1 means no accumulation"),
     "train.max_steps": (_AT_LEAST_1, "count optimizer steps"),
     "train.max_tokens": (_AT_LEAST_1, "count tokens of the whole run"),
-    "train.max_minutes": (_POSITIVE, "count minutes of this launch"),
+    "train.max_minutes": (_SECONDS, "count minutes of this launch"),
     "train.log_every": (_AT_LEAST_1, "10 is the default"),
     "train.eval_every": (_AT_LEAST_1, "leave it out to evaluate at the end only"),
     "train.eval_sequences": (_AT_LEAST_1, "256 is the default"),
     "checkpoint.every_steps": (_AT_LEAST_1, "leave it out to save at the end and on signals only"),
-    "checkpoint.every_minutes": (_POSITIVE, "leave it out to save at the end and on signals only"),
+    "checkpoint.every_minutes": (_SECONDS, "leave it out to save at the end and on signals only"),
     "checkpoint.keep": (_AT_LEAST_1, "2 is the default"),
     "fault.max_skipped": (_AT_LEAST_1, "10 is the default"),
     "fault.max_failed_saves": (_AT_LEAST_1, "3 is the default"),
-    "fault.timeout_s": (_POSITIVE, "600 is the default"),
-    "fault.start_timeout_s": (_POSITIVE, "300 is the default"),
+    "fault.timeout_s": (_SECONDS, "600 is the default"),
+    "fault.start_timeout_s": (_SECONDS, "300 is the default"),
     "fault.check_every": (_NOT_NEGATIVE, "250 is the default, 0 = never"),
-    "fault.stall_timeout_s": (_POSITIVE, "300 is the default"),
+    "fault.stall_timeout_s": (_SECONDS, "300 is the default"),
     "sites.sync_every": (_AT_LEAST_1, "100 is the default"),
     "sites.outer_lr": (_POSITIVE, "leave it out for the method's default"),
     "sites.outer_momentum": (_DECAY, "leave it out for the method's default"),
@@ -81,9 +87,21 @@ _RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
     "sites.overlap_steps": (_NOT_NEGATIVE, "5 is the default"),
     "sites.meet_every": (_AT_LEAST_1, "10 is the default"),
     "sites.start_sites": (_AT_LEAST_1, "1 waits for nobody"),
-    "sites.timeout_s": (_POSITIVE, "60 is the default"),
+    "sites.timeout_s": (_SECONDS, "60 is the default"),
     "sites.max_alone_steps": (_NOT_NEGATIVE, "1000 is the default"),
 }
+
+
+_PATHS = (
+    *("deepspeed", "resume", "model.pretrained", "model.config", "adapter.start", "data.path", "objective.teacher"),
+    *("train.run_dir", "checkpoint.dir", "fault.preempt_file"),
+)
+WRITTEN = {
+    "deepspeed": "write the path of a DeepSpeed JSON; `llmtrain init DIR` writes some",
+    "data.path": "write the path of a folder that `llmtrain prepare` made",
+    "resume": "write auto, none or the path of a checkpoint",
+}
+"""What text a field wants."""
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -109,6 +127,11 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
             (test, rule), remedy = _RANGES[key]
             if not test(value):
                 problems.add(key, value, rule, remedy, places.get(key))
+        elif isinstance(value, str) and not value.strip() and key != "train.sample_prompt":
+            problems.add(key, value, "is empty", WRITTEN.get(key, "remove the line for the default"),
+                         places.get(key))  # fmt: skip
+        if type(value) is int and value > _MOST_COUNTED and not key.endswith(".seed"):
+            problems.add(key, value, f"must be at most {_MOST_COUNTED:.0e}", "correct the number", places.get(key))
     check_objective(run, places, problems)
     _check_one_of(flat, ("model.pretrained", "model.config"), "the model", places, problems)
     _check_one_of(flat, ("data.path", "data.mixture"), "the data", places, problems)
@@ -161,19 +184,23 @@ def _check_one_of(flat: dict[str, Any], keys: tuple[str, str], what: str, places
     problems.add_text(keys[0], both, f"{what} {rule}", f"give exactly one of {keys[0]} and {keys[1]}", where)
 
 
-def check_schedule(run: RunConfig, max_steps: int | None, places: Places, problems: Problems) -> None:
-    """The warm-up and the decay must fit into the run."""
+def check_schedule(run: RunConfig, max_steps: int | None, tokens: int, origin: Places, problems: Problems) -> None:
+    """The warm-up and the decay must fit into the run. `tokens`: of a step; `origin`: where each value stands."""
     if max_steps is None:
         return
-    warmup, decay = run.schedule.warmup_steps, run.schedule.decay_steps or 0
+    warmup, decay, train = run.schedule.warmup_steps, run.schedule.decay_steps or 0, run.train
+    by_tokens = train.max_tokens is not None and -(-train.max_tokens // tokens) == max_steps != train.max_steps
+    key, each = ("train.max_tokens", tokens) if by_tokens else ("train.max_steps", 1)
+    length = f"{key} = {getattr(train, key.removeprefix('train.'))}, {origin.get(key, 'the YAML')}"
     if warmup >= max_steps:
-        problems.add("schedule.warmup_steps", warmup, f"must be less than the run's {max_steps} steps",
-                     "shorten the warm-up, or raise train.max_steps or train.max_tokens",
-                     places.get("schedule.warmup_steps"))  # fmt: skip
+        problems.add("schedule.warmup_steps", warmup, f"must be less than the run's {max_steps} steps ({length})",
+                     f"set schedule.warmup_steps to {max_steps - 1} or less (0: none), or {key} to more than "
+                     f"{warmup * each}", origin.get("schedule.warmup_steps"))  # fmt: skip
     elif warmup + decay > max_steps:
         problems.add("schedule.decay_steps", decay,
-                     f"warm-up {warmup} + decay {decay} exceed the run's {max_steps} steps",
-                     "shorten one of them", places.get("schedule.decay_steps"))  # fmt: skip
+                     f"warm-up {warmup} + decay {decay} exceed the run's {max_steps} steps ({length})",
+                     f"set schedule.decay_steps to {max_steps - warmup} or less, or shorten the warm-up",
+                     origin.get("schedule.decay_steps"))  # fmt: skip
 
 
 def check_frozen(run: RunConfig, zero: dict[str, Any], path: str, places: Places, problems: Problems) -> None:
@@ -244,8 +271,23 @@ def check_shared_heads(run: RunConfig, degrees: Degrees, path: str, places: Plac
                      path)  # fmt: skip
 
 
+def _check_shell_words(run: RunConfig, places: Places, problems: Problems) -> None:
+    """`~` and `$NAME` are a shell's: nothing expands them here, and a folder of that very name would be made."""
+    flat = flatten(run)
+    paths = {key: flat[key] for key in _PATHS} | {f"data.mixture.{path}": path for path in run.data.mixture or {}}
+    for key, path in paths.items():
+        if not isinstance(path, str) or not re.search(r"^~|\$(\w|\{)", path) or os.path.exists(path):
+            continue
+        meant = os.path.expandvars(os.path.expanduser(path))
+        unset = re.search(r"^~\w*|\$\w+|\$\{[^}]*\}?", meant)
+        what = f"write the path out; here {unset[0]} means nothing" if unset else f"write {meant}"
+        problems.add(key, path, "~ and $NAME are expanded by shells, not in a run's files", what, places.get(key))
+        problems.raise_if_any()  # what is not there for that reason needs no second mistake
+
+
 def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
     """Paths exist; data folders are prepared; the tokenizer fits into the model's vocabulary."""
+    _check_shell_words(run, places, problems)
     folders = [("data.path", run.data.path)] if run.data.path else []
     folders += [(f"data.mixture.{path}", path) for path in run.data.mixture or {}]
     data_vocab: dict[str, int] = {}
@@ -264,7 +306,7 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
                      "model.config are random", "name a folder with weights: model.pretrained",
                      places.get("adapter.r"))  # fmt: skip
     if run.resume not in ("auto", "none") and not _has_checkpoints(run):
-        _exists("resume", run.resume, "write auto, none or the path of a checkpoint", places, problems)
+        _check_resume(run.resume, places, problems)
     _check_run_dir(run, places, problems)
     model_vocab = run.model.vocabulary or (model or {}).get("vocab_size")
     room = "model.config.vocab_size" if run.model.config is not None else "model.vocabulary"
@@ -309,6 +351,21 @@ def _has_checkpoints(run: RunConfig) -> bool:
     return bool(glob(f"{escape(str(run.train.run_dir))}/checkpoints/step-*"))
 
 
+def _check_resume(path: str, places: Places, problems: Problems) -> None:
+    """A checkpoint, a run with some, or RUN/step-N: as `llmtrain checkpoint` takes them."""
+    step = re.fullmatch(r"step-([0-9]{1,18})", Path(path).name)
+    if step and not os.path.exists(path):
+        full = f"step-{int(step[1]):08d}"
+        if any(os.path.isdir(Path(path).parent / below / full) for below in ("", "checkpoints")):
+            return
+    if not _exists("resume", path, "write auto, none or the path of a checkpoint", places, problems):
+        return
+    inside = any(glob(f"{escape(path)}/{below}step-*") for below in ("", "checkpoints/"))
+    if not (inside or Path(path).name.startswith("step-") or os.path.exists(f"{path}/manifest.json")):
+        problems.add("resume", path, "holds no checkpoint", "give a run's folder, a checkpoint's folder, or RUN/step-N",
+                     places.get("resume"))  # fmt: skip
+
+
 def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
     """The run's folder is one, or can be made. (Whether it can be written is known on rank 0's host alone.)"""
     for key, path in (("train.run_dir", run.train.run_dir), ("checkpoint.dir", run.checkpoint.dir)):
@@ -333,15 +390,31 @@ def _exists(key: str, path: str, remedy: str, places: Places, problems: Problems
 
 
 def _read_manifest(key: str, path: str, place: str | None, problems: Problems) -> dict[str, Any] | None:
-    remedy = f"make it with `llmtrain prepare --source FILES --out {path}`, or correct the path"
     folder = Path(path)
-    if not os.path.isdir(path):
-        problems.add(key, path, f"no such folder (looked from {Path.cwd()})", remedy, place)
-        return None
-    if not (folder / "manifest.json").is_file():
-        problems.add(key, path, "not a prepared folder: it has no manifest.json", remedy, place)
-        return None
-    return _read_json(key, folder / "manifest.json", place, problems)
+    manifest = folder / "manifest.json"
+    if not os.path.exists(path):
+        rule = "a dataset on the Hub is prepared first" if path.startswith("hf:") else "no such folder"
+        rule, remedy = f"{rule} (looked from {Path.cwd()})", _to_prepare(path, None)
+    elif not os.path.isdir(path):
+        rule, remedy = "is a file, and training reads a folder that was made of it", _to_prepare(path, path)
+    elif not manifest.is_file() and (folder / "unfinished").is_dir():
+        rule, remedy = "its preparation has not ended: it has no manifest.json", "run the same `llmtrain prepare` again"
+    elif not manifest.is_file():
+        rule, remedy = "not a prepared folder: it has no manifest.json", _to_prepare(path, path)
+    else:
+        return _read_json(key, manifest, place, problems)
+    problems.add(key, path, rule, remedy, place)
+    return None
+
+
+def _to_prepare(path: str, source: str | None) -> str:
+    """The command that makes a data folder: of `source`, which is there and is not written into; None: nothing is."""
+    if source is None and not path.startswith("hf:"):
+        return f"make it with `llmtrain prepare --source FILES --out {path}`, or correct the path"
+    stem = Path(path.removeprefix("hf:")).name.partition(".")[0] or "mine"
+    out = next(each for each in (f"data/{stem}", f"data/{stem}-tokens") if os.path.normpath(path) != each)
+    source = source or path
+    return f"make one: `llmtrain prepare --source {source} --out {out}`, and then write {out} here"
 
 
 def _read_model_config(run: RunConfig, places: Places, problems: Problems) -> dict[str, Any] | None:

@@ -194,6 +194,14 @@ class TrainData:
         window = permute(self._validation_windows[member], 0, 0, member, position)
         return self._read(self._members[member].validation, window)
 
+    def epochs(self, sequences: int) -> list[tuple[str, float, int]]:
+        """Of each set: its folder, how often so many sequences of the run go through it, its training tokens."""
+        counts = self._mixture.counts(sequences)
+        return [
+            (str(member.prepared.folder), count / windows, member.prepared.manifest.tokens["train"])
+            for member, count, windows in zip(self._members, counts, self._windows, strict=True)
+        ]
+
     def streams(self, split: Split) -> list[TokenStream]:
         """The token stream of each set of the mixture."""
         return [(member.train if split == "train" else member.validation).stream for member in self._members]

@@ -13,7 +13,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -187,7 +187,7 @@ def _read_text(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
         text = data.removeprefix(BOM).decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        yield Rejection(piece.label, "line", line, f"invalid UTF-8: byte 0x{data[error.start]:02x}")
+        yield Rejection(piece.label, "line", line, _not_utf8(data[error.start]))
         return
     yield _check(text, piece, "line", 1, max_bytes, field)
 
@@ -222,6 +222,27 @@ def _read_jsonl(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
         yield Rejection(piece.label, "line", 1, "empty file")
 
 
+_FORMS = (  # the fields that tell what records are -> --format
+    (("chosen", "rejected"), "preference"),
+    (("prompt", "completion", "label"), "unpaired"),
+    (("messages",), "chat"),
+    (("conversations",), "chat"),
+    (("instruction", "output"), "chat"),
+    (("prompt", "completion"), "chat"),
+)
+
+
+def _form_of(names: Iterable[str]) -> str:
+    """What a record without the field for text asks for."""
+    given = set(names)
+    form = next((form for fields, form in _FORMS if given.issuperset(fields)), None)
+    return f"they are no plain text: add --format {form}" if form else "see --field"
+
+
+def _not_utf8(byte: int) -> str:
+    return f"invalid UTF-8: byte 0x{byte:02x}; write it anew, such as `iconv -f LATIN1 -t UTF-8 FILE > NEW`"
+
+
 def _parse(
     line: bytes, piece: Piece, number: int, field: str | None, max_bytes: int, unit: str = "line"
 ) -> Document | Rejection:
@@ -230,7 +251,7 @@ def _parse(
         record = json.loads(line.decode(), object_pairs_hook=no_repeats if field is None else None)
         whole = json.dumps(record, ensure_ascii=False) if field is None else ""
     except UnicodeDecodeError as error:
-        return Rejection(piece.label, unit, number, f"invalid UTF-8: byte 0x{line[error.start]:02x}")
+        return Rejection(piece.label, unit, number, _not_utf8(line[error.start]))
     except (ValueError, RecursionError) as error:
         return Rejection(piece.label, unit, number, f"broken JSON ({error})")
     if not isinstance(record, dict):
@@ -241,7 +262,7 @@ def _parse(
         return _check(whole, piece, unit, number, max_bytes, field)
     if field not in record:
         names = ", ".join(sorted(record)[:8]) or "none"
-        return Rejection(piece.label, unit, number, f"no field {field!r} (its fields: {names}); see --field")
+        return Rejection(piece.label, unit, number, f"no field {field!r} (its fields: {names}); {_form_of(record)}")
     return _check(record[field], piece, unit, number, max_bytes, field)
 
 
@@ -350,7 +371,9 @@ def _read_made(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Docu
 
 def _no_column(piece: Piece, field: str, names: list[str]) -> Rejection:
     found = ", ".join(names[:8])
-    return Rejection(piece.label, "row", 0, f"no field {field!r} in the whole file (its fields: {found}); see --field")
+    return Rejection(
+        piece.label, "row", 0, f"no field {field!r} in the whole file (its fields: {found}); {_form_of(names)}"
+    )
 
 
 def _read_parquet(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:

@@ -1,4 +1,5 @@
-"""`llmtrain data show DATA`: rows of prepared conversations as the model gets them, and what of them is counted."""
+"""`llmtrain data show DATA`: rows of prepared conversations as the model gets them, and what of them is counted; of
+prepared texts their documents."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from llmtrain import completion, foreign, units
 from llmtrain.data.manifest import SPLITS, Split, said_of_template
-from llmtrain.data.shards import PreparedSet
+from llmtrain.data.shards import PreparedSet, TokenStream
 from llmtrain.data.tokenize import Encoder
 from llmtrain.errors import DataError
 from llmtrain.files import replace_file
@@ -21,6 +22,9 @@ _STYLES = {(True, False): "bold green", (True, True): "bold magenta", (False, Fa
 """Of (counted, special token) in a terminal."""
 
 _PREFIX = len("counted | ")
+_SHOWN_TOKENS = 2000
+"""Of a text: one document may be a book."""
+_READ_TOKENS = 4 << 20
 
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>%(title)s</title><style>
@@ -61,6 +65,32 @@ class Shown:
     runs: list[Run]
 
 
+def shown_text(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> Shown:
+    """Document `index` of a split of texts, its beginning if it is long. Raises DataError."""
+    stream, separator, documents = data.split(split), data.manifest.separator_id, data.manifest.documents[split]
+    if not 0 <= index < documents:
+        raise DataError(f"--index {index}: the {split} split of {data.folder} has documents 0 to {documents - 1}")
+    start, end = _document(stream, separator, index)
+    ids = stream.read(start, min(end - start, _SHOWN_TOKENS))
+    more = f", the first {_SHOWN_TOKENS} of them" if end - start > _SHOWN_TOKENS else ""
+    heading = f"document {index} of {split}: {end - start} tokens{more}"
+    return Shown(heading, _runs(ids.tolist(), np.ones(len(ids), bool), encoder))
+
+
+def _document(stream: TokenStream, separator: int, index: int) -> tuple[int, int]:
+    """Where document `index` begins and ends, its separator included."""
+    begin = at = seen = 0
+    while at < stream.tokens:
+        length = min(_READ_TOKENS, stream.tokens - at)
+        ends = np.flatnonzero(stream.read(at, length) == separator)
+        if index < seen + len(ends):
+            begin = begin if index == seen else at + int(ends[index - seen - 1]) + 1
+            return begin, at + int(ends[index - seen]) + 1
+        begin = at + int(ends[-1]) + 1 if len(ends) else begin
+        seen, at = seen + len(ends), at + length
+    return begin, stream.tokens
+
+
 def shown_row(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> Shown:
     """Row `index` of a split, in the folder's order."""
     stream = data.split(split)
@@ -90,19 +120,19 @@ def _runs(ids: list[int], counted: np.ndarray, encoder: Encoder) -> list[Run]:
     return runs
 
 
-def _print(row: Shown) -> None:
-    """Each line begins with whether it is counted, for where there are no colours."""
+def _print(row: Shown, *, marks: bool) -> None:
+    """With `marks`, each line begins with whether it is counted, for where there are no colours."""
     from rich.console import Console
     from rich.text import Text
 
     lines: list[Text] = []
     before = None
     for run in row.runs:
-        if run.counted is not before and lines and len(lines[-1]) == _PREFIX:  # a line break came last
+        if marks and run.counted is not before and lines and len(lines[-1]) == _PREFIX:  # a line break came last
             lines.pop()
         for number, part in enumerate(foreign.shown(run.text, lines=True).split("\n")):
             if number or run.counted is not before:
-                lines.append(Text("counted | " if run.counted else "        | ", style="dim"))
+                lines.append(Text(("counted | " if run.counted else "        | ") if marks else "", style="dim"))
             before = run.counted
             lines[-1].append(part, style=_STYLES[run.counted, run.special])
     console = Console(highlight=False, soft_wrap=True)
@@ -125,7 +155,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="llmtrain data", description="Look at prepared data.")
     show: Any = parser.add_subparsers(dest="action", required=True).add_parser(
         "show",
-        description="Print rows of prepared conversations, and what of them is counted.",
+        description="Print rows of prepared conversations, and what of them is counted; of texts, documents.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     show.add_argument("data", type=Path, metavar="DATA", help="the prepared folder")
@@ -141,22 +171,24 @@ def main(argv: list[str]) -> int:
     """Returns 0. Raises DataError."""
     args = _arguments(argv)
     data = PreparedSet(args.data)
-    if data.manifest.chat is None:
-        raise DataError(f"{args.data}: holds texts, of which every token is counted; this shows conversations")
+    chat = data.manifest.chat
     split = cast(Split, args.split)
     encoder = Encoder(data.tokenizer_dir)
     last = min(args.index + max(1, args.rows), data.manifest.documents[split])
-    rows = [shown_row(data, encoder, split, index) for index in range(args.index, max(last, args.index + 1))]
-    said = said_of_template(data.manifest.chat)
+    show = shown_text if chat is None else shown_row
+    rows = [show(data, encoder, split, index) for index in range(args.index, max(last, args.index + 1))]
+    said = [] if chat is None else said_of_template(chat)
     if "html" not in args:
         for line in said:
             print(foreign.shown(line))
         for row in rows:
-            _print(row)
+            _print(row, marks=chat is not None)
         return 0
-    counted, total = data.manifest.chat["counted"][split], data.manifest.tokens[split]
-    what = f"{units.counted(data.manifest.documents[split], 'row')}, {counted} of {total} tokens counted"
+    total = data.manifest.tokens[split]
+    counted = total if chat is None else chat["counted"][split]
+    noun = "document" if chat is None else "row"
+    what = f"{units.counted(data.manifest.documents[split], noun)}, {counted} of {total} tokens counted"
     what = "; ".join((what, *said))
     replace_file(args.html, _html(f"{args.data}: {split}", what, rows).encode())
-    print(f"wrote {args.html}: {units.counted(len(rows), 'row')}")
+    print(f"wrote {args.html}: {units.counted(len(rows), noun)}")
     return 0

@@ -121,6 +121,11 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
     else:
         paths = glob.glob(source, recursive=True)
         root = _glob_root(source)
+        if not paths and source.startswith(hub.PREFIX):
+            raise DataError(
+                f"{option} {source}: a dataset on the Hub has a name of two parts, {hub.PREFIX}ORG/NAME[@REVISION]"
+                "[/FILES]; copy it from the dataset's page"
+            )
         if not any(os.path.isfile(path) for path in paths):
             raise DataError(
                 f"{option} {source}: there is no such file or folder, and as a glob it matches no file; "

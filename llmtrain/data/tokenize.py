@@ -149,6 +149,11 @@ def refuse_code(folder: Path) -> None:
 
 def _require(folder: Path) -> Path:
     path = folder / "tokenizer.json"
+    if not folder.exists():
+        raise DataError(
+            f"--tokenizer {folder}: no such folder (looked from {Path.cwd()}); on the Hub a name has two parts, "
+            "ORG/NAME, such as openai-community/gpt2; or use --vocab-size"
+        )
     if not path.is_file():
         raise DataError(
             f"--tokenizer {folder}: no tokenizer.json in it; give the folder of a fast Hugging Face tokenizer "

@@ -19,6 +19,9 @@ from llmtrain.errors import DataError
 from llmtrain.files import lock_folder, replace_file
 
 REJECTED = "rejected.jsonl"
+_SOON_DONE_AGAIN_BYTES = 64 << 20
+"""Of finished shards: a minute's work. After a mistake, which a record shows, the next attempt has other settings, and
+was refused as if hours were at stake."""
 
 
 @contextmanager
@@ -81,10 +84,12 @@ def start_or_continue(out: Path, plan: dict[str, Any]) -> dict[str, Any]:
     if path.exists():
         before = json.loads(path.read_bytes())
         different = _differences(before["settings"], plan["settings"])
-        if different and any((out / UNFINISHED).glob("unit-*.json")):
+        done_bytes = sum(shard.stat().st_size for shard in out.glob("*-*.bin"))
+        if different and done_bytes > _SOON_DONE_AGAIN_BYTES:
             raise DataError(
-                f"--out {out}: an unfinished preparation with other settings lies there: {'; '.join(different)}. "
-                "Repeat its settings to finish it, choose another --out, or delete the folder"
+                f"--out {out}: an unfinished preparation with other settings lies there, {units.size(done_bytes)} of "
+                f"tokens: {'; '.join(different)}. Repeat its settings to finish it, choose another --out, or delete "
+                "the folder"
             )
         if not different and before["stat"] == plan["stat"]:
             return {**plan, **before}

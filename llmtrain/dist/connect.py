@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -64,4 +65,6 @@ def leave_all(error: BaseException | None) -> None:
     """
     alone = error is not None and not getattr(error, "everywhere", False)
     if dist.is_initialized() and not (alone and dist.get_backend() == "nccl"):
-        dist.destroy_process_group()
+        # DeepSpeed keeps the groups that it has made, too: a second run in this process would meet the first one's.
+        comm = sys.modules.get("deepspeed.comm")
+        (comm if comm is not None and comm.is_initialized() else dist).destroy_process_group()

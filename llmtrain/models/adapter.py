@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain import foreign
-from llmtrain.config.problems import Places, closest, stop
+from llmtrain.config.problems import Places, nearest, stop
 from llmtrain.config.run import AdapterConfig
 from llmtrain.errors import ConfigError
 from llmtrain.models.build import decoder_layers, materialise
@@ -63,7 +63,7 @@ def target_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | N
     for pattern in adapter.targets:
         if pattern != ALL and not any(fnmatchcase(path, pattern) for path in linear):
             _refuse_other_maps(hf, pattern, places or {})
-            near = closest(pattern, linear)
+            near = nearest(pattern, linear)
             rule = "matches no linear map (torch.nn.Linear) of the decoder layers"
             remedy = f"correct it; one of them is {near or linear[0]}" if linear else "take a family that has some"
             raise stop("adapter.targets", pattern, rule, remedy, (places or {}).get("adapter.targets"))
@@ -109,7 +109,7 @@ def saved_paths(hf: PreTrainedModel, adapter: AdapterConfig, places: Places | No
     patterns = [*adapter.modules_to_save, *([SCORE] if gives_scores(hf.config) else [])]
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in own):
-            near = closest(pattern, list(own)) or next(iter(own))
+            near = nearest(pattern, list(own)) or next(iter(own))
             raise stop(key, pattern, "matches no module with parameters", f"correct it; one of them is {near}", place)
     chosen = [path for path in own if any(fnmatchcase(path, pattern) for pattern in patterns)]
     targets = target_paths(hf, adapter, places) if chosen else []

@@ -122,6 +122,12 @@ def construct(
     except Exception as error:  # whatever a configuration with strange numbers makes transformers or torch raise
         if "does not support" in str(error):  # sdpa or flash attention, which not every family has
             raise ModelError(none) from error
+        if "allocate memory" in str(error):  # each tensor has memory for a moment, which nothing touches
+            said = str(error).splitlines()[0].partition("Error code")[0].rpartition("DefaultCPUAllocator: ")[2].strip()
+            raise ModelError(
+                f"model: one of its tensors alone needs more memory than this host has: {said} Correct its sizes "
+                "(hidden_size, intermediate_size, vocab_size)."
+            ) from error
         raise ModelError(
             f"model.attention {attention}: transformers cannot build this model: {error}"
             + (" If it is the attention, set model.attention to eager." if attention != "eager" else "")

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from llmtrain.config.problems import Places, closest, stop
+from llmtrain.config.problems import Places, nearest, stop
 from llmtrain.config.run import ModelConfig
 from llmtrain.errors import ModelError
 from llmtrain.models.patches import passing_buffers
@@ -73,7 +73,7 @@ def frozen_names(hf: nn.Module, model: ModelConfig, places: Places | None = None
     every = [name for tied in names.values() for name in tied]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in every):
-            near = closest(pattern, every) or every[0]
+            near = nearest(pattern, every) or every[0]
             raise stop(key, pattern, "matches no parameter of the model", f"correct it; one of them is {near}", place)
     frozen = set()
     for tied in names.values():

@@ -63,7 +63,10 @@ class Console:
             if self._show is None:
                 self._print(self._line)
             else:
-                self._show(self._line, None if self._total_steps is None else step / self._total_steps)
+                self._show(
+                    self._progress(step, row, short=True),
+                    None if self._total_steps is None else step / self._total_steps,
+                )
 
     def close(self) -> None:
         """Leave the last progress line on the screen. A second call does nothing."""
@@ -90,25 +93,26 @@ class Console:
         perplexity = _number(row, "eval/perplexity")
         return text if perplexity is None else f"{text}  perplexity {perplexity:.2f}"
 
-    def _progress(self, step: float, row: dict[str, Any]) -> str:
+    def _progress(self, step: float, row: dict[str, Any], *, short: bool = False) -> str:
+        """`short`: all of it fits beside the bar into 120 columns."""
         # What matters most comes first: a narrow terminal cuts the end off.
-        parts = [self._step(step), f"loss {row['loss']:.4f} {loss_unit(row)}"]
+        parts = [self._step(step), f"loss {row['loss']:.4f}" + ("" if short else f" {loss_unit(row)}")]
         if (right := _right(row)) is not None:
             parts.append(f"preferred {right:.1%}")
         if (speed := _number(row, "tokens_per_s")) is not None:
-            parts.append(f"{units.count(speed)} tokens/s")
+            parts.append(f"{units.count(speed)} {'tok/s' if short else 'tokens/s'}")
         if (eta_s := self._eta_s(step)) is not None:
             parts.append(f"{units.duration(eta_s)} left")
-        for key, form in (
-            ("lr", "learning rate {:.1e}"),
-            ("grad_norm", self._norm + " norm {:.2f}"),
-            ("max_memory_gib", "memory {:.1f} GiB"),
-            ("mfu_causal", "MFU {:.1%}"),
-            ("comm_share", "communication {:.0%}"),
-            ("loss_scale", "loss scale {:g}"),
+        for key, form, brief in (
+            ("lr", "learning rate {:.1e}", "lr {:.1e}"),
+            ("grad_norm", self._norm + " norm {:.2f}", "norm {:.2f}"),
+            ("max_memory_gib", "memory {:.1f} GiB", "{:.1f} GiB"),
+            ("mfu_causal", "MFU {:.1%}", "MFU {:.1%}"),
+            ("comm_share", "communication {:.0%}", "comm {:.0%}"),
+            ("loss_scale", "loss scale {:g}", "scale {:g}"),
         ):
             if (value := _number(row, key)) is not None:
-                parts.append(form.format(value))
+                parts.append((brief if short else form).format(value))
         if skipped := _number(row, "skipped_steps"):
             parts.append(f"skipped {units.counted(round(skipped), 'step')}")
         return "  ".join(parts)

@@ -204,6 +204,8 @@ def _history(run: Run) -> list[tuple[str, str]]:
     return facts
 
 
+_UPDATE_NORM = "Norm of the update"
+"""What `grad_norm` is of some optimizers under ZeRO: no point of it belongs on the gradient norm's chart."""
 # Of each chart: its title, its unit, whether its axis begins at 0, and (metric, what its curve is called).
 _CHARTS = (
     ("Loss", "nats/token", False, (("loss", "training"), ("eval/loss", "validation"))),
@@ -213,6 +215,7 @@ _CHARTS = (
     ("Communication within a step", "share", True, (("comm_share", "rank 0"),)),
     ("Learning rate", "1", True, (("lr", "learning rate"),)),
     ("Gradient norm", "1", False, (("grad_norm", "norm"),)),
+    (_UPDATE_NORM, "1", False, (("grad_norm", "norm"),)),
     ("Pairs preferred rightly", "share", True, (("pairs/accuracy", "training"), ("eval/pairs/accuracy", "validation"))),
     ("Margin", "1", False, (("pairs/margin", "training"), ("eval/pairs/margin", "validation"))),
     (
@@ -242,6 +245,8 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
     for number, (title, unit, zero, metrics) in enumerate(_CHARTS):
         series: list[dict[str, Any]] = []
         for index, (run, curves) in enumerate(zip(runs, all_curves, strict=True)):
+            if metrics[0][0] == "grad_norm" and (run.settings.get("norm") == "update") != (title == _UPDATE_NORM):
+                continue
             for order, (metric, called) in enumerate(metrics):
                 color = index if len(runs) > 1 else order
                 name = f"{run.name}: {called}" if len(runs) > 1 else called
@@ -250,9 +255,10 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
             continue
         if metrics[0][0] == "loss":
             unit = " or ".join(dict.fromkeys(curves.unit for curves in all_curves))
-        if metrics[0][0] == "grad_norm" and all(run.settings.get("norm") == "update" for run in runs):
-            names = dict.fromkeys(OPTIMIZERS[run.settings["optim.name"]].title for run in runs)
-            title = f"Norm of the update ({', '.join(names)})"
+        if title == _UPDATE_NORM:
+            measured = [run for run in runs if run.settings.get("norm") == "update"]
+            names = dict.fromkeys(OPTIMIZERS[run.settings["optim.name"]].title for run in measured)
+            title += f" ({', '.join(names)})"
         levels = _levels(all_curves) if number == 0 else {}
         marks = all_curves[0].resumes if len(runs) == 1 else []
         lines = [{"name": name, "y": y} for name, y in levels.items()]

@@ -40,7 +40,12 @@ def _tab(folder: Path) -> None:
     (folder / "run.yaml").write_text("model:\n\tconfig: {}\n")
 
 
+def _latin_1(folder: Path) -> None:
+    (folder / "run.yaml").write_bytes(b"# one\n# gr\xf6\xdfer\n")
+
+
 CASES = [
+    Wrong("a YAML in Latin-1", ("is not UTF-8: byte 0xf6 in line 2", "iconv -f LATIN1"), before=_latin_1),
     Wrong("a tab in the YAML", ("a tab in the indentation", "indent with blanks", "line 2"), before=_tab),
     # the YAML and the command line: names
     Wrong("typo in a field", ("optim.lrr = 0.001", "line ", "did you mean optim.lr?"), {"optim": {"lrr": 0.001}}),
@@ -52,12 +57,66 @@ CASES = [
     ),
     Wrong("typo in a section", ('optimm = {"lr": 1}', "did you mean optim"), {"optimm": {"lr": 1}}),
     Wrong("name of another stack", ("learning_rate = 0.1", "did you mean optim.lr?"), {"learning_rate": 0.1}),
+    *(
+        Wrong(f"{name}, as {whose} has it", (f"{name} = 3", says), {name: 3})
+        for whose, names in (
+            (
+                "transformers",
+                {
+                    "num_train_epochs": "train.max_tokens? (epochs x tokens of `train` in `manifest.json`); 3 "
+                    "epochs of the 2000 here are 6000",
+                    "eval_steps": "did you mean train.eval_every?",
+                    "logging_steps": "did you mean train.log_every?",
+                    "report_to": "did you mean tracking.wandb? (others: not here",
+                    "seed": "did you mean train.seed?",
+                },
+            ),
+            (
+                "LLaMA-Factory",
+                {
+                    "cutoff_len": "here: `llmtrain prepare --max-tokens` with `--too-long cut`",
+                    "lora_rank": "did you mean adapter.r?",
+                },
+            ),
+            ("axolotl", {"sequence_len": "did you mean data.sequence_length?", "rl": "did you mean objective.name?"}),
+            ("habit", {"epochs": "did you mean train.max_tokens?", "tp": "tensor_parallel.autotp_size"}),
+        )
+        for name, says in names.items()
+    ),
+    Wrong(
+        "validation data of training",
+        ('data.validation = "x"', "`llmtrain prepare --validation-source`"),
+        {"data": {"validation": "x"}},
+    ),
+    Wrong("a profile", ("train.profile = true", "remove it: not here"), {"train": {"profile": True}}),
+    Wrong(
+        "a flag of another stack without a value",
+        ('--bf16 = "true"', "the DeepSpeed JSON decides this: `bf16.enabled`"),
+        argv=["--bf16"],
+    ),
+    Wrong("a name of several sections", ("name = 3", "one of objective.name, optim.name,"), {"name": 3}),
+    Wrong(
+        "a section's own name, misspelt",
+        ("training = {", "did you mean train?"),
+        {"training": {"max_steps": 3}},
+    ),
     Wrong("precision in the YAML", ("train.bf16 = true", "the DeepSpeed JSON decides"), {"train": {"bf16": True}}),
     Wrong("typo in an override", ('--optim.lrr = "1e-3"', "did you mean --optim.lr?"), argv=["--optim.lrr", "1e-3"]),
     Wrong("override without a value", ("--optim.lr", "null", "write --optim.lr VALUE"), argv=["--optim.lr"]),
     Wrong("override that is not a flag", ('"optim.lr=3"', "write --SECTION.FIELD VALUE"), argv=["optim.lr=3"]),
     Wrong("section given as a scalar", ("optim = 3", "write its fields below it"), {"optim": 3}),
-    Wrong("override of a whole section", ("--optim = ", "no such field"), argv=["--optim", "{lr: 1}"]),
+    Wrong(
+        "override of a whole section",
+        ("optim is a section", "write its fields one by one: --optim.lr 0.001 --optim.eps 1e-08"),
+        argv=["--optim", '{"lr": 1e-3, "eps": 1e-8}'],
+    ),
+    Wrong(
+        "an objective that there is not",
+        ("must be one of next_token", "grpo is not here: no objective draws answers from the model while it trains"),
+        argv=["--objective.name", "grpo"],
+    ),
+    Wrong("tracking that is off", ('"off"', "did you mean disabled?"), {"tracking": {"wandb": "off"}}),
+    Wrong("a resume that is true", ("resume = true", "write auto, none or the path"), {"resume": True}),
     # types
     Wrong("text for a number", ('optim.lr = "fast"', "must be a number"), {"optim": {"lr": "fast"}}),
     Wrong("fraction for an int", ("train.max_steps = 1.5", "write a whole number"), {"train": {"max_steps": 1.5}}),
@@ -109,12 +168,30 @@ CASES = [
     Wrong("empty file", ("deepspeed = null", "is required", "llmtrain init DIR"), ""),
     # values
     Wrong("negative lr", ("optim.lr = -1", "greater than 0", "3e-4"), {"optim": {"lr": -1.0}}),
+    Wrong("lr of 300", ("optim.lr = 300.0", "at most 1", "3e-4 is the default"), {"optim": {"lr": 300}}),
+    Wrong("a seed of 70 bits", ("train.seed = 118", "2^63 - 1", "write 0"), argv=["--train.seed", str(2**70)]),
+    Wrong("a count beyond all", ("train.max_tokens = ", "at most 1e+15"), {"train": {"max_tokens": 2**60}}),
+    Wrong("a limit beyond all", ("fault.timeout_s = 1e+300", "at most 1e9"), {"fault": {"timeout_s": 1e300}}),
+    Wrong("no name of a run folder", ('train.run_dir = ""', "is empty", "for the default"), {"train": {"run_dir": ""}}),
+    Wrong(
+        "a path for a shell",
+        ('data.path = "~/x"', "expanded by shells", f"write {Path('~/x').expanduser()}"),
+        {"data": {"path": "~/x"}},
+    ),
+    Wrong(
+        "a run folder for a shell",
+        ('train.run_dir = "$NOT_SET_HERE/x"', "expanded by shells", "$NOT_SET_HERE means nothing"),
+        {"train": {"run_dir": "$NOT_SET_HERE/x"}},
+    ),
     Wrong("lr that is nan", ("optim.lr = NaN", "finite", "correct the number"), argv=["--optim.lr", ".nan"]),
     Wrong("beta of 1", ("optim.betas = [0.9, 1.0]", "just under 1", "[0.9, 0.95]"), {"optim": {"betas": [0.9, 1.0]}}),
     Wrong("no log points", ("train.log_every = 0", "at least 1", "10 is the default"), {"train": {"log_every": 0}}),
     Wrong("min_ratio of 2", ("schedule.min_ratio = 2", "from 0 to 1", "0.1"), {"schedule": {"min_ratio": 2}}),
     Wrong(
-        "warm-up longer than the run", ("schedule.warmup_steps = 100", "shorten"), {"schedule": {"warmup_steps": 100}}
+        "warm-up longer than the run",
+        ("schedule.warmup_steps = 10", "(train.max_steps = 5, command line)", "to 4 or less (0: none)", "more than 10"),
+        {"schedule": {"warmup_steps": 10}},
+        argv=["--train.max_steps", "5"],
     ),
     Wrong(
         "decay_steps without wsd",
@@ -137,8 +214,21 @@ CASES = [
         {"data": {"path": "data/y"}},
     ),
     Wrong(
-        "unprepared data", ('data.path = "data"', "no manifest.json", "llmtrain prepare"), {"data": {"path": "data"}}
+        "unprepared data",
+        ('data.path = "data"', "no manifest.json", "`llmtrain prepare --source data --out data/data`"),
+        {"data": {"path": "data"}},
     ),
+    Wrong(
+        "a text in place of its data",
+        ("is a file", "`llmtrain prepare --source run.yaml --out data/run`, and then write data/run here"),
+        {"data": {"path": "run.yaml"}},
+    ),
+    Wrong(
+        "a dataset on the Hub",
+        ("is prepared first", "`llmtrain prepare --source hf:a/b --out data/b`"),
+        {"data": {"path": "hf:a/b"}},
+    ),
+    Wrong("a resume of no run", ('resume = "data"', "holds no checkpoint", "or RUN/step-N"), {"resume": "data"}),
     Wrong(
         "weight of 0",
         ("data.mixture.data/x = 0", "greater than 0", "remove the folder"),
@@ -401,6 +491,14 @@ CASES = [
         "negative lr in the JSON",
         ("optim.lr = -1.0", "ds.json, optimizer.params.lr", "3e-4"),
         ds={"optimizer": {"type": "Adam", "params": {"lr": -1}}},
+    ),
+    Wrong(
+        "a scheduler of another shape",  # whose remedy was an "auto" that was refused in turn
+        (
+            'but scheduler.type = "WarmupLR, which is constant"',
+            "write schedule.name: constant, or remove the scheduler",
+        ),
+        ds={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0, "warmup_type": "linear"}}},
     ),
     Wrong(
         "scheduler unknown",

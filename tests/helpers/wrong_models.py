@@ -178,6 +178,11 @@ MODEL_CASES = [
         ("model.config.num_key_value_heads = 3", "equally many of the 4 attention heads", "set it to one of 1, 2, 4"),
         _model(num_attention_heads=4, num_key_value_heads=3),
     ),
+    Wrong(
+        "a tensor beyond all memory",
+        ("one of its tensors alone needs more memory than this host has", "Correct its sizes (hidden_size"),
+        _model(hidden_size=2**22, intermediate_size=2**26, num_attention_heads=2**15),
+    ),
     Wrong("model type unknown", ('model_type = "lama"', "did you mean llama?"), _model(model_type="lama")),
     Wrong("model type that is no decoder", ('model_type = "t5"', "no causal"), _model(model_type="t5")),
     Wrong(

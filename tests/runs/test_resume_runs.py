@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmtrain import cli
 from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from tests.helpers import forked
 from tests.helpers.launching import losses, rows, write_recipe
@@ -179,3 +183,40 @@ def test_a_resume_with_another_global_batch_goes_on_at_the_sample_where_the_run_
 
     got = losses(tmp_path / "run")[3]
     assert abs(got - loss(16)) < 1e-5 < abs(got - loss(8)), (got, loss(16), loss(8))
+
+
+def train_first(words: list[str], rank: int) -> None:
+    os.environ["MASTER_PORT"] = "0"  # as in a process that no launcher has started
+    assert cli.main(["train", *words, "--train.max_steps", "5"]) == 0
+
+
+def test_a_second_run_in_one_process_is_longer_and_says_so(small_data: str, tmp_path: Path) -> None:
+    """The second `main` met DeepSpeed's groups of the first; a seed of 62 bits was more than torch takes; a run made
+    longer jumped to another learning rate in silence; and 30 epochs looked like any other run. `--resume FOLDER`."""
+    common = ["--train.seed", str(2**62 + 1), "--data.seed", str(2**63 - 1), "--train.eval", "off"]
+    auto = tmp_path / "auto.json"
+    auto.write_text(json.dumps({"zero_optimization": {"stage": 1}, "fp16": {"enabled": "auto"}}))
+    words = ["--config", str(write_recipe(tmp_path, small_data)), "--deepspeed", str(auto), *common]
+    code, output = forked.finish(
+        Path(words[1]),
+        *words[2:],
+        "--train.max_steps",
+        "20",
+        world_size=1,
+        before=functools.partial(train_first, words),
+    )
+    assert code == 0, output
+    assert 'parameters, fp32 (by the JSON\'s "auto"), ZeRO 1' in output, output
+    assert "changed since: run.train.max_steps: 5 -> 20" in output
+    told = re.search(r"learning rate jumps.*: (\S+) at step 5, the last so far, (\S+) at step 6", output)
+    assert told, output
+    first, second = told.groups()
+    rates = {row["step"]: row["lr"] for row in rows(tmp_path / "run") if "lr" in row}
+    assert [float(first), float(second)] == pytest.approx([rates[5], rates[6]], rel=5e-3) and rates[6] > 5 * rates[5]
+    assert re.search(r"epochs of \S+, whose training split has", output) is None
+    code, output = forked.finish(
+        Path(words[1]), *words[2:], "--train.max_steps", "2000", "--train.max_minutes", "0.001", "--resume",
+        str(tmp_path / "run"), "--train.run_dir", str(tmp_path / "b"), world_size=1,
+    )  # fmt: skip
+    assert code == 0 and "step-00000020 at step 20" in output, output
+    assert re.search(r"\d+ epochs of \S+, whose training split has", output)

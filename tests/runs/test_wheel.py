@@ -73,6 +73,7 @@ def test_the_wheel_holds_all_modules_the_shipped_files_the_licence_and_the_readm
             "launch/*.example",
             "launch/*.sbatch",
             "ds_configs/*",
+            "docs/*.md",
         )
         for path in REPO.glob(pattern)
     }
@@ -96,6 +97,7 @@ def test_the_wheel_alone_prepares_trains_and_launches(place: tuple[Path, dict[st
     for word in re.findall(r"^\S+/", told, flags=re.M):
         assert (folder / word).is_dir()
     assert "launch/recipes/quickstart.yaml" in told
+    assert (folder / "launch/hostfile.local").read_text().startswith("localhost slots=") and "docs/" in told
     (folder / "text").mkdir()
     source = "\n".join(path.read_text() for path in sorted((REPO / "llmtrain").glob("*.py")))
     for index, start in enumerate(range(0, len(source), 500)):
@@ -106,6 +108,9 @@ def test_the_wheel_alone_prepares_trains_and_launches(place: tuple[Path, dict[st
     recipe = "launch/recipes/quickstart.yaml"
     assert "ok: " in say("llmtrain", "config", "check", recipe, *SMALL)
     say("llmtrain", "train", "--config", recipe, *SMALL, "--train.max_steps", "2")
+    wrong = ["llmtrain", "config", "check", recipe, "--cutoff_len", "9"]  # what it is here, docs/migrate.md says
+    done = subprocess.run(wrong, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "`llmtrain prepare --max-tokens`" in done.stderr, done.stderr
     (folder / "hosts").write_text("localhost slots=2\n")
     (folder / "launch/train.py").unlink()  # it is for a start by hand
     told = say("llmtrain", "launch", "--hostfile", "hosts", "--", recipe, *SMALL, "--train.max_steps", "4")

@@ -22,6 +22,7 @@ from llmtrain.checkpoint.hf.special_tokens import (
     special_ids,
 )
 from llmtrain.checkpoint.hf.weight_files import WeightFiles
+from llmtrain.checkpoint.output import JOURNAL
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize
@@ -171,12 +172,13 @@ def copy_into(folder: Path, source: Path, file: Path) -> Path:
 
 
 def write_mark(folder: Path, checkpoint: Path, trainer: Mapping[str, Any]) -> None:
-    """Say which checkpoint the folder was made from."""
+    """Say which checkpoint the folder was made from, and which files it is made of."""
     mark = {
         "run": run_id(checkpoint, trainer),
         "checkpoint": str(checkpoint.resolve()),
         "step": trainer.get("step"),
         "manifest": hash_file(checkpoint / MANIFEST),
+        "files": sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file() and f.name != JOURNAL),
     }
     (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n")
 

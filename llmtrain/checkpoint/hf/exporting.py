@@ -76,9 +76,9 @@ def export_hf(
     if wrong := problems(checkpoint, reader.manifest, [TRAINER]):
         raise CheckpointError(f"{checkpoint}: {wrong[0]}. Take another checkpoint.")
     trainer = read_trainer(checkpoint)
-    target = _target(checkpoint, out, trainer)
-    layout = layout_of(_model(checkpoint, trainer), trust_remote_code=trust_remote_code)
     report, adapter = Report(out), adapter_of(reader, trainer)
+    target = _target(checkpoint, out, trainer, report)
+    layout = layout_of(_model(checkpoint, trainer), trust_remote_code=trust_remote_code)
     if merge and adapter is None:
         raise CheckpointError(f"{checkpoint}: it holds no adapter, so there is nothing to merge. Leave out --merge.")
     merged = Merge(reader, adapter, saved=saved_names(layout.skeleton, adapter) if adapter else ())
@@ -155,19 +155,32 @@ def layout_of(model: ModelConfig, *, trust_remote_code: bool) -> FolderLayout:
         ) from error
 
 
-def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any]) -> Path:
-    """Where to write: `out`, or beside it when it is an earlier export that is replaced at the end."""
+def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Report) -> Path:
+    """Where to write: `out`, or beside it when it is an earlier export that is replaced at the end, which is said.
+
+    Raises CheckpointError: `out` is something else, or has files that the export did not write.
+    """
     if not out.exists():
         return out
     ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, whoever made it
     try:
-        marked = foreign.loads((out / MARK).read_bytes())["run"] == run_id(checkpoint, trainer)
+        mark = foreign.loads((out / MARK).read_bytes())
+        marked = mark["run"] == run_id(checkpoint, trainer)
     except (OSError, ValueError, KeyError, TypeError):
-        marked = False
+        mark, marked = {}, False
     if not marked and not (ours and (out / "config.json").is_file()):
         raise CheckpointError(
             f"{out} exists and is no earlier export of this run; nothing was written. Give another name."
         )
+    if not ours and isinstance(written := mark.get("files"), list):  # a run's end must not fail for a note beside it
+        there = {str(file.relative_to(out)) for file in out.rglob("*") if not file.is_dir()}
+        if more := sorted(there.difference(written, [MARK])):
+            others = f" and {len(more) - 1} more" if len(more) > 1 else ""
+            raise CheckpointError(
+                f"{out} is an earlier export of this run, but {more[0]}{others} came into it since, and would be lost; "
+                "nothing was written. Move it away, or give another name."
+            )
+    report.add("replaced", f"{out}: the export of step {mark.get('step')} that was there" if marked else str(out))
     target = out.with_name(out.name + ".new")
     if (target / MARK).is_file():  # a kill in `_replace` left it
         remove_tree(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,29 @@ def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
         )
     devices = sorted({int(word) for word in words})[: host.slots]
     return replace(host, slots=len(devices), devices=tuple(devices))
+
+
+def refuse_missing_hostfile() -> None:
+    """`deepspeed --hostfile FILE` with a file that is not there warns, and trains on this host alone; the rank that it
+    has started finds the command among its ancestors. Raises ConfigError."""
+    parent = psutil.Process().parent()
+    for _ in range(4):
+        try:
+            if parent is None:
+                return
+            words, folder, parent = parent.cmdline(), parent.cwd(), parent.parent()
+        except (psutil.Error, OSError):  # of another user, or gone
+            return
+        if not any(os.path.basename(word) in ("deepspeed", "ds", "deepspeed.launcher.runner") for word in words[:4]):
+            continue
+        flags = [at for at, word in enumerate(words) if word.partition("=")[0] in ("--hostfile", "-H")]
+        for at in flags[:1]:
+            path = words[at].partition("=")[2] or (words[at + 1] if at + 1 < len(words) else "")
+            if path and not os.path.exists(os.path.join(folder, path)):
+                raise ConfigError(
+                    f"--hostfile {path}: no such file (looked from {folder}), so deepspeed has started this host "
+                    "alone. Correct the path, or leave --hostfile out to train on this host"
+                )
 
 
 def is_here(name: str) -> bool:

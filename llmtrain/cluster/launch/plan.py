@@ -29,6 +29,7 @@ from llmtrain.redact import redact_argv
 
 # A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
+NO_PDSH = ("no program `pdsh` on PATH, with which DeepSpeed starts other hosts", "apt-get install pdsh")
 _MAX_COMMAND = (128 << 10) - 1
 """Bytes that Linux takes in one argument (MAX_ARG_STRLEN), and pdsh and sshd make one of the whole command."""
 _STARTS = ("--no_local_rank", "--module")
@@ -137,7 +138,7 @@ def command_length(plan: Plan) -> int:
 def check_programs(plan: Plan) -> None:
     """Raises ConfigError when pdsh is missing where it is needed."""
     if not plan.alone and shutil.which("pdsh") is None:
-        raise ConfigError("no program `pdsh` on PATH, with which DeepSpeed starts other hosts: apt-get install pdsh")
+        raise ConfigError(f"{NO_PDSH[0]}: {NO_PDSH[1]}")
 
 
 def command(plan: Plan, folder: Path | str, address: str, port: int | str) -> list[str]:

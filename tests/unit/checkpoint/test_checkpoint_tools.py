@@ -20,6 +20,7 @@ from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints, 
 from llmtrain.checkpoint.listing import layout_words
 from llmtrain.checkpoint.retain import keep_newest, outdated
 from tests.helpers.checkpoints import SHAPES, at, flip, resign, tensors, write_checkpoint
+from tests.helpers.prepared import write_prepared
 
 Say = Callable[..., tuple[int, str, str]]
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -43,6 +44,14 @@ def test_ls_shows_all_that_lies_there(run: Path, say: Say) -> None:
     ]  # fmt: skip
     assert "rank-00001.safetensors is missing" in states[2][1] and "trainer.json" in states[3][1]
     assert "307k" in lines[1] and "ZeRO 1 x 2 ranks, fp32" in lines[1] and str(at(run, 300)) in lines[1]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "to-hf"])
+def test_a_data_folder_is_told_from_a_checkpoint(tmp_path: Path, say: Say, command: str) -> None:
+    """It has a manifest.json, too: `ls` called it damaged, and the others told of a KeyError."""
+    write_prepared(tmp_path / "data", [[[1, 2, 3]]], [[[1, 2]]], vocab_size=8)
+    code, _, err = say(command, tmp_path / "data", *([tmp_path / "out"] if command == "to-hf" else []))
+    assert code == 2 and "is prepared data, and no checkpoint" in err and "`llmtrain data show`" in err
 
 
 def test_the_layout_in_words() -> None:

@@ -245,7 +245,11 @@ def test_only_an_export_of_the_same_run_is_replaced(tmp_path):
     export_hf(first, out, check="none")
     with pytest.raises(CheckpointError, match="no earlier export of this run"):
         export_hf(other, out)
-    export_hf(second, out, check="none")
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"notes.txt came into it since, and would be lost"):
+        export_hf(second, out)
+    (out / "notes.txt").unlink()
+    assert "the export of step 7 that was there" in "".join(export_hf(second, out, check="none").lines)
     assert json.loads((out / MARK).read_text())["step"] == 8
     assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], new.lm_head.weight.bfloat16())
     hub = model_folder(tmp_path / "hub", old)
@@ -432,4 +436,5 @@ def test_the_manifest_of_an_export_says_what_it_was_made_from(tmp_path):
         "checkpoint": str(checkpoint),
         "step": Manifest.read(checkpoint).step,
         "manifest": hash_file(checkpoint / MANIFEST),
+        "files": ["config.json", "generation_config.json", "model.safetensors"],
     }

@@ -90,3 +90,18 @@ def test_checkpoints_of_a_run_are_not_left_behind_by_an_option(tmp_path):
     write_checkpoint(tmp_path / "run", 5, 0)
     with pytest.raises(CheckpointError, match=r"lie in .*/run/checkpoints\. Move them"):
         RunDirectory(tmp_path / "run", tmp_path / "disk").__enter__()
+
+
+def test_the_folder_of_a_run_means_the_newest_that_is_in_it(tmp_path: Path) -> None:
+    """As for other commands: it passed `config check`, and was refused when all ranks had met."""
+    for step in (3, 7):
+        write_checkpoint(tmp_path / "source", step, step)
+    where, both = tmp_path / "run", [f"source/checkpoints/step-{step:08d}" for step in (7, 3)]
+    for name in ("source", "source/checkpoints"):
+        assert chosen(where, tmp_path / name) == (both, False)
+    assert chosen(where, tmp_path / "source/step-3") == (both[1:], False)
+    began_from = {"path": str(tmp_path / "source"), "weights_only": False}
+    write_checkpoint(where, 9, 9, began_from=began_from)
+    own = (["run/checkpoints/step-00000009"], True)
+    assert chosen(where, tmp_path / "source") == own  # the same command again
+    assert chosen(where, where) == own  # its own folder: as auto

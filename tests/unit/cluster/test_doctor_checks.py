@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from llmtrain import doctor
 from llmtrain.cluster.doctor import checks, compare, fabric, probe, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds
@@ -360,3 +361,23 @@ def test_json_has_every_cell() -> None:
     assert cells["node-1"]["fabric"] == "unknown" and set(cells["node-1"]) == set(CHECKS)
     assert [host["interface"] for host in told["hosts"]] == ["eth0"] * 3
     assert made.address == "10.0.0.1"
+
+
+def test_doctor_misses_pdsh_before_launch_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """doctor said "all in order", and `launch` on the same hosts that there is no pdsh."""
+    (tmp_path / "hosts").write_text("".join(f"{name} slots=8\n" for name in NAMES))
+    made = Report(survey=healthy(), findings=(), checked=frozenset(CHECKS) - {"fabric"}, elapsed_s=1.0)
+    monkeypatch.setattr(doctor, "quick", lambda *_, **__: made)
+    monkeypatch.setattr(doctor, "deepspeed_env_problems", list)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    words = ["--hostfile", str(tmp_path / "hosts"), "--quick"]
+    assert doctor.main(words) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "no program `pdsh` on PATH" in told and "apt-get install pdsh" in told
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # srun may start them
+    assert doctor.main(words) == 0 and "--launcher slurm" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/pdsh")
+    assert doctor.main(words) == 0 and "pdsh" not in capsys.readouterr().out

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -329,3 +332,18 @@ def test_deepspeed_chooses_the_same(tmp_path, runner):
         again = runner.parse_inclusion_exclusion(read_again, include_of(chosen), "")
         assert list(again.items()) == list(expected.items())
     assert agreed > 200
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_misspelt_hostfile_of_deepspeed_ends_the_ranks_that_it_starts_here(tmp_path: Path, there: bool) -> None:
+    """DeepSpeed warns of it among its other lines, and trains on one host."""
+    (tmp_path / "deepspeed").write_text("import subprocess, sys; sys.exit(subprocess.call(sys.argv[3:]))")
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    rank = [sys.executable, "-m", "llmtrain", "train", "--config", "none.yaml"]
+    command = [sys.executable, "deepspeed", "--hostfile", "hosts" if there else "hostz", *rank]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    said = "--hostfile hostz: no such file" in done.stderr and "started this host alone" in done.stderr
+    assert said is not there, done.stderr

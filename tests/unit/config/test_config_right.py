@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from llmtrain.config.load import load, parse
 from llmtrain.config.problems import Problems
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig, TrackingConfig
+from llmtrain.units import count, size
 from tests.helpers.config_workplace import RUN, ranks_at_least, write
 
 ROOT = Path(__file__).parents[3]
@@ -392,3 +394,19 @@ def test_every_family_knows_the_fields_that_it_writes_itself() -> None:
         assert not problems, f"{name}: {problems.error()}"
         tried += 1
     assert tried >= 150
+
+
+def test_check_tells_the_degrees_and_what_a_rank_will_hold(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It named no parallel degree, and said ok to 178 billion parameters on one rank."""
+    write(here, None, {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}})
+    assert cli.main(["config", "check", "run.yaml", "--world-size", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "ranks:   4 = pipeline 2 x data-parallel 2\n" in told
+    # 16 bytes a parameter in all; weights and gradients (4) are a stage's, its masters and moments (12) of two ranks.
+    parameters = 2 * (4 * 64 * 64 + 3 * 64 * 11008 + 2 * 64) + 2 * 512 * 64 + 64
+    assert f"model:   {count(parameters)} parameters" in told
+    assert f"{size(16 * parameters)}, {size(parameters * 4 / 2 + parameters * 12 / 4)} a rank" in told
+    write(here, {"model": {"config": {"hidden_size": 16384, "num_hidden_layers": 110}}})
+    assert cli.main(["config", "check", "run.yaml"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"model:   178B parameters; .* 2\.\d+ TiB a rank", told) and "which no device holds" in told

@@ -1,4 +1,5 @@
-"""docs/migrate.md: every option of usual TRL scripts and of a LLaMA-Factory file is on it; what it names is real."""
+"""docs/migrate.md: every option of usual TRL scripts and of files of other stacks is on it; what it names is real, and
+the error about an unknown key says it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,44 +17,38 @@ import yaml
 from llmtrain import cli
 from llmtrain.config.ds_keys import KEYS
 from llmtrain.config.load import parse
+from llmtrain.config.problems import Problems, closest
 from llmtrain.config.reference import schema
 from llmtrain.config.resolve import resolve
+from llmtrain.config.unknown import rows, tables, unknown_key
 from tests.helpers.launching import REPO
 
 PAGE = (REPO / "docs/migrate.md").read_text()
 SCRIPTS = sorted((REPO / "tests/data/migrate").glob("*.py"))
-LLAMAFACTORY = REPO / "tests/data/migrate/llamafactory.yaml"
+FILES_OF = {stack: REPO / f"tests/data/migrate/{stack}.yaml" for stack in ("llamafactory", "axolotl")}
 FILES = ("config.json", "manifest.json", "metrics.jsonl", "dataset_info.json")
 INSTEAD = ("not here", "always", "the variable ", "config.json", "by itself", "in the JSON", "template's affair")
 """What an answer without a key of ours says."""
 COMMON = "transformers.TrainingArguments"
 
 
-def rows(text: str) -> Iterator[tuple[list[str], str]]:
-    """(their options, our answer) of each line of a table."""
-    for line in re.findall(r"^\| (`.*) \|$", text, re.M):
-        theirs, ours = line.split(" | ")
-        yield re.findall(r"`(\w+)`", theirs), ours
-
-
-def tables() -> dict[str, dict[str, str]]:
+def by_class() -> dict[str, dict[str, str]]:
     """Class, such as trl.SFTConfig -> its options -> our answers. The comment above a table names its classes."""
     found: dict[str, dict[str, str]] = {}
-    for classes, text in re.findall(r"<!-- options: (.*?) -->\n(.*?)(?=\n## |\Z)", PAGE, re.S):
-        for name in classes.split():
+    for classes, option, ours in tables(PAGE):
+        for name in classes:
             options = found.setdefault(name, {})
-            for theirs, ours in rows(text):
-                assert not options.keys() & set(theirs), f"{name}: {theirs} stand twice"
-                options |= dict.fromkeys(theirs, ours)
+            assert option not in options, f"{name}: {option} stands twice"
+            options[option] = ours
     return found
 
 
-TABLES = tables()
+TABLES = by_class()
 
 
 def answer(owner: str, option: str) -> str | None:
     """What the page says to an option of a class, such as trl.SFTConfig."""
-    trains = owner == "llamafactory" or (owner.startswith("trl.") and owner.endswith("Config"))
+    trains = owner in FILES_OF or (owner.startswith("trl.") and owner.endswith("Config"))
     return TABLES[owner].get(option) or (TABLES[COMMON].get(option) if trains else None)
 
 
@@ -84,9 +78,53 @@ def test_every_argument_of_a_script_of_trl_is_on_the_page(script: Path) -> None:
     assert [(owner, option) for owner, option in given if answer(owner, option) is None] == []
 
 
-def test_every_option_of_a_file_of_llamafactory_is_on_the_page() -> None:
-    given = yaml.safe_load(LLAMAFACTORY.read_text())
-    assert len(given) > 30 and [option for option in given if answer("llamafactory", option) is None] == []
+@pytest.mark.parametrize("stack", FILES_OF)
+def test_every_option_of_a_file_is_on_the_page_and_in_the_error(stack: str) -> None:
+    """A user who copies a line of it into our YAML reads what it is here."""
+    given = yaml.safe_load(FILES_OF[stack].read_text())
+    assert len(given) > 30 and [option for option in given if answer(stack, option) is None] == []
+    for option in given:
+        said = told(option)
+        key = next((code for code in re.findall(r"`([^`]+)`", answer(stack, option) or "")), "")
+        assert "lists every field" not in said and (key in said or answer(COMMON, option)), (option, said)
+
+
+def told(key: str, value: Any = 1) -> str:
+    """The error about a key that there is not."""
+    problems = Problems()
+    unknown_key(key, value, None, problems)
+    return str(problems.error())
+
+
+def test_a_name_of_other_stacks_is_answered_from_the_page_and_no_unrelated_word_is_proposed() -> None:
+    """By likeness of letters alone these were max_steps, sites.max_alone_steps, optim.eps, train.export, rpo, ..."""
+    for key, ours in {
+        "eval_steps": "train.eval_every",
+        "logging_steps": "train.log_every",
+        "epochs": "train.max_tokens",
+        "report_to": "tracking.wandb",
+        "data.validation": "`llmtrain prepare --validation-source`",
+        "train.profile": "not here",
+        "lora_r": "adapter.r?",
+        "train.num-train-epochs": "train.max_tokens",
+        "temperature": "objective.temperature?",
+        "train_bach_size": "train.global_batch?",
+        "max_train_steps": "train.max_steps?",
+        "optimm": "did you mean optim?",
+        "training": "did you mean train?",
+    }.items():
+        assert ours in told(key), told(key)
+    for word in ("foo", "gpu", "evaluate_at", "mixin", "tagging", "seeed_x", "profiling"):
+        assert "did you mean" not in told(word), told(word)
+    for asked, known in (
+        ("grpo", "rpo"),
+        ("ppo", "dpo"),
+        ("epochs", "eps"),
+        ("report_to", "export"),
+    ):
+        assert closest(asked, [known]) is None
+    for asked, known in (("lrr", "lr"), ("sgae", "sage"), ("ofline", "offline"), ("warmup_steps", "warmup_num_steps")):
+        assert closest(asked, ["unlike", known]) == known
 
 
 def is_json_key(dotted: str) -> bool:
@@ -192,7 +230,7 @@ MOVED = {"peft_version"}
 """PEFT's own notes in a file, and no option."""
 
 
-@pytest.mark.parametrize("owner", [owner for owner in TABLES if owner != "llamafactory"])
+@pytest.mark.parametrize("owner", [owner for owner in TABLES if "." in owner])
 def test_the_tables_have_the_options_of_the_installed_libraries(owner: str) -> None:
     """None that a class of TRL or PEFT adds lacks, and none is made up. Of transformers' own: the second alone."""
     pytest.importorskip(owner.partition(".")[0], reason="its options are not compared with the page's")

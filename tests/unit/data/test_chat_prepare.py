@@ -388,6 +388,18 @@ def test_named_templates_in_their_folder_come_along(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "own/tokenizer/additional_chat_templates").exists()
 
 
+def test_a_preparation_that_ended_with_bad_records_does_not_block_the_next_one(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own message names --max-tokens, --stop-token, --source: with any of these it was refused as unfinished."""
+    out = tmp_path / "out"
+    assert prepare(place, "talks.jsonl", str(out)) == 2
+    assert list((out / "unfinished").glob("unit-*.json"))
+    capsys.readouterr()
+    assert prepare(place, "good.jsonl", str(out), "--max-tokens", "4096") == 0
+    assert "starting over" in capsys.readouterr().out
+
+
 # --- best fit
 
 

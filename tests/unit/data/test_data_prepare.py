@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -17,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from llmtrain import cli
 from llmtrain.data.prepare import main
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder, as_ids, dtype_for, fingerprint
@@ -201,6 +203,21 @@ def test_a_complete_folder_is_left_alone(corpus: Path, reference: Path, capsys: 
     assert main(arguments(corpus, reference)) == 0
     assert "already complete" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in reference.rglob("*")} == before
+
+
+def test_show_prints_the_documents_of_texts(corpus: Path, reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was refused: "this shows conversations"."""
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    data = PreparedSet(reference)
+    capsys.readouterr()
+    for index in (0, 1, data.manifest.documents["train"] - 1):
+        assert cli.main(["data", "show", str(reference), "--index", str(index)]) == 0
+        heading, *shown = capsys.readouterr().out.splitlines()
+        number = int(re.fullmatch(rf"document {index} of train: (\d+) tokens", heading)[1])  # type: ignore[index]
+        text = "\n".join(shown).removesuffix("<|endoftext|>")
+        assert text in texts and number == len(Encoder(data.tokenizer_dir).encode([text])[0]) + 1
+    assert cli.main(["data", "show", str(reference), "--index", "100000"]) == 2
+    assert "has documents 0 to" in capsys.readouterr().err
 
 
 def test_other_settings_or_another_source_are_refused(

@@ -73,7 +73,11 @@ def test_a_cut_jsonl_gives_each_line_once_and_its_true_number(tmp_path: Path, un
         (b'{"text": "a"', "broken JSON"),
         (b"[" * 100_000, "broken JSON"),
         (b'["text"]', "a JSON list, not an object"),
-        (b'{"body": "a", "id": 3}', "no field 'text' (its fields: body, id)"),
+        (b'{"body": "a", "id": 3}', "no field 'text' (its fields: body, id); see --field"),
+        (b'{"messages": []}', "they are no plain text: add --format chat"),
+        (b'{"instruction": "a", "output": "b"}', "add --format chat"),
+        (b'{"prompt": "a", "chosen": "b", "rejected": "c"}', "add --format preference"),
+        (b'{"prompt": "a", "completion": "b", "label": true}', "add --format unpaired"),
         (b'{"text": null}', "field 'text' is null, not a string"),
         (b'{"text": 5}', "field 'text' is int, not a string"),
         (b'{"text": "\\ud800"}', "lone surrogate"),
@@ -108,7 +112,7 @@ def test_truncated_and_corrupt_streams(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("data", "place"),
     [
-        (b"one\ntwo\xff\n", "line 2: invalid UTF-8: byte 0xff"),
+        (b"one\ntwo\xff\n", "line 2: invalid UTF-8: byte 0xff; write it anew, such as `iconv -f LATIN1 -t UTF-8 FILE"),
         (b"", "line 1: empty document"),
         (b" \n\t\n", "line 1: empty document"),
         (b"x" * (LIMIT + 1), "line 1: huge document"),

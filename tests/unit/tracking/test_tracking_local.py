@@ -205,6 +205,19 @@ def test_the_live_line_is_off_the_screen_before_what_is_said_last(monkeypatch):
     assert kept[-2].endswith("memory 1.5 GiB") and kept[-2].startswith("step 2/4  loss 3.2500")
 
 
+def test_the_live_line_of_a_long_run_fits_beside_its_bar_into_120_columns():
+    shown = []
+    console = Console(total_steps=350_000, norm="update", show=lambda *given: shown.append(given), stream=io.StringIO())
+    figures = {"tokens_per_s": 123_456.0, "lr": 4.3e-3, "grad_norm": 67.19, "max_memory_gib": 70.5}
+    for step in (99_990, 100_000):
+        row = {"step": step, "loss": 4.164, **figures, "mfu_causal": 0.401, "comm_share": 0.19}
+        console.update(row)
+    text = shown[-1][0]
+    assert text.endswith("MFU 40.1%  comm 19%") and "loss 4.1640" in text and " left" in text
+    assert len(text) <= 120 - 9, text  # a bar of 8 and a blank
+    assert "communication 19%" in console._line  # what stays on the screen at the end says all in full
+
+
 def test_another_process_shows_the_progress():
     shown = []
     stream = io.StringIO()
@@ -214,7 +227,9 @@ def test_another_process_shows_the_progress():
     console.close()
     line = shown[0][0]
     assert line.startswith("step 2/4  loss") and shown == [(line, 0.5), ("", None)]
-    assert stream.getvalue().splitlines() == ["step 2/4  validation loss 3.0000 nats/token", line]
+    evaluation, last = stream.getvalue().splitlines()
+    assert evaluation == "step 2/4  validation loss 3.0000 nats/token"
+    assert last.startswith("step 2/4  loss 3.2500 nats/token") and last.endswith("memory 1.5 GiB")  # all in full
 
 
 @pytest.mark.parametrize("key", ["WANDB_API_KEY", "apiKey", "hf_token", "db.password", "AWS_SECRET_ACCESS_KEY"])

@@ -131,6 +131,8 @@ def test_several_runs_stand_side_by_side(tmp_path, capsys):
     assert "optim.name\nmuon\nadamw" in page.text and "global_batch" not in page.text
     assert '<tr class="differs"><td>optim.name' in (tmp_path / "both/index.html").read_text()
     assert not (first / "report").exists()
+    for chart, run in (("Norm of the update (Muon)", first), ("Gradient norm", second)):  # never in one picture
+        assert {series["name"].partition(": ")[0] for series in page.charts[chart]["series"]} == {str(run)}
 
 
 def test_runs_on_several_data_have_no_common_baselines(tmp_path, capsys):
