@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -99,7 +100,7 @@ def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
     """
     cut = argv.index("--") if "--" in argv else len(argv)
     given, words = parser.parse_known_args(argv[:cut])
-    own = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    own = set(re.findall(r"--[a-z][\w-]*", parser.format_help()))
     for word in argv[cut + 1 :]:
         if word.partition("=")[0] in own and word != "--config":
             rule = f"is a flag of `{parser.prog}`, and behind -- are words of the run"

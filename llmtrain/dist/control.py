@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class StopRequests:
-    """SIGTERM and SIGINT ask to stop, SIGUSR1 asks to save now. A vanished launcher asks to stop as well, and so does
+    """SIGTERM, SIGINT and SIGHUP ask to stop, SIGUSR1 asks to save now. A vanished launcher asks to stop as well, and so does
     `preempt_file` when it appears on this host.
 
     Use as a context manager: the handlers that were there before are put back.
@@ -46,8 +46,9 @@ class StopRequests:
         self._done = threading.Event()
 
     def __enter__(self) -> StopRequests:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            self._before[number] = signal.signal(number, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: so it stays
+                self._before[number] = signal.signal(number, self._on_signal)
         threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
         return self
 

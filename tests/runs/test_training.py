@@ -96,11 +96,13 @@ def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(undisturbed, small_dat
     assert max(losses(run)) == stop["step"] + 2
 
 
-def test_sigterm_to_one_rank_stops_all_with_exit_0(small_data, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_to_one_rank_stops_all_with_exit_0(small_data, tmp_path, number):
+    """A hang-up of one rank was blamed on the network, with nothing saved."""
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     job = forked.Launch(recipe, "--train.max_steps", "100000", "--schedule.name", "constant")
     wait_for_step(job, run, 2)
-    os.kill(job.ranks[1].pid, signal.SIGTERM)
+    os.kill(job.ranks[1].pid, number)
     assert job.wait(60) == [0, 0], job.output()
     assert complete_checkpoints(run / "checkpoints")[0].name == f"step-{max(losses(run)):08d}"
 

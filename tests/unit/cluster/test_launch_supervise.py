@@ -33,6 +33,8 @@ def end(status: str, code: int = 0, reason: str | None = None) -> dict[str, Any]
         ([end("stopped", reason="SIGTERM")], 0, 15, "preempted", 75),
         ([end("stopped", reason="SIGTERM")], 0, 2, "stopped", 130),
         ([end("stopped", reason="launcher process 7 is gone")], -9, None, "fault", 1),
+        ([end("stopped", reason="launcher process 7 is gone")], -15, None, "preempted", 75),  # SIGTERM to the runner
+        ([end("stopped", reason="launcher process 7 is gone")], -1, None, "preempted", 75),
         ([end("stopped", reason="another rank was asked to stop")], 137, None, "fault", 1),
         ([end("refused", 2, "train.global_batch")], 2, None, "refused", 2),
         ([end("refused", 3, "non-finite")], 3, None, "refused", 3),
