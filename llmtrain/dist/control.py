@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 class StopRequests:
-    """SIGTERM, SIGINT and SIGHUP ask to stop, SIGUSR1 asks to save now. A vanished launcher asks to stop as well, and so does
-    `preempt_file` when it appears on this host.
+    """SIGTERM, SIGINT and SIGHUP ask to stop, SIGUSR1 asks to save now. A vanished launcher asks to stop as well, and
+    so does `preempt_file` when it appears on this host.
 
     Use as a context manager: the handlers that were there before are put back.
     """

@@ -109,8 +109,8 @@ class Attempt:
                 text=str(self.fault.get("text") or "a fault"),
             )
         reason = str(end.get("reason") or "")
-        # A launcher that dies takes nothing with it that the job needs: it saves, but nobody asked it to leave. One that
-        # was sent SIGHUP or SIGTERM was asked to.
+        # A launcher that dies takes nothing with it that the job needs: it saves, but nobody asked it to leave, unless
+        # it died of SIGHUP or SIGTERM.
         left = "launcher process" not in reason and code not in (137, 255) and code >= 0
         if status == "stopped" and (left or code in (-signal.SIGHUP, -signal.SIGTERM)):
             return Outcome(kind="preempted", code=PREEMPTED_CODE, step=step, text=reason)
