@@ -75,7 +75,7 @@ def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
 _MANY_EPOCHS = 1.5
 """Beyond these the run's start says how often it reads its data: 96 times over 671 tokens looked like any other run."""
 _NO_DEVICE_BYTES = 2 << 40
-"""Of a rank's weights, gradients and optimizer state: no accelerator has that, and no host's share for one either."""
+"""Limit for weights, gradients and optimizer state on one rank: no accelerator has it, nor a host's share for one."""
 
 
 def _epochs(resolved: ResolvedRun, data: TrainData) -> list[str]:

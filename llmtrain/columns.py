@@ -1,8 +1,8 @@
-"""What an objective compares with, computed once for all epochs: the work of `llmtrain reference RUN.yaml`.
+"""Outputs of the reference or teacher model, computed once for all epochs: the work of `llmtrain reference RUN.yaml`.
 
-A model goes over the run's data in the form of the run, and what it says becomes a column of the prepared folders. Of a
-preference objective it is the model that training starts from, so that the first step's ratio is exactly 0
-(data/reference.py); of a distillation the teacher (data/teacher.py).
+A model goes over the run's data with the run's parallelism, and its outputs become a column of the prepared folders.
+For a preference objective it is the model that training starts from, so that the first step's log-ratio is exactly 0
+(data/reference.py); for distillation it is the teacher (data/teacher.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from llmtrain.topology import Place
 _AT_ONCE = 64
 """Micro-batches of one call of the engine: a pipeline takes them together."""
 _BYTES_AT_ONCE = 32 << 20
-"""Of a teacher's column, that a rank holds before it is written."""
+"""Bytes of a teacher's column that a rank holds in memory before it writes them."""
 _WORDS = "words.json"
 
 

@@ -70,7 +70,7 @@ class Consistency:
         self._compares_ranks = ranks.world_size > 1 and self._every > 0
 
     def is_due(self, steps: range, *, saving: bool) -> bool:
-        """Whether `check` is called after these steps; `saving`: a checkpoint follows."""
+        """Return True if `check` is to be called after these steps; `saving`: a checkpoint follows."""
         if saving and self._agreed_step is None:
             return True
         return self._compares_ranks and (saving or is_due(self._every, steps))
@@ -171,9 +171,9 @@ class DataCheck:
         mine = files[group.index(ranks.rank) :: len(group)]
         self._thread = threading.Thread(target=self._compare, args=(mine,), name="data-check", daemon=True)
         self.settled = False
-        """All is compared, and right."""
+        """All files have been compared, and none differs."""
         self.bytes = sum(file.path.stat().st_size for file in files if file.path.is_file())
-        """Of all files."""
+        """Size of all files."""
         self._thread.start()
 
     def look(self, *, wait: bool) -> None:
@@ -204,6 +204,6 @@ class DataCheck:
 
 
 def _seen(files: list[FileSum]) -> str:
-    """What tells files from copies of them, on whatever host."""
+    """Hash of the files' inode numbers and change times: equal on hosts that share the files, different for copies."""
     stats = [os.stat(file.path) for file in files if file.path.is_file()]
     return hashlib.sha256(repr([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode()).hexdigest()

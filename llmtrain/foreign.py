@@ -1,4 +1,5 @@
-"""What others made: no file of theirs may crash its reader or name code to load, no text of theirs steer a terminal.
+"""Safe reading of files and texts from outside: no file may crash its reader or name code to load, and no text may
+control a terminal.
 
 Standard library only.
 """

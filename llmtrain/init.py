@@ -12,9 +12,9 @@ from llmtrain import completion, log
 from llmtrain.errors import UserError
 
 _SHIPPED = Path(__file__).parent / "shipped"
-"""Of a wheel: files. Of a clone: links to the folders launch/, ds_configs/ and docs/ at its top."""
+"""Folder of what `init` copies: files in a wheel; in a clone, links to launch/, ds_configs/ and docs/ at its top."""
 _LEFT_OUT = (".local", ".png", ".jsonl")
-"""Of a clone's files: what `make` writes for one machine, and figures and raw results, which a wheel has not."""
+"""Suffixes of a clone's files that a wheel lacks: what `make` writes for one machine, figures and raw results."""
 _HOSTFILE = "launch/hostfile.local"
 _NEXT = """\
 launch/recipes/   a YAML for each run: copy one and change it

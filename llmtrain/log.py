@@ -91,7 +91,7 @@ _LINE_EVERY_S = 10.0
 
 
 class Progress:
-    """How much of a long job is done: a bar on a terminal, a plain line now and then elsewhere.
+    """Progress of a long job: a bar on a terminal, a plain line now and then elsewhere.
 
     Safe to advance from several threads. Use as a context manager.
     """

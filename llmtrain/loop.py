@@ -82,8 +82,8 @@ class Training:
             teacher = None if taught else teacher_of(self.run, resolved.precision, ranks, self.mesh)
             self.objective = objective_of(self.run.objective, teacher)
             self.references: list[str] | None = None
-            """Of which weights the log-probabilities are that the objective compares with: of a column by set of the
-            data; of a reference that is computed at each step, of those that train whole beside the adapter."""
+            """Hashes of the weights behind the reference's log-probabilities: one per data set if they are a column; if
+            computed at each step, one of the modules that train whole beside the adapter."""
             if wants_column(self.run.objective):
                 self.references = self.data.take_reference(resolved.precision)
             self.model_facts = spec.facts
@@ -96,7 +96,7 @@ class Training:
             if self.run.train.eval:
                 self.evaluation_batches()  # its data must be there now, not after days of training
         self.teacher = taught_by(self.run, columns, ranks)
-        """Of its weights, where the objective has a teacher."""
+        """Hash of the teacher's weights; None: the objective has no teacher."""
         self.engine = start_engine(resolved, spec, ranks, self.mesh)
         self.notes: list[str] = self.engine.module.notes
         self.position = Position()
@@ -107,7 +107,7 @@ class Training:
         self.began_from: dict[str, Any] | None = None  # the checkpoint of another run, see checkpoint/load.py
         self._base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.began_with: str | None = None
-        """Of the first values, where this launch has given the parameters theirs."""
+        """Hash of the initial weights if this launch has initialised them; None: they come from a checkpoint."""
         self.frozen_source = NOWHERE
         self.resumed: Resumed | None = None
         """What the run goes on from, if with all of its state."""

@@ -20,7 +20,7 @@ under the model that the run starts from, of objective.name distill with objecti
 It starts as many ranks on this machine as the DeepSpeed JSON needs, on GPUs as many as there are. For several hosts a
 launcher starts the ranks: deepspeed --hostfile HOSTS --no_local_rank --module llmtrain reference RUN.yaml"""
 _MOST_RANKS = 64
-"""On one machine without GPUs."""
+"""Limit of the search for the fewest ranks on which the run resolves."""
 
 
 def main(argv: list[str]) -> int:

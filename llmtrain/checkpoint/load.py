@@ -393,7 +393,7 @@ def _refuse_other_adapter(saved: dict[str, Any], now: dict[str, Any], folder: Pa
 
 
 def _other_data(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """Which field of `data` is another; where none is, the prepared folder itself."""
+    """Name the fields of `data` that differ from the checkpoint's; else say that the prepared data itself changed."""
     there, here = ((state.get("run") or {}).get("data") or {} for state in (saved, now))
     keys = ("path", "mixture", "sequence_length", "seed")
     found = [

@@ -9,7 +9,7 @@ from llmtrain.topology import Degrees
 
 
 def check_adapter(run: RunConfig, places: Places, problems: Problems) -> None:
-    """Of the model itself nothing trains beside an adapter, and an adapter has a rank; what freezes goes together."""
+    """Check `adapter`, model.freeze and model.train_only together: an adapter needs a rank and freezes the model."""
     if run.model.freeze and run.model.train_only:
         problems.add("model.train_only", run.model.train_only, "says the opposite of model.freeze, which is given, too",
                      "keep one of them", places.get("model.train_only"))  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from llmtrain import topology
 
 STAGES = (0, 1, 2, 3)
-"""Of ZeRO."""
+"""Stages of ZeRO."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,25 @@ class Key:
     kind: str
     """bool, int, num (int or float), str, list, dict, any."""
     default: Any = None
-    """DeepSpeed's."""
+    """DeepSpeed's default."""
     _: KW_ONLY
     effect: Literal["proved", "no effect"] = "no effect"
-    """Of an accepted value, on the numbers of a run."""
+    """Effect of an accepted value on the numbers of a run."""
     same: tuple[Any, ...] = ()
     """Other values that are accepted where the key is refused: they ask for what llmtrain does anyway."""
     refused: Why | None = None
-    """Why every other value is."""
+    """Reason why every value but the default and `same` is refused, at every stage; None: `at` decides by stage."""
     at: Mapping[int, Why] = field(default_factory=dict)
     """ZeRO stage -> why every other value is refused there."""
     values: tuple[tuple[Any, Why], ...] = ()
     """Single values that are refused."""
     stages: tuple[int, ...] = STAGES
-    """Where something reads it."""
+    """ZeRO stages at which something reads the key."""
     unread: str = ""
-    """Why nothing reads it at any stage: a note for the user."""
+    """Reason why nothing reads the key at any stage, as a note for the user; empty: something does."""
 
     def why_not(self, value: Any, stage: int) -> Why | None:
-        """Why this value is refused at a stage; None: it is accepted."""
+        """Return the reason why this value is refused at a ZeRO stage; None: it is accepted."""
         for refused, why in self.values:
             if _equal(value, refused):
                 return why
@@ -60,11 +60,11 @@ class Key:
         return self.refused or self.at.get(stage)
 
     def state(self, stage: int) -> str:
-        """What the table says of a value other than the default: proved, no effect, or refused."""
+        """Return the table's verdict on a value other than the default: proved, no effect, or refused."""
         return "refused" if self.refused or stage in self.at else self.effect
 
     def is_read(self, stage: int) -> bool:
-        """Whether anything reads it at a stage."""
+        """Return True if something reads the key at this ZeRO stage."""
         return not self.unread and stage in self.stages
 
 

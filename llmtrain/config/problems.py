@@ -90,8 +90,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _misspelt(a: str, b: str) -> int | None:
-    """How many letters are wrong, too many, missing or change places; None: more than a quarter of the shorter word,
-    or, of words below eight letters, more than one, or the first."""
+    """Count the letters that are wrong, superfluous, missing or transposed.
+
+    None: too many for a misspelling, which is more than a quarter of the shorter word (below eight letters, more than
+    one); or a word below four letters begins with another letter.
+    """
     shorter = min(len(a), len(b))
     most = max(1, shorter // 4)
     if abs(len(a) - len(b)) > most or (shorter < 4 and a[:1] != b[:1]):

@@ -1,5 +1,5 @@
-"""What of the docs is generated: the fields, from the dataclasses and their docstrings (help text, too), the keys of
-DeepSpeed's JSON, and the mixes.
+"""Generator of the reference tables in the docs: the fields, from the dataclasses and their docstrings (which are also
+the help text), the keys of DeepSpeed's JSON, and the mixes.
 
 `python -m llmtrain.config.reference docs` rewrites the parts between markers of configuration.md, deepspeed.md,
 parallelism.md and posttraining.md.

@@ -31,7 +31,7 @@ _DECAY: tuple[_Test, str] = (lambda x: 0 <= x < 1, "must be from 0 to just under
 _SECONDS: tuple[_Test, str] = (lambda x: 0 < x <= 1e9, "must be greater than 0 and at most 1e9")
 _SEED: tuple[_Test, str] = (lambda x: 0 <= x < 2**63, "must be from 0 to 2^63 - 1")
 _MOST_COUNTED = 10**15
-"""Of steps, tokens, sequences: no run has more, and what is computed with it still fits into 64 bits."""
+"""Upper limit of a count of steps, tokens or sequences: no run has more, and products of it still fit into 64 bits."""
 
 _MASK_BYTES = 4 * GIB
 """Of one attention mask: it is made in every forward pass, and some kernels copy it in the precision of the scores."""
@@ -101,7 +101,7 @@ WRITTEN = {
     "data.path": "write the path of a folder that `llmtrain prepare` made",
     "resume": "write auto, none or the path of a checkpoint",
 }
-"""What text a field wants."""
+"""Remedy for a field whose text is empty or of another type."""
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -77,7 +77,7 @@ _PRIVATE = tuple(
 
 
 def private(address: str) -> bool:
-    """Whether it is an IP address that no other network reaches, also in the form `::ffff:a.b.c.d`.
+    """Return True for an IP address that no other network reaches, also in the form `::ffff:a.b.c.d`.
 
     0.0.0.0 and :: are every address of a host. Every address that a site listens on without keys is judged here.
     """

@@ -1,5 +1,5 @@
-"""Which objectives and adapters go with which form, and which options of a run's model with each other: the resolver
-asks it, and docs/posttraining.md has its answers."""
+"""Compatibility of objectives and adapters with forms of training, and of a run's model options with each other: the
+resolver checks it, and docs/posttraining.md has it as a table."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _epochs(ours: str, value: Any, tokens: int | None) -> str:
 
 
 def _its_fields(section: str, value: Any, dashes: str) -> str:
-    """How the fields of a section are written, with those of the value, if it is a map of some."""
+    """Return the remedy for a section that was given as one value: its fields one by one, with the values of a map."""
     known = [key for key in schema() if key.startswith(f"{section}.")]
     given = value if isinstance(value, dict) else _map_of(value)
     if given and all(f"{section}.{name}" in known for name in given):
@@ -151,7 +151,7 @@ def _word(value: Any) -> str:
 
 
 def other_method(value: Any) -> str | None:
-    """What the page says to the name of a training method that there is not here, such as grpo."""
+    """Return migrate.md's answer for a training method that llmtrain lacks, such as grpo; None: it has no answer."""
     known = _elsewhere().get(str(value).lower())
     return None if known is None or known[0] != "others" else known[1]
 

@@ -53,7 +53,7 @@ class ChatOptions:
     prompts: bool = False
     """Records are prompts: a row is what a server feeds before it generates, and nothing of it is counted."""
     moment: str | None = None
-    """What a template that writes the date takes for the time, ISO 8601 in local time; None: the present."""
+    """Time for a template that writes the date, ISO 8601 in local time; None: the present."""
     variables: dict[str, Any] = dataclasses.field(default_factory=dict)
     """chat_template_kwargs of all records; a record's own come before them."""
 
@@ -356,7 +356,7 @@ class ChatEncoder:
         row.text, row.ids, row.end, row.joins = text, ids, end, joins
 
     def _other_prompts(self, given: Conversation) -> str:
-        """Of a template that writes another prompt where it is told so (Qwen3.5: enable_thinking)."""
+        """Name the template's variables that may change the prompt (Qwen3.5: enable_thinking), to end an error text."""
         names = sorted(name for name in self._read(given) if "think" in name or "reason" in name)
         return f"; chat_template_kwargs may change the prompt: the template reads {', '.join(names)}" if names else ""
 

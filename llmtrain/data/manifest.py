@@ -86,7 +86,7 @@ def data_fingerprint(
 
 
 def said_of_template(chat: dict[str, Any]) -> list[str]:
-    """What is in every prompt of prepared conversations beside what they say."""
+    """List what the preparation put into every prompt beside the conversations: the date, and chat_template_kwargs."""
     said = []
     if (moment := chat.get("moment")) is not None:
         said.append(f"the template writes the date: {moment.replace('T', ' ')}, of the preparation, is in every prompt")

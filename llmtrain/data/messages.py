@@ -393,7 +393,7 @@ def _call(call: Any, place: int) -> dict[str, Any]:
 
 
 def _argument_texts(raw: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
-    """Of messages that `_message` has taken."""
+    """Return (message, call) -> the arguments of a tool call that were given as text; `raw` has passed `_message`."""
     found = {}
     for place, message in enumerate(raw):
         for number, call in enumerate(message.get("tool_calls") or ()):

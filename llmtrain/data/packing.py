@@ -77,7 +77,7 @@ class TrainData:
         """Hash of the data, the sequence length, the seed and the mixture: what decides every training sequence."""
 
     def sums(self) -> list[FileSum]:
-        """What the manifests of all sets say of their files."""
+        """Return the files of all sets with their checksums from the manifests."""
         return [file for member in self._members for file in member.prepared.sums()]
 
     def take_reference(self, precision: str) -> list[str]:
@@ -195,7 +195,7 @@ class TrainData:
         return self._read(self._members[member].validation, window)
 
     def epochs(self, sequences: int) -> list[tuple[str, float, int]]:
-        """Of each set: its folder, how often so many sequences of the run go through it, its training tokens."""
+        """Return for each set its folder, its epochs in so many sequences of the run, and its training tokens."""
         counts = self._mixture.counts(sequences)
         return [
             (str(member.prepared.folder), count / windows, member.prepared.manifest.tokens["train"])

@@ -233,7 +233,7 @@ _FORMS = (  # the fields that tell what records are -> --format
 
 
 def _form_of(names: Iterable[str]) -> str:
-    """What a record without the field for text asks for."""
+    """Name the option that reads a record without the text field: --format, or --field."""
     given = set(names)
     form = next((form for fields, form in _FORMS if given.issuperset(fields)), None)
     return f"they are no plain text: add --format {form}" if form else "see --field"
@@ -339,8 +339,8 @@ def _read_array(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Doc
 
 
 def _next_record(text: str, at: int, *, first: bool) -> tuple[int, int] | str:
-    """Where the next value of a list begins and ends; twice the same at the list's end; or what keeps it from being
-    read, which more text may mend."""
+    """Return (begin, end) of the next value of a list, where both are equal at the list's end; or the reason why it
+    cannot be read, which more text may remove."""
     at = _WHITE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
     if text.startswith("]", at):
         return at, at

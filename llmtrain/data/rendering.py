@@ -29,18 +29,18 @@ from llmtrain import foreign
 from llmtrain.data.messages import Conversation
 
 CPU_SECONDS = 10
-"""Of one rendering. Those of real templates take about a millisecond."""
+"""Processor time limit of one rendering. Real templates take about a millisecond."""
 MEMORY_MIB = 1024
-"""Beyond what the process has before it renders."""
+"""Memory limit of the rendering process, beyond what it has before it renders."""
 CHARACTERS = 64 << 20
-"""Of one rendering."""
+"""Length limit of one rendering."""
 _WAIT_SECONDS = 120
-"""For an answer, by the clock: on a machine that is busy with other things."""
+"""Wall-clock limit of an answer, for a machine that is busy with other things."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class RenderError(ValueError):
-    """Why a template gives no text. What is shown of its own words is printable."""
+    """A template gives no text. The error text escapes what a terminal would obey in the template's own words."""
 
 
 class BoundsError(RenderError):
@@ -49,13 +49,13 @@ class BoundsError(RenderError):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What a template has written."""
+    """Output of a template."""
 
     text: str
     spans: list[tuple[int, int]] | None
-    """What `{% generation %}` encloses; None: it was not asked for, or the template has none."""
+    """Character ranges that `{% generation %}` encloses; None: not asked for, or the template has none."""
     dated: bool
-    """It has read the clock."""
+    """The template has read the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Template:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line that a terminal may show."""
+    """Return the first line of an error text, at most 200 characters, safe to show on a terminal."""
     return foreign.shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
 
 
@@ -362,7 +362,7 @@ def _main() -> None:
     from transformers.utils import chat_template_utils as utils
 
     class Clock(datetime.datetime):
-        """What templates take for the time."""
+        """Clock that templates read in place of datetime."""
 
         moment: datetime.datetime | None = None
         asked = False

@@ -112,7 +112,7 @@ class FileSum:
     xxh3: str
     """xxh3 of the bytes, of 64 or 128 bits; empty: the manifest tells none, and none is compared."""
     dtype: np.dtype | None = None
-    """Of the token ids in a shard."""
+    """Type of the token ids in a shard; None: the file is no shard."""
     vocab_size: int = 0
 
     def compare(self, go_on: Callable[[], bool] = lambda: True) -> None:
@@ -161,7 +161,7 @@ class PreparedSet:
         return TokenStream(self.folder, self.manifest.shards[name], self.dtype)
 
     def sums(self) -> list[FileSum]:
-        """What the manifest says of each file's content: the tokenizer, shards, files of rows."""
+        """Return each file with its checksum from the manifest: the tokenizer, shards, files of rows."""
         found = [FileSum(self.tokenizer_dir / "tokenizer.json", self.manifest.tokenizer_fingerprint)]
         for shard in (shard for split in SPLITS for shard in self.manifest.shards[split]):
             path = self.folder / shard.file

@@ -23,7 +23,7 @@ _STYLES = {(True, False): "bold green", (True, True): "bold magenta", (False, Fa
 
 _PREFIX = len("counted | ")
 _SHOWN_TOKENS = 2000
-"""Of a text: one document may be a book."""
+"""Limit of the tokens shown of one text: a document may be a book."""
 _READ_TOKENS = 4 << 20
 
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
@@ -78,7 +78,7 @@ def shown_text(data: PreparedSet, encoder: Encoder, split: Split, index: int) ->
 
 
 def _document(stream: TokenStream, separator: int, index: int) -> tuple[int, int]:
-    """Where document `index` begins and ends, its separator included."""
+    """Return the bounds of document `index` in the stream, its separator included."""
     begin = at = seen = 0
     while at < stream.tokens:
         length = min(_READ_TOKENS, stream.tokens - at)

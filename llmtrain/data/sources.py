@@ -136,7 +136,7 @@ def _expand(source: str, form: str, option: str) -> list[SourceFile]:
 
 
 def _within(folder: str, paths: list[str], option: str) -> list[str]:
-    """Those that a folder holds itself: a stranger's link out of it would make a secret file training data."""
+    """Keep the files that lie in the folder: a stranger's link out of it would make a secret file training data."""
     out = sorted(p for p in paths if os.path.isfile(p) and leads_out(Path(folder), Path(p)) is not None)
     if out:
         first = f"{foreign.shown(out[0])} -> {foreign.shown(os.path.realpath(out[0]))}"
@@ -202,7 +202,7 @@ def _kind(path: str, form: str, option: str = "--source") -> Kind:
 
 
 def _begins(path: str, *signs: bytes) -> bool:
-    """Whether these are the first signs of an uncompressed file that are no white space."""
+    """Return True if the first characters of an uncompressed file, white space left out, are `signs`."""
     if path.endswith((".gz", ".zst")):
         return False
     try:

@@ -20,8 +20,8 @@ from llmtrain.files import lock_folder, replace_file
 
 REJECTED = "rejected.jsonl"
 _SOON_DONE_AGAIN_BYTES = 64 << 20
-"""Of finished shards: a minute's work. After a mistake, which a record shows, the next attempt has other settings, and
-was refused as if hours were at stake."""
+"""Size of finished shards, about a minute's work, that other settings may discard: after a mistake that a record shows,
+the next attempt has other settings, and was refused as if hours were at stake."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Whether a chat template has written what the messages say: what it leaves out would be lost in silence.
+"""Check that a chat template has written what the messages say: text that it leaves out would be lost in silence.
 
 A template may spell a text as it likes: trimmed, as JSON, as Python, escaped. What counts is that it is there, where a
 server has it in the prompt, or the model in what it must generate.
@@ -32,7 +32,7 @@ class _Leaf:
     key: str
     text: str
     pieces: tuple[tuple[str, int | None], ...]
-    """What it says between the markup that its template reads (`</think>`), each with its mark."""
+    """Parts of the text between the markup that its template reads (`</think>`), each with its mark."""
     literal: tuple[_Literal] | None = None
 
 
@@ -261,7 +261,7 @@ def _with_other_literal(value: Any, left: list[int]) -> Any:
 
 
 def _told(schema: Any) -> Iterator[str]:
-    """What a tool's schema says in words: names, descriptions and choices, at any depth."""
+    """Yield the texts of a tool's schema: names, descriptions and choices, at any depth."""
     if isinstance(schema, list):
         for part in schema:
             yield from _told(part)

@@ -70,7 +70,7 @@ def local_folder(given: str, commit: str | None) -> Path:
 
 
 def leads_out(folder: Path, path: Path) -> Path | None:
-    """Where a file of a folder is, if that is elsewhere: it is a link, or lies below one. None: it is in the folder.
+    """Return the real path of a file if links lead out of the folder to it. None: it is in the folder.
 
     Allowed are links within the folder, and those by which the Hugging Face cache keeps its files
     (snapshots/REVISION/NAME -> blobs/DIGEST, which may be one to the store of all repositories).

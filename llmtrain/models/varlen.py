@@ -22,7 +22,7 @@ from llmtrain.models.patches import VARLEN, varlen_backward
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Where the documents of a micro-batch lie, its rows one after another.
+    """Bounds of the documents of a micro-batch, its rows concatenated.
 
     Both tensors have one shape whatever the documents are: compiled layers would have a graph for each other one.
     """
@@ -269,7 +269,7 @@ def _slices(bounds: Tensor) -> list[slice]:
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Of each token of a document, which others it sees: [length, length]."""
+    """Return the attention mask of one document, True where a token sees another: bool [length, length]."""
     at = torch.arange(length, device=device)
     behind = at[:, None] - at
     return (behind >= 0) & (behind < (length if window is None else window))

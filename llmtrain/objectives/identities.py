@@ -1,4 +1,4 @@
-"""What must hold before the first step, whatever the data and the model: numbers that are known without training.
+"""Identities that hold before the first step, whatever the data and the model: numbers known without training.
 
 A reference is the model that training starts from, so each answer's log-probability is the reference's own; an answer
 that is preferred to itself has the margin 0 and a loss that is a number; a student that is its own teacher has the
@@ -37,7 +37,7 @@ _WORDS = 8
 
 
 class Apart:
-    """How far each answer's log-probability is from the reference's, per counted token: the mean over the answers."""
+    """Distance of each answer's log-probability from the reference's, per counted token: the mean over the answers."""
 
     figures: tuple[str, ...] = ("loss",)
 
@@ -85,18 +85,20 @@ def twice(window: Window) -> Window:
 
 @dataclass(frozen=True)
 class Equal:
-    """What a loss over pairs is where an answer is preferred to itself."""
+    """Value and tolerances of a loss over pairs where an answer is preferred to itself."""
 
     loss: float
     margin: float
-    """How far the margin may be from 0 for each nat per token of rounding."""
+    """Largest distance of the margin from 0 per nat per token of rounding."""
     slope: float
-    """How far the loss moves with the margin, at most."""
+    """Largest change of the loss per unit of the margin."""
 
 
 def of_equals(config: ObjectiveConfig, figures: dict[str, float]) -> Equal:
-    """Of an objective over pairs, from its definition. `figures`: of the pair, whose mean log-probability some losses
-    have beside the margin."""
+    """Return the `Equal` of an objective over pairs, from its definition.
+
+    `figures`: those of the pair; some losses contain its mean log-probability beside the margin.
+    """
     o, ln2 = options(config), math.log(2)
     if config.name == "reward":
         reward = figures["pairs/chosen_reward"]
@@ -125,17 +127,17 @@ class Known:
     precision: str
     evaluate: Evaluate
     objective: Objective
-    """As the run minimises it."""
+    """The objective that the run minimises."""
     reference: Callable[[Objective], Objective]
-    """From an objective to one with the run's reference."""
+    """Gives an objective the run's reference."""
     first: Sequence[MicroBatch]
-    """This rank's, of the first sequences of the data."""
+    """This rank's micro-batches of the first sequences of the data."""
     alike: Sequence[MicroBatch]
-    """The same on all ranks: see `twice`."""
+    """Micro-batches that are equal on all ranks, made by `twice`."""
     own_teacher: bool
 
     def broken(self, module: nn.Module) -> Iterator[UserError]:
-        """What does not hold, with the first values in the model. All ranks go through it together."""
+        """Yield an error for each identity that the initial weights violate. All ranks iterate together."""
         name = self.run.objective.name
         if name not in WITHOUT_REFERENCE:
             yield from self._reference()

@@ -188,7 +188,7 @@ def _tell(
 
 
 def _no_answer(blunt: Difference) -> int:
-    """Of a comparison that passes because nearly everything would."""
+    """Report that a comparison proves nothing because nearly everything would pass it; return the exit code."""
     from llmtrain.parity.compare import CEILINGS
 
     where = f"{blunt.kind} at step {blunt.step}" + (f", {blunt.name}" if blunt.name else "")

@@ -102,7 +102,7 @@ def compare(got: Trace, want: list[Trace], *, fp32: bool, split: bool) -> Verdic
 
 
 def _above_ceiling(found: list[Difference]) -> Difference | None:
-    """Of loss and norm any, of parameters one of many at the same step."""
+    """Return a difference whose tolerance exceeds its ceiling: any loss or norm; a parameter if many of a step do."""
     for (kind, _), group in groupby(found, key=lambda one: (one.kind, one.step)):
         some = list(group)
         wide = [one for one in some if kind in CEILINGS and one.tolerated > CEILINGS[kind]]

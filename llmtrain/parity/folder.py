@@ -58,7 +58,7 @@ class Plain:
     counted: _Shards | None = None
     """1 for a token that counts."""
     prompts: np.ndarray | None = None
-    """Of unpaired answers: each row's prompt, as a number."""
+    """Hash of each row's prompt; None: the folder has no unpaired answers."""
     begins: np.ndarray | None = None
     desirable: np.ndarray | None = None
     reference: np.ndarray | None = None
@@ -149,7 +149,7 @@ def _documents(micro: MicroBatch, row: int) -> Iterator[tuple[int, int]]:
 
 
 def _sequence(plain: Plain, micro: MicroBatch, row: int, run: RunConfig) -> str:
-    """What is wrong with a row of a micro-batch, if this folder has it; or ""."""
+    """Return why a row of a micro-batch cannot come from this folder; "": it does."""
     if micro.positions is not None:
         for first, end in _documents(micro, row):
             if micro.positions[row, first:end].tolist() != list(range(end - first)):

@@ -179,7 +179,7 @@ class Exchange:
         return Clock(version=version, tokens=tokens, steps=steps) if min(read) >= 0 else "its clock makes no sense"
 
     def _false(self, outer: tuple[Array, Array] | None, leader: Told) -> str:
-        """Why the state that came, of all ranks, is not the one that was told of; or nothing."""
+        """Return why the received state is not the one that the leader told of; empty: it is, or a rank has none."""
         sums = from_all(self._ranks, None if outer is None else [self._shard.checksum(each) for each in outer])
         there = [each for each in sums if each is not None]
         if len(there) < len(sums) or checksum_of(there) == leader.checksum:
@@ -261,7 +261,7 @@ class Exchange:
 
 
 def checksum_of(ranks: Sequence[Sequence[int]]) -> str:
-    """Of the common parameters and the outer momentum, from what each rank's parts of them sum up to."""
+    """Return the checksum of the common parameters and the outer momentum from the sums of the ranks' parts."""
     return "-".join(f"{sum(parts) % 2**64:016x}" for parts in zip(*ranks, strict=True))
 
 

@@ -66,7 +66,7 @@ class Forwarder:
             threading.Thread(target=self._pass, args=(connection, host), name="sites-line", daemon=True).start()
 
     def _freed(self) -> bool:
-        """Whether a connection without a key has made room, the oldest of the host that has most of them.
+        """Close a connection without a key, the oldest of the host that has most of them; return True if it made room.
 
         Strangers held all places with connections that said nothing, and members were turned away.
         """

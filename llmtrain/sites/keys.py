@@ -66,7 +66,7 @@ class Keys:
 
 
 def words(error: BaseException) -> str:
-    """Why a connection could not be secured, in words that name TLS and keys."""
+    """Describe why a connection could not be secured, in words that name TLS and keys."""
     reason = str(getattr(error, "reason", "") or "")
     if reason in _NO_TLS:
         return "the other side speaks no TLS: it has no keys, and this one has"
@@ -78,7 +78,7 @@ def words(error: BaseException) -> str:
 
 
 def differs(coordinator: str, keys: Keys | None) -> str:
-    """Why this side's keys do not fit the coordinator's at HOST:PORT, and the remedy; empty: they do, or it is away."""
+    """Return why this side's keys do not fit those at HOST:PORT, and the remedy; empty: they fit, or nobody answers."""
     host, _, port = coordinator.rpartition(":")
 
     def connection() -> socket.socket:

@@ -16,10 +16,10 @@ from llmtrain.sites.told import Told, told_of
 AGAIN_S = 0.5
 """Between two looks for sites that the run's start waits for."""
 _ASK_S, _JOINS_S = 0.1, 10.0
-"""Of one question at least; and of one whose site waits for as long as it takes."""
+"""Shortest time limit of a request to the coordinator: of any, and of a site that joins and waits without limit."""
 _LONGEST_S = 30.0
 _SAID_S = 1.0
-"""Who comes so soon was not waited for."""
+"""Seconds of waiting before a site logs that it waits: a peer that comes sooner is not mentioned."""
 _HEARD_S = 2.0
 """After it a coordinator that was away has heard of every living site, and a meeting waits for them again."""
 
@@ -33,7 +33,7 @@ class MeetAgain(Exception):
 
 
 class Meetings:
-    """What a site says to the others and hears from them. All ranks of the site call every method together.
+    """Meetings of a site with its peers at the coordinator. All ranks of the site call every method together.
 
     A site is alone only if the coordinator has heard of no other that is alive: sites that come at different times
     would else train side by side for ever, each sure that nobody is there.
@@ -161,7 +161,7 @@ class Meetings:
             self._members.close()
 
     def _in_commit(self, member: Member, round_: int | None = None) -> bool:
-        """Whether another site of this run is between the two meetings of a round."""
+        """Return True if a peer of this run is between the two meetings of a round. `round_`: of this one; any site."""
         said = member.said
         here = said.get("phase") == "commit" and said.get("run") == self._run
         here = here and isinstance(said.get("round"), int) and isinstance(said.get("have"), list | None)
@@ -178,7 +178,7 @@ class Meetings:
             )
 
     def _nobody(self, told: list[Told], least: int, absent: list[str], late: str) -> str:
-        """Why the sites have not met."""
+        """Return the reason why the sites have not met."""
         if absent:
             are = "is" if len(absent) == 1 else "are"
             return f"this site is alone: {', '.join(absent)} {are} there and {are} not at this meeting"

@@ -60,7 +60,7 @@ class Member:
 
 
 def is_site(word: str) -> bool:
-    """Whether it can be the id of a site: a stranger's may hold anything, and ids come into lines of the log."""
+    """Return True for a valid id of a site: a stranger's may hold anything, and ids come into lines of the log."""
     return _ID.fullmatch(word) is not None
 
 
@@ -74,7 +74,7 @@ class Heard:
     """It took part when sites met last."""
     step: int = 0
     run: str = ""
-    """What its run has in common; both of the last meeting, if it took part."""
+    """Checksum of the settings that a run's sites share. It and `step` are of the last meeting, if it took part."""
     together: int = 0
     """Sites of its last synchronisation, itself included; 0: it has joined nobody yet."""
 
@@ -150,7 +150,7 @@ class TorchftMembers:
         self._closed = threading.Event()
         self._beating: threading.Thread | None = None
         self._last: dict[str, Any] = {}
-        """What was said of each thing the last time: the status page has it."""
+        """Latest value of each key that this site has sent; the status page shows step, run and together."""
 
     def meet(self, said: Mapping[str, Any], limit_s: float) -> list[Member]:
         """See `Members`."""
@@ -195,7 +195,7 @@ class TorchftMembers:
             self._beating.join(2 * _CALL_S)
 
     def _live(self) -> None:
-        """From here on the others wait for this site."""
+        """Start the heartbeats, if they have not begun: as long as they come, the other sites wait for this one."""
         if self._beating is None:
             self._beating = threading.Thread(target=self._beat, name="sites-heartbeat", daemon=True)
             self._beating.start()

@@ -306,7 +306,7 @@ class Site:
         self._try(lambda: self._apply(travelling.result(), sent))
 
     def _patience_s(self) -> float:
-        """How long another site may train until it comes to a meeting: twice what this one has since the last."""
+        """Seconds that a peer may train until it comes to a meeting: twice what this site has since the last."""
         return 2 * (time.monotonic() - self._went_on_s)
 
     def _synchronise(self, deadline_s: float, least: int = 1, *, joins: bool = False) -> Told:
@@ -376,7 +376,7 @@ class Site:
         return leader, [each for each in told if each.id not in refused], refused
 
     def _impossible(self, other: Told) -> str:
-        """Why another site cannot have come as far as it says, since this one last agreed with others; or nothing."""
+        """Return why a peer cannot be as far as it says since this site last agreed with others; empty: it can."""
         if other.round <= self._round:
             return ""
         ends, said = len(self._shard.parts), f"it tells of round {other.round}, step {other.step}"

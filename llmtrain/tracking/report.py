@@ -205,7 +205,7 @@ def _history(run: Run) -> list[tuple[str, str]]:
 
 
 _UPDATE_NORM = "Norm of the update"
-"""What `grad_norm` is of some optimizers under ZeRO: no point of it belongs on the gradient norm's chart."""
+"""Chart of `grad_norm` where it is the update's norm (some optimizers under ZeRO): no point is a gradient norm."""
 # Of each chart: its title, its unit, whether its axis begins at 0, and (metric, what its curve is called).
 _CHARTS = (
     ("Loss", "nats/token", False, (("loss", "training"), ("eval/loss", "validation"))),

@@ -82,7 +82,7 @@ class Tracker:
         self._wandb.log(row, more=more)
 
     def _put_back(self, step: Any) -> None:
-        """What a clean-up outside the run removed of its folder while it runs."""
+        """Write the files again that something outside the run has removed from its folder."""
         with contextlib.suppress(OSError):  # metrics.jsonl says it
             if gone := [held.path.name for held in self._held if held.put_back()]:
                 log.warn(

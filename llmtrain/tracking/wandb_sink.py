@@ -42,11 +42,11 @@ _MODES: dict[str, Mode] = {
 }  # fmt: skip
 """W&B's own words for WANDB_MODE."""
 _TRUE = ("1", "on", "yes", "true")
-"""What Hugging Face's Trainer takes for true in WANDB_DISABLED."""
+"""Values of WANDB_DISABLED that Hugging Face's Trainer takes for true."""
 
 
 def _saved_settings() -> dict[str, str]:
-    """What W&B's settings files say: the folder's, which `wandb offline` writes, before the user's."""
+    """Read W&B's settings files: the folder's, which `wandb offline` writes, overrides the user's."""
     user = os.environ.get("WANDB_CONFIG_DIR") or os.path.expanduser("~/.config/wandb")
     found: dict[str, str] = {}
     for folder in (user, Path(os.environ.get("WANDB_DIR") or ".") / "wandb"):

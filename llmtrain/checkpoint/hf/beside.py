@@ -41,14 +41,14 @@ _LOCAL_BASES = {
     "gemma3": ("rope_theta", "rope_local_base_freq"),
     "modernbert": ("global_rope_theta", "local_rope_theta"),
 }
-"""Of families whose layers differ in it: transformers 4's keys of the rotary base of full and of local attention."""
+"""Model type -> transformers 4's keys of the rotary base of full and of local attention, where the two differ."""
 _HF_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _BESIDE_LIMIT = 256 << 20  # bytes; the largest tokenizers have 40 MB
 
 
 def run_id(checkpoint: Path, trainer: Mapping[str, Any]) -> str:
-    """Which run a checkpoint is of, for its exports."""
+    """Return the id of the run that wrote a checkpoint, for its exports."""
     return str(trainer.get("wandb_id") or checkpoint.resolve().parent.parent)
 
 

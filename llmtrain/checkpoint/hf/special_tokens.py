@@ -72,7 +72,7 @@ def pad_apart(config: Any, report: Report) -> None:
 
 
 def sampling_defaults(folder: Path | None) -> dict[str, Any]:
-    """How a model's folder says that tokens are drawn, by the keys of its generation_config.json; no token in it."""
+    """Return the sampling defaults of a model folder's generation_config.json by its keys, token ids left out."""
     try:
         fields = {} if folder is None else foreign.loads((folder / "generation_config.json").read_bytes())
         plain = {key: value for key, value in fields.items() if isinstance(value, (bool, int, float))}

@@ -50,7 +50,7 @@ class Zero3State(State):
         self.gather()
 
     def part(self) -> None:
-        """What is gathered would be taken for up to date."""
+        """Partition the gathered parameters again: DeepSpeed would take a gathered one for up to date."""
         self.optimizer._partition_all_parameters()
 
     def gather(self) -> None:

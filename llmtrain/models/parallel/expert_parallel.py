@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 _TOKENS = 24
 _ROUNDING = 1e-3
-"""Of logits and gradients over their spread. Measured: at most 6e-5 where the function is the same, 0.2 and more where
-it is another."""
+"""Tolerance of logits and gradients relative to their spread. Measured: at most 6e-5 where the function is the same,
+0.2 and more where it is another."""
 _HERE_ONLY = ("comm_backend", "async_split_plan", "combine_impl", "row_weighting_impl", "gate_up_impl")
 """Keys of the section that choose kernels and ways of sending: no other function, and of GPUs."""
 
