@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmtrain.config import strict_yaml
 from llmtrain.config.problems import Places, stop
-from llmtrain.config.rules import starts_from_model
+from llmtrain.config.rules import reads_weights
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.errors import ConfigError, ModelError
 from llmtrain.hub.fetch import fetch
@@ -24,9 +24,7 @@ def with_base(resolved: ResolvedRun) -> ResolvedRun:
     host asks and fetches. Raises: ConfigError, ModelError.
     """
     run = resolved.run
-    frozen = run.model.freeze or run.model.train_only or run.adapter.r is not None
-    reads_weights = starts_from_model(run) or bool(frozen)
-    run, notes = fetched(run, resolved.places, weights_too=reads_weights)
+    run, notes = fetched(run, resolved.places, weights_too=reads_weights(run))
     return replace(resolved, run=run, notes=(*resolved.notes, *notes))
 
 

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from rich.console import Console
 
 from llmtrain import completion
 from llmtrain.cluster.doctor import all_reduce, build_ops, fabric, sites
-from llmtrain.cluster.doctor.checks import Finding, Level, Survey
+from llmtrain.cluster.doctor.checks import Finding, Folder, Level, Survey
 from llmtrain.cluster.doctor.quick import MASTER_PORT, Needs, in_order, quick
-from llmtrain.cluster.doctor.report import Report, print_report
+from llmtrain.cluster.doctor.report import WITHOUT_TERMINAL, Report, print_report
 from llmtrain.cluster.hosts.envfile import deepspeed_env_problems
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.cluster.launch.plan import NO_PDSH
 from llmtrain.config.load import command_words, load, run_words
+from llmtrain.config.objective import wants_column
+from llmtrain.config.rules import has_checkpoints, reads_weights
 from llmtrain.config.run import RunConfig
+from llmtrain.data.manifest import SPLITS, read_manifest
+from llmtrain.errors import DataError, ModelError
+from llmtrain.hub.model import weights
+from llmtrain.hub.names import INDEX, is_name
 from llmtrain.optimizers import OPTIMIZERS
 from llmtrain.topology import Mix
 
@@ -32,10 +41,62 @@ def needs(config: str, run: RunConfig, mix: Mix, run_dir: str) -> Needs:
     """What a run needs of its hosts. `config`: its YAML."""
     return Needs(
         files=(config, run.deepspeed),
+        folders=tuple(_read_by(run)),
         folder=run.checkpoint.dir or run_dir,
         own_folders=run.checkpoint.dir is not None,
         ops=OPTIMIZERS[mix.optimizer].host_ops if mix.offload_optimizer else (),
     )
+
+
+def _read_by(run: RunConfig) -> Iterator[Folder]:
+    """The folders that each host's ranks read, and which files in them."""
+    data = [("data.path", run.data.path)] if run.data.path else []
+    for key, path in (*data, *(("data.mixture", each) for each in run.data.mixture or {})):
+        yield Folder(key=key, path=os.path.abspath(path), files=_of_data(run, Path(path)))
+    models = [
+        ("model.pretrained", run.model.pretrained, reads_weights(run)),
+        ("model.config", run.model.config, False),
+        ("objective.teacher", run.objective.teacher, True),
+    ]
+    for key, given, weights_too in models:
+        if isinstance(given, str) and is_name(given):
+            yield Folder(key=key, path=os.path.abspath(given), on_hub=True)
+        elif isinstance(given, str):
+            file = Path(given) if os.path.isfile(given) else Path(given) / "config.json"
+            names = [file.name, *(_weights(file.parent) if weights_too else ())]
+            yield Folder(key=key, path=os.path.abspath(file.parent), files=tuple(names))
+    if run.adapter.start:
+        names = ["adapter_config.json", "adapter_model.safetensors"]
+        yield Folder(key="adapter.start", path=os.path.abspath(run.adapter.start), files=tuple(names))
+    if run.sites.keys:
+        names = ["ca.pem", "cert.pem", "key.pem"]
+        yield Folder(key="sites.keys", path=os.path.abspath(run.sites.keys), files=tuple(names))
+    if run.resume not in ("auto", "none") and not has_checkpoints(run):
+        yield Folder(key="resume", path=os.path.abspath(run.resume))  # with files of its own on each host, or the same
+
+
+def _of_data(run: RunConfig, folder: Path) -> tuple[str, ...]:
+    """The files of a prepared folder that the run opens; of one with a broken manifest that alone."""
+    try:
+        shards = read_manifest(folder).shards
+    except DataError:
+        return ("manifest.json",)
+    read = [shard for split in SPLITS for shard in shards[split]]
+    rows = [Path(shard.file).with_suffix(".rows").name for shard in read if shard.rows]
+    columns = []
+    if wants_column(run.objective):
+        columns = ["reference.json", *(f"reference-{split}.f32" for split in SPLITS)]
+    if run.objective.top_k is not None:
+        columns += ["teacher.json", *(f"teacher-{split}.{kind}" for split in SPLITS for kind in ("f32", "words"))]
+    return ("manifest.json", "tokenizer/tokenizer.json", *(shard.file for shard in read), *rows, *columns)
+
+
+def _weights(folder: Path) -> list[str]:
+    """The files with the weights of a model's folder; none where that cannot be told: the run will say why."""
+    with contextlib.suppress(ModelError, OSError):
+        names = os.listdir(folder)
+        return [name for name in (INDEX,) if name in names] + list(weights(ModelError)(names, folder))
+    return []
 
 
 def with_fabric(report: Report, ssh_port: int | None = None) -> Report:
@@ -106,7 +167,7 @@ def main(argv: list[str]) -> int:
     if args.json:
         print(json.dumps(report.as_json(), indent=1))
     else:
-        print_report(report, Console(width=None if os.isatty(1) else 160, highlight=False))
+        print_report(report, Console(width=None if os.isatty(1) else WITHOUT_TERMINAL, highlight=False))
     return 0 if report.ok else 1
 
 

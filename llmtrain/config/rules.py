@@ -305,7 +305,7 @@ def check_on_disk(run: RunConfig, places: Places, problems: Problems) -> None:
         problems.add("adapter.r", run.adapter.r, "an adapter stands beside weights that stay as they are, and those of "
                      "model.config are random", "name a folder with weights: model.pretrained",
                      places.get("adapter.r"))  # fmt: skip
-    if run.resume not in ("auto", "none") and not _has_checkpoints(run):
+    if run.resume not in ("auto", "none") and not has_checkpoints(run):
         _check_resume(run.resume, places, problems)
     _check_run_dir(run, places, problems)
     model_vocab = run.model.vocabulary or (model or {}).get("vocab_size")
@@ -343,10 +343,15 @@ def _check_length(
 
 def starts_from_model(run: RunConfig) -> bool:
     """Whether the parameters come from the model section, and not from a checkpoint."""
-    return run.resume in ("auto", "none") and not _has_checkpoints(run)
+    return run.resume in ("auto", "none") and not has_checkpoints(run)
 
 
-def _has_checkpoints(run: RunConfig) -> bool:
+def reads_weights(run: RunConfig) -> bool:
+    """Whether it reads those of model.pretrained: of a run that goes on, what is frozen is in no checkpoint."""
+    return starts_from_model(run) or bool(run.model.freeze or run.model.train_only) or run.adapter.r is not None
+
+
+def has_checkpoints(run: RunConfig) -> bool:
     """The run goes on from its own checkpoints; what it began from may be gone by now."""
     return bool(glob(f"{escape(str(run.train.run_dir))}/checkpoints/step-*"))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.faults import FAULTS, Place, bashrc, shell
+from tests.cluster.faults import FAULTS, Place, bashrc, replaced, shell
 from tests.helpers.launching import REPO, write_recipe
 from tools.lab.lab import Lab
 from tools.lab.processes import default_environment
@@ -85,6 +85,35 @@ def test_a_fault_is_named(place: Place, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in FAULTS if name not in QUICK])
 def test_every_fault_is_named(place: Place, name: str) -> None:
     check(place, name)
+
+
+def test_a_folder_that_a_host_lacks_or_has_in_another_state(place: Place, small_data: str) -> None:
+    """doctor names it with the key of the run, and launch starts nothing."""
+    model, mixed = place.folder / "model", place.folder / "mixed"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 512}))
+    (model / "model.safetensors").write_bytes(bytes(300_000))
+    shutil.copytree(small_data, mixed)
+    text = place.recipe.read_text().replace(f"  path: {small_data}", f"  mixture: {{{small_data}: 1, {mixed}: 2}}")
+    place.recipe.write_text(re.sub(r"  config:\n(    .*\n)+", f"  pretrained: {model}\n", text))
+    shell(place.hosts[1], f"mount -t tmpfs none {small_data}")
+    replaced(place, place.hosts[1], mixed / "train-00000.bin", "cut off")
+    other = place.folder / "other"
+    other.write_bytes(bytes(150_000) + b"1" + bytes(149_999))  # as large, and another
+    shell(place.hosts[2], f"mount --bind {other} {model}/model.safetensors")
+    report, code = examined(place, "--quick")
+    said = {(each["host"], each["what"]) for each in report["findings"]}
+    wanted = {
+        ("node-2", f"data.mixture: {small_data} lacks manifest.json, tokenizer/tokenizer.json and 2 more files"),
+        ("node-2", f"data.mixture: {mixed} is not what the others have: train-00000.bin differs"),
+        ("node-3", f"model.pretrained: {model} is not what the others have: model.safetensors differs"),
+    }
+    assert code == 1 and said == wanted, report["findings"]
+    command = ["llmtrain", "launch", "--hostfile", place.lab.hostfile(), place.recipe]
+    env = {**default_environment(), "DS_ACCELERATOR": "cpu", "WANDB_MODE": "disabled"}
+    done = place.hosts[0].run(command, cwd=place.clone, env=env, timeout_s=150)
+    assert done.returncode == 2 and "nothing was started" in done.stderr, done.stdout + done.stderr
+    assert all(what in done.stderr for _, what in wanted), done.stderr
 
 
 def test_a_healthy_lab(place: Place) -> None:

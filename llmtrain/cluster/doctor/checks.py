@@ -12,7 +12,22 @@ from llmtrain.cluster.hosts.trouble import Trouble
 from llmtrain.units import GIB, counted, duration, size
 
 CHECKS = (
-    *("name", "ssh", "python", "versions", "code", "config", "slots", "gpus", "env", "clock", "disk", "memory", "shm"),
+    *(
+        "name",
+        "ssh",
+        "python",
+        "versions",
+        "code",
+        "config",
+        "files",
+        "slots",
+        "gpus",
+        "env",
+        "clock",
+        "disk",
+        "memory",
+        "shm",
+    ),
     *("limits", "shared", "run dir", "ops", "port", "interface", "fabric"),
 )
 """The columns of the table, in their order."""
@@ -41,6 +56,20 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Folder:
+    """What a run reads on each host."""
+
+    key: str
+    """Of the run, which names it."""
+    path: str
+    """Absolute."""
+    files: tuple[str, ...] = ()
+    """Those that are read, in it. Empty: it has to be there, and each host may have other files."""
+    on_hub: bool = False
+    """The path is a name on the Hub, which a folder of that name would win over: it must not be there."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Survey:
     """Everything that was asked and answered."""
 
@@ -59,6 +88,8 @@ class Survey:
     """Each host may have one of its own there: checkpoint.dir is set."""
     port: int = 0
     """Of the rendezvous, on the first host; 0: not asked."""
+    folders: tuple[Folder, ...] = ()
+    """That the run reads on each host."""
     ops: tuple[str, ...] = ()
     """DeepSpeed ops that the run compiles if they are not there."""
     troubles: Mapping[str, Trouble] = field(default_factory=dict)
@@ -107,6 +138,7 @@ def _unanswered(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[F
         "nonce": "shared",
         "interfaces": "interface",
         "infiniband": "interface",
+        "folders": "files",
         "names": "name",
     }
     for look, why in facts.get("errors", {}).items():

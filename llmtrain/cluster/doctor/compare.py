@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from llmtrain import units
 from llmtrain.cluster.doctor.checks import Finding, Level, Survey
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, named
@@ -17,7 +18,7 @@ _OWN_ENDS = ("_SOCKET_IFNAME", "_CACHE", "_DIR")
 
 def all_hosts(survey: Survey) -> list[Finding]:
     """What is wrong between the hosts."""
-    checks = (_versions, _code, _config, _environment, _shared, _names, _same_machine, _interfaces)
+    checks = (_versions, _code, _config, _folders, _environment, _shared, _names, _same_machine, _interfaces)
     return [finding for check in checks for finding in check(survey)]
 
 
@@ -105,6 +106,45 @@ def _config(survey: Survey) -> Iterator[Finding]:
             elif host in odd and not str(common).startswith("cannot"):
                 what = f"{path} has another checksum than on the others"
                 yield Finding(host=host, check="config", level="red", what=what, fix=fix)
+
+
+def _folders(survey: Survey) -> Iterator[Finding]:
+    looked = _look(survey, "folders")
+    for folder in survey.folders:
+        facts = {host: found[folder.path] for host, found in looked.items() if folder.path in found}
+        # The hosts with all of it are held against each other; what the others lack is said of them already.
+        whole = {host: tuple(found["marks"]) for host, found in facts.items() if not found["lacks"]}
+        common, odd = odd_ones(whole)
+        what = f"{folder.key}: {folder.path}"
+        for host, found in facts.items():
+            fix = f"copy it: rsync -aL {folder.path}/ {host}:{folder.path}/     (or mount there what holds it)"
+            fix = "put back what is missing, or make the folder again" if survey.alone else fix
+            if folder.on_hub:
+                said = "is a folder there, which wins over the repository of that name on the Hub"
+                if found["there"]:
+                    fix = f"on {host}: give the folder another name, or name it by its whole path"
+                    yield Finding(host=host, check="files", level="red", what=f"{what} {said}", fix=fix)
+            elif not found["there"]:
+                yield Finding(host=host, check="files", level="red", what=f"{what} is not there", fix=fix)
+            elif found["lacks"]:
+                lacks = f"{what} lacks {_some(found['missing'], found['lacks'])}"
+                yield Finding(host=host, check="files", level="red", what=lacks, fix=fix)
+            elif found["locked"]:
+                said = f"{what}: {_some(found['locked'])} cannot be read"
+                fix = f"on {host}: chmod -R a+rX {folder.path}"
+                yield Finding(host=host, check="files", level="red", what=said, fix=fix)
+            elif host in odd:
+                groups = [at for at, mark in enumerate(found["marks"]) if mark != common[at]]
+                names = [folder.files[-(-at * len(folder.files) // len(common))] for at in groups]
+                said = f"{what} is not what the others have: {_some(names)} differ{'s' * (len(names) == 1)}"
+                yield Finding(host=host, check="files", level="red", what=said, fix=fix)
+
+
+def _some(names: Sequence[str], count: int | None = None) -> str:
+    """The first two of them, and how many more there are."""
+    more = (len(names) if count is None else count) - 2
+    first = ", ".join(names[:2]) if more > 0 else " and ".join(names)
+    return first + (f" and {units.counted(more, 'more file')}" if more > 0 else "")
 
 
 def _environment(survey: Survey) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ one of the questions, and appends the call of `main`.
 from __future__ import annotations
 
 import array
+import concurrent.futures
 import contextlib
 import fcntl
 import glob
@@ -17,6 +18,7 @@ import platform
 import re
 import resource
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -30,6 +32,10 @@ BUILD_LOCK = "llmtrain-build.lock"
 INFINIBAND = "/sys/class/infiniband"
 LIMIT_S = 12.0
 """For all questions together: what a dead file server keeps is left out, and its name told."""
+SAMPLED = 64
+"""Files of a folder of which content is read; of the others the size counts."""
+WHOLE, BLOCK = 4 << 20, 64 << 10
+"""Bytes of a file that is read whole; of each place that is read of a larger one."""
 Facts = dict  # Python 3.8 knows no dict[str, ...] at run time
 
 
@@ -121,6 +127,55 @@ def look_config(ask: Facts) -> Facts:
         except OSError as error:
             found[path] = f"cannot be read ({error.strerror})"
     return found
+
+
+def look_folders(ask: Facts) -> Facts:
+    """Of each folder that the run reads, by its path: whether it is there, which of its files are not, and marks of the
+    others, by which two hosts' folders are told apart without reading them."""
+    found = {}
+    for path, names in ask.get("folders_read", {}).items():
+        paths = [os.path.join(path, name) for name in names]
+        few = range(0, len(names), max(1, len(names) // SAMPLED))
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:  # a file server answers several at a time
+            sizes = list(pool.map(size_of, paths))
+            some = [at for at in few if sizes[at] is not None]
+            samples = dict(enumerate(pool.map(sample, [paths[at] for at in some])))
+        contents = {some[index]: content for index, content in samples.items()}
+        marks = [hashlib.sha256() for _ in range(min(SAMPLED, len(names)))]
+        for at, size in enumerate(sizes):
+            marks[at * len(marks) // len(names)].update(f"{size} {contents.get(at, '')}\n".encode())
+        found[path] = {
+            "there": os.path.lexists(path),
+            "lacks": sizes.count(None),
+            "missing": [names[at] for at, size in enumerate(sizes) if size is None][:SAMPLED],
+            "locked": [names[at] for at, content in contents.items() if not content],
+            "marks": [each.hexdigest()[:8] for each in marks],
+        }
+    return found
+
+
+def size_of(path: str) -> int | None:
+    """Bytes of a file; None when there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def sample(path: str) -> str:
+    """A hash of a file's content: all of a small one, of a larger one its beginning, middle and end. Empty: it cannot
+    be read."""
+    total = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for place in [0] if size <= WHOLE else [0, (size - BLOCK) // 2, size - BLOCK]:
+                file.seek(place)
+                total.update(file.read(WHOLE if size <= WHOLE else BLOCK))
+    except OSError:
+        return ""
+    return total.hexdigest()
 
 
 def look_environment(ask: Facts) -> Facts:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmtrain.cluster.doctor import checks, compare, gpu_checks, survey
-from llmtrain.cluster.doctor.checks import CHECKS, Finding
+from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder
 from llmtrain.cluster.doctor.report import Report
 from llmtrain.cluster.hosts.hostfile import Host
 
@@ -25,6 +25,8 @@ class Needs:
 
     files: tuple[str, ...]
     """Alike on all of them: its YAML and its DeepSpeed JSON."""
+    folders: tuple[Folder, ...] = ()
+    """That its ranks read, and what in them."""
     folder: str
     """Of its checkpoints."""
     own_folders: bool
@@ -57,6 +59,7 @@ def quick(
     found = survey.look(
         hosts,
         files=() if run is None else run.files,
+        folders=() if run is None else run.folders,
         run_dir=None if run is None else run.folder,
         own_folders=run is not None and run.own_folders,
         port=port,
@@ -65,7 +68,7 @@ def quick(
         ssh_port=ssh_port,
     )
     asked = set(CHECKS) - {"fabric"}
-    asked -= set() if run is not None else {"config"}
+    asked -= set() if run is not None else {"config", "files"}
     asked -= set() if found.nonce else {"shared"}
     asked -= set() if port else {"port"}
     asked -= {"name", "ssh"} if found.alone else set()

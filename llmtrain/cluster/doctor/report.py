@@ -19,8 +19,10 @@ from llmtrain.units import counted, duration
 
 _MANY = 32
 """From this number of hosts on, hosts whose cells are all equal share a line."""
-_WIDE = 156
+_WIDE = 163
 """Columns of a terminal on which the whole table fits."""
+WITHOUT_TERMINAL = 168
+"""Columns of what is not printed on one."""
 _MARKS = {"red": ("FAIL", "bold red"), "yellow": ("warn", "yellow"), "ok": ("ok", "green"), "": ("-", "dim")}
 
 

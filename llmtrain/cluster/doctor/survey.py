@@ -18,7 +18,7 @@ from typing import Any
 
 from llmtrain.cluster import gpus
 from llmtrain.cluster.doctor import probe
-from llmtrain.cluster.doctor.checks import Survey
+from llmtrain.cluster.doctor.checks import Folder, Survey
 from llmtrain.cluster.hosts.environment import PREFIXES
 from llmtrain.cluster.hosts.here import is_alone, is_here
 from llmtrain.cluster.hosts.hostfile import Host
@@ -66,6 +66,7 @@ def look(
     hosts: Sequence[Host],
     *,
     files: Sequence[str] = (),
+    folders: Sequence[Folder] = (),
     run_dir: str | None = None,
     own_folders: bool = False,
     port: int = 0,
@@ -77,6 +78,7 @@ def look(
 
     Args:
         files: whose checksums must agree: the run's YAML and its DeepSpeed JSON.
+        folders: that the run reads on each host.
         run_dir: the folder of the run, or of its checkpoints; it is not made.
         own_folders: each host may have one of its own there.
         port: of the rendezvous; 0: do not ask.
@@ -89,14 +91,15 @@ def look(
     where = probe.nearest(run_dir or folder)
     nonce = secrets.token_hex(16)
     nonce_path = os.path.join(where, f".llmtrain-nonce-{nonce[:8]}")
-    folders = {"temporary files": os.environ.get("TMPDIR", "/tmp"), "the run": run_dir or folder}
+    written = {"temporary files": os.environ.get("TMPDIR", "/tmp"), "the run": run_dir or folder}
     questions = {
         "packages": PACKAGES,
         "folder": folder,
         "package": str(PACKAGE),
         "files": [os.path.abspath(file) for file in files],
         "variables": VARIABLES,
-        "folders": {name: os.path.abspath(path) for name, path in folders.items()},
+        "folders_read": {each.path: each.files for each in folders},
+        "folders": {name: os.path.abspath(path) for name, path in written.items()},
         "hosts": names,
         "first": names[0],
         "port": port,
@@ -113,6 +116,7 @@ def look(
         run_dir=where,
         own_folders=own_folders,
         port=port,
+        folders=tuple(folders),
         ops=tuple(ops),
     )
     survey = _facts(survey, questions, timeout_s, ssh_port)

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from llmtrain import foreign, log, units
 from llmtrain.cluster.doctor.quick import quick
-from llmtrain.cluster.doctor.report import print_report
+from llmtrain.cluster.doctor.report import WITHOUT_TERMINAL, print_report
 from llmtrain.cluster.hosts.environment import SECRETS_VARIABLE, deliver, remove
 from llmtrain.cluster.hosts.here import is_here
 from llmtrain.cluster.hosts.hostfile import Host
@@ -190,7 +190,9 @@ class Launch:
             return None
         report = quick(plan.hosts, self._run.needs, port=port)
         if report.findings:
-            print_report(report, Console(stderr=True, width=None if sys.stderr.isatty() else 160, highlight=False))
+            print_report(
+                report, Console(stderr=True, width=None if sys.stderr.isatty() else WITHOUT_TERMINAL, highlight=False)
+            )
         if not report.ok:
             raise ConfigError("nothing was started: fix what is marked FAIL, and check with `llmtrain doctor`")
         return report.address

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import random
 import re
 import subprocess
@@ -18,9 +19,9 @@ from rich.console import Console
 
 from llmtrain import doctor
 from llmtrain.cluster.doctor import checks, compare, fabric, probe, survey
-from llmtrain.cluster.doctor.checks import CHECKS, Finding, Survey
+from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds
-from llmtrain.cluster.doctor.report import Report, compressed, explained, print_report
+from llmtrain.cluster.doctor.report import WITHOUT_TERMINAL, Report, compressed, explained, print_report
 from llmtrain.cluster.hosts.hostfile import Host, read_hostfile
 from llmtrain.cluster.hosts.ssh import Answer
 from llmtrain.cluster.hosts.trouble import Trouble
@@ -43,6 +44,10 @@ def host_facts(number: int) -> dict[str, Any]:
         "devices": {"count": 8, "nodes": 8, "names": ["NVIDIA H200"] * 8, "driver": "580.95.05", "cores": 96},
         "code": {"folder": True, "commit": "a" * 40, "changed": 0, "files": 100, "sum": "b" * 64},
         "config": {"/run.yaml": "c" * 64},
+        "folders": {
+            "/data": {"there": True, "lacks": 0, "missing": [], "locked": [], "marks": ["a", "b", "c"]},
+            "/work/org/base": {"there": False, "lacks": 0, "missing": [], "locked": [], "marks": []},
+        },
         "environment": {"NCCL_DEBUG": "WARN"},
         "disk": {"the run": {"path": "/run", "free": 1 << 40, "inodes": 10**6, "error": None}},
         "memory": {"total": 1 << 40, "free": 1 << 39},
@@ -69,6 +74,10 @@ def healthy(**changes: Any) -> Survey:
         "folder": "/work",
         "run_dir": "/run",
         "port": 29500,
+        "folders": (
+            Folder(key="data.path", path="/data", files=tuple(f"{index}.bin" for index in range(7))),
+            Folder(key="model.pretrained", path="/work/org/base", on_hub=True),
+        ),
         "ops": ("cpu_adam",),
         "facts": {name: host_facts(number) for number, name in enumerate(NAMES, 1)},
         "skew_s": dict.fromkeys(NAMES, (-0.3, 0.4)),
@@ -101,6 +110,10 @@ def test_hosts_that_are_alike_raise_no_alarm() -> None:
         ("code.sum", "e" * 64, "code", "red", "the files of llmtrain are not those of the others"),
         ("config./run.yaml", "cannot be read (No such file or directory)", "config", "red", "cannot be read"),
         ("config./run.yaml", "f" * 64, "config", "red", "another checksum"),
+        ("folders./data.there", False, "files", "red", "^data.path: /data is not there$"),
+        ("folders./data.locked", ["0.bin"], "files", "red", "^data.path: /data: 0.bin cannot be read$"),
+        ("folders./data.marks", ["a", "x", "c"], "files", "red", "is not what the others have: 3.bin differs$"),
+        ("folders./work/org/base.there", True, "files", "red", "a folder there, which wins over the repository"),
         ("environment.NCCL_ALGO", "Ring", "env", "yellow", "NCCL_ALGO is 'Ring' in ssh's shell; .* not set"),
         ("environment.NCCL_DEBUG", "INFO", "env", "yellow", "on the others it is 'WARN'"),
         ("disk.the run.free", 1 << 20, "disk", "red", "1 MiB free for /run"),
@@ -133,7 +146,9 @@ def test_hosts_that_are_alike_raise_no_alarm() -> None:
 def test_one_host_that_differs_is_named(path: str, value: Any, check: str, level: str, says: str) -> None:
     given = healthy()
     place = given.facts["node-2"]
-    *folders, last = path.split(".", 2) if path.startswith(("disk", "names.addresses")) else path.split(".", 1)
+    *folders, last = (
+        path.split(".", 2) if path.startswith(("disk", "folders", "names.addresses")) else path.split(".", 1)
+    )
     for folder in folders:
         place = place[folder]
     place[last] = value
@@ -289,7 +304,7 @@ def test_a_thousand_hosts_stay_readable(tmp_path: Path) -> None:
         facts[name]["shm"]["free"] = 1 << 20
     given = healthy(hosts=hosts, facts=facts, skew_s={}, nonce={})
     made = Report(survey=given, findings=tuple(findings(given)), checked=frozenset(CHECKS) - {"fabric"}, elapsed_s=9.0)
-    console = Console(width=160, record=True, file=io.StringIO())
+    console = Console(width=WITHOUT_TERMINAL, record=True, file=io.StringIO())
     print_report(made, console)
     elapsed_s = time.monotonic() - started
     text = console.export_text()
@@ -326,8 +341,13 @@ def test_the_same_of_several_hosts_is_said_once() -> None:
 
 def test_the_probe_answers_from_a_bare_python(tmp_path: Path) -> None:
     """Through standard input, as on a host: no package of ours is imported; a secret's value stays there."""
+    names = [f"{index:03d}.bin" for index in range(200)]
+    (tmp_path / "data").mkdir()
+    for name in names[:-1]:
+        (tmp_path / "data" / name).write_bytes(bytes(5 << 20) if name == "000.bin" else name.encode())
     questions = {
         "packages": ["rich", "no-such-package"], "folder": str(tmp_path), "package": str(tmp_path), "files": ["/nope"],
+        "folders_read": {str(tmp_path / "data"): names, "/nope": []},
         "variables": ["WANDB_"], "folders": {"the run": str(tmp_path / "not/yet")},
         "hosts": ["localhost", "no.invalid"], "first": "localhost", "host": "localhost", "port": 0,
         "nonce": "x", "nonce_path": "/nope", "nonce_writer": None,
@@ -341,12 +361,24 @@ def test_the_probe_answers_from_a_bare_python(tmp_path: Path) -> None:
     found = survey.read_marked(done.stdout, probe.MARK)
     assert found is not None, done.stderr
     assert found["errors"] == {}
+    assert found["folders"]["/nope"]["there"] is False
+    data = found["folders"][str(tmp_path / "data")]
+    assert (data["there"], data["lacks"], data["missing"], len(data["marks"])) == (True, 1, ["199.bin"], 64)
+    with (tmp_path / "data" / "000.bin").open("r+b") as file:  # a large file of the same size with another end
+        file.seek(-1, os.SEEK_END)
+        file.write(b"1")
+    (tmp_path / "data" / "150.bin").write_bytes(b"150.bi")  # another size
+    again = probe.look_folders(questions)[str(tmp_path / "data")]
+    assert [at for at, mark in enumerate(again["marks"]) if mark != data["marks"][at]] == [0, 150 * 64 // 200]
     assert found["environment"]["WANDB_MODE"] == "x" and found["environment"]["WANDB_API_KEY"].startswith("secret ")
     assert "hunter2" not in done.stdout
     assert found["config"] == {"/nope": "cannot be read (No such file or directory)"}
     assert found["names"]["addresses"]["localhost"] == "127.0.0.1" and found["names"]["addresses"]["no.invalid"] is None
     assert "127.0.0.1" in found["interfaces"]["lo"]["addresses"]
-    assert found["disk"]["the run"]["error"] is None and list(tmp_path.iterdir()) == [tmp_path / "json.py"]
+    assert found["disk"]["the run"]["error"] is None and {each.name for each in tmp_path.iterdir()} == {
+        "data",
+        "json.py",
+    }
     assert json.dumps(found)
 
 

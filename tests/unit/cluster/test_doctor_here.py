@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -64,3 +65,13 @@ def test_beside_other_hosts_this_machine_is_asked_as_deepspeed_will(doctor: Any,
     said = {finding["host"]: finding["what"] for finding in report["findings"] if finding["check"] == "ssh"}
     assert "starts its ranks through ssh, too" in said["localhost"] and "through ssh" not in said["node-9"]
     assert len((tmp_path / "asked").read_text().splitlines()) == 2
+
+
+def test_a_shard_that_is_gone_is_named_here_too(doctor: Any, tmp_path: Path, small_data: str) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(small_data, data)
+    recipe = write_recipe(tmp_path, str(data))
+    (data / "validation-00000.bin").unlink()
+    report, code = doctor("localhost slots=2\n", "--quick", str(recipe))
+    said = {finding["what"] for finding in report["findings"] if finding["check"] == "files"}
+    assert code == 1 and said == {f"data.path: {data} lacks validation-00000.bin"}
