@@ -30,7 +30,6 @@ from llmtrain.loop import Training
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optimizers import norm_of
 from llmtrain.saving import Saving
-from llmtrain.start import pack_weights
 from llmtrain.tracking.tracker import Status, Tracker
 
 if TYPE_CHECKING:
@@ -74,7 +73,6 @@ def _train(training: Training, stack: contextlib.ExitStack) -> None:
     resolved, ranks, folder = training.resolved, training.ranks, training.folder
     heart.phase("resume")
     lines = training.resume_or_start()
-    lines += pack_weights(training.engine, resolved.run.adapter, ranks)
     training.check_loss()
     environment = write_run_files(folder, resolved.run, resolved.deepspeed, ranks, training.model_facts)
     experts = getattr(training.engine.module, "routing", None) is not None

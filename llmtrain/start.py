@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.config.objective import BY_TOKEN
-from llmtrain.config.run import AdapterConfig, ResolvedRun, RunConfig
+from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.data.loader import TrainData, batches_of
 from llmtrain.data.reference import REMEDY, weights_hash
 from llmtrain.dist.control import AgreedError, from_all, together
@@ -161,24 +161,11 @@ def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict
     Returns what `prove_weights` does.
     """
     with together(ranks):
-        fill_parameters(engine, source)
+        arrived = fill_parameters(engine, source)
     with together(ranks):
         engine.refresh()
         prove_masters(engine, ranks)
-        return prove_weights(engine, source, ranks)
-
-
-def pack_weights(engine: Engine, adapter: AdapterConfig, ranks: Ranks) -> list[str]:
-    """Once all values are there: put those in fewer bits that the run wants so. Returns lines for the log.
-
-    Raises: AgreedError, on all ranks.
-    """
-    if adapter.quantize is None:
-        return []
-    from llmtrain.models.quantized import quantize_maps
-
-    with together(ranks):
-        return [quantize_maps(engine.module)]
+        return prove_weights(engine, source, ranks, arrived)
 
 
 def reference_checksums(spec: ModelSpec, checksums: dict[str, int]) -> dict[str, int]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from llmtrain.checkpoint.choice import agreed_candidates, origin
 from llmtrain.checkpoint.folder import CheckpointFolder
@@ -38,12 +37,10 @@ from llmtrain.config.run import RunConfig, ScheduleConfig
 from llmtrain.dist.control import from_all
 from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, prove_masters
-from llmtrain.errors import CheckpointError
+from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_rounding, prove_masters
+from llmtrain.errors import CheckpointError, ConfigError
 from llmtrain.optimizers import PARAM
 from llmtrain.schedule import learning_rate_factor
-from llmtrain.tensors.checksum import checksum_part
-from llmtrain.tensors.region import Region
 
 _PARAMETERS_ALONE = (
     "take the parameters alone into a new run (resume_weights_only): moments, learning rate, step count and the place "
@@ -260,14 +257,14 @@ def load_checkpoint(
     if not weights_only:
         _refuse_other_state(live, reader, ranks)
     rounded: dict[Key, int] = {}
-    mine: CheckpointError | None = None
+    mine: CheckpointError | ConfigError | None = None
     try:
         rounded = _fill([piece for piece in live if piece.kind == PARAM or not weights_only], reader)
-    except CheckpointError as problem:  # the other ranks must not wait for this one
+    except (CheckpointError, ConfigError) as problem:  # the other ranks must not wait for this one
         mine = problem
     if found := [problem for problem in from_all(ranks, mine) if problem is not None]:
-        lost = next((problem for problem in found if isinstance(problem, FrozenSourceError)), None)
-        raise lost or DamagedCheckpoint("; ".join(dict.fromkeys(map(str, found))))
+        own = next((problem for problem in found if isinstance(problem, FrozenSourceError | ConfigError)), None)
+        raise own or DamagedCheckpoint("; ".join(dict.fromkeys(map(str, found))))
     if not weights_only:
         applied = trainer.get("optimizer_step")
         engine.set_optimizer_step(reader.manifest.step if applied is None else applied)
@@ -289,28 +286,11 @@ def _fill(pieces: list[StateTensor], reader: CheckpointReader) -> dict[Key, int]
     for piece in pieces:
         key = (piece.kind, piece.name)
         read = partial(reader.read_kind_region, *key)
-        if piece.dtype == torch.float32:
+        if piece.dtype == torch.float32 and piece.write is None:
             fill(piece, read)
         else:
-            exact[key] = exact.get(key, 0) + _fill_rounding(piece, read)
+            exact[key] = exact.get(key, 0) + fill_rounding(piece, read)
     return exact
-
-
-def _fill_rounding(piece: StateTensor, read: Any) -> int:
-    """Fill, and return the checksum of what was read for the part that this rank owns."""
-    own = piece.region.part(piece.own.start, piece.own.stop)
-    total = 0
-
-    def watched(region: Region) -> Tensor:
-        nonlocal total
-        values: Tensor = read(region)
-        if own.numel:
-            low, high = region.below(own.first), region.below(own.end)
-            total += checksum_part(values[low:high], region.part(low, high))
-        return values
-
-    fill(piece, watched)
-    return total
 
 
 def _refuse_other_state(live: list[StateTensor], reader: CheckpointReader, ranks: Ranks) -> None:

@@ -42,6 +42,8 @@ class StateTensor:
     device: torch.device
     open: Callable[[], AbstractContextManager[Tensor]]
     """A context that gives the live values, [region.numel]. Writing into them changes the optimizer."""
+    write: Callable[[], AbstractContextManager[Tensor]] | None = None
+    """Of what is kept in fewer bits than it comes in: a context that takes all values anew; `open` gives copies."""
 
     @property
     def own_region(self) -> Region:
@@ -144,7 +146,7 @@ class Engine(Protocol):
         ...
 
     def copies(self) -> Iterator[ForwardCopy]:
-        """What the forward pass reads on this rank."""
+        """What the forward pass reads on this rank, but for what is packed: of that `state` has the only values."""
         ...
 
     def reading_instead(

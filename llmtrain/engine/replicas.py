@@ -107,12 +107,15 @@ class Replicas:
         held = [(_key(name), name, json.dumps(value)) for name, value in (*facts.items(), *(own or {}).items())]
         hashes = [_number(shown) for _, _, shown in held]
         copies = list(self._engine.copies())
-        if copies:
+        packed = [each for each in self._engine.module.local_parameters() if each.packed is not None]
+        if copies or packed:
             with torch.no_grad():
                 device = self._ranks.device  # offloaded values are on the host
-                stacked = torch.stack([tensor_hash(copy.values).to(device, non_blocking=True) for copy in copies])
-                hashes += stacked.tolist()
+                found = [tensor_hash(copy.values).to(device, non_blocking=True) for copy in copies]
+                found += [tensor_hash(each.values()).to(device, non_blocking=True) for each in packed]  # one at a time
+                hashes += torch.stack(found).tolist()
         held += [(_key(repr((copy.name, copy.region, copy.partition))), copy.name, "") for copy in copies]
+        held += [(_key(repr((each.name, each.region, False))), each.name, "") for each in packed]
         if not self._rows:
             self._rows = self._shared([key for key, _, _ in held])
         return self._compare(held, hashes)

@@ -31,10 +31,12 @@ _DEVICE_CHUNK = 1 << 22
 
 
 @torch.no_grad()
-def fill_parameters(engine: Engine, source: ParameterSource) -> None:
+def fill_parameters(engine: Engine, source: ParameterSource) -> dict[Key, int]:
     """Fill the fp32 masters of this rank from the source. No rank waits for another; `refresh` has to follow.
 
     Every rank reads only the pieces that it holds. Names and shapes must agree with the model's.
+
+    Returns the checksums of what arrived where the engine keeps it in fewer bits, in memory just before it was packed.
 
     Raises:
         ModelError: the source lacks a parameter, has one more, or one of another shape.
@@ -44,26 +46,53 @@ def fill_parameters(engine: Engine, source: ParameterSource) -> None:
     for piece in engine.state():
         if piece.kind == PARAM:
             here.setdefault(piece.name, []).append(piece)
+    arrived: dict[Key, int] = {}
     for name in source.order():
         for piece in here.get(name, ()):
-            fill(piece, partial(source.read_region, name))
+            value = fill(piece, partial(source.read_region, name))
+            if value is not None:
+                arrived[PARAM, name] = value
+    return arrived
 
 
-def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> None:
+def fill(piece: StateTensor, read: Callable[[Region], Tensor]) -> int | None:
     """Fill a piece from `read`: the elements of a region of the flat Hugging Face tensor.
 
     To a GPU through page-locked memory, which torch keeps for the next chunk: the host reads that one meanwhile.
+
+    Returns the checksum of a piece that is packed now: its values are not there any more.
     """
     heart.beat()
     on_device = piece.device.type == "cuda"
     chunk = _DEVICE_CHUNK if on_device else _CHUNK
-    with piece.open() as live:
+    with (piece.write or piece.open)() as live:
         for low in range(0, live.numel(), chunk):
             view = live[low : low + chunk]
             values = read(piece.region.part(low, low + view.numel()))
             if on_device and not values.is_cuda:
                 values = values.pin_memory()
             view.copy_(values, non_blocking=on_device)
+        if piece.write is None:
+            return None
+        parts = ((low, min(low + chunk, live.numel())) for low in range(0, live.numel(), chunk))  # room for a few
+        return sum(checksum_part(live[low:high], piece.region.part(low, high)) for low, high in parts) % 2**64
+
+
+def fill_rounding(piece: StateTensor, read: Callable[[Region], Tensor]) -> int:
+    """Fill, and return the checksum of what was read for the part that this rank owns."""
+    own = piece.region.part(piece.own.start, piece.own.stop)
+    total = 0
+
+    def watched(region: Region) -> Tensor:
+        nonlocal total
+        values = read(region)
+        if own.numel:
+            low, high = region.below(own.first), region.below(own.end)
+            total += checksum_part(values[low:high], region.part(low, high))
+        return values
+
+    fill(piece, watched)
+    return total
 
 
 @dataclass(frozen=True)
@@ -142,8 +171,12 @@ def prove_masters(engine: Engine, ranks: Ranks) -> None:
         raise ModelError(found.told(engine, ranks))
 
 
-def prove_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict[str, int]:
+def prove_weights(
+    engine: Engine, source: ParameterSource, ranks: Ranks, arrived: Mapping[Key, int] | None = None
+) -> dict[str, int]:
     """Compare checksums of the assembled parameters with those of the source (DeepSpeed #7848: silent random weights).
+
+    `arrived`: what `fill_parameters` returned.
 
     Returns the checksum of each parameter as the source has it; of random numbers none.
 
@@ -165,7 +198,7 @@ def prove_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict
         mine[name] = (exact, checksum(values.to(kept[name])) if name in kept else exact)
     given = {name: sums for share in from_all(ranks, mine) for name, sums in share.items()}
     expected = {(PARAM, name): value for name, (_, value) in given.items()}
-    bad = [name for _, name in differing_tensors(engine, expected, ranks)]
+    bad = [name for _, name in differing_tensors(engine, expected, ranks, arrived=arrived)]
     if bad:
         raise ModelError(
             f"{source.origin}: after loading, {len(bad)} of {len(names)} parameters differ from the file, "
@@ -176,7 +209,11 @@ def prove_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict
 
 @torch.no_grad()
 def differing_tensors(
-    engine: Engine, expected: Mapping[Key, int], ranks: Ranks, rounded: Mapping[Key, int] | None = None
+    engine: Engine,
+    expected: Mapping[Key, int],
+    ranks: Ranks,
+    rounded: Mapping[Key, int] | None = None,
+    arrived: Mapping[Key, int] | None = None,
 ) -> list[Key]:
     """(kind, name) of what is not in memory as expected, put together over the ranks. The same list on all ranks.
 
@@ -186,8 +223,9 @@ def differing_tensors(
         expected: checksums of whole tensors; every parameter of the model is among them.
         rounded: what a view in a lower precision could not hold: this rank's checksum of the exact values in the
             parts that it owns.
+        arrived: what is packed: this rank's checksum of the whole piece before it was.
     """
-    shapes, rounded = engine.shapes(), rounded or {}
+    shapes, rounded, arrived = engine.shapes(), rounded or {}, arrived or {}
     parts = [_Part(key, (0, 1), 0, value) for key, value in rounded.items()]
     bad = set()
     for piece in engine.state():
@@ -195,6 +233,8 @@ def differing_tensors(
         low, high = piece.own.start, piece.own.stop
         if key in rounded:
             parts.append(_Part(key, (0, 1), high - low, 0))
+        elif key in arrived:
+            parts.append(_Part(key, piece.replica, piece.region.numel, arrived[key]))
         elif key not in expected:
             continue
         elif piece.region.numel < numel(shapes[piece.name]):
@@ -284,7 +324,8 @@ def _differing_copies(
 ) -> set[Key]:
     """Parameters whose copies on this rank, or put together from several ranks' parts, differ from the masters."""
     dtype = engine.forward_dtype
-    live = [piece for piece in engine.state() if piece.kind == PARAM]
+    # What is packed has no other copy than its only values.
+    live = [piece for piece in engine.state() if piece.kind == PARAM and piece.write is None]
     wanted = {key: masters[key] for key in masters if key[0] == PARAM}
     if dtype != torch.float32:
         sums = dict.fromkeys(wanted, 0)

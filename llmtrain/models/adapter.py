@@ -27,7 +27,7 @@ from llmtrain.config.run import AdapterConfig
 from llmtrain.errors import ConfigError
 from llmtrain.models.build import decoder_layers, materialise
 from llmtrain.models.parameters import Shard, local_parameter, set_shard
-from llmtrain.models.quantized import need_bitsandbytes
+from llmtrain.models.quantized import PackedLinear, need_bitsandbytes
 from llmtrain.models.score import SCORE, WEIGHT, gives_scores
 from llmtrain.models.source import ParameterSource
 from llmtrain.tensors.pieces import pick
@@ -199,12 +199,15 @@ def put_around(
     device: torch.device,
     dtype: torch.dtype,
     share: Callable[[str, Any], None] | None = None,
+    *,
+    packed: bool = False,
 ) -> list[nn.Module]:
     """Give maps of `hf` the layers that `like` (see `adapted`) has, with uninitialised values. Returns them.
 
     Args:
         hf: the model, or a stage of a pipeline: maps that it has not are left out.
         share: called with each map's path and new layer, before that has memory: a tensor-parallel rank takes its part.
+        packed: the maps within are on the meta device, and get room for 4 bits an element.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -216,7 +219,8 @@ def put_around(
         if not isinstance(module, LoraLayer) or path not in maps:
             continue
         layer: Any = scaled_first(copy.deepcopy(module))
-        layer.base_layer = maps[path]
+        inner = maps[path]
+        layer.base_layer = PackedLinear(inner, device, dtype) if packed and isinstance(inner, nn.Linear) else inner
         if share is not None:
             share(path, layer)
         materialise(layer, device, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ class Packed:
     dtype: torch.dtype
     values: Callable[[], Tensor]
     """Makes them anew."""
+    write: Callable[[], AbstractContextManager[Tensor]]
+    """A context that gives memory for the flat values, and packs what is in it at the end."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""QLoRA: the frozen maps beside an adapter in 4 bits, once their values have arrived and been proved.
+"""QLoRA: the frozen maps beside an adapter in 4 bits, packed one after another as their values come.
 
 T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv 2305.14314: NF4, in blocks of 64 elements
 with a scale each in fp32 (4.5 bits an element), by the bitsandbytes library. Forward and backward pass compute with
@@ -7,6 +7,8 @@ the values that the blocks stand for, in the precision that the map had.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from llmtrain.errors import ConfigError
 from llmtrain.models.parameters import Packed, Shard, local_parameter, set_packed, set_shard
 
 _BLOCK = 64
+_AT_A_TIME = 1 << 14
+"""Blocks: 1 M elements."""
 
 
 def need_bitsandbytes() -> None:
@@ -30,53 +34,71 @@ def need_bitsandbytes() -> None:
         ) from error
 
 
-@torch.no_grad()
-def quantize_maps(module: nn.Module) -> str:
-    """Put the maps beside which `module` has peft's layers into 4 bits, in place. Returns a line for the log.
-
-    Raises ConfigError: bitsandbytes cannot do it on this device.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    before = after = 0
-    for layer in [each for each in module.modules() if isinstance(each, LoraLayer)]:
-        linear: Any = layer.get_base_layer()
-        before += linear.weight.nbytes
-        try:
-            packed = PackedLinear(linear)
-        except Exception as error:  # whatever a device without kernels makes of it
-            raise ConfigError(
-                f"adapter.quantize = nf4: bitsandbytes cannot pack a weight on {linear.weight.device} ({error}). "
-                "Remove the key: ZeRO 3 shards the frozen weights, offload_param keeps them on the host."
-            ) from error
-        layer.base_layer = packed
-        after += packed.nbytes
+def packed_line(module: nn.Module) -> str:
+    """A line for the log on the packed maps of `module`."""
+    maps = [each for each in module.modules() if isinstance(each, PackedLinear)]
+    before, after = (sum(getattr(each, name) for each in maps) for name in ("plain_bytes", "nbytes"))
     return f"frozen maps beside the adapter in 4 bits (NF4): {after / 2**30:.3g} GiB, were {before / 2**30:.3g}"
 
 
 class PackedLinear(nn.Module):
     """A linear map whose frozen weight is in blocks of 4 bits."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        """Takes the weight of `linear`, which is empty afterwards: others may still name it."""
+    def __init__(self, linear: nn.Linear, device: torch.device, dtype: torch.dtype) -> None:
+        """Has no values yet. `linear`: on the meta device: its weight, of `dtype`, never has memory as a whole."""
         super().__init__()
-        from bitsandbytes.functional import quantize_4bit
-
-        given, held = linear.weight, local_parameter("", linear.weight)
-        self._shape, self._dtype = given.shape, given.dtype
-        # A block to a row: bitsandbytes 0.50 on CPU unpacks blocks that go on in the next row with the wrong scales.
-        blocks = F.pad(given.data.reshape(-1), (0, -given.numel() % _BLOCK)).view(-1, _BLOCK)
-        packed, self._state = quantize_4bit(blocks, blocksize=_BLOCK, quant_type="nf4", compress_statistics=False)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        held = local_parameter("", linear.weight)
+        self._shape, self._dtype = linear.weight.shape, dtype
+        blocks = -(-self._shape.numel() // _BLOCK)
+        weight = torch.empty(blocks * _BLOCK // 2, 1, dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
+        self._scales = torch.empty(blocks, dtype=torch.float32, device=device)
+        self._state: Any = None
         set_shard(self.weight, Shard(shape=held.shape, region=held.region, copy=held.copy, name=held.name))
-        set_packed(self.weight, Packed(dtype=given.dtype, values=self.values))
-        given.data = given.data.new_empty(0)
+        set_packed(self.weight, Packed(dtype=dtype, values=self.values, write=self.write))
 
     @property
     def nbytes(self) -> int:
         """Of blocks and scales."""
-        return int(self.weight.nbytes + self._state.absmax.nbytes)
+        return int(self.weight.nbytes + self._scales.nbytes)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Of the weight that they stand for."""
+        return self._shape.numel() * self._dtype.itemsize
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Tensor]:
+        """A context that gives memory for the flat weight, and packs what is in it at the end.
+
+        Raises ConfigError: bitsandbytes cannot do it on this device.
+        """
+        device, size = self.weight.device, self._shape.numel()
+        values = torch.zeros(len(self._scales) * _BLOCK, dtype=self._dtype, device=device)
+        yield values[:size]
+        try:
+            self._pack(values.view(-1, _BLOCK))
+        except Exception as error:  # whatever a device without kernels makes of it
+            raise ConfigError(
+                f"adapter.quantize = nf4: bitsandbytes cannot pack a weight on {device} ({error}). Remove the key: "
+                "ZeRO 3 shards the frozen weights, offload_param keeps them on the host."
+            ) from error
+
+    @torch.no_grad()
+    def _pack(self, blocks: Tensor) -> None:
+        """`blocks`: one to a row. bitsandbytes 0.50 on CPU unpacks blocks that go on in the next row with the wrong
+        scales. A few at a time: what it makes lies beside the whole map."""
+        from bitsandbytes.functional import QuantState, quantize_4bit
+
+        for low in range(0, len(blocks), _AT_A_TIME):
+            some = blocks[low : low + _AT_A_TIME]
+            packed, state = quantize_4bit(some, blocksize=_BLOCK, quant_type="nf4", compress_statistics=False)
+            at = low * _BLOCK // 2
+            self.weight.data[at : at + packed.numel()] = packed.view(-1, 1)
+            self._scales[low : low + len(some)] = state.absmax
+        self._state = QuantState(absmax=self._scales, shape=blocks.shape, dtype=self._dtype, blocksize=_BLOCK,
+                                 code=state.code, quant_type="nf4")  # fmt: skip
 
     def values(self) -> Tensor:
         """The weight that the blocks stand for, [outputs, inputs]."""

@@ -33,7 +33,7 @@ from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
 from llmtrain.schedule import learning_rate_factor
 from llmtrain.session import Session
-from llmtrain.start import base_of, pack_weights, prove_loss, start_engine, teacher_of, write_weights
+from llmtrain.start import base_of, prove_loss, start_engine, teacher_of, write_weights
 
 PLAN = "plan.pickle"
 
@@ -49,7 +49,6 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     tokens = Tokens(run.data, vocabulary, run.objective.top_k) if over_tokens else Answers(run, vocabulary)
     engine = start_engine(resolved, spec, ranks, mesh)
     write_weights(engine, loud_source(spec, run.train.seed), ranks)
-    pack_weights(engine, run.adapter, ranks)
     row = torch.from_numpy(tokens.sequence(0)[0])
     prove_loss(engine, row, ranks, isolate_documents=run.data.isolate_documents)
     trace = Trace(parameters=[whole_tensors(engine, ranks)])

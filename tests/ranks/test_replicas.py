@@ -21,7 +21,10 @@ SMALL_STAY_GATHERED = {"zero_optimization": {"stage": 3, "stage3_param_persisten
 
 def flip(engine: Any, name: str) -> None:
     """Change the lowest bit of one element of what the forward pass reads."""
-
+    held = next(each for each in engine.module.local_parameters() if each.name == name)
+    if held.packed is not None:
+        held.parameter.data.view(-1)[held.parameter.numel() // 3] ^= 1
+        return
     (values,) = (copy.values for copy in engine.copies() if copy.name == name and not copy.partition)
     words = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
     words[values.numel() // 3] ^= 1
@@ -64,6 +67,7 @@ def check(pools: Any, world: int, case: Case, name: str, guilty: int, groups: tu
         ({"stage": 2, "precision": "bf16", "accumulation": 2}, UP),
         ({"stage": 3, "precision": "bf16", "extra": SMALL_STAY_GATHERED}, NORM),
         ({"stage": 1, "optimizer": "muon"}, UP),
+        ({"stage": 2, "adapter": {"r": 4, "quantize": "nf4"}}, UP),
         ({"tensor": 2, "stage": 1}, NORM),
         ({"tensor": 2, "stage": 3, "extra": SMALL_STAY_GATHERED}, NORM),
         ({"sequence": 2, "stage": 1}, UP),

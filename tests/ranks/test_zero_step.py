@@ -72,11 +72,15 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self.most = max(self.most, sum(size for _, size in self._live.values()))
+        self.most = max(self.most, self.now())
         return out
+
+    def now(self) -> int:
+        """Bytes that are there."""
+        return sum(size for held, size in self._live.values() if not held.expired())
 
 
 def storages() -> list[Any]:

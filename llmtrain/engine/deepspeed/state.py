@@ -104,10 +104,10 @@ class State(ABC):
         return found
 
     def _packed(self, held: LocalParameter, packed: Packed) -> StateTensor:
-        """What does not train, in fewer bits: its values are made when it is opened, and nothing writes them."""
+        """What does not train, in fewer bits: its values are made when it is opened, and written as a whole."""
         home = Home(held, held.parameter, 0, 0, held.region.numel, self.replica(held))
         made = home.tensor(PARAM, held.parameter.detach())
-        return replace(made, dtype=packed.dtype, open=lambda: nullcontext(held.values()))
+        return replace(made, dtype=packed.dtype, open=lambda: nullcontext(held.values()), write=packed.write)
 
     def untrained(self, held: LocalParameter) -> Home:
         """Where the only values of what does not train lie: in the module."""
@@ -141,7 +141,8 @@ class State(ABC):
     def copies(self) -> Iterator[ForwardCopy]:
         """What the forward pass reads on this rank."""
         for held in self.local_parameters():
-            yield self.copy(held)
+            if held.packed is None:
+                yield self.copy(held)
 
     @contextmanager
     def reading_instead(self, names: Collection[str], values: Callable[[ForwardCopy], Tensor]) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.errors import ModelError
-from llmtrain.models.build import DTYPES, construct, decoder_layers, restore_buffers
+from llmtrain.models.build import DTYPES, construct, decoder_layers, materialise, restore_buffers
 from llmtrain.models.experts import check_stages, expert_blocks
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.layers import set_up_layers
@@ -54,7 +54,10 @@ def build_model(
         if spec.adapter.r is not None and mix.degrees.tensor == 1:
             from llmtrain.models.adapter import put_around
 
-            put_around(hf, spec.adapted, device, DTYPES[mix.precision])
+            packed = spec.adapter.quantize is not None
+            put_around(hf, spec.adapted, device, DTYPES[mix.precision], packed=packed)
+            if packed and mix.degrees.expert == 1:
+                materialise(hf, device, DTYPES[mix.precision])  # all but the packed maps
         routing = None
         if (blocks := expert_blocks(hf)) or mix.degrees.expert > 1:
             from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
@@ -70,6 +73,10 @@ def build_model(
             language = LanguageModel(hf, model.loss_chunk_tokens)
         language.routing = routing
         language.notes += [note] if note else []
+        if spec.adapter.quantize is not None:
+            from llmtrain.models.quantized import packed_line
+
+            language.notes.append(packed_line(hf))
         if routing is not None:
             language.notes.append(describe_experts(mix, routing))
     for held in language.local_parameters():
@@ -116,14 +123,14 @@ def _own_part(
     spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> tuple[PreTrainedModel, str]:
     """What this rank has without a pipeline: its shards of every parameter, or all of them whole, or under ZeRO 3 born
-    partitioned. Experts that ranks share may still be on the meta device. And a note for the user, or ""."""
+    partitioned. Shared experts and maps to be packed may be on the meta device. And a note for the user, or ""."""
     if mix.degrees.tensor > 1:
         from llmtrain.models.parallel.tensor import sharded_model
 
         with _divided(spec, "tensor_parallel.autotp_size", mix.degrees.tensor):
             return sharded_model(spec, mix, exact, device, mesh)
-    if mix.degrees.expert > 1 and mix.zero_stage < 3:
-        return spec.own_skeleton(), ""
+    if mix.zero_stage < 3 and (mix.degrees.expert > 1 or spec.adapter.quantize is not None):
+        return spec.own_skeleton(), ""  # on the meta device: what is shared or packed is never here as a whole
     with contextlib.ExitStack() as stack:
         if mix.zero_stage == 3:
             import deepspeed
