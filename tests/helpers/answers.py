@@ -70,7 +70,7 @@ def session_figures(
 def prove_first(
     case: Case, engine: ZeroEngine, ranks: Ranks, config: ObjectiveConfig, data: TrainData, base: Any = None
 ) -> None:
-    """What a run proves of its first values. `base`: of a reference that is computed at each step."""
+    """Prove the identities of the initial weights as a run does. `base`: that of a reference computed at each step."""
     from llmtrain.objectives.named import objective_of, with_reference
     from llmtrain.start import prove_start
 

@@ -241,7 +241,7 @@ def words(value: Any) -> set[str]:
 
 @dataclass(frozen=True)
 class Told:
-    """What a server feeds for an answer, and what the model must generate."""
+    """The prompt that a server feeds for an answer, and the text that the model must generate."""
 
     prompt: str
     answer: str

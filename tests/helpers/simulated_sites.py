@@ -198,7 +198,7 @@ class Lighthouse:
         )
 
     def heard(self) -> list[Heard]:
-        """Of the status page, those that are there."""
+        """Return the living sites, as the status page lists them."""
         with self._changed:
             return [Heard(id=id_, silent_s=0.0, met=False) for id_ in sorted(self._there())]
 

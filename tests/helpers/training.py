@@ -253,13 +253,13 @@ def make_engine(case: Case) -> tuple[ZeroEngine, Ranks]:
 
 @dataclass
 class Trace:
-    """What a training left: loss and gradient norm per step, parameters at the end."""
+    """Result of a training: loss and gradient norm per step, parameters at the end."""
 
     losses: list[float]
     norms: list[float]
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     kept: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Of plain PyTorch, before the steps that its caller named."""
+    """Step -> parameters before it, for the steps that the caller named (plain PyTorch only)."""
 
 
 def one_step(

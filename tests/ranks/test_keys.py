@@ -230,7 +230,7 @@ IDLE: Tree = {
     "data_efficiency.data_sampling": {"enabled": False},
     "data_efficiency.data_routing": {"enabled": False},
 }
-"""Of keys whose kind does not tell a value that DeepSpeed takes."""
+"""Valid values for keys whose kind alone does not yield one that DeepSpeed accepts."""
 
 
 def other(key: ds_keys.Key) -> Any:
@@ -344,7 +344,7 @@ def off(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], start: dict
 
 
 TOLERANCES = {"fp32": (1e-5, 1e-5, 1e-3), "bf16": (2e-3, 1e-2, 0.1), "fp16": (2e-4, 2e-3, 0.03)}
-"""Of losses; of norms and of movements, as shares.
+"""Tolerances by precision: of the loss in nats, of the gradient norm and of movements as shares.
 
 fp32: the order of sums. AdamW divides by the root of the second moment: where a gradient is rounding, its update is.
 bf16 keeps 8 bits and fp16 11: see tests/ranks/test_forms.py.
@@ -363,7 +363,7 @@ def test_an_accepted_key_trains_saves_exports_and_resumes_as_plain_pytorch(pools
 
 
 def compare(pools, data: str, place: Path, cell: Cell) -> tuple[float, ...]:
-    """What differs from plain PyTorch, after it was held against the tolerances."""
+    """Return the differences from plain PyTorch, after checking them against the tolerances."""
     case = case_of(cell, data)
     want = reference(data, "model" in cell.form)
     got, path = pools(2).run(on_device, case.precision == "fp16", prove, case, str(place / "run"))[0]
@@ -380,7 +380,7 @@ def compare(pools, data: str, place: Path, cell: Cell) -> tuple[float, ...]:
 
 
 def test_every_accepted_key_is_in_a_cell_at_every_stage():
-    """Of those that every run of the tests has."""
+    """Only cells that every run of the tests has count, not the slow ones."""
     proved = frozenset().union(*(CELLS[index].proves for index in FIRST))
     assert not (missing := sorted(needed() - proved)), f"classify in config/ds_keys.py, or set in a cell: {missing}"
 

@@ -26,7 +26,7 @@ from tests.helpers.training import (
 
 ADAPTER = {"r": 4, "alpha": 8.0, "targets": ["all-linear"]}
 SAVED = {**ADAPTER, "modules_to_save": ["lm_head", "model.embed_tokens", "*norm"]}
-"""Of modules that train whole the reference has the first values."""
+"""An adapter with modules that train whole: the reference has their initial values."""
 TIED = {**SMALL, "tie_word_embeddings": True}
 
 

@@ -76,7 +76,7 @@ TELLING = [
 
 
 def form_of(sections: dict[str, dict[str, Any]]) -> Form:
-    """Of a pair of options, with what a small copy has of it."""
+    """Return the form of a pair of options, without the adapter's start and dropout, which a small copy lacks."""
     objective, model = sections.get("objective", {}), sections.get("model", {})
     adapter = {key: value for key, value in sections.get("adapter", {}).items() if key not in ("start", "dropout")}
     return Form(

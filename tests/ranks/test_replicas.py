@@ -144,7 +144,7 @@ def kept_as_another(case: Case) -> tuple[list[Any], Any, list[str]]:
     ids=lambda form: "-".join(str(v) for k, v in form.items() if k not in ("model", "extra")),
 )
 def test_masters_under_other_names_than_they_train_under_are_found(pools, small_data, form):
-    """What a checkpoint would hold, against what the forward pass reads, on each rank."""
+    """On each rank the masters, which a checkpoint would hold, are compared with what the forward pass reads."""
     answers = pools(2).run(kept_as_another, Case(data=small_data, **form))
     for healthy, wrong, (*_, told) in answers:
         assert healthy is None
@@ -230,7 +230,7 @@ def test_a_rank_with_other_data_seed_or_count_is_named(pools, small_data, fault,
 
 
 def splits_of_a_site(case: Case) -> int:
-    """How often this rank enters ncclCommSplit while a site on GPUs learns which ranks hold the same elements.
+    """Count this rank's calls of ncclCommSplit while a site on GPUs learns which ranks hold the same elements.
 
     Played with the world bound to a device, as it is with NCCL: torch itself decides who splits.
     """

@@ -67,7 +67,7 @@ def by_the_first_order(rank: int) -> None:
 
 
 def part_after_each_step(rank: int) -> None:
-    """What the forward pass reads is not made of the masters any more."""
+    """Change the masters after each step, so that the forward pass no longer reads copies of them."""
     from llmtrain.session import Session
 
     plain = Session.step

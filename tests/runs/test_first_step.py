@@ -1,4 +1,4 @@
-"""What a run proves before its first step of numbers that are known without training, and what the user is told."""
+"""Checks that a run makes before its first step on numbers known without training, and their error texts."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def late_teacher(_: int) -> None:
 
 
 def test_first_numbers_that_do_not_hold_end_a_run_with_a_sentence(base: Path, tmp_path: Path) -> None:
-    """Of objectives without a reference, of an adapter, and of a student that is its own teacher."""
+    """Covers an objective without a reference, and an adapter."""
     data = prepared_preferences(tmp_path)
     file = recipe(tmp_path / "simpo", base, data, {"name": "simpo"})
     refused(file, "an answer that is preferred to itself has the margin", before=other_sign)

@@ -30,7 +30,7 @@ LOG_EVERY = 10
 SKIPPED = 3
 """Exit code of a benchmark whose own part does not fit the GPU."""
 PROCESS_GIB = 2.0
-"""Of a GPU beside a contestant's tensors: CUDA's context, the libraries' workspaces, what the allocator loses."""
+"""GPU memory beside a contestant's tensors: CUDA's context, the libraries' workspaces, what the allocator loses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def gpu_gib() -> float | None:
 
 
 def fit_together(needs: Collection[Need], total_gib: float | None) -> bool:
-    """Whether contestants may take turns, round by round: all stay on the GPU, and one computes at a time."""
+    """Return True if contestants may take turns, round by round: all stay on the GPU, and one computes at a time."""
     if total_gib is None or not needs:
         return True
     held, made = sum(need.held for need in needs), max(need.made for need in needs)

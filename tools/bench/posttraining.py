@@ -282,7 +282,7 @@ def run_race(name: str, options: argparse.Namespace, folder: Path) -> None:
 
 
 def need_of(options: argparse.Namespace, contestant: str) -> Need:
-    """Of a contestant on a GPU. Peers make whole logits, TRL one fp32 copy more for its own figures."""
+    """Return a contestant's GPU memory. Peers make whole logits, TRL one fp32 copy more for its own figures."""
     from contestants import Need
     from train_speed import PRESETS
 

@@ -90,7 +90,7 @@ class Preset:
     recompute: bool = False
     """Layers are computed again in the backward pass: their activations beside the state would not fit."""
     needs: dict[str, Need] = field(default_factory=dict)
-    """Of the presets for a GPU, by contestant."""
+    """GPU memory by contestant; empty: the preset is for the CPU."""
 
 
 PRESETS = {

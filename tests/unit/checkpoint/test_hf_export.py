@@ -95,7 +95,7 @@ def _model_of(case: str) -> Any:
 
 @pytest.mark.parametrize("case", ROPES)
 def test_an_export_says_its_rotary_base_and_scaling_to_transformers_4(tmp_path, case):
-    """Which does not know `rope_parameters` and would compute with the family's own base in silence."""
+    """Transformers 4 does not know `rope_parameters` and would silently compute with the family's own base."""
     model, fields, out = _model_of(case), ROPES[case], tmp_path / "out"
     export_hf(checkpoint_of(model, tmp_path / "run"), out)  # transformers 5 has compared the logits
     told = json.loads((out / "config.json").read_text())
@@ -145,7 +145,7 @@ def test_transformers_4_computes_the_logits_of_an_export(tmp_path):
 
 
 def test_the_sampling_defaults_of_the_base_stay_in_the_export(tmp_path):
-    """From the folder that the run began from, and from the checkpoint once that is gone; no token of another model."""
+    """The export has them from the base's folder, or from the checkpoint once that is gone, without its token ids."""
     sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
     base = model_folder(tmp_path / "base", new_model("llama"))
     others = {"eos_token_id": 77, "bad_words_ids": [[3]], "_from_model_config": True, "transformers_version": "4.40.0"}

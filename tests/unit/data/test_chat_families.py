@@ -100,11 +100,11 @@ TRUE = {
     "stop": ("generation would not stop at its end",),
     "lost": ("the template leaves out", "the template leaves it out"),
 }
-"""What llmtrain says where the oracle has no answer. A record may have several faults: any of them is true."""
+"""Error texts of llmtrain where the oracle has no answer. A record may have several faults: any of them is true."""
 
 
 def runs(row: Any) -> list[tuple[int, int]]:
-    """Where a row is counted."""
+    """Return the (begin, end) of each counted run of tokens in a row."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], row.counted, [False]]).astype(int)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
@@ -151,14 +151,14 @@ STOPS = {
     "llama3": "<|eot_id|> <|eom_id|>", "llava": "</s>", "muse": "<|end|> <|return|> <|call|>", "phi": "<|end|>",
     "": "<|im_end|>",
 }  # fmt: skip
-"""Where generation stops, by the beginning of a template's name in TRL."""
+"""Stop tokens, by the beginning of a template's name in TRL."""
 BEGINS = {"deepseek": "<｜begin▁of▁sentence｜>", "gemma": "<bos>", "diffusion": "<bos>", "cohere": "<BOS_TOKEN>",
           "llama3": "<|begin_of_text|>", "llava": "<s>", "lfm": "<|startoftext|>"}  # fmt: skip
 
 
 def test_masks_are_those_of_trls_training_templates(tmp_path: Path) -> None:
-    """Of the templates that TRL has of 25 families, installed: all records as transformers renders them, and the mask
-    of its training variant, but for what is no answer: a header within its tags, and what follows the end."""
+    """For TRL's templates of 25 families, if TRL is installed: records are as transformers renders them, and masks are
+    those of the training variant, but for what is no answer: a header within its tags, and what follows the end."""
     trl = pytest.importorskip("trl", reason="TRL is not installed: its masks are not compared with ours")
     from transformers import AutoTokenizer
 

@@ -311,7 +311,7 @@ DATED = "<|im_start|>system\nToday: {{ strftime_now('%Y-%m-%d') }}<|im_end|>\n" 
 
 
 def test_a_date_in_the_template_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of Llama 3.2, gpt-oss, Mistral Small 3, Granite: it is in every prompt."""
+    """The templates of Llama 3.2, gpt-oss, Mistral Small 3 and Granite write it into every prompt."""
     model = write_tokenizer(tmp_path / "model", replace(KINDS["chatml"], template=DATED))
     records: list[dict[str, object]] = [{"messages": question("q", f"a{number}")} for number in range(3)]
     chat = ("--format", "chat", "--validation-fraction", "0")

@@ -166,8 +166,8 @@ def test_the_8b_preset_fits_one_gpu(monkeypatch, tmp_path, record_property):
 
 @pytest.mark.parametrize("name", ["0.5b", "1.2b"])
 def test_the_benchmark_knows_what_each_contestant_needs(monkeypatch, tmp_path, name):
-    """What `make gpu-check` plans with (train_speed.arrange). Peers make whole logits; ours is counted without
-    compiled layers, which need less."""
+    """`make gpu-check` plans with these needs (train_speed.arrange). Peers make whole logits; llmtrain is counted
+    without compiled layers, which need less."""
     bench = load("train_speed")
     preset = bench.PRESETS[name]
     file = tmp_path / "deepspeed.json"

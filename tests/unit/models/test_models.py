@@ -280,7 +280,7 @@ NO_SIZES = {"blt": "has no hidden_size, so the sizes", "musicgen": "holds severa
 
 
 def told_of(model_type: str) -> str:
-    """What `config check` says of a model of this type with its default sizes, before it looks at data."""
+    """Return the error text of `config check` for a model type with its default sizes, before it looks at data."""
     from llmtrain.config.resolve import resolve
     from llmtrain.config.run import DataConfig, RunConfig, TrainConfig
     from llmtrain.models.run.check import check_model
