@@ -342,12 +342,12 @@ def _check_length(
 
 
 def starts_from_model(run: RunConfig) -> bool:
-    """Whether the parameters come from the model section, and not from a checkpoint."""
+    """Return True if the parameters come from the model section, and not from a checkpoint."""
     return run.resume in ("auto", "none") and not has_checkpoints(run)
 
 
 def reads_weights(run: RunConfig) -> bool:
-    """Whether it reads those of model.pretrained: of a run that goes on, what is frozen is in no checkpoint."""
+    """Return True if the run reads model.pretrained's weights, as a resumed one does for its frozen parameters."""
     return starts_from_model(run) or bool(run.model.freeze or run.model.train_only) or run.adapter.r is not None
 
 

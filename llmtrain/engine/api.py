@@ -43,7 +43,7 @@ class StateTensor:
     open: Callable[[], AbstractContextManager[Tensor]]
     """A context that gives the live values, [region.numel]. Writing into them changes the optimizer."""
     write: Callable[[], AbstractContextManager[Tensor]] | None = None
-    """Of what is kept in fewer bits than it comes in: a context that takes all values anew; `open` gives copies."""
+    """For a quantized parameter, whose `open` gives copies: a context that takes all of its values and packs them."""
 
     @property
     def own_region(self) -> Region:
@@ -146,7 +146,7 @@ class Engine(Protocol):
         ...
 
     def copies(self) -> Iterator[ForwardCopy]:
-        """What the forward pass reads on this rank, but for what is packed: of that `state` has the only values."""
+        """Yield what the forward pass reads on this rank; quantized parameters have their values in `state` alone."""
         ...
 
     def reading_instead(

@@ -60,12 +60,12 @@ class PackedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Of blocks and scales."""
+        """Size of the packed blocks and their scales."""
         return int(self.weight.nbytes + self._scales.nbytes)
 
     @property
     def plain_bytes(self) -> int:
-        """Of the weight that they stand for."""
+        """Size of the weight before it is packed."""
         return self._shape.numel() * self._dtype.itemsize
 
     @contextlib.contextmanager

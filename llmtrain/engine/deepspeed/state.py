@@ -104,7 +104,7 @@ class State(ABC):
         return found
 
     def _packed(self, held: LocalParameter, packed: Packed) -> StateTensor:
-        """What does not train, in fewer bits: its values are made when it is opened, and written as a whole."""
+        """Return a frozen quantized parameter: opening it unpacks the values, and it is written as a whole."""
         home = Home(held, held.parameter, 0, 0, held.region.numel, self.replica(held))
         made = home.tensor(PARAM, held.parameter.detach())
         return replace(made, dtype=packed.dtype, open=lambda: nullcontext(held.values()), write=packed.write)
