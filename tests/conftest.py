@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -36,7 +37,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Torch's threads in this process wait by spinning, which beside other work takes ten times as long as one does."""
+    """Skip what needs an optional package. Torch's threads here wait by spinning, which takes ten times one's time."""
+    needed = {name for marker in item.iter_markers("needs") for name in marker.args}
+    if missing := [name for name in sorted(needed) if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"{', '.join(missing)}: not installed")
     if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() > 1:
         torch.set_num_threads(1)
 

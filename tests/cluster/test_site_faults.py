@@ -17,7 +17,8 @@ from tests.helpers.launching import REPO
 from tools.bench import sites as bench
 from tools.lab.lab import Lab
 
-pytest.importorskip("torchft.coordination", reason="sites need the extra llmtrain[sites]")
+pytestmark = pytest.mark.needs("torchft")
+
 STEPS, PACE_S = 240, 0.25
 AWAY_S = 20.0
 """80 steps: as a minute is where a step takes 0.75 s."""

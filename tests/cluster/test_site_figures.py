@@ -12,7 +12,8 @@ from tests.helpers.launching import REPO
 from tools.bench import sites as bench
 from tools.lab.lab import why_not
 
-pytest.importorskip("torchft.coordination", reason="sites need the extra llmtrain[sites]")
+pytestmark = pytest.mark.needs("torchft")
+
 WAY = "streaming:sites.sync_every=128:sites.compress=int4:sites.outer_lr=0.9:sites.outer_momentum=0.6"
 
 

@@ -45,6 +45,8 @@ from tests.helpers.training import (
     train_steps,
 )
 
+pytestmark = pytest.mark.needs("peft")
+
 LORA: dict[str, Any] = {"r": 4, "alpha": 16.0}
 DORA: dict[str, Any] = {"r": 4, "alpha": 8.0, "dora": True, "targets": ["*.q_proj", "*.down_proj"]}
 RSLORA: dict[str, Any] = {"r": 3, "alpha": 6.0, "rslora": True, "targets": ["model.layers.[13].*"]}

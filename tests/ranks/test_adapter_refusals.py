@@ -20,6 +20,8 @@ from tests.helpers.ranks import RankFailed
 from tests.helpers.training import LLAMA, Case, resolved_run
 from tests.ranks.test_adapter import LORA, resumed, saved, written
 
+pytestmark = pytest.mark.needs("peft")
+
 GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 MAMBA = {
     "model_type": "mamba2", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4,

@@ -24,6 +24,8 @@ from tests.helpers.training import (
     resolved_run,
 )
 
+pytestmark = pytest.mark.needs("peft")
+
 ADAPTER = {"r": 4, "alpha": 8.0, "targets": ["all-linear"]}
 SAVED = {**ADAPTER, "modules_to_save": ["lm_head", "model.embed_tokens", "*norm"]}
 """An adapter with modules that train whole: the reference has their initial values."""

@@ -20,6 +20,8 @@ from tests.helpers.families import EXPERTS, FAMILIES, FROZEN, VARIANTS
 from tests.helpers.parity import Form, check
 from tests.helpers.ranks import RankFailed
 
+pytestmark = pytest.mark.needs("peft")
+
 FORMS = {
     "pp2": Form(pipeline=2, accumulation=3),
     "tp2": Form(tensor=2, zero=1),

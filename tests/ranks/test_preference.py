@@ -34,6 +34,8 @@ from tests.helpers.training import (
     resolved_run,
 )
 
+pytestmark = pytest.mark.needs("peft")
+
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:

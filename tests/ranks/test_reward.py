@@ -33,6 +33,8 @@ from tests.helpers.training import (
     largest_difference,
 )
 
+pytestmark = pytest.mark.needs("peft")
+
 MIXTURE = {**FAMILIES["mixtral"], "vocab_size": LLAMA["vocab_size"], "max_position_embeddings": 256}
 ADAPTER = {"r": 4, "alpha": 8.0, "targets": ["all-linear"]}
 

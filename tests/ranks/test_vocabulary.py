@@ -20,6 +20,8 @@ from tests.helpers.adapters import plain_adapted
 from tests.helpers.training import LLAMA, Case, Trace, largest_difference, plain_pytorch
 from tests.ranks.test_adapter import LORA, LR, resumed, same, saved, trained, written
 
+pytestmark = pytest.mark.needs("peft")
+
 FEW, ALL = 480, 512
 """Tokens of the folder's model, and of the data."""
 WHOLE: dict[str, Any] = LORA | {"modules_to_save": ["model.embed_tokens", "lm_head"]}

@@ -24,6 +24,8 @@ from tests.helpers.launching import losses
 from tests.helpers.preference import Plain, preferences
 from tests.helpers.warm import WarmCommands
 
+pytestmark = pytest.mark.needs("peft")
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "posttraining.md"
 RATES = [1.0, 0.55, 0.1]

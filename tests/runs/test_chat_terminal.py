@@ -15,6 +15,8 @@ import pytest
 from tests.helpers.launching import environment
 from tests.helpers.talkers import write_adapter, write_talker
 
+pytestmark = pytest.mark.needs("peft")
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
 CTRL_C, CTRL_D = "\x03", "\x04"

@@ -21,6 +21,8 @@ from tests.helpers.launching import REPO
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
 from tests.helpers.warm import WarmCommands
 
+pytestmark = pytest.mark.needs("peft")
+
 RECIPE = """
 deepspeed: {repo}/ds_configs/zero1_fp32.json
 model: {{pretrained: {base}}}

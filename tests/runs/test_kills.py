@@ -19,6 +19,8 @@ from tests.helpers.launching import RECIPE, REPO, environment, losses, rows, wri
 from tests.helpers.preference import preferences
 from tests.runs.test_chat import conversations, write_model
 
+pytestmark = pytest.mark.needs("peft")
+
 SCHEDULE = ("--schedule.name", "constant")  # so that the losses do not depend on where the run will end
 OFTEN = ("--checkpoint.every_steps", "3")
 EVER = ("--train.max_steps", "1000000")

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from llmtrain.generate import Sampling, generate
@@ -15,6 +16,8 @@ from tests.helpers.forked import finish, train
 from tests.helpers.launching import RECIPE, REPO, losses
 from tests.runs.test_chat import KIND, MODEL, conversations
 from tests.runs.test_kills import llmtrain
+
+pytestmark = pytest.mark.needs("peft")
 
 
 def written(folder: Path, tokens: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -11,6 +12,8 @@ from llmtrain.parity.adapter import in_four_bits
 from tests.helpers import forked
 from tests.helpers.launching import losses
 from tests.runs.test_sites_forms import written
+
+pytestmark = pytest.mark.needs("peft", "bitsandbytes")
 
 RECIPE = """
 deepspeed: {ds}

@@ -34,8 +34,9 @@ from tests.helpers.launching import (
 )
 from tests.helpers.simulated_sites import loss_of, simulated, streamed
 
+pytestmark = pytest.mark.needs("torchft")
+
 os.environ.setdefault("RUST_LOG", "warn")  # torchft's coordinator tells of every meeting
-coordination = pytest.importorskip("torchft.coordination", reason="sites need the extra llmtrain[sites]")
 
 MODEL = {
     "model_type": "llama",
@@ -62,7 +63,9 @@ SYNC = ("--sites.sync_every", "4", "--sites.max_alone_steps", "8", "--sites.pace
 @pytest.fixture(scope="module")
 def coordinator() -> Iterator[str]:
     """HOST:PORT."""
-    server = coordination.LighthouseServer(
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
         bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=3000, quorum_tick_ms=20, heartbeat_timeout_ms=3000
     )
     yield f"127.0.0.1:{server.address().rpartition(':')[2]}"
@@ -466,9 +469,11 @@ def test_a_coordinator_that_is_not_there_is_named(small_data, tmp_path):
 def test_status_reads_what_the_coordinator_shows(coordinator, capsys):
     from datetime import timedelta
 
+    from torchft.coordination import LighthouseClient
+
     from llmtrain.sites.command import main
 
-    client = coordination.LighthouseClient(f"http://{coordinator}", timedelta(seconds=5))
+    client = LighthouseClient(f"http://{coordinator}", timedelta(seconds=5))
     time.sleep(3.5)  # the sites of other tests are silent by now
     client.heartbeat("north:0123abcd", timedelta(seconds=5))
     client.quorum("north:0123abcd", timedelta(seconds=10), step=480, world_size=1, store_address="run", data={})

@@ -17,6 +17,8 @@ from tests.helpers.simulated_sites import simulated
 from tests.runs import test_sites
 from tests.runs.test_sites import MODEL, coordinator, far, parameters, recipe, start, synchronised
 
+pytestmark = pytest.mark.needs("peft", "torchft")
+
 __all__ = ["coordinator"]
 
 

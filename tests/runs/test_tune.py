@@ -15,6 +15,8 @@ from llmtrain.data.manifest import SPLITS
 from llmtrain.data.tokenize import train_bpe
 from tests.helpers.warm import WarmCommands
 
+pytestmark = pytest.mark.needs("peft")
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

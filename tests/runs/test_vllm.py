@@ -22,8 +22,7 @@ from llmtrain.data.shards import PreparedSet
 from tests.helpers.chat import KINDS, write_tokenizer
 from tests.runs.test_chat import conversations
 
-pytest.importorskip("vllm", reason="vLLM is not installed: it has not shown that it loads our exports")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH, NEW = 160, 12

@@ -14,7 +14,6 @@ from llmtrain.config.load import load
 from llmtrain.errors import ConfigError
 from tests.helpers.config_workplace import ranks_at_least, write
 
-pytest.importorskip("deepspeed")
 ROOT = Path(__file__).parents[3]
 
 

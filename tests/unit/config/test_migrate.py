@@ -230,10 +230,11 @@ MOVED = {"peft_version"}
 """PEFT's own notes in a file, and no option."""
 
 
-@pytest.mark.parametrize("owner", [owner for owner in TABLES if "." in owner])
+@pytest.mark.parametrize(
+    "owner", [pytest.param(owner, marks=pytest.mark.needs(owner.partition(".")[0])) for owner in TABLES if "." in owner]
+)
 def test_the_tables_have_the_options_of_the_installed_libraries(owner: str) -> None:
     """None that a class of TRL or PEFT adds lacks, and none is made up. Of transformers' own: the second alone."""
-    pytest.importorskip(owner.partition(".")[0], reason="its options are not compared with the page's")
     own, every = options_of(owner)
     stated = TABLES[owner].keys()
     trainers = {name for other in TABLES if other.endswith("Trainer") for name in TABLES[other]}

@@ -169,8 +169,10 @@ def test_bad_parquet(tmp_path: Path) -> None:
     assert "truncated or corrupt parquet" in read(path)[1][-1]
 
 
+@pytest.mark.needs("datasets")
 def test_saved_datasets_folder(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     datasets.disable_progress_bars()
     made = datasets.Dataset.from_dict({"text": GOOD, "id": list(range(300))})
     made.select(range(299, -1, -1)).save_to_disk(str(tmp_path / "saved"), num_shards=3)
@@ -185,8 +187,10 @@ def test_saved_datasets_folder(tmp_path: Path) -> None:
     assert len(texts) == 200 and len(rejected) == 1 and "row 0: truncated or corrupt Arrow file" in rejected[0]
 
 
+@pytest.mark.needs("datasets")
 def test_bad_rows_of_a_saved_dataset(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"text": ["one", None, " ", "two"]}).save_to_disk(str(tmp_path / "saved"))
     texts, rejected = read(tmp_path / "saved")

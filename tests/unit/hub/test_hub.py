@@ -289,9 +289,9 @@ def test_frozen_parameters_are_found_in_the_cache_of_another_host(hub: Hub, tiny
     assert f"hf download org/tiny --revision {'0' * 40}" in str(lost.error("it is gone"))
 
 
+@pytest.mark.needs("peft")
 def test_an_adapter_goes_with_its_base_at_its_commit(hub: Hub, tiny: Path, capsys: Any) -> None:
     """`generate` adds it to the commit that it was trained on, though the branch has moved; transformers takes main."""
-    pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

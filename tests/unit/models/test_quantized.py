@@ -15,6 +15,8 @@ from llmtrain.models.parameters import local_parameter
 from llmtrain.models.quantized import PackedLinear, need_bitsandbytes
 from llmtrain.parity.adapter import NF4, in_four_bits
 
+pytestmark = pytest.mark.needs("peft", "bitsandbytes")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 128), (96, 48), (7, 33)], ids=str)

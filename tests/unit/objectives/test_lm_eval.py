@@ -19,8 +19,7 @@ from llmtrain.objectives.preference import answers_of
 from tests.helpers.preference import Plain, prepared_preferences
 from tests.helpers.training import LLAMA
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: log-probabilities are not compared with its")
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.needs("lm_eval")]
 
 
 def test_an_answers_log_probability_is_that_of_lm_eval(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from llmtrain.config.problems import Problems
 from llmtrain.config.run import AdapterConfig, ObjectiveConfig, RunConfig
 from llmtrain.errors import ConfigError
 
+pytestmark = pytest.mark.needs("peft")
+
 
 @pytest.mark.parametrize(
     ("name", "adapter", "words"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from pathlib import Path
@@ -29,8 +30,9 @@ from llmtrain.objectives.objective import Objective
 from tests.helpers.preference import Plain, prepared_preferences, prepared_unpaired
 from tests.helpers.training import LLAMA
 
-trl = pytest.importorskip("trl", reason="TRL is not installed: its losses are not compared with ours")
-pytestmark = pytest.mark.long
+with contextlib.suppress(ImportError):
+    import trl
+pytestmark = [pytest.mark.long, pytest.mark.needs("trl")]
 LENGTH, MICRO = 192, 4
 DIFFERENCE = 1e-5
 """Relative: both are fp32, theirs padded and ours packed."""
