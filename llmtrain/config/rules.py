@@ -130,6 +130,9 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         elif isinstance(value, str) and not value.strip() and key != "train.sample_prompt":
             problems.add(key, value, "is empty", WRITTEN.get(key, "remove the line for the default"),
                          places.get(key))  # fmt: skip
+        elif isinstance(value, str) and not value.isprintable() and key != "train.sample_prompt":
+            problems.add(key, value, "has control characters, which a terminal obeys", "leave them out",
+                         places.get(key))  # fmt: skip
         if type(value) is int and value > _MOST_COUNTED and not key.endswith(".seed"):
             problems.add(key, value, f"must be at most {_MOST_COUNTED:.0e}", "correct the number", places.get(key))
     check_objective(run, places, problems)

@@ -172,6 +172,7 @@ CASES = [
     Wrong("a seed of 70 bits", ("train.seed = 118", "2^63 - 1", "write 0"), argv=["--train.seed", str(2**70)]),
     Wrong("a count beyond all", ("train.max_tokens = ", "at most 1e+15"), {"train": {"max_tokens": 2**60}}),
     Wrong("a limit beyond all", ("fault.timeout_s = 1e+300", "at most 1e9"), {"fault": {"timeout_s": 1e300}}),
+    Wrong("escapes in a name", ("train.run_dir = ", "control characters"), {"train": {"run_dir": "a\x1b[31mb"}}),
     Wrong("no name of a run folder", ('train.run_dir = ""', "is empty", "for the default"), {"train": {"run_dir": ""}}),
     Wrong(
         "a path for a shell",
