@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from llmtrain import completion
+from llmtrain import completion, foreign
 from llmtrain.cluster.doctor import all_reduce, build_ops, fabric, sites
 from llmtrain.cluster.doctor.checks import Finding, Folder, Level, Survey
 from llmtrain.cluster.doctor.quick import MASTER_PORT, Needs, in_order, quick
@@ -25,7 +25,7 @@ from llmtrain.cluster.launch.plan import NO_PDSH
 from llmtrain.config.load import command_words, load, run_words
 from llmtrain.config.objective import wants_column
 from llmtrain.config.rules import has_checkpoints, reads_weights
-from llmtrain.config.run import RunConfig
+from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.data.manifest import SPLITS, read_manifest
 from llmtrain.errors import DataError, ModelError
 from llmtrain.hub.model import weights
@@ -99,10 +99,59 @@ def _weights(folder: Path) -> list[str]:
     return []
 
 
-def with_fabric(report: Report, ssh_port: int | None = None) -> Report:
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def sent_bytes(resolved: ResolvedRun) -> float | None:
+    """About what each host sends in an optimizer step of a data-parallel run; None: not known without its model.
+
+    A ring over P ranks sends (P - 1) / P of what it adds up or gathers: gradients and parameters once at ZeRO 0 and 1;
+    gradients after each micro-batch at ZeRO 2; at ZeRO 3 the parameters twice a micro-batch, too.
+    """
+    run, degrees, times = resolved.run, resolved.degrees, resolved.batch.accumulation
+    parameters = _parameters(run)
+    if parameters is None or degrees.data != degrees.world_size or degrees.expert > 1:
+        return None
+    passes = {2: times + 1, 3: 3 * times}.get(resolved.zero_stage, 2)
+    wide = 4 if resolved.precision == "fp32" else 2
+    return passes * (degrees.data - 1) / degrees.data * parameters * wide
+
+
+def _parameters(run: RunConfig) -> float | None:
+    """About how many train, by the usual fields of a config.json; None where one is missing, or a part is frozen."""
+    given = run.model.config or run.model.pretrained
+    if run.adapter.r is not None or run.model.freeze or run.model.train_only:
+        return None
+    try:
+        if not isinstance(given, dict):
+            path = Path(str(given))
+            given = foreign.loads((path if path.is_file() else path / "config.json").read_bytes())
+        width, heads = given["hidden_size"], given["num_attention_heads"]
+        size = given.get("head_dim") or width // heads
+        attention = 2 * width * size * (heads + (given.get("num_key_value_heads") or heads))
+        experts = next((given[key] for key in _EXPERTS if given.get(key)), 1)
+        inner = (
+            given.get("moe_intermediate_size", given["intermediate_size"])
+            if experts > 1
+            else given["intermediate_size"]
+        )
+        head = 1 if given.get("tie_word_embeddings") else 2
+        layers = given["num_hidden_layers"] * (attention + 3 * width * inner * experts)
+        return float(layers + head * given["vocab_size"] * width)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return None
+
+
+def with_fabric(report: Report, run: Needs | None = None, ssh_port: int | None = None) -> Report:
     """The report with what was measured between the hosts that answered, in seconds and bit/s, and between GPUs."""
     measured, findings = fabric.examine(report.survey, ssh_port)
     reduced = all_reduce.measure(report.survey, _ALL_REDUCE, ssh_port)
+    if all_reduce.worked(reduced):
+        findings = fabric.without_doubt(findings)
+    findings = [
+        *findings,
+        *fabric.too_slow(measured.pairs, *((run.sent_bytes, run.patience_s) if run else (None, 0.0))),
+    ]
     return replace(
         report,
         findings=in_order([*report.findings, *findings, *all_reduce.judge(reduced)], report.survey.hosts),
@@ -156,13 +205,14 @@ def main(argv: list[str]) -> int:
         words = run_words(words)
         resolved = load(words, sum(host.slots for host in hosts), "the hostfile")
         run = needs(words[1], resolved.run, resolved.mix, resolved.run_dir)
+        run = replace(run, sent_bytes=sent_bytes(resolved), patience_s=resolved.run.fault.stall_timeout_s)
     report = quick(hosts, run, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:
         report = _with_ops(report, run, args)
     here = [*_deepspeeds_own_file(report.survey), *_launcher(report.survey)]
     report = replace(report, findings=in_order([*report.findings, *here], hosts))
     if not args.quick and all_reduce.is_worth_it(report.survey):
-        report = with_fabric(report, args.ssh_port)
+        report = with_fabric(report, run, args.ssh_port)
     report = replace(report, elapsed_s=time.monotonic() - started)
     if args.json:
         print(json.dumps(report.as_json(), indent=1))

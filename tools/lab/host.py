@@ -157,6 +157,11 @@ class LabHost:
         """Plug the cable in again. A shape stays."""
         self.order("cut", host=self.name, value=False)
 
+    def firewall(self, *ports: int) -> None:
+        """Others' TCP connections begin at these ports only; at any other their frames are lost in silence. No port:
+        at all of them, as before. Those that stand go on."""
+        self.order("firewall", host=self.name, ports=list(ports) or None)
+
     def shape(
         self,
         rate_mbit: float | None = None,

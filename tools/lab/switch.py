@@ -39,8 +39,17 @@ class Port:
         self.fd = -1
         self.link: Link | None = None
         self.cut = False
+        self.open: list[int] | None = None  # ports to which others may connect; None: all
         self.sent = 0
         self.received = 0
+
+
+def begins_elsewhere(frame: bytes, ports: list[int]) -> bool:
+    """Whether a frame begins a TCP connection over IPv4 to none of these ports: a SYN without an ACK."""
+    if frame[22:24] != b"\x08\x00" or frame[33] != socket.IPPROTO_TCP:
+        return False
+    tcp = 24 + 4 * (frame[24] & 15)
+    return frame[tcp + 13] & 0x12 == 0x02 and int.from_bytes(frame[tcp + 2 : tcp + 4]) not in ports
 
 
 class Switch:
@@ -102,7 +111,7 @@ class Switch:
             if there > now:
                 heapq.heappush(self.waiting, (there, next(self.number), frame, target, pipes[index + 1 :]))
                 return
-        if target.cut or target.fd < 0:
+        if target.cut or target.fd < 0 or (target.open is not None and begins_elsewhere(frame, target.open)):
             return
         with contextlib.suppress(OSError):  # a full queue or a device that is down: lost, as on a wire
             os.write(target.fd, frame)
@@ -170,12 +179,14 @@ class Switch:
                 self.unplug(**order)
             case "cut":
                 self.cut(**order)
+            case "firewall":
+                self.ports[order["host"]].open = order["ports"]
             case "shape":
                 self.shape(**order)
             case "reset":
                 self.pairs.clear()
                 for port in self.ports.values():
-                    port.link, port.cut = None, False
+                    port.link, port.cut, port.open = None, False, None
                 self.set_offload()
             case "bytes":
                 return {name: [port.sent, port.received] for name, port in self.ports.items()}

@@ -103,6 +103,11 @@ def _read(answer: Answer) -> tuple[dict[str, Any], str]:
     return said, said.get("error") or trouble or "".join(last) or "it said nothing"
 
 
+def worked(found: Mapping[str, Any]) -> bool:
+    """Whether all ranks met and added up, over the connections that a run of this backend makes."""
+    return not found["errors"] and bool(found["steps"])
+
+
 def judge(found: Mapping[str, Any]) -> list[Finding]:
     """Red for the hosts on which it failed, and for a GPU without a good way to any other of its host."""
     findings = []

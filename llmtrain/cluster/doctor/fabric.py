@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from llmtrain import units
 from llmtrain.cluster.doctor import wire
-from llmtrain.cluster.doctor.checks import Finding, Survey
+from llmtrain.cluster.doctor.checks import Finding, Level, Survey
 from llmtrain.cluster.doctor.compare import held, right_interfaces
 from llmtrain.cluster.doctor.survey import ask_python, in_parallel, program, read_marked
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer
@@ -28,7 +28,12 @@ HALF = 0.65
 """Both directions at once carry this part of the two alone, or less: half duplex has 0.5, full duplex 1."""
 IDLE = 0.2
 """With less processor time to spare, a rate that is not far below the others says nothing of the network."""
+LONG_STEP_S = 10.0
+"""Of an optimizer step, that a host needs to send what the step sends: above it the processors mostly wait."""
+SLOW_LINK = 1e8
+"""bit/s below which a link is slow for any run; a billion gradients in bf16 take 5 minutes and more."""
 WINDOW_S, LONG_WINDOW_S = 0.24, 0.6
+_UNMEASURED = "no measurement between "
 _PAIR_S = 1.5
 _START_S = 12.0
 
@@ -205,9 +210,48 @@ def judge(pairs: Sequence[Pair]) -> list[Finding]:
 def _broken(pairs: Sequence[Pair]) -> Iterator[Finding]:
     for pair in pairs:
         if pair.error is not None:
-            what = f"no measurement between {pair.first} and {pair.second}: {pair.error}"
+            what = f"{_UNMEASURED}{pair.first} and {pair.second}: {pair.error}"
             fix = f"a firewall between them? on {pair.first}: ping -c 3 {pair.second}; all TCP ports must be open"
             yield Finding(host=pair.first, check="fabric", level="red", what=what, fix=fix)
+
+
+def without_doubt(findings: Sequence[Finding]) -> list[Finding]:
+    """What stays of them where the all-reduce worked: a pair that our measurement alone could not connect is no bar to
+    a run. Its ranks connect from one of the two hosts to the other, at ports of their own, and a firewall on one host
+    lets them out."""
+    found = []
+    for each in findings:
+        if each.what.startswith(_UNMEASURED):
+            what = f"{each.what}; the all-reduce worked: its ranks connect another way, at other ports"
+            each = replace(each, level="yellow", what=what)
+        found.append(each)
+    return found
+
+
+def too_slow(pairs: Sequence[Pair], sent_bytes: float | None, patience_s: float) -> list[Finding]:
+    """The slowest pair, held against what a run sends in a step; without a run, against SLOW_LINK.
+
+    Red where the sending alone takes longer than the run waits for progress: it would be ended at its first step.
+    """
+    good = [pair for pair in pairs if pair.error is None and pair.rate > 0]
+    if not good:
+        return []
+    slowest = min(good, key=lambda each: each.rate)
+    what = f"{bits(slowest.rate)} between {slowest.first} and {slowest.second}: "
+    fix = "a faster network, fewer hosts, a larger batch by train.accumulation, or a site a host (docs/networks.md)"
+    if sent_bytes is None:
+        if slowest.rate >= SLOW_LINK:
+            return []
+        seconds = 4e9 * 8 / slowest.rate
+        what += f"the gradients of 1 B parameters in bf16 (4 GB a step) would take {units.duration(seconds)}"
+        return [Finding(host=slowest.first, check="fabric", level="yellow", what=what, fix=fix)]
+    seconds = sent_bytes * 8 / slowest.rate
+    if seconds < LONG_STEP_S:
+        return []
+    what += f"about {units.size(sent_bytes)} that a step sends take {units.duration(seconds)}"
+    level: Level = "red" if seconds > patience_s else "yellow"
+    what += f", and the run ends after {units.duration(patience_s)} without progress" if level == "red" else ""
+    return [Finding(host=slowest.first, check="fabric", level=level, what=what, fix=fix)]
 
 
 def _odd(pairs: Sequence[Pair]) -> Iterator[Finding]:

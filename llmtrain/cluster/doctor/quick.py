@@ -31,6 +31,10 @@ class Needs:
     """Of its checkpoints."""
     own_folders: bool
     """Each host may have one of its own there."""
+    sent_bytes: float | None = None
+    """That each host sends to others in an optimizer step, about; None: not known here."""
+    patience_s: float = 300.0
+    """Without progress on any rank, after which the run is ended."""
     ops: tuple[str, ...]
     """DeepSpeed ops that it compiles at its start."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 
 from llmtrain import cli
-from tests.helpers.launching import free_port, write_recipe
+from llmtrain.cluster.doctor.fabric import Pair, too_slow
+from llmtrain.config.load import load
+from llmtrain.doctor import sent_bytes
+from tests.helpers.launching import REPO, free_port, write_recipe
 
 NO_SSHD = """#!/bin/sh
 [ "$1" = -G ] && exit 0
@@ -75,3 +79,27 @@ def test_a_shard_that_is_gone_is_named_here_too(doctor: Any, tmp_path: Path, sma
     report, code = doctor("localhost slots=2\n", "--quick", str(recipe))
     said = {finding["what"] for finding in report["findings"] if finding["check"] == "files"}
     assert code == 1 and said == {f"data.path: {data} lacks validation-00000.bin"}
+
+
+def test_a_link_is_judged_by_what_the_run_sends(tmp_path: Path, small_data: str) -> None:
+    """llama of 1.10 B parameters, bf16, 2 ranks: ZeRO 1 sends 2 x 1/2 x 2 bytes of each, 2.2 GB a step."""
+    shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 4, "vocab_size": 32000, "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    text = write_recipe(tmp_path, small_data).read_text()
+    recipe = tmp_path / "large.yaml"
+    recipe.write_text(re.sub(r"  config:\n(    .*\n)+", f"  config: {tmp_path}/config.json\n", text))
+    said = {}
+    for stage in (1, 3):
+        json_file = REPO / f"ds_configs/zero{stage}.json"
+        words = ["--config", str(recipe), "--deepspeed", str(json_file), "--train.accumulation", "2"]
+        said[stage] = sent_bytes(load(words, 2, "the test"))
+    assert said[1] == pytest.approx(2.2e9, rel=0.01) and said[3] == pytest.approx(6.6e9, rel=0.01)
+    slow, fast = (Pair(first="a", second="b", up=rate, down=rate) for rate in (20e6, 100e9))
+    (red,) = too_slow([fast, slow], said[1], 300.0)
+    assert red.level == "red" and "20 Mbit/s between a and b" in red.what and "14m" in red.what, red.what
+    (yellow,) = too_slow([fast, slow], 1e8, 300.0)
+    assert yellow.level == "yellow" and "40.0s" in yellow.what, yellow.what
+    assert not too_slow([fast], said[1], 300.0) and not too_slow([slow], 1e6, 300.0)
+    (alone,) = too_slow([slow], None, 0.0)
+    assert alone.level == "yellow" and "1 B parameters in bf16 (4 GB a step) would take 26m40s" in alone.what
