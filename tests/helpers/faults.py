@@ -559,7 +559,9 @@ FAULTS: dict[str, Fault] = {
     "shifted_twice": Fault(shifted_twice, {"zero": 0}, "loss of LlamaForCausalLM", refused=True),
     "leaking_documents": Fault(leaking_documents, {"isolate_documents": True}, "data.isolate_documents", refused=True),
     "raw_router_weights": Fault(raw_router_weights, {"family": "mixtral", "zero": 3}, "weighted otherwise"),
-    "dropped_expert": Fault(dropped_expert, {"family": "mixtral", "expert": 2, "zero": 1}, "experts that are left out"),
+    "dropped_expert": Fault(
+        dropped_expert, {"family": "mixtral", "expert": 2, "zero": 1}, "do not compute what", refused=True
+    ),
     "skipped_layer": Fault(skipped_layer, {"pipeline": 2, "accumulation": 2}, "a layer that is skipped"),
     "lost_tie": Fault(lost_tie, {"pipeline": 2, "accumulation": 2, "tied": True}, "tied tensor"),
     "lost_offset": Fault(lost_offset, {"sequence": 2}, "loss of LlamaForCausalLM", refused=True),

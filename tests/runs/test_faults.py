@@ -15,7 +15,8 @@ from tests.helpers.processors import have_fp16, lack_fp16
 def test_explosion_stops_with_a_message_and_the_samples(small_data, tmp_path):
     recipe, run = write_recipe(tmp_path, small_data), tmp_path / "run"
     code, output = forked.finish(
-        recipe, *("--optim.lr", "1e30", "--schedule.name", "constant", "--fault.max_skipped", "3")
+        recipe,
+        *("--optim.lr", "1", "--optim.weight_decay", "1e30", "--schedule.name", "constant", "--fault.max_skipped", "3"),
     )
     assert code == 3, output
     assert "3 steps in a row were skipped" in output and "fault.max_skipped is 3" in output

@@ -75,6 +75,9 @@ class Engine:
         self.optimizer.overflow, self.optimizer._global_grad_norm = False, 1.0  # type: ignore[attr-defined]
         self.seq_dp_world_size = 1
 
+    def fp16_enabled(self) -> bool:
+        return False
+
     def __call__(self, *_: Any) -> torch.Tensor:
         self.done.append("forward")
         return torch.zeros(1)

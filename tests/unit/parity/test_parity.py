@@ -187,6 +187,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.models.spec.ModelSpec",
         "llmtrain.optimizers.OPTIMIZERS",
         "llmtrain.parity.adapter.adapt_plainly",
+        "llmtrain.parity.adapter.base_of",
         "llmtrain.parity.adapter.frozen_beside",
         "llmtrain.parity.adapter.loud_source",
         "llmtrain.parity.adapter.pack_plainly",
