@@ -77,14 +77,16 @@ class Replicas:
     def __init__(self, ranks: Ranks, owned: Pieces, held: Pieces) -> None:
         """All ranks call it together. `owned`: what this rank exchanges, in its array; `held`: all that it has."""
         said: list[tuple[Pieces, Pieces]] = from_all(ranks, (list(owned), list(held)))
-        names = dist.get_process_group_ranks(ranks.control)
         self._group: Any = None
         self._from: list[tuple[int, int, list[Copy]]] = []
         """(rank in the group, elements of its array, what this rank takes of it)."""
         for members in joined([each for each, _ in said], [each for _, each in said]):
             # Every rank makes every group, in one order: torch.distributed asks for it.
-            whole = len(members) == ranks.world_size
-            group = ranks.control if whole else host_group([names[each] for each in members], _LIMIT_S)
+            if len(members) == ranks.world_size:
+                group = ranks.control
+            else:
+                names = dist.get_process_group_ranks(ranks.control)
+                group = host_group([names[each] for each in members], _LIMIT_S)
             if ranks.rank in members:
                 self._group = group
                 for place, rank in enumerate(members):

@@ -283,8 +283,8 @@ def changed_adapter(change: Callable[[list[Any]], None]) -> Iterator[None]:
 
     put_around = adapter.put_around
 
-    def changed(*args: Any) -> Any:
-        change(made := put_around(*args))
+    def changed(*args: Any, **options: Any) -> Any:
+        change(made := put_around(*args, **options))
         return made
 
     with patch.object(adapter, "put_around", changed):
