@@ -42,7 +42,7 @@ A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 """What follows a map's path in the names of its adapter's tensors."""
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 """The files of a PEFT folder, and what the names of its tensors begin with."""
-_OTHERS = ("bias", "rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters")
+_OTHERS = ("bias", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 """Settings of peft that the section has no keys for."""
 
 
@@ -155,29 +155,68 @@ def need_peft(what: str) -> None:
         ) from error
 
 
-def lora_config(hf: PreTrainedModel, adapter: AdapterConfig, paths: Iterable[str], saved: Collection[str] = ()) -> Any:
+def lora_config(
+    hf: PreTrainedModel,
+    adapter: AdapterConfig,
+    paths: Iterable[str],
+    saved: Collection[str] = (),
+    places: Places | None = None,
+) -> Any:
     """peft's LoraConfig of this adapter on these maps: by the last parts of their names where no other module has one
-    of those, as vLLM and others want it. `saved`: modules that train whole. Raises ConfigError: peft is not installed.
+    of those, as vLLM and others want it. `saved`: modules that train whole.
+
+    Maps whose names peft would turn into the experts' are in it by their weights, as `target_parameters`: the one
+    spelling that it leaves alone. Such a layer has the same tensors and computes the same, but has no dropout.
+
+    Raises ConfigError: peft is not installed, or has no DoRA for such a map.
     """
     need_peft(f"adapter.r = {adapter.r}")
     from peft import LoraConfig
 
     assert adapter.r is not None
     wanted = set(paths)
-    short = {path.rpartition(".")[2] for path in wanted}
+    taken = _taken_for_experts(hf, {path.rpartition(".")[2] for path in wanted})
+    weights = sorted(path for path in wanted if path.rpartition(".")[2] in taken)
+    if weights and adapter.dora:
+        rule = f"beside experts in one tensor peft can load no DoRA of {weights[0]}, whose name it takes for theirs"
+        remedy = f"set it to false, or name maps in adapter.targets that end in none of {', '.join(sorted(taken))}"
+        raise stop("adapter.dora", True, rule, remedy, (places or {}).get("adapter.dora"))
+    maps = wanted - set(weights)
+    short = {path.rpartition(".")[2] for path in maps}
     alike = {path for path, _ in hf.named_modules() if path.rpartition(".")[2] in short}
     return LoraConfig(
         r=adapter.r,
         lora_alpha=int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,  # type: ignore[arg-type]
-        lora_dropout=adapter.dropout,
+        lora_dropout=0.0 if weights else adapter.dropout,
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
-        target_modules=sorted(short if alike == wanted else wanted),
+        target_modules=sorted(short if alike == maps else maps),
+        target_parameters=[f"{path}.weight" for path in weights] or None,
         init_lora_weights=False,
         modules_to_save=sorted(saved) or None,
         ensure_weight_tying=any(name.rpartition(".")[0] in saved for name in aliases(hf).values()),
         task_type="CAUSAL_LM",
     )
+
+
+def _taken_for_experts(hf: PreTrainedModel, short: Iterable[str]) -> set[str]:
+    """Those last parts of names that peft 0.21 reads as the experts' maps of transformers 4, which are in one tensor
+    now: as a part, within a whole path or a pattern, it adapts that tensor and no map of a dense layer or of the shared
+    experts.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    taken = set()
+    for name in short:
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, hf, None)
+        except ValueError:  # one of two that were united
+            taken.add(name)
+        if name not in (config.target_modules or ()):
+            taken.add(name)
+    return taken
 
 
 def adapted(skeleton: PreTrainedModel, adapter: AdapterConfig) -> PreTrainedModel:
@@ -187,7 +226,11 @@ def adapted(skeleton: PreTrainedModel, adapter: AdapterConfig) -> PreTrainedMode
     config = lora_config(skeleton, adapter, paths := target_paths(skeleton, adapter))
     from peft import inject_adapter_in_model
 
-    hf: Any = inject_adapter_in_model(config, copy.deepcopy(skeleton), low_cpu_mem_usage=True)
+    config.target_modules, config.target_parameters, config.lora_dropout = set(paths), None, adapter.dropout
+    # Of a plain module peft does not know the family, and adapts the maps that it is told.
+    holder: Any = nn.ModuleDict({"hf": copy.deepcopy(skeleton)})
+    inject_adapter_in_model(config, holder, low_cpu_mem_usage=True)
+    hf: Any = holder["hf"]
     for path in paths:
         _name(path, hf.get_submodule(path))
     return hf
@@ -284,10 +327,11 @@ def read_peft(
     try:
         config = foreign.loads((folder / CONFIG).read_bytes())
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+        parameters = [str(name) for name in config.get("target_parameters") or []]
         settings = {
             key: config.get(key) for key in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", *_OTHERS)
         }
-    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, SafetensorError) as error:
         raise refuse(f"is no PEFT folder ({error})", f"name one with {CONFIG} and {WEIGHTS}") from error
     for key, value in here.items():
         if (settings[key] or False) != value:
@@ -295,6 +339,10 @@ def read_peft(
     for key in _OTHERS:
         if settings[key] not in (None, "none", {}, []):
             raise refuse(f"its {key} is {settings[key]!r}, which adapters here do not have", "merge it with peft first")
+    weights = {f"{name.removesuffix(A)}.weight" for name in shapes if name.endswith(A)}
+    if others := sorted(set(parameters) - weights):  # see lora_config
+        rule = f"its target_parameters name {others[0]}, beside which the run has no adapter"
+        raise refuse(rule, "merge it with peft first")
     for other, name in (tied or {}).items():
         if other in tensors and name in tensors and not torch.equal(tensors.pop(other), tensors[name]):
             rule = f"its {other} and {name} differ, which are one tied tensor of the run's model"

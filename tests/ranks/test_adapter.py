@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -22,12 +23,13 @@ from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.config.run import AdapterConfig, ModelConfig
 from llmtrain.engine.moved import unmoved
 from llmtrain.engine.weights import prove_weights
-from llmtrain.models.adapter import PREFIX, B, plain_name, scale
+from llmtrain.models.adapter import PREFIX, B, lora_config, other_maps, plain_name, scale, target_paths
 from llmtrain.models.parameters import local_parameter
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optimizers import PARAM
 from tests.helpers.adapters import plain_adapted
 from tests.helpers.checkpoints import trainer_state
+from tests.helpers.families import FAMILIES, FROZEN, LOW_RANK
 from tests.helpers.parity import Form, check
 from tests.helpers.ranks import RankFailed
 from tests.helpers.training import (
@@ -71,9 +73,13 @@ def same(a: dict[str, dict[str, Tensor]], b: dict[str, dict[str, Tensor]]) -> bo
 @functools.cache
 def reference(data: str, kind: str) -> Trace:
     case = Case(data=data, model=MODELS.get(kind, LLAMA), adapter=KINDS[kind], lr=LR)
-    return plain_pytorch(case, model=plain_adapted(case))
+    trace = plain_pytorch(case, model=(model := plain_adapted(case)))
+    trace.parameters |= {name: value for name, value in model.named_buffers() if name.endswith(ROUTING)}
+    return trace
 
 
+ROUTING = "e_score_correction_bias"
+"""A buffer of a router, which no training here changes."""
 WHOLE: dict[str, Any] = LORA | {"modules_to_save": ["model.embed_tokens", "lm_head", "*norm"]}
 TIED = {**LLAMA, "tie_word_embeddings": True}
 KINDS = {
@@ -84,9 +90,11 @@ KINDS = {
     "tied": WHOLE | {"modules_to_save": ["lm_head"]},
     "experts": LORA,
     "shared": LORA | {"modules_to_save": ["*.experts"]},
+    "routed": LORA,
 }
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-MODELS = {"tied": TIED, "experts": MIXTRAL, "shared": MIXTRAL}
+MODELS = {"tied": TIED, "experts": MIXTRAL, "shared": MIXTRAL, "routed": FROZEN["deepseek_v3"]}
+"""Of the last, the dense layer and the shared experts have maps of the names that the experts' once had."""
 
 
 def trained(case: Case) -> tuple[Trace, set[str]]:
@@ -125,8 +133,10 @@ FORMS: list[tuple[str, int, dict[str, Any]]] = [
     ("tied", 2, {"stage": 1, "pipeline": 2, "accumulation": 2}),
     ("whole", 2, {"stage": 1, "tensor": 2}),
     ("experts", 2, {"stage": 2, "expert": 2, "accumulation": 2}),
+    ("routed", 2, {"stage": 2}),
 ]
 DOUBLES: list[tuple[str, int, dict[str, Any]]] = [
+    ("routed", 2, {"stage": 3}),
     ("experts", 2, {"stage": 3, "expert": 2}),
     ("experts", 2, {"stage": 1, "expert": 2}),
     ("experts", 2, {"stage": 0, "expert": 2}),
@@ -273,6 +283,7 @@ RESUMED: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "dora": [(1, {"stage": 0}), (2, {"stage": 3}), (2, {"stage": 2, "sequence": 2})],
     "whole": [(2, {"stage": 3})],
     "tied": [(2, {"stage": 3}), (2, {"stage": 1, "pipeline": 2})],
+    "routed": [(2, {"stage": 3})],
     "experts": [(1, {"stage": 0, "expert": 1}), (2, {"stage": 3}), (2, {"stage": 0}), (2, {"stage": 2, "expert": 1})],
 }
 
@@ -285,6 +296,7 @@ RESUMED: dict[str, list[tuple[int, dict[str, Any]]]] = {
         pytest.param("whole", 3, marks=pytest.mark.slow),
         ("tied", 1),
         ("experts", 1),
+        ("routed", 2),
     ],
 )
 def test_a_checkpoint_holds_the_adapter_alone_and_goes_through_every_form_and_to_peft(
@@ -299,6 +311,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_through_every_form_and_to
     manifest = Manifest.read(path)
     adapter = {name for name in want[PARAM] if ".lora_" in name}
     adapter |= {name for name in want[PARAM] if name.removesuffix(".weight").endswith(BESIDE.get(kind, ()))}
+    adapter |= {name for name in want[PARAM] if name.endswith(ROUTING)}
     assert {piece.name for entry in manifest.files.values() for piece in entry.pieces} == adapter
     assert manifest.frozen.parts.keys() == want[PARAM].keys() - adapter
     for ranks, form in RESUMED[kind]:
@@ -327,6 +340,8 @@ def is_what_peft_loads(path: Path, out: Path, base: str, case: Case, values: dic
         model = PeftModel.from_pretrained(load(base), str(out / "peft"))
         assert sum(".lora_" in name for name, _ in model.named_parameters()) == sum(".lora_" in name for name in values)
         assert float((model(tokens).logits - want).abs().max()) < 1e-5
+        (theirs := load(base)).load_adapter(str(out / "peft"))
+        assert float((theirs(tokens).logits - want).abs().max()) < 1e-5, "as transformers loads it"
         united = model.merge_and_unload()
         assert float((united(tokens).logits - want).abs().max()) < 1e-5
         assert (united.lm_head.weight is united.model.embed_tokens.weight) == bool(tied)
@@ -431,3 +446,24 @@ def test_the_first_a_is_as_peft_has_it_and_of_the_seed_and_its_name():
     assert r == 8 and 0.95 * bound < float(values.abs().max()) <= bound
     assert torch.equal(values[5:9], one.read(name, 5, 9)) and not torch.equal(values, other.read(name, 0, r * inputs))
     assert not torch.equal(values, one.read(name.replace("1", "2"), 0, r * inputs))
+
+
+ROUTED = {name: FAMILIES[name] for name in ("mixtral", "qwen3_moe")} | FROZEN | {"deepseek_v2": LOW_RANK}
+ROUTED |= {"olmoe": {**MIXTRAL, "model_type": "olmoe", "num_experts": 4}}
+ROUTED |= {"qwen2_moe": {**FAMILIES["qwen3_moe"], "model_type": "qwen2_moe"}}
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_each_linear_map_beside_experts_in_one_tensor_has_an_adapter_and_in_peft_the_same(family):
+    """peft 0.21 takes gate_proj, up_proj and down_proj of most of these for the experts, also by a full path."""
+    from peft import inject_adapter_in_model
+
+    adapter = AdapterConfig(**LORA)
+    spec = ModelSpec.of(ModelConfig(config=dict(ROUTED[family])), adapter)
+    paths = target_paths(spec.skeleton, adapter)
+    assert other_maps(spec.skeleton) and not any(path in other_maps(spec.skeleton) for path in paths)
+    names = {f"{path}.lora_{part}.weight" for path in paths for part in "AB"}
+    assert {name for name in spec.shapes if ".lora_" in name} == names
+    config = lora_config(spec.skeleton, adapter, paths)
+    theirs = inject_adapter_in_model(config, copy.deepcopy(spec.skeleton), low_cpu_mem_usage=True)
+    assert {plain_name(name) for name, _ in theirs.named_parameters() if ".lora_" in name} == names

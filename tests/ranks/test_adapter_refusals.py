@@ -16,6 +16,7 @@ from llmtrain.errors import CheckpointError, ConfigError
 from llmtrain.generate import Sampling, generate
 from llmtrain.models.adapter import PREFIX, WEIGHTS
 from llmtrain.models.spec import ModelSpec
+from tests.helpers.families import FROZEN
 from tests.helpers.ranks import RankFailed
 from tests.helpers.training import LLAMA, Case, resolved_run
 from tests.ranks.test_adapter import LORA, resumed, saved, written
@@ -71,6 +72,15 @@ def test_what_no_adapter_can_do_is_refused_by_name(small_data, form, adapter, sa
     with pytest.raises(ConfigError, match=says) as told:
         resolved_run(Case(data=small_data, adapter=adapter, **form), 2)
     assert "remedy" in str(told.value)
+
+
+def test_dora_on_maps_that_peft_takes_for_the_experts_is_refused_by_name():
+    """peft 0.21 could not load the folder that such a run exports."""
+    model = ModelConfig(config=dict(FROZEN["deepseek_v3"]))
+    rule = r"adapter.dora = true(.|\n)*no DoRA of model.layers.0.mlp.down_proj(.|\n)*in none of down_proj, gate_proj"
+    with pytest.raises(ConfigError, match=rule):
+        _ = ModelSpec.of(model, AdapterConfig(r=4, dora=True)).adapted
+    assert ModelSpec.of(model, AdapterConfig(r=4, dora=True, targets=["*.o_proj"])).adapted is not None
 
 
 def test_a_target_that_is_none_and_a_missing_library_are_told(monkeypatch, tmp_path):

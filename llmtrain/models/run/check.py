@@ -80,7 +80,8 @@ def check_model(resolved: ResolvedRun) -> tuple[ModelSpec, tuple[str, ...]]:
     problems.raise_if_any()
     frozen_names(hf, model, places)
     if run.adapter.r is not None:
-        lora_config(hf, run.adapter, target_paths(hf, run.adapter, places), saved_paths(hf, run.adapter, places))
+        paths, saved = target_paths(hf, run.adapter, places), saved_paths(hf, run.adapter, places)
+        lora_config(hf, run.adapter, paths, saved, places)
     frozen_by = next((key for key in ("train_only", "freeze") if getattr(model, key)), "")
     check_growth(hf, model, spec.frozen, f"model.{frozen_by}" if frozen_by else "adapter.modules_to_save", places)
     beside = other_maps(hf) if run.adapter.r is not None else {}
