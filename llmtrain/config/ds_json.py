@@ -66,6 +66,8 @@ def read(path: str) -> dict[str, Any]:
         ) from None  # fmt: skip
     except ConfigError:  # a duplicate key
         raise
+    except IndexError:  # hjson looks for the end of a comment beyond the end of the text
+        raise stop("deepspeed", path, "a comment /* is not closed", "close it with */, or remove it") from None
     except (RecursionError, ValueError, ArithmeticError) as error:  # nested too deep, 10,000 digits, 1e999
         why = "it is nested too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
         raise stop("deepspeed", path, f"not a DeepSpeed JSON: {why}", "write plain values of usual size") from None

@@ -284,6 +284,7 @@ CASES = [
         ("ds.json is cut off: it ends in line 3, column 13", 'within "zero_optimization"', "}} is missing", "copy it"),
         ds='{"bf16": {"enabled": true},\n "zero_optimization": {\n  "stage": 2, ',
     ),
+    Wrong("a comment without an end", ("deepspeed = ", "a comment /* is not closed"), ds='/* a {"bf16": {}}'),
     Wrong(
         "a JSON that is cut off within a word",
         ("ds.json is cut off: it ends in line 2, column 7", '"}} is missing'),
