@@ -179,7 +179,7 @@ def _deepspeeds_own_file(survey: Survey) -> list[Finding]:
 
 
 def _launcher(survey: Survey) -> list[Finding]:
-    """What `llmtrain launch` needs here to start other hosts; within a Slurm job srun may start them."""
+    """Findings on the program by which `llmtrain launch` starts other hosts; in a Slurm job srun may do it."""
     if survey.alone or shutil.which("pdsh") is not None:
         return []
     what, fix = NO_PDSH

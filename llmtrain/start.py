@@ -169,7 +169,7 @@ def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict
 
 
 def reference_checksums(spec: ModelSpec, checksums: dict[str, int]) -> dict[str, int]:
-    """Of those of all first values, the ones that decide what the model computes: beside an adapter that begins anew,
+    """Checksums of the first values that decide what the model computes: beside an adapter that begins anew,
     whose B is 0, the model's own. `llmtrain reference` serves every rank, seed and set of targets then."""
     if spec.adapter.start is not None:
         return checksums

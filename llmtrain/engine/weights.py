@@ -102,7 +102,7 @@ class Apart:
     names: tuple[str, ...]
     """Hugging Face names."""
     ranks: tuple[int, ...]
-    """Those that keep them so."""
+    """Ranks on which they differ."""
 
     def told(self, engine: Engine, ranks: Ranks) -> str:
         """Parameters, ranks and keys of the configuration that may be the cause, and what to do."""
@@ -143,7 +143,7 @@ def apart(engine: Engine, ranks: Ranks) -> Apart | None:
 
 
 def _differs(piece: StateTensor, copies: Iterable[ForwardCopy]) -> Tensor:
-    """Whether an element of a master is another number than in any copy on this rank that holds it, or in none."""
+    """True if an element of a master is another number than in any copy on this rank that holds it, or in none."""
     heart.beat()
     region, read = piece.region, False
     with piece.open() as view:

@@ -200,7 +200,7 @@ def lora_config(
 
 
 def _taken_for_experts(hf: PreTrainedModel, short: Iterable[str]) -> set[str]:
-    """Those last parts of names that peft 0.21 reads as the experts' maps of transformers 4, which are in one tensor
+    """Last parts of names that peft 0.21 reads as the experts' maps of transformers 4, which are in one tensor
     now: as a part, within a whole path or a pattern, it adapts that tensor and no map of a dense layer or of the shared
     experts.
     """

@@ -106,8 +106,14 @@ class HeldFile:
         """Write the file again if it was removed; whether it was. Raises OSError."""
         if os.fstat(self.fd).st_nlink:
             return False
-        again = HeldFile(self.path)
-        os.write(again.fd, os.pread(self.fd, os.fstat(self.fd).st_size, 0))
+        again, done, size = HeldFile(self.path), 0, os.fstat(self.fd).st_size
+        try:
+            while done < size:  # a call may move less than it is asked to
+                done += os.write(again.fd, os.pread(self.fd, min(size - done, 1 << 20), done))
+        except OSError:
+            os.close(again.fd)
+            self.path.unlink(missing_ok=True)  # the next write tries again, from the whole file
+            raise
         os.close(self.fd)
         self.fd = again.fd
         return True

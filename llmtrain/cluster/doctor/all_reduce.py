@@ -104,7 +104,7 @@ def _read(answer: Answer) -> tuple[dict[str, Any], str]:
 
 
 def worked(found: Mapping[str, Any]) -> bool:
-    """Whether all ranks met and added up, over the connections that a run of this backend makes."""
+    """True if all ranks met and added up, over the connections that a run of this backend makes."""
     return not found["errors"] and bool(found["steps"])
 
 

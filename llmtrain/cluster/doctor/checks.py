@@ -57,14 +57,14 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """What a run reads on each host."""
+    """A folder that a run reads on each host."""
 
     key: str
-    """Of the run, which names it."""
+    """The run's key that names it."""
     path: str
     """Absolute."""
     files: tuple[str, ...] = ()
-    """Those that are read, in it. Empty: it has to be there, and each host may have other files."""
+    """Files in it that the run reads. Empty: it has to be there, and each host may have other files."""
     on_hub: bool = False
     """The path is a name on the Hub, which a folder of that name would win over: it must not be there."""
 

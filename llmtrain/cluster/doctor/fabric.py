@@ -29,7 +29,7 @@ HALF = 0.65
 IDLE = 0.2
 """With less processor time to spare, a rate that is not far below the others says nothing of the network."""
 LONG_STEP_S = 10.0
-"""Of an optimizer step, that a host needs to send what the step sends: above it the processors mostly wait."""
+"""Seconds of sending in an optimizer step above which the processors mostly wait."""
 SLOW_LINK = 1e8
 """bit/s below which a link is slow for any run; a billion gradients in bf16 take 5 minutes and more."""
 WINDOW_S, LONG_WINDOW_S = 0.24, 0.6
@@ -216,7 +216,7 @@ def _broken(pairs: Sequence[Pair]) -> Iterator[Finding]:
 
 
 def without_doubt(findings: Sequence[Finding]) -> list[Finding]:
-    """What stays of them where the all-reduce worked: a pair that our measurement alone could not connect is no bar to
+    """Findings that stay where the all-reduce worked: a pair that our measurement alone could not connect is no bar to
     a run. Its ranks connect from one of the two hosts to the other, at ports of their own, and a firewall on one host
     lets them out."""
     found = []

@@ -130,8 +130,8 @@ def look_config(ask: Facts) -> Facts:
 
 
 def look_folders(ask: Facts) -> Facts:
-    """Of each folder that the run reads, by its path: whether it is there, which of its files are not, and marks of the
-    others, by which two hosts' folders are told apart without reading them."""
+    """Facts of each folder that the run reads, by its path: if it is there, which of its files are not, and marks of
+    the others, by which two hosts' folders are told apart without reading them."""
     found = {}
     for path, names in ask.get("folders_read", {}).items():
         paths = [os.path.join(path, name) for name in names]
