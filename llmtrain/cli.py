@@ -11,24 +11,25 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from llmtrain import completion, foreign, log
-from llmtrain.errors import UserError
+from llmtrain.base import log, untrusted
+from llmtrain.base.errors import UserError
+from llmtrain.commands import completion
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "init": ("llmtrain.init", "write recipes and DeepSpeed files to a folder, to start from"),
-    "config": ("llmtrain.check", "check a run's configuration, or show it resolved"),
-    "prepare": ("llmtrain.data.prepare", "make a data folder from text, code, jsonl, parquet"),
-    "data": ("llmtrain.data.show", "show rows of prepared conversations, and what of them is counted"),
-    "launch": ("llmtrain.launch", "train on the hosts of a hostfile: start, watch, start again after a fault"),
-    "reference": ("llmtrain.reference", "write what a preference objective compares with into its data"),
-    "doctor": ("llmtrain.doctor", "examine the hosts of a hostfile, and say how to fix what is wrong"),
-    "train": ("llmtrain.train", "train in this process; on many ranks, `launch` or `deepspeed` starts it"),
-    "sites": ("llmtrain.sites.command", "start the coordinator of sites that train one model, or show who is there"),
-    "parity": ("llmtrain.parity.command", "hold a small copy of a run against plain PyTorch in one process"),
-    "generate": ("llmtrain.generate", "print a continuation of a prompt"),
-    "chat": ("llmtrain.chat", "talk with a trained model in the terminal"),
-    "report": ("llmtrain.tracking.report", "draw a run's loss, throughput and memory"),
-    "checkpoint": ("llmtrain.checkpoints", "list, verify, compare, convert and delete checkpoints"),
+    "init": ("llmtrain.commands.init", "write recipes and DeepSpeed files to a folder, to start from"),
+    "config": ("llmtrain.commands.check", "check a run's configuration, or show it resolved"),
+    "prepare": ("llmtrain.commands.prepare", "make a data folder from text, code, jsonl, parquet"),
+    "data": ("llmtrain.commands.data", "show rows of prepared conversations, and what of them is counted"),
+    "launch": ("llmtrain.commands.launch", "train on the hosts of a hostfile: start, watch, start again after a fault"),
+    "reference": ("llmtrain.commands.reference", "write what a preference objective compares with into its data"),
+    "doctor": ("llmtrain.commands.doctor", "examine the hosts of a hostfile, and say how to fix what is wrong"),
+    "train": ("llmtrain.commands.train", "train in this process; on many ranks, `launch` or `deepspeed` starts it"),
+    "sites": ("llmtrain.commands.sites", "start the coordinator of sites that train one model, or show who is there"),
+    "parity": ("llmtrain.commands.parity", "hold a small copy of a run against plain PyTorch in one process"),
+    "generate": ("llmtrain.commands.generate", "print a continuation of a prompt"),
+    "chat": ("llmtrain.commands.chat", "talk with a trained model in the terminal"),
+    "report": ("llmtrain.commands.report", "draw a run's loss, throughput and memory"),
+    "checkpoint": ("llmtrain.commands.checkpoint", "list, verify, compare, convert and delete checkpoints"),
 }
 
 
@@ -77,7 +78,7 @@ def _main(words: list[str]) -> int:
     except UserError as error:
         # Before the ranks have met, one voice a host: another host may have another file or another version.
         if log.rank() == 0 or (not error.everywhere and os.environ.get("LOCAL_RANK") == "0"):
-            print(f"error: {foreign.shown(error, lines=True)}", file=sys.stderr)
+            print(f"error: {untrusted.shown(error, lines=True)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

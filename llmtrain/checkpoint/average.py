@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain import units
+from llmtrain.base import units
+from llmtrain.base.errors import CheckpointError
+from llmtrain.base.log import Progress
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, differences, hash_file, read_trainer, step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
-from llmtrain.errors import CheckpointError
-from llmtrain.log import Progress
-from llmtrain.tensors.checksum import checksum
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.storage.checksum import checksum
+from llmtrain.storage.tensorfile import numel
 
 
 def average(sources: list[Path], out: Path) -> list[str]:

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.durable import write_durably
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.verify import verify
-from llmtrain.errors import CheckpointError
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.checksum import checksum
-from llmtrain.tensors.region import whole
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.checksum import checksum
+from llmtrain.storage.region import whole
+from llmtrain.storage.tensorfile import numel
 
 _FILE_BYTES = 4 << 30
 

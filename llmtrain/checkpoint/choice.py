@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import complete_checkpoints, read_trainer
 from llmtrain.checkpoint.gather import whole
 from llmtrain.checkpoint.listing import find_checkpoints
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
-from llmtrain.dist.control import from_all
-from llmtrain.dist.ranks import Ranks
-from llmtrain.errors import CheckpointError
+from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.ranks import Ranks
 
 
 def agreed_candidates(

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from llmtrain.tensors.region import Region
+from llmtrain.storage.region import Region
 
 _RUNS = 4096  # a fused matrix has two or three sections; one with sections for each head still stays far below
 

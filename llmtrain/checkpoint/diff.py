@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmtrain import units
+from llmtrain.base import units
+from llmtrain.base.log import Progress
 from llmtrain.checkpoint.format import Manifest, differences, read_trainer
 from llmtrain.checkpoint.frozen import NOWHERE
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
-from llmtrain.log import Progress
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.storage.tensorfile import numel
 
 _CHUNK = 2 << 20  # elements compared at a time by each thread, which takes 130 MiB
 _THREADS = 8

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.rundir import RunDirectory, claim, tidy
 from llmtrain.config.run import RunConfig
-from llmtrain.dist.control import from_all, from_rank_0, together
-from llmtrain.dist.ranks import Ranks
-from llmtrain.errors import CheckpointError
+from llmtrain.engine.dist.control import from_all, from_rank_0, together
+from llmtrain.engine.dist.ranks import Ranks
 
 _APPEARS_S = 5.0
 """A file server may show a host what another one wrote a moment later."""

@@ -20,14 +20,14 @@ from typing import Any
 
 import xxhash
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.errors import CheckpointError
+from llmtrain.base.untrusted import natural, word
 from llmtrain.checkpoint.coverage import uncovered, wrong_region
 from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
-from llmtrain.errors import CheckpointError
-from llmtrain.foreign import natural, word
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.region import Region
-from llmtrain.tensors.tensorfile import TensorFile
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.region import Region
+from llmtrain.storage.tensorfile import TensorFile
 
 FORMATS = (1, 2)
 """2 where frozen parameters are in a folder of their own: a reader of 1 would miss them."""
@@ -69,7 +69,7 @@ class Piece:
     region: Region
     """Which elements of the flat tensor."""
     checksum: int
-    """Layout-free checksum of the elements (tensors/checksum.py); the pieces of a tensor add up to the tensor's."""
+    """Layout-free checksum of the elements (storage/checksum.py); the pieces of a tensor add up to the tensor's."""
 
     def to_json(self) -> list[Any]:
         """[kind, name, start, elements, checksum]; a strided piece adds stride, skip, [[offset, length], ...]."""
@@ -153,7 +153,7 @@ class Manifest:
         """Raises CheckpointError when there is none, or it is not one: nothing in it is believed unchecked."""
         path = folder / MANIFEST
         try:
-            signed = foreign.loads(read_file(path))
+            signed = untrusted.loads(read_file(path))
             raw = signed["manifest"]
             if signed["xxh3"] != _digest(raw):
                 raise CheckpointError(f"{path} is damaged: its checksum differs from its contents.")
@@ -279,7 +279,7 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     """trainer.json of a checkpoint. Raises CheckpointError."""
     path = folder / TRAINER
     try:
-        trainer = foreign.loads(read_file(path), infinite=True)
+        trainer = untrusted.loads(read_file(path), infinite=True)
         for key in ("step", "tokens"):
             natural(trainer[key])
         for key, kind in _TRAINER_TYPES.items():

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.errors import CheckpointError
-from llmtrain.foreign import natural, word
-from llmtrain.hub.names import commit_of, here
-from llmtrain.tensors.region import Region
+from llmtrain.base.errors import CheckpointError
+from llmtrain.base.untrusted import natural, word
+from llmtrain.storage.hub.names import commit_of, here
+from llmtrain.storage.region import Region
 
 if TYPE_CHECKING:
     from llmtrain.models.source import ParameterSource

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llmtrain import log
+from llmtrain.base import log
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import (
@@ -31,10 +32,9 @@ from llmtrain.checkpoint.format import (
     step_of,
 )
 from llmtrain.checkpoint.retain import set_aside
-from llmtrain.dist.control import from_all
-from llmtrain.dist.ranks import Ranks
-from llmtrain.errors import CheckpointError
-from llmtrain.tensors.pieces import byte_view
+from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.storage.pieces import byte_view
 
 _CHUNK = 16 << 20  # bytes sent at a time
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from llmtrain.base.units import size
 from llmtrain.checkpoint.snapshot import HostImage, RankFile, WriterProcess
-from llmtrain.units import size
 
 
 class HostCopy:

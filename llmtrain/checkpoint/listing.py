@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import foreign, units
+from llmtrain.base import units, untrusted
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import (
     MANIFEST,
     TRAINER,
@@ -23,8 +24,7 @@ from llmtrain.checkpoint.format import (
     step_folder,
     step_of,
 )
-from llmtrain.errors import CheckpointError
-from llmtrain.optimizers import PARAM
+from llmtrain.optim.optimizers import PARAM
 
 _DEGREES = ("pipeline", "sequence", "tensor", "expert")
 _SHORT_STEP = re.compile(r"step-([0-9]{1,18})")
@@ -73,7 +73,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 def _refuse_data(path: Path) -> None:
     """A data folder has a manifest.json, too. Raises CheckpointError."""
     try:
-        manifest = foreign.loads(read_file(path / MANIFEST))
+        manifest = untrusted.loads(read_file(path / MANIFEST))
     except (OSError, ValueError):  # none, or what is said of a damaged one
         return
     if isinstance(manifest, dict) and "data_fingerprint" in manifest and "manifest" not in manifest:

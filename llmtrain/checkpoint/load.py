@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.base.errors import CheckpointError, ConfigError
 from llmtrain.checkpoint.choice import agreed_candidates, origin
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import (
@@ -34,13 +35,12 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig, ScheduleConfig
-from llmtrain.dist.control import from_all
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
+from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_rounding, prove_masters
-from llmtrain.errors import CheckpointError, ConfigError
-from llmtrain.optimizers import PARAM
-from llmtrain.schedule import learning_rate_factor
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.optim.schedules import learning_rate_factor
 
 _PARAMETERS_ALONE = (
     "take the parameters alone into a new run (resume_weights_only): moments, learning rate, step count and the place "

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from llmtrain import foreign, log, units
+from llmtrain.base import log, units, untrusted
+from llmtrain.base.errors import CheckpointError, UserError
+from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync
-from llmtrain.errors import CheckpointError, UserError
-from llmtrain.files import lock_folder
-from llmtrain.tensors.pieces import byte_view
-from llmtrain.tensors.tensorfile import ITEM_BYTES, header_bytes, numel
+from llmtrain.storage.pieces import byte_view
+from llmtrain.storage.tensorfile import ITEM_BYTES, header_bytes, numel
 
 JOURNAL = "unfinished.jsonl"
 _CHUNK = 4 << 20  # elements read, converted and written at a time
@@ -111,9 +111,9 @@ class OutputFolder:
         journal = self.partial / JOURNAL
         lines = journal.read_text().splitlines() if journal.is_file() else []
         with contextlib.suppress(ValueError):
-            if lines and foreign.loads(lines[0]) == self._plan:
+            if lines and untrusted.loads(lines[0]) == self._plan:
                 for line in lines[1:]:
-                    entry = foreign.loads(line)
+                    entry = untrusted.loads(line)
                     path = self.partial / entry["file"]
                     if path.is_file() and path.stat().st_size == entry["info"]["bytes"]:
                         self._finished[entry["file"]] = entry["info"]

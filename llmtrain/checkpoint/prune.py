@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain import units
+from llmtrain.base import units
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import Manifest, complete_checkpoints
 from llmtrain.checkpoint.frozen import FrozenSource
 from llmtrain.checkpoint.listing import checkpoints_of, folder_bytes
 from llmtrain.checkpoint.retain import leftovers, lock, outdated, remove
 from llmtrain.checkpoint.verify import verify, verify_frozen
-from llmtrain.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import Manifest, keys, misfit, open_file
-from llmtrain.errors import CheckpointError
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.pieces import DTYPE_OF, read_shared
-from llmtrain.tensors.region import Region, Shared, shared
-from llmtrain.tensors.tensorfile import TensorFile, TensorFileError
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.pieces import DTYPE_OF, read_shared
+from llmtrain.storage.region import Region, Shared, shared
+from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 
 
 @dataclass(frozen=True)

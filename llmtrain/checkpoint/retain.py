@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llmtrain import log
+from llmtrain.base import log
+from llmtrain.base.errors import CheckpointError
+from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.durable import remove_tree
 from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems, stale_folders
-from llmtrain.errors import CheckpointError
-from llmtrain.files import lock_folder
 
 
 def looks_good(folder: Path) -> bool:

@@ -8,11 +8,11 @@ import os
 import time
 from pathlib import Path
 
+from llmtrain.base.errors import CheckpointError
+from llmtrain.base.files import lock_folder
 from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.retain import leftovers, remove
 from llmtrain.config.in_use import in_use
-from llmtrain.errors import CheckpointError
-from llmtrain.files import lock_folder
 
 
 class RunDirectory:

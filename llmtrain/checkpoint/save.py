@@ -1,7 +1,7 @@
 """Save without stopping: copy at the step boundary, write in another process, commit when every rank's file is durable.
 
 A save passes through stages that all ranks enter together. They learn of each other's progress from two numbers in the
-message that they exchange at every step anyway (dist/control.py); a save itself adds one broadcast, at its start.
+message that they exchange at every step anyway (engine/dist/control.py); a save adds one broadcast, at its start.
 
 Where hosts have folders of their own, each has a leader, which does there what rank 0 does in one that all share: the
 checkpoint there gets the files of that host's ranks, trainer.json, and the manifest of all files.
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain import log, units
+from llmtrain.base import log, units
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint import space
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
 from llmtrain.checkpoint.folder import CheckpointFolder
@@ -34,12 +35,11 @@ from llmtrain.checkpoint.memory import boot_id, memory_available
 from llmtrain.checkpoint.snapshot import RankFile, Snapshot, WriterDied, write_piece
 from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import CheckpointConfig
-from llmtrain.dist.control import from_all, from_rank_0
-from llmtrain.dist.ranks import Ranks
+from llmtrain.config.topology import Mix
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.errors import CheckpointError
-from llmtrain.optimizers import PARAM
-from llmtrain.topology import Mix
+from llmtrain.engine.dist.control import from_all, from_rank_0
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.optim.optimizers import PARAM
 
 _POLL_S = 0.01
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 import llmtrain
-from llmtrain import log
+from llmtrain.base import log
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Piece, keys
 from llmtrain.engine.api import StateTensor
-from llmtrain.tensors.checksum import checksum_part
-from llmtrain.tensors.pieces import byte_view
-from llmtrain.tensors.tensorfile import ITEM_BYTES, header_bytes
+from llmtrain.storage.checksum import checksum_part
+from llmtrain.storage.pieces import byte_view
+from llmtrain.storage.tensorfile import ITEM_BYTES, header_bytes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PAGE = 4096

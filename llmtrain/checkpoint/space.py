@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from llmtrain import units
+from llmtrain.base import units
 from llmtrain.checkpoint.format import complete_checkpoints
 
 _HEADROOM = 64 << 20  # headers, the manifest, what else the run writes meanwhile

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from llmtrain.base.errors import CheckpointError
+from llmtrain.base.log import Progress
 from llmtrain.checkpoint.format import (
     MANIFEST,
     TRAINER,
@@ -25,12 +27,10 @@ from llmtrain.checkpoint.format import (
 )
 from llmtrain.checkpoint.frozen import TYPES, FrozenSource, FrozenSourceError
 from llmtrain.checkpoint.writer import as_fp32
-from llmtrain.errors import CheckpointError
-from llmtrain.log import Progress
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.checksum import checksum_part_array
-from llmtrain.tensors.region import Region
-from llmtrain.tensors.tensorfile import ITEM_BYTES, TensorFile, TensorFileError
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.checksum import checksum_part_array
+from llmtrain.storage.region import Region
+from llmtrain.storage.tensorfile import ITEM_BYTES, TensorFile, TensorFileError
 
 _CHUNK = 4 << 20  # elements
 _NAMED = 5  # damaged tensors of a file that are named

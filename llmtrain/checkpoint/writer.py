@@ -24,7 +24,7 @@ from llmtrain.checkpoint.durable import DurableFile, remove_tree, sync, write_du
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece
 from llmtrain.checkpoint.frozen import FrozenSource
 from llmtrain.checkpoint.retain import keep_newest
-from llmtrain.tensors.checksum import checksum_part_array
+from llmtrain.storage.checksum import checksum_part_array
 
 _PR_SET_PDEATHSIG = 1
 _BLOCK = 16 << 20  # bytes hashed, summed and written at a time

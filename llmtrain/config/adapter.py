@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmtrain.config.objective import wants_column
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import AdapterConfig, RunConfig
-from llmtrain.topology import Degrees
+from llmtrain.config.topology import Degrees
 
 
 def check_adapter(run: RunConfig, places: Places, problems: Problems) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from llmtrain.config.batch import Batch
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
-from llmtrain.topology import Degrees
+from llmtrain.config.topology import Degrees
 
 MEASURED = "measured"
+MOST = 2
+"""Times `train.micro_batch` that a forward pass takes at most: what memory has to hold."""
 
 
 def check_balance(

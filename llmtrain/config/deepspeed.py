@@ -11,15 +11,15 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.config import ds_keys
 from llmtrain.config.batch import Batch
 from llmtrain.config.ds_json import lookup
 from llmtrain.config.pipeline import read_partition
 from llmtrain.config.problems import Problems, show, stop
 from llmtrain.config.run import ResolvedOptim, RunConfig
-from llmtrain.errors import ConfigError
-from llmtrain.optimizers import OPTIMIZERS
-from llmtrain.topology import Degrees, Mix, clashes
+from llmtrain.config.topology import Degrees, Mix, clashes
+from llmtrain.optim.optimizers import OPTIMIZERS
 
 # DeepSpeed prints a line every `steps_per_print` steps, and its pipeline engine divides by it: so not None.
 NEVER = 2**31 - 1

@@ -10,9 +10,9 @@ from typing import Any
 
 import hjson
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.config import ds_keys
 from llmtrain.config.problems import Problems, closest, stop
-from llmtrain.errors import ConfigError
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-from llmtrain import topology
+from llmtrain.config import topology
 
 STAGES = (0, 1, 2, 3)
 """Stages of ZeRO."""

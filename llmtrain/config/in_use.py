@@ -10,8 +10,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from llmtrain import foreign
-from llmtrain.errors import ConfigError
+from llmtrain.base import untrusted
+from llmtrain.base.errors import ConfigError
 
 
 def refuse_if_in_use(run_dir: str) -> None:
@@ -36,7 +36,7 @@ def in_use(folder: Path, key: str) -> str:
 
 def _holder(run_dir: Path) -> str:
     try:
-        environment = foreign.loads((run_dir / "environment.json").read_bytes())
+        environment = untrusted.loads((run_dir / "environment.json").read_bytes())
         return f" (process {environment['pid']} on {environment['host']})"
     except (OSError, ValueError, KeyError, TypeError):
         return ""

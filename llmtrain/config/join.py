@@ -12,7 +12,7 @@ from typing import Any
 from llmtrain.config.ds_json import lookup
 from llmtrain.config.problems import Places, Problems, closest, show
 from llmtrain.config.run import ResolvedOptim, RunConfig
-from llmtrain.optimizers import OPTIMIZERS, Optimizer
+from llmtrain.optim.optimizers import OPTIMIZERS, Optimizer
 
 SHARED: dict[str, str] = {
     "train.global_batch": "train_batch_size",

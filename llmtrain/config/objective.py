@@ -8,7 +8,7 @@ from typing import Any
 
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ObjectiveConfig, RunConfig
-from llmtrain.hub.names import REVISION, is_name
+from llmtrain.storage.hub.names import REVISION, is_name
 
 NEXT_TOKEN = "next_token"
 DISTILL = "distill"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llmtrain.errors import ConfigError
+from llmtrain.base.errors import ConfigError
 
 Places = Mapping[str, str]
 """Dotted key -> where the user wrote it ("run.yaml, line 12", "command line")."""

@@ -17,8 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from llmtrain import topology
-from llmtrain.config import ds_keys, together
+from llmtrain.config import ds_keys, together, topology
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
 

@@ -15,7 +15,7 @@ from llmtrain.config.objective import filled
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.sites_rules import check_sites
-from llmtrain.topology import Degrees
+from llmtrain.config.topology import Degrees
 
 
 def resolve(

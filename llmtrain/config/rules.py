@@ -11,16 +11,16 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
-from llmtrain import foreign
-from llmtrain.balance import MOST
+from llmtrain.base import untrusted
+from llmtrain.base.units import GIB, size
 from llmtrain.config.adapter import check_adapter
+from llmtrain.config.balance import MOST
 from llmtrain.config.batch import Batch
 from llmtrain.config.objective import check_data, check_objective, check_revision, check_start, check_teacher_folder
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import RunConfig
-from llmtrain.hub.names import is_name
-from llmtrain.topology import Degrees
-from llmtrain.units import GIB, size
+from llmtrain.config.topology import Degrees
+from llmtrain.storage.hub.names import is_name
 
 _Test = Callable[[Any], bool]
 _POSITIVE: tuple[_Test, str] = (lambda x: x > 0, "must be greater than 0")
@@ -453,7 +453,7 @@ def _read_model_config(run: RunConfig, places: Places, problems: Problems) -> di
 
 def _read_json(key: str, file: Path, place: str | None, problems: Problems) -> dict[str, Any] | None:
     try:
-        tree = foreign.loads(file.read_bytes(), infinite=True)
+        tree = untrusted.loads(file.read_bytes(), infinite=True)
     except (OSError, ValueError) as error:
         problems.add(key, str(file), f"cannot be read as JSON: {error}", "make or copy the folder again", place)
         return None

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from llmtrain.config.batch import Batch
 from llmtrain.config.sites import SitesConfig
-from llmtrain.hub.names import local_folder
-from llmtrain.optimizers import OptimizerName
-from llmtrain.topology import Degrees, Mix
+from llmtrain.config.topology import Degrees, Mix
+from llmtrain.optim.optimizers import OptimizerName
+from llmtrain.optim.schedules import ScheduleConfig
+from llmtrain.storage.hub.names import local_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,20 +165,6 @@ class OptimConfig:
     """Which parameters decay: matrices, or biases, norms and other vectors as well (one group, as plain AdamW has)."""
     clip_norm: float | None = None
     """Largest global gradient norm; 0 = no clipping. Default 1.0 (Muon: 0), or from the JSON (gradient_clipping)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Learning rate over optimizer steps, as a factor of `optim.lr`."""
-
-    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after the warm-up; wsd = warm-up, stable, decay."""
-    warmup_steps: int = 0
-    """Optimizer steps of linear warm-up."""
-    decay_steps: int | None = None
-    """wsd: optimizer steps of the final linear decay. Default: a tenth of the run."""
-    min_ratio: float = 0.1
-    """Factor at the end of the run (cosine, linear, wsd)."""
 
 
 @dataclass(frozen=True, kw_only=True)

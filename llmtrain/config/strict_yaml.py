@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.config.problems import stop
-from llmtrain.errors import ConfigError
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}")  # longer ones become floats: int() refuses 4,300 digits

@@ -9,7 +9,7 @@ from llmtrain.config.adapter import check_adapter, check_adapter_form
 from llmtrain.config.objective import NEXT_TOKEN, OBJECTIVES, check_objective
 from llmtrain.config.problems import Problems
 from llmtrain.config.run import AdapterConfig, ModelConfig, ObjectiveConfig, RunConfig
-from llmtrain.topology import Degrees, Mix, clashes
+from llmtrain.config.topology import Degrees, Mix, clashes
 
 FORMS: dict[str, Mix] = {
     **{f"ZeRO {stage}": Mix(zero_stage=stage) for stage in range(4)},

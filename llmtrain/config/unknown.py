@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
 from llmtrain.config import strict_yaml
 from llmtrain.config.ds_keys import KEYS
 from llmtrain.config.join import SHARED
 from llmtrain.config.problems import Problems, closest
 from llmtrain.config.reference import schema
 
-_PAGE = Path(__file__).parents[1] / "shipped/docs/migrate.md"
+_PAGE = Path(__file__).parents[1] / "commands/shipped/docs/migrate.md"
 _OWNERS = {"transformers": "transformers", "trl": "TRL", "peft": "PEFT", "llamafactory": "LLaMA-Factory"}
 _NO_CONFIGURATION = "transformers.cli.chat.Chat"
 
@@ -140,7 +140,7 @@ def _its_fields(section: str, value: Any, dashes: str) -> str:
 
 def _map_of(text: Any) -> dict[str, Any]:
     try:
-        found = foreign.loads(str(text).encode())
+        found = untrusted.loads(str(text).encode())
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -162,7 +162,7 @@ def tokens_of(data: Any) -> int | None:
     if not isinstance(path, str):
         return None
     try:
-        tokens = foreign.loads((Path(path) / "manifest.json").read_bytes())["tokens"]["train"]
+        tokens = untrusted.loads((Path(path) / "manifest.json").read_bytes())["tokens"]["train"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None

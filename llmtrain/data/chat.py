@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from llmtrain.base.errors import DataError
 from llmtrain.data.messages import Conversation, RefusedError, conversation, preference, prompt_only, unpaired
 from llmtrain.data.rendering import BoundsError, Rendered, RenderError, Template, Wanted, first_line
 from llmtrain.data.tokenize import as_ids, refuse_code
 from llmtrain.data.written import SPLIT, Marked, check_generation, plain
-from llmtrain.errors import DataError
 
 Count = Literal["assistant", "last", "all"]
 TooLong = Literal["reject", "cut", "split"]

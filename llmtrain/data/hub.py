@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.errors import DataError
-from llmtrain.hub.fetch import Wrong, fetch
-from llmtrain.hub.model import settings as tokenizer_files
-from llmtrain.hub.names import REVISION, Repository, is_name
+from llmtrain.base.errors import DataError
+from llmtrain.storage.hub.fetch import Wrong, fetch
+from llmtrain.storage.hub.model import settings as tokenizer_files
+from llmtrain.storage.hub.names import REVISION, Repository, is_name
 
 if TYPE_CHECKING:
     from llmtrain.data.settings import PrepareSettings

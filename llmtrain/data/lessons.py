@@ -24,10 +24,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from llmtrain.base.errors import DataError
 from llmtrain.data.manifest import Split
 from llmtrain.data.split import draw
 from llmtrain.data.stdlib import entries
-from llmtrain.errors import DataError
 
 if TYPE_CHECKING:
     from llmtrain.data.settings import PrepareSettings

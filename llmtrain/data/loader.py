@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmtrain.base.errors import DataError
 from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.order import rows_of
 from llmtrain.data.packing import TrainData
 from llmtrain.data.windows import IGNORED, Window
-from llmtrain.errors import DataError
 
 __all__ = [
     "AnswerBatch",

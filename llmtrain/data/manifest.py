@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import xxhash
 
-from llmtrain import foreign
-from llmtrain.errors import DataError
-from llmtrain.files import replace_file
+from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError
+from llmtrain.base.files import replace_file
 
 NAME = "manifest.json"
 FORMAT = "llmtrain-data"
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
         state = "is not there" if not folder.exists() else f"holds no {NAME}, so it is not (or not fully) prepared"
         raise DataError(f"{folder}: {state}; run `llmtrain prepare --source ... --out {folder}`")
     try:
-        values = foreign.loads(path.read_bytes())
+        values = untrusted.loads(path.read_bytes())
         if values.pop("format") != FORMAT:
             raise ValueError("its format is another")
         if (version := values.pop("version")) != VERSION:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {
@@ -154,7 +154,7 @@ def prompt_only(text: str, field: str) -> Conversation:
 
 def _record(text: str) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = foreign.loads(text)
+        record: dict[str, Any] = untrusted.loads(text)
     except ValueError as error:
         raise RefusedError(f"broken JSON ({error})") from None
     return record
@@ -303,7 +303,7 @@ def _parsed(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        found = foreign.loads(value, pairs=no_repeats)
+        found = untrusted.loads(value, pairs=no_repeats)
         json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair may be spelt in it
     except ValueError as error:
         why = f" ({error})" if isinstance(error, RepeatedError) else ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from llmtrain.base.errors import DataError
 from llmtrain.config.objective import options
 from llmtrain.config.run import DataConfig, ObjectiveConfig
 from llmtrain.data.manifest import SPLITS, Manifest, Split
@@ -18,7 +19,6 @@ from llmtrain.data.order import permute
 from llmtrain.data.reference import read_reference
 from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
 from llmtrain.data.windows import IGNORED, Conversations, Preferences, Texts, Unpaired, Window, kind_of
-from llmtrain.errors import DataError
 
 if TYPE_CHECKING:
     from llmtrain.data.teacher import TeacherColumn

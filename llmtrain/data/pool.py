@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
+from llmtrain.base.errors import DataError
 from llmtrain.data.rendering import child_environment
 from llmtrain.data.sources import Unit
 from llmtrain.data.worker import WorkerSettings
-from llmtrain.errors import DataError
 
 
 class _Worker:

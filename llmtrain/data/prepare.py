@@ -1,4 +1,4 @@
-"""`llmtrain prepare`: from text to a folder of token shards that training maps into memory.
+"""From text to a folder of token shards that training maps into memory.
 
     find files -> cut into units -> tokenizer -> workers write shards, one pair a unit -> manifest.json, last
 
@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -22,12 +21,13 @@ from typing import Any
 
 import xxhash
 
-from llmtrain import completion, foreign, log, units
+from llmtrain.base import log, units
+from llmtrain.base.errors import DataError
+from llmtrain.base.files import replace_file
 from llmtrain.data import hub, lessons, tokenize
 from llmtrain.data import manifest as manifests
 from llmtrain.data.chat import ChatOptions
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
-from llmtrain.data.options import options
 from llmtrain.data.pool import run_units
 from llmtrain.data.progress import Progress
 from llmtrain.data.records import Document, Rejection, read_piece
@@ -38,8 +38,6 @@ from llmtrain.data.sources import SourceFile, Unit, find_files, plan_units, stat
 from llmtrain.data.split import cut_above
 from llmtrain.data.worker import UNFINISHED, WorkerSettings, unit_record_path, write_held_out
 from llmtrain.data.workplace import REJECTED, already_complete, clear, locked, start_or_continue
-from llmtrain.errors import DataError, UserError
-from llmtrain.files import replace_file
 
 _BPE_SAMPLE_BYTES = 128 << 20  # more text does not change the frequent merges; it only takes time and memory
 _LISTED = 1000  # rejections beyond the allowed number that are still listed before the run stops
@@ -345,32 +343,3 @@ def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
         f"{out}: {splits}{cut}; vocabulary {manifest.vocab_size} ({manifest.dtype}), {manifest.rejected} rejected, "
         f"{units.duration(elapsed_s)}"
     )
-
-
-# --- the command line -----------------------------------------------------------------------------
-
-
-def main(argv: list[str]) -> int:
-    """`llmtrain prepare`: returns the exit code; a user's mistake is one message on standard error."""
-    parser = options()
-    completion.offer(parser)
-    values = vars(parser.parse_args(argv))
-    sources, validation = tuple(values.pop("source")), tuple(values.pop("validation_source", ()))
-    stops = tuple(values.pop("stop_token", ()))
-    settings = PrepareSettings(sources=sources, validation_sources=validation, stop_tokens=stops, **values)
-
-    def stop(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        prepare(settings)
-    except UserError as error:
-        print(f"error: {foreign.shown(error, lines=True)}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; finished shards are kept in {settings.out}: the same command continues", file=sys.stderr)
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmtrain import log
+from llmtrain.base import log
 from llmtrain.data.sources import Unit
 
 

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
+from llmtrain.base.errors import DataError
+from llmtrain.base.units import size
 from llmtrain.data import lessons
 from llmtrain.data.messages import no_repeats
 from llmtrain.data.sources import BOM, Piece
-from llmtrain.errors import DataError
-from llmtrain.units import size
 
 _CHUNK = 1 << 20
 _DECODER, _WHITE = json.JSONDecoder(), re.compile(r"\s*")

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import xxhash
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError
+from llmtrain.base.files import replace_file
 from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.shards import PreparedSet
-from llmtrain.errors import DataError
-from llmtrain.files import replace_file
 
 NAME = "reference.json"
 REMEDY = "run `llmtrain reference RUN.yaml`, which writes it anew"
@@ -69,7 +69,7 @@ def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict
     if not path.is_file():
         raise DataError(f"{folder.folder}: has no log-probabilities of the reference; {REMEDY}")
     try:
-        found = Reference(**foreign.loads(path.read_bytes()))
+        found = Reference(**untrusted.loads(path.read_bytes()))
         data = {split: (folder.folder / f"reference-{split}.f32").read_bytes() for split in SPLITS}
         damaged = [split for split in SPLITS if xxhash.xxh3_64_hexdigest(data[split]) != found.files[split]]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import llmtrain
-from llmtrain import foreign
+from llmtrain.base import untrusted
 from llmtrain.data.messages import Conversation
 
 CPU_SECONDS = 10
@@ -174,7 +174,7 @@ class Template:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error text, at most 200 characters, safe to show on a terminal."""
-    return foreign.shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
+    return untrusted.shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
 
 
 def _encoded(message: dict[str, Any]) -> bytes:

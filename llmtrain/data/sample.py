@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError
+from llmtrain.base.files import replace_file
 from llmtrain.data.chat import Row
-from llmtrain.errors import DataError
-from llmtrain.files import replace_file
 
 NAME = "conversations.jsonl"
 """In the prepared folder, one object a line: `record` (its JSON), `row` (its first one of train), `rows` (how many)."""
@@ -53,7 +53,7 @@ def read_sample(folder: Path) -> Iterator[Kept]:
     path = folder / NAME
     try:
         for line in path.read_text().splitlines():
-            entry = foreign.loads(line)
+            entry = untrusted.loads(line)
             if not (isinstance(entry["record"], str) and type(entry["row"]) is int and type(entry["rows"]) is int):
                 raise ValueError("record, row and rows are not a text and two numbers")
             yield Kept(entry["record"], entry["row"], entry["rows"])

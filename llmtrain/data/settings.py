@@ -8,11 +8,11 @@ from typing import Any
 
 import xxhash
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError
 from llmtrain.data import tokenize
 from llmtrain.data.chat import ChatOptions
 from llmtrain.data.messages import RefusedError, template_variables
-from llmtrain.errors import DataError
 
 CHAT_FORMATS = ("chat", "preference", "unpaired", "prompt")
 """Values of --format whose records a chat template renders."""
@@ -66,7 +66,7 @@ class PrepareSettings:
         if self.chat_template_kwargs is None:
             return {}
         try:
-            return template_variables(foreign.loads(self.chat_template_kwargs), "it")
+            return template_variables(untrusted.loads(self.chat_template_kwargs), "it")
         except (ValueError, RefusedError) as error:
             raise DataError(
                 f"--chat-template-kwargs {self.chat_template_kwargs[:80]}: {error}; write an object of JSON, as in "

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from llmtrain.base.errors import DataError
 from llmtrain.data.manifest import NAME, SPLITS, Shard, Split, read_manifest
-from llmtrain.errors import DataError
 
 _CHUNK = 4 << 20
 """Bytes that a comparison with checksums reads at a time."""

@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import xxhash
 
-from llmtrain import foreign, log
+from llmtrain.base import log, untrusted
+from llmtrain.base.errors import DataError
+from llmtrain.base.units import counted
 from llmtrain.data import hub, lessons
-from llmtrain.errors import DataError
-from llmtrain.hub.fetch import known_files
-from llmtrain.hub.names import leads_out
-from llmtrain.units import counted
+from llmtrain.storage.hub.fetch import known_files
+from llmtrain.storage.hub.names import leads_out
 
 Kind = Literal["text", "jsonl", "array", "parquet", "arrow", "made"]
 
@@ -139,7 +139,7 @@ def _within(folder: str, paths: list[str], option: str) -> list[str]:
     """Keep the files that lie in the folder: a stranger's link out of it would make a secret file training data."""
     out = sorted(p for p in paths if os.path.isfile(p) and leads_out(Path(folder), Path(p)) is not None)
     if out:
-        first = f"{foreign.shown(out[0])} -> {foreign.shown(os.path.realpath(out[0]))}"
+        first = f"{untrusted.shown(out[0])} -> {untrusted.shown(os.path.realpath(out[0]))}"
         log.warn(
             f"{option} {folder}: {counted(len(out), 'file')} behind links out of the folder not read, first {first}; "
             f"name what they lead to as a {option} of its own if it is meant"
@@ -253,7 +253,9 @@ def _dataset_files(folder: str) -> list[SourceFile]:
     for entry in entries:
         file = Path(folder, str(entry["filename"]))
         if (target := leads_out(Path(folder), file)) is not None:
-            raise DataError(f"{folder}/state.json names {foreign.shown(entry['filename'])}, which is {target}, outside")
+            raise DataError(
+                f"{folder}/state.json names {untrusted.shown(entry['filename'])}, which is {target}, outside"
+            )
     return [
         _file(os.path.join(folder, entry["filename"]), os.path.join(name, entry["filename"]), "arrow")
         for entry in entries
@@ -262,7 +264,7 @@ def _dataset_files(folder: str) -> list[SourceFile]:
 
 def _read_json(path: str) -> dict[str, Any]:
     try:
-        values = foreign.loads(Path(path).read_bytes())
+        values = untrusted.loads(Path(path).read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: is not a readable JSON file ({error}); save the dataset again") from error
     return values if isinstance(values, dict) else {}

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError
+from llmtrain.base.files import replace_file
 from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.reference import REMEDY
 from llmtrain.data.shards import PreparedSet, TokenStream
-from llmtrain.errors import DataError
-from llmtrain.files import replace_file
 
 NAME = "teacher.json"
 _AT_ONCE = 1 << 22
@@ -192,7 +192,7 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
     if not path.is_file():
         raise DataError(f"{folder.folder}: has no column of the teacher's likeliest words; {REMEDY}")
     try:
-        found = TeacherColumn(**foreign.loads(path.read_bytes()))
+        found = TeacherColumn(**untrusted.loads(path.read_bytes()))
         there, here = asdict(found), asdict(wanted)
         if any(type(there[key]) is not type(here[key]) for key in here):
             raise TypeError("a value in it is of another type")

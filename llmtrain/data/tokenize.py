@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError
 from llmtrain.data.words import Words, cut_of
-from llmtrain.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
 TURNS = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "tool"))
@@ -137,7 +137,7 @@ def refuse_code(folder: Path) -> None:
     """Refuse a tokenizer_config.json by which transformers would load code. Raises DataError."""
     path = folder / "tokenizer_config.json"
     try:
-        key = foreign.names_code(foreign.loads(path.read_bytes())) if path.is_file() else None
+        key = untrusted.names_code(untrusted.loads(path.read_bytes())) if path.is_file() else None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({error}); save the tokenizer again") from error
     if key:
@@ -177,7 +177,7 @@ def named_token(folder: Path, role: str) -> str | None:
         if not path.is_file():
             continue
         try:
-            token = foreign.loads(path.read_bytes()).get(role)
+            token = untrusted.loads(path.read_bytes()).get(role)
         except (ValueError, AttributeError) as error:
             raise DataError(f"{path}: is not a JSON object ({error}); save the tokenizer again") from error
         if isinstance(token, dict):
@@ -198,7 +198,7 @@ def chat_template(folder: Path, file: str | None) -> str:
             first = path.read_text() if path.is_file() else ""
             return json.dumps([first, named]) if named else first
         path = folder / "tokenizer_config.json"
-        own = foreign.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
+        own = untrusted.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: no chat template can be read from it ({error})") from error
     if not own:
@@ -217,7 +217,7 @@ def stop_tokens(folder: Path, named: tuple[str, ...]) -> tuple[str, ...]:
     tokens = [separator_token(folder)]
     for path in (folder / "generation_config.json", folder / "config.json"):
         try:
-            ids = foreign.loads(path.read_bytes(), infinite=True).get("eos_token_id") if path.is_file() else None
+            ids = untrusted.loads(path.read_bytes(), infinite=True).get("eos_token_id") if path.is_file() else None
         except (OSError, ValueError, AttributeError) as error:
             raise DataError(f"{path}: is not a JSON object ({error}); correct it") from error
         if numbers := [number for number in (ids if isinstance(ids, list) else [ids]) if type(number) is int]:

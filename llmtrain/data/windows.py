@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
 from llmtrain.data.bestfit import best_fit
 from llmtrain.data.shards import TokenStream
-from llmtrain.errors import DataError
 
 if TYPE_CHECKING:
     from llmtrain.data.teacher import Taught

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from llmtrain.base.errors import DataError
+from llmtrain.base.files import replace_file
 from llmtrain.data.chat import ChatEncoder, ChatOptions, Row
 from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.messages import RefusedError
@@ -30,8 +32,6 @@ from llmtrain.data.sources import Piece, Unit
 from llmtrain.data.split import draw, parts
 from llmtrain.data.tokenize import Encoder
 from llmtrain.data.unpaired import judged
-from llmtrain.errors import DataError
-from llmtrain.files import replace_file
 
 UNFINISHED = "unfinished"
 _BATCH_BYTES = 1 << 19  # text encoded in one call: enough to amortise it, little enough to stay flat

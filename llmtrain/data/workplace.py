@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llmtrain import log, units
+from llmtrain.base import log, units
+from llmtrain.base.errors import DataError
+from llmtrain.base.files import lock_folder, replace_file
 from llmtrain.data import sample
 from llmtrain.data.manifest import Manifest
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.worker import UNFINISHED
-from llmtrain.errors import DataError
-from llmtrain.files import lock_folder, replace_file
 
 REJECTED = "rejected.jsonl"
 _SOON_DONE_AGAIN_BYTES = 64 << 20

@@ -20,7 +20,7 @@ from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.language import LanguageModel
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Objective
-from llmtrain.tensors.region import Region
+from llmtrain.storage.region import Region
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from llmtrain import log
-from llmtrain.dist.control import from_all
-from llmtrain.dist.ranks import Ranks
+from llmtrain.base import log
+from llmtrain.base.errors import TrainingStopped
 from llmtrain.engine.api import Engine
-from llmtrain.errors import TrainingStopped
-from llmtrain.optimizers import PARAM
+from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.optim.optimizers import PARAM
 
 
 def unmoved(engine: Engine, ranks: Ranks, ending: str) -> tuple[list[str], int]:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain.dist.control import from_all
-from llmtrain.dist.ranks import Ranks, Seat
 from llmtrain.engine.api import Engine
+from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.ranks import Ranks, Seat
 
 _ROW = 4096  # words with one factor: a block that has moved is noticed, two words exchanged within it are not
 _PIECE = 1 << 17  # words copied at once, where they must be: they stay in the cache

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmtrain.base.errors import ModelError
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.dist.control import from_all
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, ForwardCopy, StateTensor
-from llmtrain.errors import ModelError
+from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.source import ParameterSource, RandomSource, refuse_other_shapes
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.checksum import as_int64, checksum, checksum_part
-from llmtrain.tensors.region import Region
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.checksum import as_int64, checksum, checksum_part
+from llmtrain.storage.region import Region
+from llmtrain.storage.tensorfile import numel
 
 Key = tuple[str, str]
 """(kind, Hugging Face name) of a tensor of the optimizer's state."""

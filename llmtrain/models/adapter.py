@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.errors import ConfigError
 from llmtrain.config.problems import Places, nearest, stop
 from llmtrain.config.run import AdapterConfig
-from llmtrain.errors import ConfigError
 from llmtrain.models.build import decoder_layers, materialise
 from llmtrain.models.parameters import Shard, local_parameter, set_shard
 from llmtrain.models.quantized import PackedLinear, need_bitsandbytes
 from llmtrain.models.score import SCORE, WEIGHT, gives_scores
 from llmtrain.models.source import ParameterSource
-from llmtrain.tensors.pieces import pick
-from llmtrain.tensors.region import Region
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.storage.pieces import pick
+from llmtrain.storage.region import Region
+from llmtrain.storage.tensorfile import numel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -325,7 +325,7 @@ def read_peft(
     here = {"peft_type": "LORA", "r": adapter.r, "lora_alpha": adapter.alpha}
     here |= {"use_rslora": adapter.rslora, "use_dora": adapter.dora}
     try:
-        config = foreign.loads((folder / CONFIG).read_bytes())
+        config = untrusted.loads((folder / CONFIG).read_bytes())
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
         parameters = [str(name) for name in config.get("target_parameters") or []]
         settings = {

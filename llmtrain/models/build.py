@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import ModelError
 from llmtrain.models import patches
 from llmtrain.models.frozen import freeze
 from llmtrain.models.score import gives_scores
@@ -57,7 +57,7 @@ def _given_config(model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedC
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():  # a pipe would keep us waiting
             raise FileNotFoundError(f"{file} is no file")
-        fields = foreign.loads(file.read_bytes(), infinite=True)
+        fields = untrusted.loads(file.read_bytes(), infinite=True)
         _refuse_endless(fields)
         if not trust_remote_code:
             refuse_code(file, fields)
@@ -75,7 +75,7 @@ def _given_config(model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedC
 
 def refuse_code(file: Path, fields: Any) -> None:
     """Refuse a configuration by which transformers would load code. Raises ModelError."""
-    if key := foreign.names_code(fields):
+    if key := untrusted.names_code(fields):
         raise ModelError(
             f"{file}: it asks for Python code of its own ({key}), which is not run. If transformers has this model "
             f"itself, remove {key} from the file (the attention is chosen with model.attention); if you trust it, "

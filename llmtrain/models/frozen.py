@@ -18,9 +18,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.problems import Places, nearest, stop
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import ModelError
 from llmtrain.models.patches import passing_buffers
 
 

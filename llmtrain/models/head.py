@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, has_one_shape, token_nll
 from llmtrain.models.score import gives_scores, score_layer
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from llmtrain.tensors.region import Region, whole
+from llmtrain.storage.region import Region, whole
 
 
 @dataclass(frozen=True, kw_only=True)

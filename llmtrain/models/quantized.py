@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.errors import ConfigError
+from llmtrain.base.errors import ConfigError
 from llmtrain.models.parameters import Packed, Shard, local_parameter, set_packed, set_shard
 
 _BLOCK = 64

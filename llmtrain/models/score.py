@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 from llmtrain.models.patches import score_class
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 from llmtrain.models.build import skeleton
 from llmtrain.models.score import WEIGHT
 from llmtrain.models.source import ParameterSource, RandomSource, SafetensorsSource
-from llmtrain.tensors.region import Region
+from llmtrain.storage.region import Region
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

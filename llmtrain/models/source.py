@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from llmtrain import foreign
-from llmtrain.errors import ModelError
-from llmtrain.hub.names import INDEX, SINGLE, leads_out
+from llmtrain.base import untrusted
+from llmtrain.base.errors import ModelError
 from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
 from llmtrain.models.layout import FolderLayout, Part, Placement
 from llmtrain.models.patches import initialise
-from llmtrain.tensors.pieces import DTYPE_OF, byte_view, pick, read_shared
-from llmtrain.tensors.region import Region, shared
-from llmtrain.tensors.tensorfile import TensorFile, TensorFileError, numel
+from llmtrain.storage.hub.names import INDEX, SINGLE, leads_out
+from llmtrain.storage.pieces import DTYPE_OF, byte_view, pick, read_shared
+from llmtrain.storage.region import Region, shared
+from llmtrain.storage.tensorfile import TensorFile, TensorFileError, numel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -296,7 +296,7 @@ class SafetensorsSource:
         if single.exists():
             raise self._wrong(f"{self.folder} has both {SINGLE} and {INDEX}. One is stale: remove it.")
         try:
-            weight_map = foreign.loads(self._inside(index).read_bytes())["weight_map"]
+            weight_map = untrusted.loads(self._inside(index).read_bytes())["weight_map"]
             if not all(isinstance(name, str) for name in weight_map):
                 raise TypeError("a name is no string")
             weight_map.values()

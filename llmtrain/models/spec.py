@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.run import AdapterConfig, ModelConfig
-from llmtrain.errors import ModelError
 from llmtrain.models.build import decoder_layers, layer_configs, load_config, skeleton
 from llmtrain.models.experts import idle_parameters
 from llmtrain.models.frozen import frozen_names, named_tensors, tensor_shapes

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ModelConfig, ObjectiveConfig
-from llmtrain.errors import ConfigError
 from llmtrain.models.build import DTYPES, construct, restore_buffers
 from llmtrain.models.distillation import TeacherLogits
 from llmtrain.models.frozen import named_tensors, tensor_shapes
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
-from llmtrain.tensors.checksum import checksum
+from llmtrain.storage.checksum import checksum
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -15,8 +15,8 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.models.build import load_config
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import SafetensorsSource
-from llmtrain.tensors.region import Region
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.storage.region import Region
+from llmtrain.storage.tensorfile import numel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

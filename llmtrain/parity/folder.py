@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from llmtrain import units
+from llmtrain.base import units
+from llmtrain.base.errors import DataError
 from llmtrain.config.objective import wants_column
 from llmtrain.config.run import RunConfig
 from llmtrain.data.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.packing import TrainData
-from llmtrain.errors import DataError
 
 _SEQUENCES, _TOGETHER = 48, 4
 """Sequences that are looked at, and rows of a micro-batch."""

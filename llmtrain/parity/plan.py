@@ -10,6 +10,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.config import ds_json
 from llmtrain.config.deepspeed import DEGREE_KEYS, read_facts
 from llmtrain.config.join import join_values
@@ -17,8 +18,7 @@ from llmtrain.config.objective import BY_TOKEN
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
-from llmtrain.errors import ConfigError
-from llmtrain.topology import Degrees
+from llmtrain.config.topology import Degrees
 
 LR = 3e-4
 """Of every parity check: what a rounding error becomes in AdamW is proportional to it, and so the tolerances."""

@@ -25,7 +25,7 @@ from llmtrain.config.run import ModelConfig, ObjectiveConfig, ResolvedOptim, Res
 from llmtrain.models.build import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.optimizers import OPTIMIZERS
+from llmtrain.optim.optimizers import OPTIMIZERS
 from llmtrain.parity.adapter import adapt_plainly, base_of, frozen_beside, loud_source, pack_plainly
 from llmtrain.parity.answers import Answers, divergence, plain_loss
 from llmtrain.parity.teacher import PlainTeacher

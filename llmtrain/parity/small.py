@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.run import AdapterConfig, ModelConfig
-from llmtrain.errors import ModelError
+from llmtrain.config.topology import Degrees
 from llmtrain.models.adapter import ALL
 from llmtrain.models.build import auto_class, construct, load_config
 from llmtrain.models.score import gives_scores, with_score
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.shrink import shrunk_config, without_dropout
-from llmtrain.topology import Degrees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -19,21 +19,21 @@ import torch.distributed as dist
 from llmtrain.config.objective import BY_TOKEN, SCORED
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.loader import TrainLoader
-from llmtrain.dist.local_ranks import failure_told
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.dist.local_ranks import failure_told
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.named import objective_of, with_reference
-from llmtrain.optimizers import PARAM
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.optim.schedules import learning_rate_factor
 from llmtrain.parity.adapter import loud_source
 from llmtrain.parity.answers import Answers
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
-from llmtrain.schedule import learning_rate_factor
-from llmtrain.session import Session
-from llmtrain.start import base_of, prove_loss, start_engine, teacher_of, write_weights
+from llmtrain.training.session import Session
+from llmtrain.training.start import base_of, prove_loss, start_engine, teacher_of, write_weights
 
 PLAN = "plan.pickle"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from llmtrain import foreign, units
-from llmtrain.base import fetched
+from llmtrain.base import units, untrusted
 from llmtrain.config.load import load, run_words
 from llmtrain.config.objective import SCORED
+from llmtrain.config.pinned import fetched
 from llmtrain.config.problems import stop
 from llmtrain.config.run import RunConfig
 from llmtrain.sites import plan
@@ -65,7 +65,7 @@ def seconds_of(key: str, text: str) -> float:
 def measured(path: str) -> Line:
     """The slowest and the longest of what `llmtrain doctor --sites ... --out FILE` has measured. Raises ConfigError."""
     try:
-        lines = foreign.loads(Path(path).read_bytes())["lines"]
+        lines = untrusted.loads(Path(path).read_bytes())["lines"]
         rates = [float(line[key]) / 8 for line in lines for key in ("up", "down", "both_up", "both_down")]
         rtt_s = max(float(line["trip_s"]) for line in lines)
         if not (min(rates) > 0 and rtt_s >= 0):

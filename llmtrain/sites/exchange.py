@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from llmtrain.dist.control import from_all, from_rank_0
-from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.dist.control import from_all, from_rank_0
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.sites.blocks import Blocks, Pairs
 from llmtrain.sites.compress import Format, decode
 from llmtrain.sites.judge import outsized

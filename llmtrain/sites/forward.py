@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from llmtrain import log
+from llmtrain.base import log
 from llmtrain.sites.keys import COORDINATOR, Keys, words
 
 _CONNECTIONS = 256

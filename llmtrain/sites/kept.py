@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmtrain.base.errors import CheckpointError
+from llmtrain.base.untrusted import natural
 from llmtrain.checkpoint.format import OUTER
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.dist.control import from_all, together
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import StateTensor
-from llmtrain.errors import CheckpointError
-from llmtrain.foreign import natural
+from llmtrain.engine.dist.control import from_all, together
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.sites.ledger import Ledger
 from llmtrain.sites.outer import Array, Shard
 

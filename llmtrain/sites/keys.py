@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmtrain.errors import UserError
-from llmtrain.foreign import shown
+from llmtrain.base.errors import UserError
+from llmtrain.base.untrusted import shown
 
 COORDINATOR = "coordinator"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")

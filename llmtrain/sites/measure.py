@@ -6,10 +6,10 @@ import argparse
 import socket
 from typing import Any
 
-from llmtrain import log, units
+from llmtrain.base import log, units
+from llmtrain.base.errors import UserError
 from llmtrain.cluster.doctor.sites import Answering
 from llmtrain.config.sites_rules import private
-from llmtrain.errors import UserError
 
 _LONGEST_S = 86_400.0
 

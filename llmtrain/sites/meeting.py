@@ -7,9 +7,9 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from llmtrain import log, units
-from llmtrain.dist.control import from_rank_0
-from llmtrain.dist.ranks import Ranks
+from llmtrain.base import log, units
+from llmtrain.engine.dist.control import from_rank_0
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.sites.members import Heard, Member, Members, MembersError, SitesError
 from llmtrain.sites.told import Told, told_of
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+from llmtrain.base.errors import UserError
+from llmtrain.base.untrusted import shown
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.sites_rules import private
-from llmtrain.errors import UserError
-from llmtrain.foreign import shown
 
 SILENT_S = 5.0
 """As the lighthouse's heartbeat_timeout_ms: a site that is silent for longer is left out."""

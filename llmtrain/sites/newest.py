@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmtrain import log
+from llmtrain.base import log
 from llmtrain.config.sites import SitesConfig
-from llmtrain.dist.control import from_all
-from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.sites.compress import Format, encode
 from llmtrain.sites.exchange import CLOCK, NEWEST, Clock, Exchange, Fetched
 from llmtrain.sites.fragments import Background

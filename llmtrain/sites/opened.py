@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from llmtrain import log
+from llmtrain.base import log
 from llmtrain.config.sites import SitesConfig
 from llmtrain.sites.forward import to_coordinator
 from llmtrain.sites.keys import Keys, differs

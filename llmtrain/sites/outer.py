@@ -16,14 +16,14 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.optimizers import PARAM
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.optim.optimizers import PARAM
 from llmtrain.sites.compress import BLOCK
 from llmtrain.sites.fragments import fragment_of
 from llmtrain.sites.replicas import Replicas
-from llmtrain.tensors.checksum import checksum_part_array
-from llmtrain.tensors.region import Region
+from llmtrain.storage.checksum import checksum_part_array
+from llmtrain.storage.region import Region
 
 Array = npt.NDArray[np.float32]
 Mean = Literal["weighted", "median", "trimmed"]

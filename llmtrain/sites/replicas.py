@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from llmtrain.dist.control import from_all
-from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.parallel.mesh import host_group
-from llmtrain.tensors.region import Region, shared
+from llmtrain.storage.region import Region, shared
 
 Array = npt.NDArray[np.float32]
 Pieces = Sequence[tuple[int, str, Region]]

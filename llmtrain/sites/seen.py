@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmtrain import log
+from llmtrain.base import log
 from llmtrain.sites.round import Round, Sent
 
 _METRICS = {

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from llmtrain import log
+from llmtrain.base import log
+from llmtrain.base.errors import TrainingStopped
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.sites import SitesConfig
-from llmtrain.dist.connect import another_group
-from llmtrain.dist.control import from_all, from_rank_0, together
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.errors import TrainingStopped
+from llmtrain.engine.dist.connect import another_group
+from llmtrain.engine.dist.control import from_all, from_rank_0, together
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.sites.compress import Bytes, Feedback, format_of
 from llmtrain.sites.exchange import Exchange, checksum_of
 from llmtrain.sites.fragments import Background

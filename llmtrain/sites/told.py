@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmtrain.foreign import shown
+from llmtrain.base.untrusted import shown
 from llmtrain.sites.ledger import Ledger
 from llmtrain.sites.members import Member
 

@@ -26,11 +26,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from llmtrain.base.log import warn_once
+from llmtrain.base.untrusted import shown
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.foreign import shown
-from llmtrain.log import warn_once
 from llmtrain.sites.keys import Keys, words
-from llmtrain.tensors.region import Region, shared
+from llmtrain.storage.region import Region, shared
 
 Array = npt.NDArray[Any]
 """fp32, or uint8."""

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from llmtrain import foreign, log, units
-from llmtrain.log import LiveLine
+from llmtrain.base import log, units, untrusted
+from llmtrain.base.log import LiveLine
 from llmtrain.tracking.metrics import loss_unit
 
 _RATE_WINDOW = 20  # log points over which the time per step is averaged for the ETA
@@ -79,7 +79,7 @@ class Console:
         if self._stream is None:
             log.put(text)
         else:
-            print(foreign.shown(text, lines=True), file=self._stream, flush=True)
+            print(untrusted.shown(text, lines=True), file=self._stream, flush=True)
 
     def _step(self, step: float) -> str:
         if self._total_steps is None:

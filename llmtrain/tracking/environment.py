@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from llmtrain.files import replace_file
-from llmtrain.redact import redact, redact_argv
+from llmtrain.base.files import replace_file
+from llmtrain.base.redact import redact, redact_argv
 from llmtrain.tracking.local import to_json
 
 _PACKAGES = (

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmtrain.redact import redact
+from llmtrain.base.redact import redact
 from llmtrain.tracking.local import JsonLines
 from llmtrain.tracking.wandb_sink import choose_mode, remove_temporary_folders
 

@@ -14,8 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from llmtrain import foreign, log
-from llmtrain.files import replace_file
+from llmtrain.base import log, untrusted
+from llmtrain.base.files import replace_file
 
 
 def to_json(value: Any) -> Any:
@@ -37,7 +37,7 @@ def to_json(value: Any) -> Any:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = foreign.loads(line)
+        row = untrusted.loads(line)
     except ValueError:  # UnicodeDecodeError included
         return None
     return row if isinstance(row, dict) else None

@@ -147,7 +147,7 @@ def _finish(axes: Sequence[Axes], curves: Curves) -> None:
 def _counts(axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter
 
-    from llmtrain import units
+    from llmtrain.base import units
 
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.count(float(value))))
 

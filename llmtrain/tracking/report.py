@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import statistics
@@ -12,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain import completion, foreign, log, units
+from llmtrain.base import units, untrusted
+from llmtrain.base.errors import UserError
+from llmtrain.base.files import replace_file
 from llmtrain.config import strict_yaml
-from llmtrain.errors import UserError
-from llmtrain.files import replace_file
-from llmtrain.optimizers import OPTIMIZERS, norm_of
+from llmtrain.optim.optimizers import OPTIMIZERS, norm_of
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.metrics import perplexity
 from llmtrain.tracking.page import page, table
@@ -77,7 +76,7 @@ def load(run_dir: Path) -> Run:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = foreign.loads(path.read_bytes())
+        found = untrusted.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -360,17 +359,3 @@ def write_report(run_dirs: list[Path], out: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror}). Give another folder with --out.") from None
     return [out / "index.html", *(out / f"{name}.png" for name in pictures)]
-
-
-def main(argv: list[str]) -> int:
-    """The command `llmtrain report`; 0 on success. Raises UserError."""
-    parser = argparse.ArgumentParser(prog="llmtrain report", description="Curves and figures of runs as one HTML page.")
-    parser.add_argument(
-        "run", type=Path, nargs="+", metavar="RUN", help="a run's folder, such as runs/NAME; several: side by side"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: report/ in the first RUN)")
-    completion.offer(parser)
-    args = parser.parse_args(argv)
-    for path in write_report(args.run, args.out or args.run[0] / "report"):
-        log.info(str(path))
-    return 0

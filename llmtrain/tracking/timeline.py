@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmtrain import units
+from llmtrain.base import units
 
 COMPUTING, WAITING, AWAY = "computing", "waiting", "away"
 _COLORS = {COMPUTING: "var(--c2)", WAITING: "var(--c1)", AWAY: "var(--edge)"}

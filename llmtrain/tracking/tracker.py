@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from llmtrain import log
+from llmtrain.base import log
+from llmtrain.base.redact import redact
 from llmtrain.config.run import TrackingConfig
-from llmtrain.redact import redact
 from llmtrain.tracking.console import Console
 from llmtrain.tracking.local import HeldFile, JsonLines, truncate_after
 from llmtrain.tracking.metrics import METRICS

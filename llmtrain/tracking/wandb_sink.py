@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from llmtrain import foreign, log
+from llmtrain.base import log, untrusted
+from llmtrain.base.redact import redact, redact_text
 from llmtrain.config.run import TrackingConfig
-from llmtrain.redact import redact, redact_text
 from llmtrain.tracking.wandb_history import earlier_launches, mark_uploaded, rows_after
 
 Mode = Literal["online", "offline", "disabled"]
@@ -80,7 +80,7 @@ def said_to_wandb() -> tuple[Mode, str] | None:
     if not word:
         return None
     if (mode := _MODES.get(word.lower())) is None:
-        log.warn(f"{said_by} is {foreign.shown(word)}, which W&B does not know (one of {', '.join(_MODES)}): offline")
+        log.warn(f"{said_by} is {untrusted.shown(word)}, which W&B does not know (one of {', '.join(_MODES)}): offline")
         os.environ["WANDB_MODE"] = mode = "offline"  # W&B would raise an error on the word
     return mode, said_by
 

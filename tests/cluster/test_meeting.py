@@ -13,7 +13,7 @@ from tests.helpers.launching import REPO, environment, free_port
 RANK = """
 import json, os, socket
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.errors import UserError
+from llmtrain.base.errors import UserError
 try:
     ranks = join_process_group(60.0, start_timeout_s=float(os.environ["LIMIT_S"]))
     import torch, torch.distributed as dist

@@ -13,9 +13,9 @@ import torch
 from llmtrain.config.run import ObjectiveConfig, ScheduleConfig
 from llmtrain.data.loader import TrainLoader
 from llmtrain.data.packing import TrainData
-from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.objectives.objective import Objective
-from llmtrain.schedule import learning_rate_factor
+from llmtrain.optim.schedules import learning_rate_factor
 from tests.helpers.training import (
     GLOBAL_BATCH,
     LLAMA,
@@ -52,7 +52,7 @@ def session_figures(
     before: Callable[[int], object] = lambda step: None,
 ) -> Figures:
     """Of each step from `first` on, as a run takes it. `before`: called with a step's number before it is taken."""
-    from llmtrain.session import Session
+    from llmtrain.training.session import Session
 
     resolved = resolved_run(case, ranks.world_size)
     batch, figures = resolved.batch, []
@@ -72,7 +72,7 @@ def prove_first(
 ) -> None:
     """Prove the identities of the initial weights as a run does. `base`: that of a reference computed at each step."""
     from llmtrain.objectives.named import objective_of, with_reference
-    from llmtrain.start import prove_start
+    from llmtrain.training.start import prove_start
 
     resolved = resolved_run(case, ranks.world_size)
     resolved = replace(resolved, run=replace(resolved.run, objective=config))

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, FileEntry, Manifest, Piece, hash_file, keys, step_folder
 from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
-from llmtrain.tensors.checksum import checksum, checksum_part
-from llmtrain.tensors.pieces import pick
-from llmtrain.tensors.region import Region, shard
+from llmtrain.storage.checksum import checksum, checksum_part
+from llmtrain.storage.pieces import pick
+from llmtrain.storage.region import Region, shard
 
 SHAPES = {
     "model.embed_tokens.weight": (32, 8),

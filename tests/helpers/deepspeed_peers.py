@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.dist.ranks import Ranks
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.build import DTYPES
 from llmtrain.models.spec import ModelSpec
-from llmtrain.schedule import learning_rate_factor
+from llmtrain.optim.schedules import learning_rate_factor
 from tests.helpers.training import Case, Trace, batches, resolved_run
 
 

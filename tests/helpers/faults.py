@@ -148,7 +148,7 @@ def late_labels() -> Context:
 
 def late_schedule() -> Context:
     """Each step has the learning rate of the next one."""
-    from llmtrain.schedule import learning_rate_factor
+    from llmtrain.optim.schedules import learning_rate_factor
 
     def late(schedule: Any, step: int, max_steps: int | None) -> float:
         return right(schedule, step + 1, max_steps)  # type: ignore[name-defined]  # noqa: F821
@@ -173,7 +173,7 @@ def wrong_rank_count() -> Iterator[None]:
 @contextlib.contextmanager
 def late_bias_correction() -> Iterator[None]:
     """AdamW's step counter begins at 1: a step on zero gradients has been taken to create its state."""
-    from llmtrain import start
+    from llmtrain.training import start
 
     build = start.build_engine
 
@@ -190,7 +190,7 @@ def late_bias_correction() -> Iterator[None]:
 @contextlib.contextmanager
 def decayed_norms() -> Iterator[None]:
     """Weight decay on vectors, too."""
-    from llmtrain import start
+    from llmtrain.training import start
 
     build = start.build_engine
 
@@ -223,7 +223,7 @@ def same_rows() -> Iterator[None]:
 @contextlib.contextmanager
 def lost_micro_batch() -> Iterator[None]:
     """The last micro-batch's gradients do not reach the optimizer (DeepSpeed PR #7985)."""
-    from llmtrain.session import Session
+    from llmtrain.training.session import Session
 
     step = Session.step
 

@@ -58,7 +58,7 @@ def prepared_preferences(folder: Path, count: int = 150, kind: Kind = KINDS["cha
 
 
 def _prepared(folder: Path, records: list[dict[str, Any]], kind: Kind, *more: str) -> str:
-    from llmtrain.data.prepare import main
+    from llmtrain.commands.prepare import main
 
     write_tokenizer(folder / "tokenizer", kind)
     source = folder / "pairs.jsonl"

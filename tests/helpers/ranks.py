@@ -24,8 +24,8 @@ import psutil
 _THREADS = 150
 """Ranks with more start anew: each engine leaves process groups behind, and gloo's threads keep waking."""
 PRELOAD = [
-    "llmtrain.run",
-    "llmtrain.train",
+    "llmtrain.training.run",
+    "llmtrain.commands.train",
     "llmtrain.config.load",
     "transformers.models.llama.modeling_llama",
     "tests.helpers.training",

@@ -38,7 +38,7 @@ def _at_step(owner: Any, name: str, instead: Callable[..., Any]) -> None:
 def raises(rank: int) -> None:
     watched(rank)
     if rank == 1:
-        from llmtrain.session import Session
+        from llmtrain.training.session import Session
 
         def step(*_: Any, **__: Any) -> None:
             raise ValueError("token 600 of a vocabulary of 512")
@@ -68,7 +68,7 @@ def crashes(rank: int) -> None:
     if rank == 1:
         import ctypes
 
-        from llmtrain.session import Session
+        from llmtrain.training.session import Session
 
         _at_step(Session, "step", lambda *_, **__: ctypes.string_at(0))
 
@@ -87,7 +87,7 @@ def one_micro_batch_less(rank: int) -> None:
     if rank == 1:
         from dataclasses import replace
 
-        from llmtrain.session import Session
+        from llmtrain.training.session import Session
 
         def step(plain: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             return plain(self, replace(batch, micro_batches=batch.micro_batches[:-1]), *args, **kwargs)
@@ -98,7 +98,7 @@ def one_micro_batch_less(rank: int) -> None:
 def loops_for_ever(rank: int) -> None:
     watched(rank)
     if rank == 1:
-        from llmtrain.session import Session
+        from llmtrain.training.session import Session
 
         def step(*_: Any, **__: Any) -> None:
             from llmtrain.cluster.watch.heartbeat import heart
@@ -114,8 +114,8 @@ def spins_in_evaluate(rank: int) -> None:
     """Once training is over: a rank whose device does not end a collective spins there, and never beats."""
     watched(rank)
     if rank == 1:
-        from llmtrain import loop
         from llmtrain.cluster.watch.heartbeat import heart
+        from llmtrain.training import loop
 
         plain = loop.Training.evaluation_batches
 
@@ -129,9 +129,9 @@ def spins_in_evaluate(rank: int) -> None:
 
 def _as_on_gpus(act: Callable[[], None]) -> None:
     """The ranks compute on devices, as far as the watch knows, and `act` is called when they have met."""
-    from llmtrain import run
     from llmtrain.cluster.watch import watched as watch
     from llmtrain.cluster.watch.heartbeat import heart
+    from llmtrain.training import run
 
     plain = run.introduce
 
@@ -156,7 +156,7 @@ def never_begins_a_collective(rank: int) -> None:
 
     _as_on_gpus(threading.Thread(target=tend, daemon=True).start)
     if rank == 1:
-        from llmtrain.session import Session
+        from llmtrain.training.session import Session
 
         def step(*_: Any, **__: Any) -> None:
             heart.phase("backward")
@@ -171,7 +171,7 @@ def aborted_by_nccl(rank: int) -> None:
     watched(rank)
     _as_on_gpus(lambda: None)
     if rank == 1:
-        from llmtrain.session import Session
+        from llmtrain.training.session import Session
 
         def step(*_: Any, **__: Any) -> None:
             os.write(2, watchdog_ended(ILLEGAL).encode())
@@ -185,7 +185,7 @@ def fails_before_training(rank: int) -> None:
     watched(rank)
     import torch.distributed as dist
 
-    from llmtrain import loop
+    from llmtrain.training import loop
 
     dist.destroy_process_group = lambda: time.sleep(600)
     if rank == 1:
@@ -211,7 +211,7 @@ def waits_for_a_lock(rank: int) -> None:
 def rank_0_saves_alone(rank: int) -> None:
     watched(rank)
     if rank == 0:
-        from llmtrain.saving import Saving
+        from llmtrain.training.saving import Saving
 
         _at_step(Saving, "is_due", lambda *_, **__: True)
 
@@ -223,7 +223,7 @@ def another_collective(rank: int) -> None:
         import torch
         import torch.distributed as dist
 
-        from llmtrain.session import Session
+        from llmtrain.training.session import Session
 
         def step(plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             dist.broadcast(torch.zeros(4), src=0)
@@ -251,7 +251,7 @@ def busy_export(rank: int) -> None:
     """The end of the run takes rank 0 longer than fault.stall_timeout_s, at work all the time."""
     watched(rank)
     if rank == 0:
-        from llmtrain import finish as end
+        from llmtrain.training import finish as end
 
         plain = end.finish
 
@@ -267,7 +267,7 @@ def busy_export(rank: int) -> None:
 def leaves_slowly(rank: int) -> None:
     """After the end of the run every rank waits for ten seconds, idle, before it goes."""
     watched(rank)
-    from llmtrain import run
+    from llmtrain.training import run
 
     plain = run._leave
 

@@ -31,22 +31,22 @@ from llmtrain.config.run import (
     ScheduleConfig,
     TrainConfig,
 )
+from llmtrain.config.topology import Degrees
 from llmtrain.data.loader import StepBatch, TrainData, TrainLoader
-from llmtrain.dist.control import from_all
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.dist.control import from_all
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Objective
-from llmtrain.optimizers import PARAM
-from llmtrain.schedule import learning_rate_factor
-from llmtrain.session import Session
-from llmtrain.start import prove_loss, start_engine, write_weights
-from llmtrain.tensors.pieces import put
-from llmtrain.topology import Degrees
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.optim.schedules import learning_rate_factor
+from llmtrain.storage.pieces import put
+from llmtrain.training.session import Session
+from llmtrain.training.start import prove_loss, start_engine, write_weights
 
 LLAMA = {
     "model_type": "llama",
@@ -410,7 +410,7 @@ def prepared_data(folder: Path, documents: int = 160) -> str:
     """A prepared folder of short synthetic documents, vocabulary 512."""
     import random
 
-    from llmtrain.data.prepare import main
+    from llmtrain.commands.prepare import main
 
     rng = random.Random(0)
     words = ["".join(rng.choice("abcdefghij") for _ in range(rng.randint(1, 7))) for _ in range(300)]

@@ -26,7 +26,7 @@ from llmtrain.engine.weights import prove_weights
 from llmtrain.models.adapter import PREFIX, B, lora_config, other_maps, plain_name, scale, target_paths
 from llmtrain.models.parameters import local_parameter
 from llmtrain.models.spec import ModelSpec
-from llmtrain.optimizers import PARAM
+from llmtrain.optim.optimizers import PARAM
 from tests.helpers.adapters import plain_adapted
 from tests.helpers.checkpoints import trainer_state
 from tests.helpers.families import FAMILIES, FROZEN, LOW_RANK

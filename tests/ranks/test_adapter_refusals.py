@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from llmtrain.base.errors import CheckpointError, ConfigError
+from llmtrain.checkpoint.hf.inference import Sampling, generate
 from llmtrain.checkpoint.load import _refuse_other_adapter
 from llmtrain.config.run import AdapterConfig, ModelConfig
-from llmtrain.errors import CheckpointError, ConfigError
-from llmtrain.generate import Sampling, generate
 from llmtrain.models.adapter import PREFIX, WEIGHTS
 from llmtrain.models.spec import ModelSpec
 from tests.helpers.families import FROZEN

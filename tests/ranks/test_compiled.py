@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain import start
-from llmtrain.dist.control import AgreedError
+from llmtrain.engine.dist.control import AgreedError
 from llmtrain.models import compiler
 from llmtrain.models.spec import ModelSpec
+from llmtrain.training import start
 from tests.helpers.compiled import graphs_of, inductor_in, varlen_as_on_cuda
 from tests.helpers.training import (
     LLAMA,

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.base.errors import CheckpointError, UserError
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, step_folder
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.engine.deepspeed.engine import ZeroEngine
-from llmtrain.errors import CheckpointError, UserError
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.region import Region
-from llmtrain.tensors.tensorfile import TensorFile
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.region import Region
+from llmtrain.storage.tensorfile import TensorFile
 from tests.helpers.training import (
     LLAMA,
     Case,

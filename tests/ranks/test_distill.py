@@ -100,7 +100,7 @@ def objective_on(case: Case, folder: str, terms: dict[str, float]) -> Any:
     """As a run makes it on this rank."""
     from llmtrain.models.parallel.mesh import mesh_of
     from llmtrain.objectives.named import objective_of
-    from llmtrain.start import teacher_of
+    from llmtrain.training.start import teacher_of
     from tests.helpers.training import joined
 
     ranks = joined()
@@ -187,12 +187,12 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
     """As `distilled`, from a column that the teacher wrote in another form; and of which weights it is."""
     import torch.distributed as dist
 
-    from llmtrain.columns import of_teacher, write_teacher
+    from llmtrain.commands.columns import of_teacher, write_teacher
     from llmtrain.data.packing import TrainData
     from llmtrain.models.spec import ModelSpec
     from llmtrain.models.teacher import teacher_model
     from llmtrain.objectives.named import objective_of
-    from llmtrain.start import taught_by
+    from llmtrain.training.start import taught_by
     from tests.helpers.training import case_data, joined
 
     ranks = joined()

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llmtrain.errors import UserError
-from llmtrain.log import rank
+from llmtrain.base.errors import UserError
+from llmtrain.base.log import rank
 from llmtrain.models import experts
 from llmtrain.models.parallel import expert_parallel
 from tests.gpu.test_syncs import recorded_waits

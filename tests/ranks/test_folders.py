@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.base.errors import UserError
 from llmtrain.checkpoint.folder import find_folder
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest
 from llmtrain.checkpoint.gather import fetch_all
@@ -23,9 +24,8 @@ from llmtrain.checkpoint.retain import looks_good
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.checkpoint.verify import verify
 from llmtrain.config.run import CheckpointConfig, RunConfig
-from llmtrain.dist.ranks import Ranks
-from llmtrain.errors import UserError
-from llmtrain.optimizers import PARAM
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.optim.optimizers import PARAM
 from tests.helpers.training import Case, assembled, joined, make_engine, resolved_run, resume_from, train_steps
 
 NOW = {"optimizer": "adamw", "vocab_size": 512, "data_fingerprint": "d", "run": {}, "deepspeed": {}, "versions": {}}

@@ -209,7 +209,7 @@ def test_fp16_with_loss_scaling_agrees(pools, small_data, stage):
 @fp16(True)
 def at_the_floor(case: Case) -> tuple[int, str]:
     """Train in fp16 with every loss NaN until the run is told to stop: (steps skipped before, message)."""
-    from llmtrain.errors import TrainingStopped
+    from llmtrain.base.errors import TrainingStopped
     from tests.helpers.training import batches, one_step
 
     engine, ranks = make_engine(case)
@@ -262,11 +262,11 @@ def test_a_bf16_run_orthogonalises_in_fp16_where_the_device_has_it(pools, small_
 
 def load_pretrained(case: Case, folder: str, break_name: str | None) -> str:
     """Write a folder's weights into a live engine and prove them; "" or the error."""
+    from llmtrain.base.errors import ModelError
     from llmtrain.config.run import ModelConfig
     from llmtrain.engine.weights import fill_parameters, prove_weights
-    from llmtrain.errors import ModelError
     from llmtrain.models.spec import ModelSpec
-    from llmtrain.optimizers import PARAM
+    from llmtrain.optim.optimizers import PARAM
 
     engine, ranks = make_engine(case)
     try:
@@ -386,7 +386,7 @@ def devices_asked_for(case: Case) -> list[int]:
     """By a start and two steps of a task that sees its own GPU only (`srun --gpus-per-task=1`), played by the CPU."""
     from deepspeed.accelerator import get_accelerator
 
-    from llmtrain.dist.device import own_device
+    from llmtrain.engine.dist.device import own_device
 
     asked: list[int] = []
     kind = "cuda"

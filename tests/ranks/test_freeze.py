@@ -14,15 +14,15 @@ import pytest
 import torch
 import transformers
 
+from llmtrain.base.errors import UserError
 from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.frozen import frozen_source
 from llmtrain.config.run import ModelConfig
 from llmtrain.engine.weights import prove_weights
-from llmtrain.errors import UserError
 from llmtrain.models.source import INDEX, SafetensorsSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.tensorfile import TensorFile
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.tensorfile import TensorFile
 from tests.helpers.checkpoints import flip, trainer_state
 from tests.helpers.marks import slow
 from tests.helpers.parity import Form, check

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ModelConfig
 from llmtrain.engine.weights import fill_parameters, prove_weights
-from llmtrain.errors import ModelError
 from llmtrain.models.spec import ModelSpec
-from llmtrain.optimizers import PARAM
+from llmtrain.optim.optimizers import PARAM
 from tests.helpers.families import FAMILIES, tied
 from tests.helpers.training import Case, assembled, make_engine, view_of
 

@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.storage.tensorfile import numel
 from tests.helpers.marks import slow
 from tests.helpers.training import LLAMA, Case, make_engine, resolved_run, save_checkpoint, view_of
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain import start
+from llmtrain.base.errors import UserError
 from llmtrain.checkpoint.frozen import frozen_source
 from llmtrain.engine.replicas import Replicas
 from llmtrain.engine.weights import apart
-from llmtrain.errors import UserError
 from llmtrain.models.quantized import PackedLinear
 from llmtrain.models.spec import ModelSpec
-from llmtrain.start import source_checksums
+from llmtrain.training import start
+from llmtrain.training.start import source_checksums
 from tests.helpers.checkpoints import trainer_state
 from tests.helpers.marks import slow
 from tests.helpers.training import (

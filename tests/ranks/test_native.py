@@ -14,6 +14,7 @@ import torch
 import yaml
 from deepspeed.utils import groups as deepspeed_groups
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import Manifest, read_trainer
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.native.files import open_files
@@ -23,7 +24,6 @@ from llmtrain.checkpoint.native.state import MOMENTS, State, add_copies
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.native.unnamed import add_unnamed
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.errors import CheckpointError
 from tests.helpers.deepspeed_peers import make_pipeline, make_plain, pipeline_steps, plain_steps
 from tests.helpers.marks import slow
 from tests.helpers.processors import fp16

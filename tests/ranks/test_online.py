@@ -36,10 +36,10 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
     """As a run does it, with its column where it has one; the last figures are of a validation."""
     import torch.distributed as dist
 
-    from llmtrain.columns import write_columns
+    from llmtrain.commands.columns import write_columns
     from llmtrain.objectives.named import objective_of, with_reference
     from llmtrain.objectives.objective import LooksAhead
-    from llmtrain.start import base_of
+    from llmtrain.training.start import base_of
     from tests.helpers.training import joined
 
     ranks = joined()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.parity.command import report
+from llmtrain.commands.parity import report
 from tests.helpers.faults import FAULTS
 from tests.helpers.marks import slow_but
 from tests.helpers.parity import Form, Outcome, check

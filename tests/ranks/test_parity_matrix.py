@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from llmtrain.base.errors import UserError
+from llmtrain.commands.parity import report
 from llmtrain.config.objective import OBJECTIVES
 from llmtrain.config.together import OPTIONS, against, pair
-from llmtrain.errors import UserError
-from llmtrain.parity.command import report
 from tests.helpers.families import EXPERTS, FAMILIES, FROZEN, VARIANTS
 from tests.helpers.parity import Form, check
 from tests.helpers.ranks import RankFailed
@@ -218,6 +218,6 @@ def test_variants(pools: Any, form: str, variant: str) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_stages(pools: Any, stage: int, extra: str, optimizer: str) -> None:
     if extra != "{}" and (stage == 0 or optimizer == "muon"):
-        pytest.skip("refused by the table of topology.py, see its own tests")
+        pytest.skip("refused by the table of config/topology.py, see its own tests")
     zero = json.dumps({"zero_optimization": {"stage": stage, **json.loads(extra)}})
     run(pools, Form(zero=stage, accumulation=2, optimizer=optimizer, extra=zero))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.base.errors import ModelError
 from llmtrain.data.loader import TrainData, validation_batches
-from llmtrain.errors import ModelError
 from llmtrain.models.loss import HeadForm
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.training import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.optimizers import PARAM
-from llmtrain.topology import Degrees
+from llmtrain.config.topology import Degrees
+from llmtrain.optim.optimizers import PARAM
 from tests.helpers.families import FAMILIES, FROZEN
 from tests.helpers.training import LLAMA, Case, batches, make_engine, resolved_run, train_steps
 
@@ -178,10 +178,10 @@ def test_what_one_rank_alone_holds_is_nobodys_difference_and_nans_are_equal(pool
 
 def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
     """What `Consistency` says of a step: (in a healthy one, in one with a fault on rank `guilty`)."""
-    from llmtrain.consistency import Consistency
-    from llmtrain.errors import TrainingStopped
-    from llmtrain.schedule import seed_step
+    from llmtrain.base.errors import TrainingStopped
     from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.consistency import Consistency
+    from llmtrain.training.session import seed_step
 
     engine, ranks = make_engine(case)
     resolved = resolved_run(case, ranks.world_size)

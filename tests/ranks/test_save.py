@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmtrain.base.errors import UserError
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.folder import find_folder
 from llmtrain.checkpoint.format import Manifest, hash_file, problems
@@ -23,13 +24,12 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.data.loader import MicroBatch, StepBatch
-from llmtrain.dist.control import AgreedError, together
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.api import StateTensor, Update
-from llmtrain.errors import UserError
-from llmtrain.optimizers import PARAM
-from llmtrain.session import Session
-from llmtrain.tensors.region import Region
+from llmtrain.engine.dist.control import AgreedError, together
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.region import Region
+from llmtrain.training.session import Session
 from tests.helpers.training import Case, assembled, joined, make_engine, resolved_run, train_steps
 
 TRAINER = {"step": 2}

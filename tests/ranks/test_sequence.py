@@ -152,7 +152,7 @@ def test_evaluation_is_the_one_of_one_process(pools, small_data):
 
 def checked_at_the_start(case: Case, fault: str) -> str:
     """What a run's check of its loss says when a part of sequence parallelism is missing."""
-    from llmtrain.errors import ModelError
+    from llmtrain.base.errors import ModelError
     from llmtrain.models.parallel import sequence
 
     own = sequence._see_the_last_position
@@ -187,7 +187,7 @@ def test_a_run_begins_with_a_proof_that_sharing_rows_changes_nothing(pools, smal
 
 def refused(case: Case) -> str:
     """The error of building a model whose heads cannot be shared."""
-    from llmtrain.errors import ConfigError
+    from llmtrain.base.errors import ConfigError
 
     try:
         make_engine(case)

@@ -14,8 +14,8 @@ import torch
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.data.loader import TrainData, TrainLoader
-from llmtrain.schedule import learning_rate_factor
-from llmtrain.session import Session
+from llmtrain.optim.schedules import learning_rate_factor
+from llmtrain.training.session import Session
 from tests.helpers.preference import prepared_preferences
 from tests.helpers.training import (
     LLAMA,
@@ -66,9 +66,9 @@ class Found(Trace):
 
 def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder: str) -> None:
     """Steps of a launch that goes on from the folder's checkpoint, and leaves one. `speeds`: by step, by rank."""
-    from llmtrain import balance
     from llmtrain.objectives.named import objective_of
-    from llmtrain.shares import Shares
+    from llmtrain.training import balance
+    from llmtrain.training.shares import Shares
 
     balance.SETTLE_STEPS, balance.WINDOW_STEPS = 0, 1
     engine, ranks = make_engine(case)
@@ -115,7 +115,7 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
 
 def with_a_resume(case: Case, folder: str, speeds: list[list[int]]) -> Found:
     """All steps, in two launches."""
-    from llmtrain import balance
+    from llmtrain.training import balance
 
     found, before = Found([], []), (balance.SETTLE_STEPS, balance.WINDOW_STEPS)
     part(case, found, range(HALF), speeds[:HALF], folder)

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmtrain.config.topology import Degrees
 from llmtrain.models import compiler, loss
 from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.parallel.tensor_layers import Span
 from llmtrain.models.parallel.vocabulary import VocabularyShard
-from llmtrain.schedule import seed_step
-from llmtrain.topology import Degrees
+from llmtrain.training.session import seed_step
 from tests.helpers.families import FAMILIES, HYBRID, LOW_RANK, VARIANTS, tied
 from tests.helpers.marks import slow_but
 from tests.helpers.ranks import RankFailed

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.hf.inference import _rows
 from llmtrain.config.run import AdapterConfig, ModelConfig
-from llmtrain.errors import ConfigError
-from llmtrain.inference import _rows
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.vocabulary import check_growth
-from llmtrain.optimizers import PARAM
+from llmtrain.optim.optimizers import PARAM
 from tests.helpers.adapters import plain_adapted
 from tests.helpers.training import LLAMA, Case, Trace, largest_difference, plain_pytorch
 from tests.ranks.test_adapter import LORA, LR, resumed, same, saved, trained, written

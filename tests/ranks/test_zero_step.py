@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.engine.deepspeed import build, optimizers, zero_step
 from llmtrain.engine.deepspeed.optimizers import parameter_groups
-from llmtrain.errors import ConfigError
 from tests.helpers.families import FAMILIES
 from tests.helpers.marks import slow
 from tests.helpers.training import LLAMA, Case, Trace, make_engine, resolved_run, train_steps

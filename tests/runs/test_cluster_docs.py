@@ -13,7 +13,7 @@ from llmtrain.cluster.hosts.environment import PREFIXES, travelling
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.cluster.launch import supervise
 from llmtrain.cluster.launch.plan import Plan, place_lines
-from llmtrain.launch import MAX_RESTARTS
+from llmtrain.commands.launch import MAX_RESTARTS
 from tests.helpers.warm import WarmCommands
 from tests.runs.test_docs import ROOT, Workplace
 

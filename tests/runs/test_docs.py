@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmtrain.base.errors import UserError
 from llmtrain.checkpoint.format import complete_checkpoints
-from llmtrain.errors import UserError
 from tests.helpers.launching import environment, finish, free_port, installed_by_make, kill_tree, rows, wait_for_step
 from tests.helpers.warm import WarmCommands
 
@@ -212,7 +212,7 @@ def test_every_error_on_the_pages_is_real(shown_errors: set[str], monkeypatch: p
     from llmtrain.checkpoint.load import refuse_other_run
     from llmtrain.config.load import parse
     from llmtrain.config.resolve import resolve
-    from llmtrain.dist.device import check_device
+    from llmtrain.engine.dist.device import check_device
 
     monkeypatch.chdir(ROOT)
     shown_errors -= {e for e in shown_errors if "steps in a row were skipped" in e}  # test_faults.py, explosion

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.generate import Sampling, generate
+from llmtrain.checkpoint.hf.inference import Sampling, generate
 from tests.helpers.chat import write_tokenizer
 from tests.helpers.forked import finish, train
 from tests.helpers.launching import RECIPE, REPO, losses

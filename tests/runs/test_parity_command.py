@@ -14,8 +14,8 @@ import psutil
 import pytest
 import yaml
 
-from llmtrain.errors import UserError
-from llmtrain.parity.command import main
+from llmtrain.base.errors import UserError
+from llmtrain.commands.parity import main
 from tests.helpers.launching import REPO, environment, finish, gone
 from tests.helpers.launching import tree as processes
 from tests.helpers.leftovers import unused_shared_memory
@@ -55,7 +55,7 @@ def start(folder: Path, *words: str, fault: str | None = None) -> subprocess.Pop
     command = [sys.executable, "-m", "llmtrain", "parity"]
     if fault is not None:
         env["FAULT"] = fault
-        code = "import sys; from llmtrain.parity.command import main; "
+        code = "import sys; from llmtrain.commands.parity import main; "
         code += "sys.exit(main(sys.argv[1:], worker='tests.helpers.faulty_worker'))"
         command = [sys.executable, "-c", code]
     return subprocess.Popen(

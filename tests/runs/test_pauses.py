@@ -12,7 +12,7 @@ from tests.helpers.launching import write_recipe
 
 def tell(rank: int) -> None:
     """Each search of this rank, with the step that it comes after, goes to the output. Python would look often."""
-    from llmtrain.loop import Training
+    from llmtrain.training.loop import Training
 
     done = [0]
     plain = Training._advance

@@ -359,7 +359,7 @@ def fast(_: int) -> None:
 
 
 def _paced(seconds: float) -> None:
-    from llmtrain.session import Session, Step
+    from llmtrain.training.session import Session, Step
 
     usual = Session.step
 
@@ -471,7 +471,7 @@ def test_status_reads_what_the_coordinator_shows(coordinator, capsys):
 
     from torchft.coordination import LighthouseClient
 
-    from llmtrain.sites.command import main
+    from llmtrain.commands.sites import main
 
     client = LighthouseClient(f"http://{coordinator}", timedelta(seconds=5))
     time.sleep(3.5)  # the sites of other tests are silent by now

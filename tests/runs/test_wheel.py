@@ -65,7 +65,7 @@ def test_the_wheel_holds_all_modules_the_shipped_files_the_licence_and_the_readm
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
     modules = {str(path.relative_to(REPO)) for path in (REPO / "llmtrain").rglob("*.py")}
     shipped = {
-        f"llmtrain/shipped/{path.relative_to(REPO)}"
+        f"llmtrain/commands/shipped/{path.relative_to(REPO)}"
         for pattern in (
             "launch/train.py",
             "launch/recipes/*.yaml",
@@ -99,7 +99,7 @@ def test_the_wheel_alone_prepares_trains_and_launches(place: tuple[Path, dict[st
     assert "launch/recipes/quickstart.yaml" in told
     assert (folder / "launch/hostfile.local").read_text().startswith("localhost slots=") and "docs/" in told
     (folder / "text").mkdir()
-    source = "\n".join(path.read_text() for path in sorted((REPO / "llmtrain").glob("*.py")))
+    source = "\n".join(path.read_text() for path in sorted((REPO / "llmtrain/commands").glob("*.py")))
     for index, start in enumerate(range(0, len(source), 500)):
         (folder / f"text/{index}.txt").write_text(source[start : start + 500])
     say(
@@ -171,7 +171,7 @@ def _strings(file: Path) -> Iterator[str]:
 def test_no_message_names_a_file_that_only_a_clone_has() -> None:
     """What `init` says is of files that it has written; all else would be wrong for whoever installed the wheel."""
     package = REPO / "llmtrain"
-    allowed = {"init.py"}
+    allowed = {"commands/init.py"}
     named = [
         (str(file.relative_to(package)), found)
         for file in sorted(package.rglob("*.py"))
@@ -183,7 +183,7 @@ def test_no_message_names_a_file_that_only_a_clone_has() -> None:
 
 
 def test_a_shipped_file_names_shipped_files_only() -> None:
-    shipped = REPO / "llmtrain/shipped"
+    shipped = REPO / "llmtrain/commands/shipped"
     for file in [*shipped.glob("launch/*.*"), *shipped.glob("launch/recipes/*"), *shipped.glob("ds_configs/*")]:
         for found in NAMED.findall(file.read_text()) if file.is_file() else ():
             assert "NAME" in found or (shipped / found).exists(), (file, found)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmtrain import cli
-from llmtrain.errors import TrainingStopped, UserError
+from llmtrain.base.errors import TrainingStopped, UserError
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +49,7 @@ def test_errors_become_exit_codes(
     def fail(argv: list[str]) -> int:
         raise error
 
-    monkeypatch.setitem(sys.modules, "llmtrain.train", SimpleNamespace(main=fail))
+    monkeypatch.setitem(sys.modules, "llmtrain.commands.train", SimpleNamespace(main=fail))
     assert cli.main(["train"]) == code
     assert words in capsys.readouterr().err
 
@@ -58,14 +58,16 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(argv: list[str]) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setitem(sys.modules, "llmtrain.train", SimpleNamespace(main=fail))
+    monkeypatch.setitem(sys.modules, "llmtrain.commands.train", SimpleNamespace(main=fail))
     with pytest.raises(ZeroDivisionError):
         cli.main(["train"])
 
 
 def test_the_words_after_the_command_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setitem(sys.modules, "llmtrain.train", SimpleNamespace(main=lambda argv: seen.append(argv) or 7))
+    monkeypatch.setitem(
+        sys.modules, "llmtrain.commands.train", SimpleNamespace(main=lambda argv: seen.append(argv) or 7)
+    )
     assert cli.main(["train", "--config", "a.yaml"]) == 7
     assert seen == [["--config", "a.yaml"]]
 
@@ -73,8 +75,8 @@ def test_the_words_after_the_command_reach_it(monkeypatch: pytest.MonkeyPatch) -
 def test_the_door_imports_no_command() -> None:
     code = "import sys, llmtrain.cli; print(*[m for m in sys.modules if m.startswith('llmtrain')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    names = ("", ".cli", ".errors", ".foreign", ".log", ".completion", ".units")
-    light = {f"llmtrain{name}" for name in names}
+    names = ("", ".cli", ".base", ".base.errors", ".base.untrusted", ".base.log", ".base.units", ".commands")
+    light = {f"llmtrain{name}" for name in (*names, ".commands.completion")}
     assert set(done.stdout.split()) <= light
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.hosts.here import on_visible_devices
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 EIGHT = Host(name="localhost", slots=8, devices=tuple(range(8)), line=1)
@@ -171,7 +171,7 @@ def test_make_gpu_check_installs_what_it_asks_for(tmp_path, eight_gpus):
     [(0, 8, 8, 0), (7, 8, 8, 7), (3, 8, 1, 0), (0, 1, 1, 0), (2, 3, 2, None), (8, 16, 8, None)],
 )
 def test_the_device_of_a_rank(monkeypatch, local_rank, ranks, visible, index):
-    from llmtrain.dist.device import device_index
+    from llmtrain.engine.dist.device import device_index
 
     if index is not None:
         assert device_index(local_rank, ranks, visible) == index
@@ -203,7 +203,7 @@ class FakeCuda:
 def test_a_driver_older_than_torchs_cuda_is_named_with_the_build_that_it_runs(monkeypatch):
     import torch
 
-    from llmtrain.dist import device
+    from llmtrain.engine.dist import device
 
     monkeypatch.setattr(device, "get_accelerator", lambda: FakeCuda(OLD_DRIVER))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -227,7 +227,7 @@ def test_a_driver_older_than_torchs_cuda_is_named_with_the_build_that_it_runs(mo
 def test_a_machine_with_gpus_does_not_train_on_the_processor_in_silence(monkeypatch, environ, cuda, refused):
     import torch
 
-    from llmtrain.dist import device
+    from llmtrain.engine.dist import device
 
     for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
@@ -247,7 +247,7 @@ def test_a_machine_with_gpus_does_not_train_on_the_processor_in_silence(monkeypa
 def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch, capability, passes):
     import torch
 
-    from llmtrain.dist import device
+    from llmtrain.engine.dist import device
 
     monkeypatch.setattr(device, "get_accelerator", FakeCuda)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -260,7 +260,7 @@ def test_a_gpu_that_emulates_bf16_is_refused(monkeypatch, capability, passes):
 
 
 def test_two_ranks_on_one_gpu_are_named_when_they_meet():
-    from llmtrain.dist.rendezvous import _shared_devices
+    from llmtrain.engine.dist.rendezvous import _shared_devices
 
     def rank(number: int, host: str, uuid: str) -> dict[str, Any]:
         return {"seat": {"rank": number, "host": host}, "device_id": uuid}
@@ -277,9 +277,9 @@ def test_these_tests_run_on_the_cpu_also_where_there_are_gpus():
 def test_deterministic_training_is_asked_for_before_torchs_libraries_start(tmp_path, monkeypatch):
     import torch
 
-    from llmtrain import train
-    from llmtrain.dist.device import use_deterministic_kernels
-    from llmtrain.errors import UserError
+    from llmtrain.base.errors import UserError
+    from llmtrain.commands import train
+    from llmtrain.engine.dist.device import use_deterministic_kernels
 
     seen: list[str | None] = []
 

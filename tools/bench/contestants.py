@@ -182,13 +182,13 @@ def timed_run(clock: Clock, path: Path) -> None:
     from llmtrain.checkpoint.folder import find_folder
     from llmtrain.checkpoint.rundir import RunDirectory
     from llmtrain.config.load import load
-    from llmtrain.dist.control import StopRequests
     from llmtrain.engine.deepspeed.join import join_process_group
-    from llmtrain.loop import Training
+    from llmtrain.engine.dist.control import StopRequests
     from llmtrain.models.spec import ModelSpec
-    from llmtrain.saving import Saving
-    from llmtrain.session import Session, Step
     from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.loop import Training
+    from llmtrain.training.saving import Saving
+    from llmtrain.training.session import Session, Step
 
     resolved = load(["--config", str(path)], 1, "the benchmark")
     run = resolved.run

@@ -35,10 +35,10 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.data.loader import MicroBatch
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.run.forms import build_model
 from llmtrain.models.spec import ModelSpec

@@ -43,7 +43,7 @@ from llmtrain.sites import exchange, meeting, plan, site  # noqa: E402
 from llmtrain.sites.ledger import Ledger, Request  # noqa: E402
 from llmtrain.sites.members import Member, TorchftMembers  # noqa: E402
 from llmtrain.sites.pace import Share  # noqa: E402
-from llmtrain.tensors.region import Region  # noqa: E402
+from llmtrain.storage.region import Region  # noqa: E402
 
 TENSORS = 8
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import TRAINER
 from llmtrain.checkpoint.hf.proofs import Check, ProofError, Report, compare_logits, logits_of
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import AdapterConfig
-from llmtrain.errors import CheckpointError
-from llmtrain.hub.names import is_name
 from llmtrain.models.adapter import (
     CONFIG,
     MAGNITUDE,
@@ -34,10 +33,11 @@ from llmtrain.models.adapter import (
 )
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.score import gives_scores
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.checksum import checksum
-from llmtrain.tensors.pieces import DTYPE_OF
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.checksum import checksum
+from llmtrain.storage.hub.names import is_name
+from llmtrain.storage.pieces import DTYPE_OF
+from llmtrain.storage.tensorfile import numel
 
 _ROUNDING = 1e-4
 """Allowed difference of logits as a share of the largest: (W + s B A) x and Wx + s B A x are rounded otherwise."""

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import MANIFEST, hash_file
 from llmtrain.checkpoint.hf.proofs import Report
 from llmtrain.checkpoint.hf.serving import chat_folders, ends_of
@@ -26,12 +27,11 @@ from llmtrain.checkpoint.output import JOURNAL
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize
-from llmtrain.errors import CheckpointError
-from llmtrain.hub.names import local_folder
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.score import gives_scores
 from llmtrain.models.source import INDEX, refuse_escape
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.storage.hub.names import local_folder
+from llmtrain.storage.tensorfile import numel
 
 MARK = "llmtrain_export.json"
 """Says which checkpoint a folder was made from; such a folder may be replaced by a later export of the same run."""
@@ -82,7 +82,7 @@ def write_others(
         elif (ids or sampling) and not (folder / "generation_config.json").exists():  # else an imported folder's own
             settings = generation_settings(config, ids) | sampling
             (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        fields = foreign.loads(config.to_json_string(), infinite=True)
+        fields = untrusted.loads(config.to_json_string(), infinite=True)
         for_older_readers(fields)
         (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     index = files.index(sum(map(numel, layout.shapes.values())))
@@ -193,7 +193,7 @@ def _sampling(trainer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weight_map(index: str | bytes) -> Any:
-    return foreign.loads(index)["weight_map"]
+    return untrusted.loads(index)["weight_map"]
 
 
 def beside_weights(folder: Path, *, python: bool) -> list[Path]:
@@ -216,7 +216,7 @@ def _keep_config(path: Path, source: Mapping[str, Any], files: WeightFiles, dtyp
     before = {tensor: kind for shard in known.values() for tensor, kind in shard["tensors"].items()}
     same = all(files.dtype_of().get(tensor) == kind for tensor, kind in before.items())
     try:
-        unchanged = foreign.loads(path.read_bytes(), infinite=True) == config
+        unchanged = untrusted.loads(path.read_bytes(), infinite=True) == config
     except (OSError, ValueError):
         unchanged = False
     if not same:

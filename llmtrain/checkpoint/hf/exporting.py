@@ -13,7 +13,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from llmtrain import foreign, log, units
+from llmtrain.base import log, units, untrusted
+from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, hash_file, problems, read_trainer
 from llmtrain.checkpoint.hf.adapter import Merge, adapter_of, prove_merge, write_peft
@@ -33,15 +34,14 @@ from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.config.run import AdapterConfig, ModelConfig
-from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.adapter import adapted, saved_names
 from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import SafetensorsSource
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.checksum import checksum
-from llmtrain.tensors.pieces import DTYPE_OF
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.checksum import checksum
+from llmtrain.storage.pieces import DTYPE_OF
+from llmtrain.storage.tensorfile import numel
 
 _SPACE = 64 << 20  # bytes for the files beside the weights
 
@@ -164,7 +164,7 @@ def _target(checkpoint: Path, out: Path, trainer: Mapping[str, Any], report: Rep
         return out
     ours = out.resolve().parent == checkpoint.resolve().parent.parent  # the run's own export, whoever made it
     try:
-        mark = foreign.loads((out / MARK).read_bytes())
+        mark = untrusted.loads((out / MARK).read_bytes())
         marked = mark["run"] == run_id(checkpoint, trainer)
     except (OSError, ValueError, KeyError, TypeError):
         mark, marked = {}, False

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain import foreign, log, units
+from llmtrain.base import log, units, untrusted
+from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, read_trainer, step_folder
@@ -23,12 +24,11 @@ from llmtrain.checkpoint.hf.weight_files import DTYPES, describe
 from llmtrain.checkpoint.output import claim
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import SafetensorsSource, refuse_escape
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.pieces import DTYPE_OF
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.pieces import DTYPE_OF
+from llmtrain.storage.tensorfile import numel
 
 _ASKED_BY = "from-hf"
 
@@ -85,7 +85,7 @@ def _configuration(folder: Path, *, trust_remote_code: bool) -> tuple[ModelConfi
     if not path.is_file():
         raise ModelError(f"{_ASKED_BY}: {folder} has no config.json. Give a Hugging Face model folder.")
     try:
-        config = foreign.loads(refuse_escape(folder, path).read_bytes(), infinite=True)
+        config = untrusted.loads(refuse_escape(folder, path).read_bytes(), infinite=True)
     except ModelError:
         raise
     except (OSError, ValueError) as error:

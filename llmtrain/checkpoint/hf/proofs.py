@@ -14,17 +14,17 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from llmtrain import log, units
+from llmtrain.base import log, units
+from llmtrain.base.errors import CheckpointError, UserError
 from llmtrain.checkpoint.memory import memory_available
 from llmtrain.engine.malloc import return_freed_memory
-from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models.build import auto_class, decoder_layers, skeleton
 from llmtrain.models.frozen import freeze, frozen_tensors, named_tensors
 from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.score import gives_scores
 from llmtrain.models.source import RandomSource
-from llmtrain.tensors.checksum import checksum
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.storage.checksum import checksum
+from llmtrain.storage.tensorfile import numel
 
 Check = Literal["auto", "logits", "none"]
 """How far a conversion proves itself: `none` does not read back what it wrote, `auto` does, and compares logits where

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from llmtrain import foreign, units
+from llmtrain.base import units, untrusted
+from llmtrain.base.errors import DataError
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.data import manifest as manifests
 from llmtrain.data import rendering
@@ -23,7 +24,6 @@ from llmtrain.data.messages import Conversation, conversation, preference, strin
 from llmtrain.data.rendering import RenderError, Template
 from llmtrain.data.sample import NAME, read_sample
 from llmtrain.data.shards import PreparedSet
-from llmtrain.errors import DataError
 from llmtrain.models.adapter import CONFIG
 
 _SETTINGS = "generation_config.json"
@@ -119,7 +119,7 @@ def _compare(folder: Path, data: Path) -> _Compared:
     for number, sample in enumerate(read_sample(data)):
         if not 0 <= sample.row <= sample.row + sample.rows <= len(lengths):
             raise DataError(f"{data / NAME}: line {number + 1} names rows that {data} does not have; prepare it again")
-        if any(token in text for text in strings(foreign.loads(sample.record)) for token in control):
+        if any(token in text for text in strings(untrusted.loads(sample.record)) for token in control):
             found.spelled += 1
             continue
         rows = [
@@ -187,7 +187,7 @@ def _check_ends(folder: Path, ends: Mapping[int, int], report: Report) -> None:
     """Generation stops at every end that was trained. Raises ProofError: it does not."""
     place = folder
     if (folder / CONFIG).is_file():  # servers take these settings from the model that the adapter lies beside
-        place = Path(foreign.loads((folder / CONFIG).read_bytes()).get("base_model_name_or_path") or folder)
+        place = Path(untrusted.loads((folder / CONFIG).read_bytes()).get("base_model_name_or_path") or folder)
         if not (place / "config.json").is_file():
             report.add("serving", "where generation stops is the base's to say, which is not here")
             return

@@ -8,10 +8,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.errors import DataError
 from llmtrain.checkpoint.hf.proofs import Report
 from llmtrain.data.tokenize import named_token
-from llmtrain.errors import DataError
 
 
 def special_ids(tokenizer: Path | None, separator: int | None) -> dict[str, int | None]:
@@ -74,7 +74,7 @@ def pad_apart(config: Any, report: Report) -> None:
 def sampling_defaults(folder: Path | None) -> dict[str, Any]:
     """Return the sampling defaults of a model folder's generation_config.json by its keys, token ids left out."""
     try:
-        fields = {} if folder is None else foreign.loads((folder / "generation_config.json").read_bytes())
+        fields = {} if folder is None else untrusted.loads((folder / "generation_config.json").read_bytes())
         plain = {key: value for key, value in fields.items() if isinstance(value, (bool, int, float))}
     except (OSError, ValueError, AttributeError):
         return {}

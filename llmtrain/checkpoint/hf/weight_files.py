@@ -9,7 +9,7 @@ from typing import Any
 
 from llmtrain.models.layout import FolderLayout, Part
 from llmtrain.models.source import SINGLE, SafetensorsSource
-from llmtrain.tensors.tensorfile import ITEM_BYTES, TensorFile, header_bytes
+from llmtrain.storage.tensorfile import ITEM_BYTES, TensorFile, header_bytes
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 """safetensors' name of a type by ours."""

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain import units
+from llmtrain.base import units
+from llmtrain.base.errors import CheckpointError, UserError
+from llmtrain.base.log import Progress
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.native.files import Files, find_tag, open_files
@@ -30,10 +32,8 @@ from llmtrain.checkpoint.native.state import (
 )
 from llmtrain.checkpoint.native.universal import add_universal
 from llmtrain.checkpoint.native.unnamed import add_unnamed
-from llmtrain.errors import CheckpointError, UserError
-from llmtrain.log import Progress
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.tensorfile import numel
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

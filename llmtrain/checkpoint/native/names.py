@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.errors import CheckpointError, ModelError
 from llmtrain.checkpoint.format import read_file
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import CheckpointError, ModelError
 from llmtrain.models.build import decoder_layers, load_config, skeleton
 from llmtrain.models.frozen import frozen_tensors, named_tensors, tensor_shapes
 
@@ -93,7 +93,7 @@ def read_names(file: Path | None) -> dict[str, str]:
     if file is None:
         return {}
     try:
-        found = foreign.loads(read_file(file))
+        found = untrusted.loads(read_file(file))
         assert isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
     except (OSError, ValueError, AssertionError) as error:
         raise CheckpointError(f"{file}: it is no JSON object of names: {error}.") from error

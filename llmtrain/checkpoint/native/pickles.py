@@ -21,10 +21,10 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from torch import Tensor
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import open_file
 from llmtrain.checkpoint.native.scan import Record, TooMuch, measure, names, shown
-from llmtrain.errors import CheckpointError
-from llmtrain.tensors.pieces import byte_view
+from llmtrain.storage.pieces import byte_view
 
 _PICKLE_LIMIT = 256 << 20  # bytes; 100,000 tensors take about 20 MB
 _LOCAL_HEADER = 30  # bytes, before the name and the extra field of a zip record

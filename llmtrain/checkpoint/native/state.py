@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.pickles import PickleFile
 from llmtrain.checkpoint.native.scan import shown
-from llmtrain.errors import CheckpointError
-from llmtrain.optimizers import OPTIMIZERS, PARAM
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.optim.optimizers import OPTIMIZERS, PARAM
+from llmtrain.storage.tensorfile import numel
 
 MOMENTS = OPTIMIZERS["adamw"].state
 _TIED = "tied_modules."

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain import units
+from llmtrain.base import units
+from llmtrain.base.errors import CheckpointError
+from llmtrain.base.log import Progress
 from llmtrain.checkpoint.durable import DurableFile, write_durably
 from llmtrain.checkpoint.format import OUTER, read_trainer, step_of
 from llmtrain.checkpoint.native.files import Files
@@ -17,11 +19,9 @@ from llmtrain.checkpoint.native.pickles import PickleFile, write_pickle
 from llmtrain.checkpoint.native.state import MOMENTS, Span, State
 from llmtrain.checkpoint.output import OutputFolder
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.errors import CheckpointError
-from llmtrain.log import Progress
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.checksum import checksum
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.checksum import checksum
+from llmtrain.storage.tensorfile import numel
 
 _VERSION = "0.19.8"
 _FILE_OF = {PARAM: "fp32"}

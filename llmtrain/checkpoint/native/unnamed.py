@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.native.files import Files
 from llmtrain.checkpoint.native.pickles import PickleFile
 from llmtrain.checkpoint.native.state import Span, State, adam_moments
-from llmtrain.errors import CheckpointError
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.tensorfile import numel
 
 _COMPARED = 4096  # elements
 

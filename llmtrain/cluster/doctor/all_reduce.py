@@ -10,7 +10,7 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
-from llmtrain import units
+from llmtrain.base import units
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SLOW, addresses, rounds
 from llmtrain.cluster.doctor.survey import in_parallel, read_marked

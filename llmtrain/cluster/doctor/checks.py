@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from llmtrain.base.units import GIB, counted, duration, size
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.trouble import Trouble
-from llmtrain.units import GIB, counted, duration, size
 
 CHECKS = (
     *(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llmtrain import units
+from llmtrain.base import units
 from llmtrain.cluster.doctor.checks import Finding, Level, Survey
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, named

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from llmtrain import units
+from llmtrain.base import units
 from llmtrain.cluster.doctor import wire
 from llmtrain.cluster.doctor.checks import Finding, Level, Survey
 from llmtrain.cluster.doctor.compare import held, right_interfaces

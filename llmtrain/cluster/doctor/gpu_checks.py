@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from llmtrain.base.units import GIB, size
 from llmtrain.cluster.doctor.checks import Finding, Level, Survey
 from llmtrain.cluster.gpus import as_list, memory_fault, read_xids, section
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.units import GIB, size
 
 _LEAST_DRIVER = {"12": 525, "13": 580}
 """By CUDA's major version: NVIDIA's table of compatibility, Linux."""

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.units import counted, duration
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Survey
 from llmtrain.cluster.doctor.compare import right_interfaces
-from llmtrain.units import counted, duration
 
 _MANY = 32
 """From this number of hosts on, hosts whose cells are all equal share a line."""
@@ -115,7 +115,7 @@ def print_report(report: Report, console: Console) -> None:
     for line in explained(report.findings):
         console.print(line, soft_wrap=True)
     for note in report.notes:
-        console.print(Text(foreign.shown(note, lines=True)), soft_wrap=True)
+        console.print(Text(untrusted.shown(note, lines=True)), soft_wrap=True)
     red = sum(finding.level == "red" for finding in report.findings)
     yellow = len(report.findings) - red
     verdict = f"{red} to fix, {yellow} to know" if report.findings else "all in order"
@@ -153,8 +153,8 @@ def explained(findings: Iterable[Finding]) -> list[Text]:
         shown = compressed(hosts)
         name = hosts[0] if len(hosts) == 1 else "HOST"
         lines.append(Text.assemble((f"{level:<6} ", _MARKS[level][1]), (f"{check}: ", "bold"), f"{shown}: "))
-        lines[-1].append(foreign.shown(what.replace("\0", name), lines=True))
-        lines.append(Text(foreign.shown(f"       fix: {fix}".replace("\0", name), lines=True)))
+        lines[-1].append(untrusted.shown(what.replace("\0", name), lines=True))
+        lines.append(Text(untrusted.shown(f"       fix: {fix}".replace("\0", name), lines=True)))
     return lines
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from llmtrain.base.errors import UserError
+from llmtrain.base.files import replace_file
 from llmtrain.cluster.doctor import wire
-from llmtrain.errors import UserError
-from llmtrain.files import replace_file
 
 _TOKEN = "llmtrain sites measure"
 _WINDOW_S, _LONGEST_WINDOW_S = 1.5, 6.0

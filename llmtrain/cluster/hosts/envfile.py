@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmtrain import units
-from llmtrain.errors import ConfigError
-from llmtrain.redact import is_secret, redact_text
+from llmtrain.base import units
+from llmtrain.base.errors import ConfigError
+from llmtrain.base.redact import is_secret, redact_text
 
 MAX_BYTES = 1 << 20
 DEEPSPEED_ENV = ".deepspeed_env"

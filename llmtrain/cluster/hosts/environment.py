@@ -15,10 +15,10 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from llmtrain.base.errors import ConfigError
+from llmtrain.base.redact import is_secret, redact_text
 from llmtrain.cluster.hosts.envfile import NAME
 from llmtrain.cluster.hosts.ssh import on_hosts
-from llmtrain.errors import ConfigError
-from llmtrain.redact import is_secret, redact_text
 
 SECRETS_VARIABLE = "LLMTRAIN_SECRETS"
 """Names the file that `load_secrets` reads; set by the launcher."""

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import psutil
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.errors import ConfigError
 
 
 def is_alone(hosts: Sequence[Host]) -> bool:

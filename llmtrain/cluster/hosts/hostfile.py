@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmtrain import units
-from llmtrain.errors import ConfigError
+from llmtrain.base import units
+from llmtrain.base.errors import ConfigError
 
 MAX_SLOTS = 1024
 """More ranks than any host has devices or cores: a larger number is a slip of the finger."""

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.hosts.trouble import Trouble, from_ssh, noisy, timed_out
-from llmtrain.errors import ConfigError
 
 FAN_OUT = 64
 """Hosts asked at the same time, each by a thread and an ssh process."""

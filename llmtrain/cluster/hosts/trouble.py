@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
 
 Kind = Literal["resolve", "refused", "unreachable", "timeout", "host_key", "key", "prompt", "noise", "died"]
 
@@ -164,4 +164,4 @@ def noisy(host: str, noise: str, dropped: bool) -> Trouble:
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return foreign.shown(lines[-1], 200) if lines else ""
+    return untrusted.shown(lines[-1], 200) if lines else ""

@@ -19,7 +19,9 @@ from typing import Any
 
 from rich.console import Console
 
-from llmtrain import foreign, log, units
+from llmtrain.base import log, units, untrusted
+from llmtrain.base.errors import ConfigError
+from llmtrain.base.redact import redact
 from llmtrain.cluster.doctor.quick import quick
 from llmtrain.cluster.doctor.report import WITHOUT_TERMINAL, print_report
 from llmtrain.cluster.hosts.environment import SECRETS_VARIABLE, deliver, remove
@@ -45,8 +47,6 @@ from llmtrain.cluster.launch.plan import (
     write_files,
 )
 from llmtrain.cluster.launch.supervise import FAULT_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, Attempt, Supervisor
-from llmtrain.errors import ConfigError
-from llmtrain.redact import redact
 
 _POLL_S = 0.2
 _ANSWER_S = 10.0
@@ -388,4 +388,4 @@ def _code_of(number: int) -> int:
 
 
 def _say(text: str) -> None:
-    print(foreign.shown(text, lines=True), file=sys.stderr, flush=True)
+    print(untrusted.shown(text, lines=True), file=sys.stderr, flush=True)

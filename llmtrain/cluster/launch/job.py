@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmtrain import log
+from llmtrain.base import log
 from llmtrain.cluster import messages
 
 TRAIN = ("llmtrain", "train")

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain import units
+from llmtrain.base import units
+from llmtrain.base.errors import ConfigError
+from llmtrain.base.redact import redact_argv
 from llmtrain.cluster import messages
 from llmtrain.cluster.doctor.quick import Needs
 from llmtrain.cluster.hosts.envfile import read_env_file
@@ -24,8 +26,6 @@ from llmtrain.cluster.hosts.here import is_alone
 from llmtrain.cluster.hosts.hostfile import Host, include_of, render
 from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.job import TRAIN, on_terminal
-from llmtrain.errors import ConfigError
-from llmtrain.redact import redact_argv
 
 # A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"

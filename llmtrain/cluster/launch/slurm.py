@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.hosts.hostfile import Host, name_problem
 from llmtrain.cluster.launch.job import TRAIN
-from llmtrain.errors import ConfigError
 
 MAX_HOSTS = 100_000
 _ANSWERS_S = 30.0

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llmtrain import units
+from llmtrain.base import units
 
 FAULT_CODE = 1
 """Exit code of a launch that ended by a fault and was not, or could not be, restarted."""

@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain import foreign
+from llmtrain.base import untrusted
+from llmtrain.base.files import lock_folder
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import link
 from llmtrain.cluster.watch.capture import captured, with_gpus
@@ -29,7 +30,6 @@ from llmtrain.cluster.watch.judge import Judge, Pauses, Stragglers, Verdict
 from llmtrain.cluster.watch.notes import Notes
 from llmtrain.cluster.watch.observe import HostRanks
 from llmtrain.cluster.watch.proc import oom_kills
-from llmtrain.files import lock_folder
 
 _TICK_S, _SOONEST_S = 0.5, 0.1
 """Between two looks at everything. Reports come at any time: of 1,000 hosts, each must not cost a look."""
@@ -378,7 +378,7 @@ def _event(explanation: Explanation, facts: JobFacts) -> dict[str, Any]:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        print(foreign.shown(text, lines=True), file=sys.stderr, flush=True)
+        print(untrusted.shown(text, lines=True), file=sys.stderr, flush=True)
 
 
 def main() -> int:

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmtrain import log, units
+from llmtrain.base import log, units
+from llmtrain.base.files import lock_folder, replace_file
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import proc
 from llmtrain.cluster.watch.ending import Process
 from llmtrain.cluster.watch.heartbeat import read
-from llmtrain.files import lock_folder, replace_file
 
 AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
 """How to reach this host's watch; who is in the job; what the job runs."""

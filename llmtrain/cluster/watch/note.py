@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from llmtrain.redact import redact
+from llmtrain.base.redact import redact
 
 
 def main() -> int:

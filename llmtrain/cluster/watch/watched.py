@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmtrain import log
+from llmtrain.base import log
+from llmtrain.base.errors import UserError
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import stderr
 from llmtrain.cluster.watch.ending import MARK
@@ -32,7 +33,6 @@ from llmtrain.cluster.watch.explain.wording import own_line, place
 from llmtrain.cluster.watch.folder import AGENT, JOB, RECORD_WANTED, RUN, make_folder, of_rank, read_json, write_json
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.cluster.watch.observe import STACK_SIGNAL, write_error
-from llmtrain.errors import UserError
 
 _AGENT_STARTS_S = 20.0
 _CONNECT_GRACE_S = 30.0

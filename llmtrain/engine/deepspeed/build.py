@@ -17,16 +17,16 @@ from deepspeed.utils import groups
 from torch import nn
 
 from llmtrain.config.run import ResolvedOptim
-from llmtrain.dist.ranks import Ranks
+from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed import patches
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.optimizers import build_optimizer
 from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.engine.deepspeed.zero_step import choosing_optimizers, shorten_step
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.malloc import return_freed_memory
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.topology import Mix
 
 
 def build_engine(

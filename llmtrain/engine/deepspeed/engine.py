@@ -15,13 +15,13 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import Tensor
 
+from llmtrain.base.errors import ModelError, TrainingStopped
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.loader import MicroBatch
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
 from llmtrain.engine.api import ForwardCopy, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State
-from llmtrain.errors import ModelError, TrainingStopped
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models import patches
 from llmtrain.models.attention import gets_mask, without_cudnn
 from llmtrain.models.experts import RoutingFigures

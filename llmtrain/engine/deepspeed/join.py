@@ -13,12 +13,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from llmtrain.cluster.watch import watched
-from llmtrain.dist.connect import connect_all
-from llmtrain.dist.device import own_device
-from llmtrain.dist.ranks import Ranks
-from llmtrain.dist.rendezvous import meet
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
+from llmtrain.engine.dist.connect import connect_all
+from llmtrain.engine.dist.device import own_device
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.dist.rendezvous import meet
 from llmtrain.engine.malloc import keep_freed_memory
 from llmtrain.models import compiler
 

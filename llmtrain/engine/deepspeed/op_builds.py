@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmtrain.base.log import warn
 from llmtrain.cluster.doctor.probe import BUILD_LOCK, users_of
-from llmtrain.log import warn
 
 
 @contextlib.contextmanager

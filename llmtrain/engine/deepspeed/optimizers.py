@@ -16,15 +16,15 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
 
+from llmtrain.base.log import warn
 from llmtrain.config.run import ResolvedOptim
+from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed.moments import MOMENTS, MOMENTUM, Bf16Moments
 from llmtrain.engine.deepspeed.zero_step import LARGEST_GROUP
-from llmtrain.log import warn
 from llmtrain.models import compiler
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
-from llmtrain.optimizers import OPTIMIZERS
-from llmtrain.topology import Mix
+from llmtrain.optim.optimizers import OPTIMIZERS
 
 _MUON = "deepspeed.runtime.zero.muon"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from llmtrain.errors import ConfigError
+from llmtrain.base.errors import ConfigError
 
 VERIFIED = "0.19.8"
 """The DeepSpeed whose private parts were read; zero_step.py compares the code of what it replaces."""

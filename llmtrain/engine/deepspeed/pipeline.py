@@ -12,14 +12,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceTiedGrads
 from torch import Tensor
 
+from llmtrain.base.errors import ModelError
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.loader import MicroBatch
-from llmtrain.dist.control import AgreedError, from_all
-from llmtrain.dist.ranks import Ranks
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.state import base_optimizer
-from llmtrain.errors import ModelError
+from llmtrain.engine.dist.control import AgreedError, from_all
+from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.pipeline import PipelineLanguageModel
 from llmtrain.objectives.next_token import NEXT_TOKEN

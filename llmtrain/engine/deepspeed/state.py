@@ -22,7 +22,7 @@ from torch import Tensor
 from llmtrain.engine.api import ForwardCopy, StateTensor
 from llmtrain.engine.deepspeed.moments import moments_of
 from llmtrain.models.parameters import LocalParameter, Packed
-from llmtrain.optimizers import PARAM
+from llmtrain.optim.optimizers import PARAM
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch import Tensor
 
-from llmtrain.errors import ConfigError
+from llmtrain.base.errors import ConfigError
 
 LARGEST_GROUP = 500_000_000
 """Elements of a parameter group: ZeRO 1 and 2 flatten a group's gradients and copy them to fp32, 6 bytes an element,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 
 _KEY = "pipeline.partition"
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.errors import ConfigError, ModelError
+from llmtrain.base.errors import ConfigError, ModelError
+from llmtrain.config.topology import Mix
 from llmtrain.models.build import DTYPES, materialise
 from llmtrain.models.experts import (
     ExpertBlock,
@@ -31,8 +32,7 @@ from llmtrain.models.parallel.deepspeed_private import (
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parameters import Shard, set_shard
 from llmtrain.models.structure.probe import probe_copy
-from llmtrain.tensors.region import Region, whole
-from llmtrain.topology import Mix
+from llmtrain.storage.region import Region, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llmtrain.topology import Degrees
+from llmtrain.config.topology import Degrees
 
 
 def site() -> Any:

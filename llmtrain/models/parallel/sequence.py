@@ -22,7 +22,7 @@ import torch.distributed as dist
 from deepspeed.sequence.layer import register_all_to_all_group
 from torch import Tensor
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 from llmtrain.models.language import LanguageModel, documents_in_rows
 from llmtrain.models.parallel.deepspeed_private import all_to_all
 from llmtrain.models.patches import masks_of_whole_rows, stand_before_attention

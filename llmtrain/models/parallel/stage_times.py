@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.batch import Batch
-from llmtrain.errors import ModelError
 from llmtrain.models.head import Head
 from llmtrain.models.parallel.balance import Weights
 from llmtrain.models.parallel.mesh import Mesh

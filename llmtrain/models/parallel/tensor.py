@@ -13,7 +13,8 @@ import torch.distributed as dist
 from deepspeed.module_inject.layers import set_autotp_mode
 from torch import Tensor, nn
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
+from llmtrain.config.topology import Mix
 from llmtrain.models.adapter import put_around
 from llmtrain.models.build import DTYPES
 from llmtrain.models.experts import avoid_grouped_product
@@ -27,8 +28,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
 from llmtrain.models.structure.rehearsal import divide_heads
-from llmtrain.tensors.region import Region, shard, whole
-from llmtrain.topology import Mix
+from llmtrain.storage.region import Region, shard, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

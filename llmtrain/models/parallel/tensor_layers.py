@@ -85,7 +85,7 @@ class Column(LinearLayer):
 
     @overrides(LinearLayer)
     def _mark_uc_metadata(self) -> None:
-        """Our checkpoints know shards as regions (tensors/region.py)."""
+        """Our checkpoints know shards as regions (storage/region.py)."""
 
 
 class Row(LinearAllreduce):

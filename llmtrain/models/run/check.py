@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.objective import SCORED
 from llmtrain.config.problems import Places, Problems
 from llmtrain.config.run import ModelConfig, ResolvedRun
-from llmtrain.errors import ModelError
 from llmtrain.models.adapter import lora_config, other_maps, saved_paths, target_paths
 from llmtrain.models.build import decoder_layers, layer_configs, load_config
 from llmtrain.models.experts import check_stages, expert_blocks

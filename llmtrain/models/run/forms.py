@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ResolvedRun, RunConfig
-from llmtrain.errors import ModelError
+from llmtrain.config.topology import Mix
 from llmtrain.models.build import DTYPES, construct, decoder_layers, materialise, restore_buffers
 from llmtrain.models.experts import check_stages, expert_blocks
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.spec import ModelSpec
-from llmtrain.topology import Mix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

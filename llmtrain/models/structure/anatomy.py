@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 from llmtrain.models.frozen import named_tensors
 from llmtrain.models.loss import HeadForm
 from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer

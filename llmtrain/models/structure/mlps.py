@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 from llmtrain.models.build import decoder_layers
 from llmtrain.models.experts import expert_blocks
 from llmtrain.models.structure.probe import Call, Watch, probe_copy, run_copy

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 from llmtrain.models.frozen import freeze
 from llmtrain.models.patches import attention_is, build_with
 from llmtrain.models.structure.shrink import shrunk_config, without_dropout

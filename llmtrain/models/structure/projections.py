@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 from llmtrain.models.structure.anatomy import Anatomy, layer_paths, probe_tokens
 from llmtrain.models.structure.layer_graph import LayerGraph
 from llmtrain.models.structure.mlps import mlps_of

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 from llmtrain.models.structure.probe import Call
 
 _SECONDS = 60.0

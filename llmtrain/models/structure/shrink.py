@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmtrain import cli
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint import build
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import MANIFEST, Manifest, complete_checkpoints, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.errors import CheckpointError
-from llmtrain.tensors.tensorfile import TensorFile
+from llmtrain.storage.tensorfile import TensorFile
 from tests.helpers.checkpoints import (
     LLAMA,
     SHAPES,

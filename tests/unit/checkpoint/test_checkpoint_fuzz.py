@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.diff import diff
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, read_trainer
 from llmtrain.checkpoint.hf.exporting import export_hf
@@ -29,11 +30,10 @@ from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import looks_good
 from llmtrain.checkpoint.verify import verify
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.models.build import load_config
 from llmtrain.models.source import SafetensorsSource
-from llmtrain.tensors.checksum import checksum
-from llmtrain.tensors.tensorfile import numel
+from llmtrain.storage.checksum import checksum
+from llmtrain.storage.tensorfile import numel
 from tests.helpers.checkpoints import LLAMA, SHAPES, WHOLE_LLAMA, resign, sign, tensors, write_checkpoint
 from tests.helpers.mutations import mutate_bytes, mutate_folder, mutate_header, mutate_json, mutate_tree
 

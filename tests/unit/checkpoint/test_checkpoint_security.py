@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import save_file
 
 from llmtrain import cli
+from llmtrain.base.errors import CheckpointError, UserError
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, Manifest, read_trainer
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.errors import CheckpointError, UserError
-from llmtrain.tensors.tensorfile import TensorFile, TensorFileError
+from llmtrain.storage.tensorfile import TensorFile, TensorFileError
 from tests.helpers.checkpoints import LLAMA, SHAPES, resign, sign, tensors, write_checkpoint
 
 RANK = "rank-00001.safetensors"

@@ -74,7 +74,7 @@ def test_ls_as_json(run: Path, say: Say) -> None:
 def test_looking_loads_no_torch(run: Path, command: str) -> None:
     words = [command, str(run), *(["--keep", "1"] if command == "prune" else [])]
     code = (
-        "import sys; from llmtrain.checkpoints import main; main(sys.argv[1:]); "
+        "import sys; from llmtrain.commands.checkpoint import main; main(sys.argv[1:]); "
         "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmtrain.base.errors import CheckpointError, ModelError
 from llmtrain.checkpoint.format import MANIFEST, Manifest, hash_file
 from llmtrain.checkpoint.hf import exporting, proofs
 from llmtrain.checkpoint.hf.beside import MARK
@@ -27,7 +28,6 @@ from llmtrain.checkpoint.hf.proofs import ProofError, Report, prove_logits
 from llmtrain.checkpoint.hf.special_tokens import sampling_defaults
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import CheckpointError, ModelError
 from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.layout import FolderLayout
 from llmtrain.models.source import SafetensorsSource

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint import build
 from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.hf import importing, proofs
@@ -16,7 +17,6 @@ from llmtrain.checkpoint.hf.beside import MARK
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.importing import import_hf
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.errors import CheckpointError
 from tests.helpers.hf_folders import FAMILIES, model_folder, new_model
 
 pytestmark = pytest.mark.long

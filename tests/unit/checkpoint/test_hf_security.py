@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmtrain.base.errors import ModelError, UserError
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.importing import import_hf
-from llmtrain.errors import ModelError, UserError
 from tests.helpers.hf_folders import model_folder, new_model
 
 INDEX = "model.safetensors.index.json"

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.native.pickles import PickleFile
-from llmtrain.errors import CheckpointError
 
 VALUES = torch.arange(6.0).reshape(2, 3)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.choice import candidates
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
-from llmtrain.errors import CheckpointError
 from tests.helpers.checkpoints import write_checkpoint
 
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.hf import exporting
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.checkpoint.hf.serving import prove_serving
-from llmtrain.data import prepare as preparing
+from llmtrain.commands.prepare import main
 from llmtrain.data import rendering
 from llmtrain.data.sample import CONVERSATIONS, NAME
 from llmtrain.data.tokenize import fingerprint
-from llmtrain.errors import CheckpointError
 from tests.helpers.chat import CHATML, GENERATION, KINDS, workers_here, write_tokenizer
 from tests.helpers.chat_families import FAMILIES
 from tests.helpers.chat_oracle import conversations, write_family
@@ -36,7 +36,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> Any:
         source, out = model.with_name(f"{model.name}.jsonl"), model.with_name(f"{model.name}-data")
         source.write_text("".join(json.dumps(record) + "\n" for record in records))
         fixed = ["--source", str(source), "--out", str(out), "--tokenizer", str(model), "--max-rejected", "999"]
-        assert preparing.main([*fixed, "--validation-fraction", "0.1", "--shard-bytes", "9000", *words]) == 0
+        assert main([*fixed, "--validation-fraction", "0.1", "--shard-bytes", "9000", *words]) == 0
         return out
 
     return call

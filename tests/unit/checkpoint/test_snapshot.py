@@ -16,8 +16,8 @@ from llmtrain.checkpoint import host_copy, snapshot
 from llmtrain.checkpoint.host_copy import HostCopy
 from llmtrain.checkpoint.snapshot import RankFile, Snapshot, lock_pages
 from llmtrain.engine.api import StateTensor
-from llmtrain.optimizers import PARAM
-from llmtrain.tensors.region import whole
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.storage.region import whole
 
 
 class Stream:

@@ -11,7 +11,7 @@ import pytest
 from llmtrain.checkpoint import writer
 from llmtrain.checkpoint.format import MANIFEST, Manifest, problems
 from llmtrain.checkpoint.frozen import NOWHERE
-from llmtrain.tensors.checksum import checksum_array
+from llmtrain.storage.checksum import checksum_array
 
 
 @pytest.fixture

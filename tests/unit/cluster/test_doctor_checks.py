@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llmtrain import doctor
 from llmtrain.cluster.doctor import checks, compare, fabric, probe, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds
@@ -26,6 +25,7 @@ from llmtrain.cluster.hosts.hostfile import Host, read_hostfile
 from llmtrain.cluster.hosts.ssh import Answer
 from llmtrain.cluster.hosts.trouble import Trouble
 from llmtrain.cluster.launch import attempts
+from llmtrain.commands import doctor
 
 NAMES = ["node-1", "node-2", "node-3"]
 

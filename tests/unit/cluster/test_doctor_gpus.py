@@ -14,7 +14,7 @@ from llmtrain.cluster import gpus
 from llmtrain.cluster.doctor import all_reduce, gpu_checks, probe, survey
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.dist import fabric
+from llmtrain.engine.dist import fabric
 from tests.helpers import gpu_texts as texts
 from tests.helpers.launching import free_port
 from tests.unit.cluster.test_doctor_checks import healthy
@@ -231,8 +231,8 @@ def test_a_host_starts_a_process_for_each_of_its_ranks(tmp_path: Path) -> None:
         "mark": "answer: ", "backend": "gloo", "ranks": ["node-1 GPU 0", "node-1 GPU 1"], "here": [[0, 0], [1, 1]],
         "address": "127.0.0.1", "port": free_port(), "rounds": [[[0, 1]]], "limit_s": 60.0,
     }  # fmt: skip
-    words = [sys.executable, "-m", "llmtrain.dist.fabric", json.dumps(questions)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(fabric.__file__).parents[2])
+    words = [sys.executable, "-m", "llmtrain.engine.dist.fabric", json.dumps(questions)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(fabric.__file__).parents[3])
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer: ")]
     said = json.loads(line.removeprefix("answer: "))
     assert done.returncode == 0, (said, done.stderr)

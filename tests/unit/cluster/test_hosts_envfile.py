@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain import cli
+from llmtrain.base.errors import UserError
 from llmtrain.cluster.hosts.envfile import EnvFileError, deepspeed_env_problems, read_env_file
-from llmtrain.errors import UserError
 from tests.unit.cluster.test_hosts_environment import PAYLOADS, SECRET, SEED
 from tests.unit.cluster.test_hosts_environment import hosts as hosts  # the fixture
 

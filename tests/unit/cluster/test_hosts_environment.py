@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from llmtrain import cli
+from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.hosts import environment
 from llmtrain.cluster.hosts.environment import deepspeed_env, deliver, for_pdsh, load_secrets, travelling
-from llmtrain.errors import ConfigError
 
 SEED = 20261121
 SECRET = "canary-9f3a7c11"

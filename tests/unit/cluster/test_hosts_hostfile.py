@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.base.errors import UserError
 from llmtrain.cluster.hosts.hostfile import Host, HostfileError, include_of, read_hostfile, render, select
-from llmtrain.errors import UserError
 
 SEED = 20261121
 GOOD = b"# training hosts\n\nnode-1 slots=4\nnode-2.rack_7.example.org\tslots=8   # the new one\r\n  10.0.0.7 slots=1\n"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.doctor import compare
 from llmtrain.cluster.hosts.interfaces import GLOO, NCCL
-from llmtrain.dist import interfaces
-from llmtrain.errors import ConfigError
+from llmtrain.engine.dist import interfaces
 from tests.unit.cluster.test_doctor_checks import NAMES, healthy
 
 LO = {"lo": "127.0.0.1"}

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.hosts.ssh import MAX_BYTES, Answer, Trouble, on_hosts
-from llmtrain.errors import ConfigError
 
 FAKE = r"""#!/bin/bash
 [ "$1" = -G ] && { echo "identityfile $KEY"; exit 0; }

@@ -21,8 +21,8 @@ from llmtrain.cluster.launch.attempts import Launch
 from llmtrain.cluster.launch.job import Job
 from llmtrain.cluster.launch.plan import Options, Run
 from llmtrain.cluster.launch.supervise import Attempt
-from llmtrain.launch import main as launch
-from llmtrain.launch import resolves
+from llmtrain.commands.launch import main as launch
+from llmtrain.commands.launch import resolves
 from tests.unit.cluster.test_launch_plan import recipe as recipe  # the fixture
 
 pytestmark = pytest.mark.long

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 LAUNCH = """
 import sys
-from llmtrain import launch
+from llmtrain.commands import launch
 from llmtrain.cluster.launch import attempts
 attempts.command = lambda *_: [sys.executable, "job.py"]
 attempts.AGENTS_LEAVE_S = 0.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.launch.slurm import MAX_HOSTS, become_rank, expand, hostfile, hosts_of, tasks_per_node
-from llmtrain.errors import ConfigError
 
 
 @pytest.mark.parametrize(

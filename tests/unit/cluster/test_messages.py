@@ -6,12 +6,12 @@ import time
 
 import pytest
 
+from llmtrain.base.errors import ConfigError, UserError
 from llmtrain.cluster import messages
 from llmtrain.cluster.launch.supervise import Attempt
 from llmtrain.cluster.watch import watched
-from llmtrain.dist.control import AgreedError
-from llmtrain.dist.rendezvous import RanksDiffer, RendezvousError
-from llmtrain.errors import ConfigError, UserError
+from llmtrain.engine.dist.control import AgreedError
+from llmtrain.engine.dist.rendezvous import RanksDiffer, RendezvousError
 
 
 def test_a_message_survives_the_launchers_prefix(capfd, monkeypatch):

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
+from llmtrain.base.files import lock_folder
 from llmtrain.cluster.watch import ending, folder, observe, proc, watched
 from llmtrain.cluster.watch.explain.facts import RankFacts
 from llmtrain.cluster.watch.heartbeat import PHASES, Heartbeat, named, read
 from llmtrain.cluster.watch.link import Server, answers, call, wait
-from llmtrain.files import lock_folder
 
 
 @pytest.fixture

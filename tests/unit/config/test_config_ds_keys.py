@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from llmtrain import cli
+from llmtrain.base.errors import ConfigError
 from llmtrain.config import ds_keys
 from llmtrain.config.deepspeed import deep_check
 from llmtrain.config.load import load
-from llmtrain.errors import ConfigError
 from tests.helpers.config_workplace import ranks_at_least, write
 
 ROOT = Path(__file__).parents[3]

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.check import examine
+from llmtrain.base.errors import ConfigError, UserError
+from llmtrain.commands.check import examine
 from llmtrain.config import ds_keys
 from llmtrain.config.load import load
 from llmtrain.config.reference import schema
-from llmtrain.errors import ConfigError, UserError
 from llmtrain.models import build
 from tests.helpers.config_workplace import merged, write
 

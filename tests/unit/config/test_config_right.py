@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain import cli
+from llmtrain.base.units import count, size
 from llmtrain.config import strict_yaml
 from llmtrain.config.batch import solve
 from llmtrain.config.dump import dump
@@ -22,7 +23,6 @@ from llmtrain.config.load import load, parse
 from llmtrain.config.problems import Problems
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ModelConfig, ResolvedRun, RunConfig, TrackingConfig
-from llmtrain.units import count, size
 from tests.helpers.config_workplace import RUN, ranks_at_least, write
 
 ROOT = Path(__file__).parents[3]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.config.objective import DISTILL, NEXT_TOKEN, OBJECTIVES
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainConfig
 from llmtrain.config.together import ADAPTERS, FORMS, OPTIONS, against, markdown, pair, refusals
-from llmtrain.errors import ConfigError
-from llmtrain.topology import Mix
+from llmtrain.config.topology import Mix
 from tests.ranks import test_adapter, test_preference
 
 ROWS = {**{name: (NEXT_TOKEN, adapter) for name, adapter in ADAPTERS.items()},

@@ -20,6 +20,8 @@ import xxhash
 import zstandard
 
 from llmtrain import cli
+from llmtrain.base.errors import DataError
+from llmtrain.commands.prepare import main
 from llmtrain.config.problems import Problems
 from llmtrain.config.rules import _check_length
 from llmtrain.config.run import DataConfig, RunConfig
@@ -28,10 +30,8 @@ from llmtrain.data.bestfit import best_fit
 from llmtrain.data.loader import TrainLoader
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.packing import TrainData
-from llmtrain.data.prepare import main
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder
-from llmtrain.errors import DataError
 from tests.helpers.chat import KINDS, expected, workers_here, write_tokenizer
 
 pytestmark = pytest.mark.long

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from llmtrain.data.prepare import main
+from llmtrain.commands.prepare import main
 from tests.helpers.chat_families import FAMILIES
 from tests.helpers.chat_oracle import write_family
 

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from llmtrain.commands.prepare import main
 from llmtrain.data import lessons as made
 from llmtrain.data.lessons import SOURCES, Lesson, lessons, lines
 from llmtrain.data.manifest import SPLITS
-from llmtrain.data.prepare import main
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import SEPARATOR, TURNS, Encoder, train_bpe
 

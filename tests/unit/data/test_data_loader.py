@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
 from llmtrain.data.baseline import ngram_baselines
 from llmtrain.data.loader import MicroBatch, TrainLoader, check_vocabulary, validation_batches
 from llmtrain.data.packing import TrainData
 from llmtrain.data.shards import PreparedSet
-from llmtrain.errors import DataError
 from tests.helpers.prepared import random_shards, write_prepared
 
 T = 16

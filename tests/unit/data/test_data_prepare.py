@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from llmtrain import cli
-from llmtrain.data.prepare import main
+from llmtrain.base.errors import DataError
+from llmtrain.commands.prepare import main
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import Encoder, as_ids, dtype_for, fingerprint
-from llmtrain.errors import DataError
 
 pytestmark = pytest.mark.long
 
@@ -383,7 +383,7 @@ def test_an_id_out_of_range_is_refused() -> None:
 
 def test_start_is_quick_and_imports_nothing_heavy() -> None:
     code = (
-        "import sys, llmtrain.data.prepare\n"
+        "import sys, llmtrain.commands.prepare\n"
         "print([m for m in ('torch', 'transformers', 'tokenizers', 'datasets', 'pyarrow') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -408,7 +408,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     argv += ["--shard-bytes", str(1 << 30), "--processes", "1", "--validation-fraction", "0"]
     # VmHWM, not ru_maxrss, for the process itself: the latter counts what pytest held when it forked.
     code = (
-        "import re, resource, sys\nfrom llmtrain.data.prepare import main\ncode = main(sys.argv[1:])\n"
+        "import re, resource, sys\nfrom llmtrain.commands.prepare import main\ncode = main(sys.argv[1:])\n"
         "print('KiB', re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
         "print('KiB', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\nsys.exit(code)"
     )

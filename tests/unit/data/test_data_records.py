@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from llmtrain.base.errors import DataError
 from llmtrain.data.records import Document, Rejection, read_piece
 from llmtrain.data.sources import find_files, plan_units
-from llmtrain.errors import DataError
 
 LIMIT = 1000
 UNIT = 1 << 20

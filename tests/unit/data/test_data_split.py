@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain.data.prepare import main
+from llmtrain.commands.prepare import main
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.split import draw, parts
 from llmtrain.data.tokenize import Encoder

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig, ObjectiveConfig
 from llmtrain.data import teacher
 from llmtrain.data.manifest import Split
 from llmtrain.data.packing import TrainData
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.teacher import ColumnWriter
-from llmtrain.errors import DataError
 from tests.helpers.chat import KINDS, write_tokenizer
 from tests.helpers.preference import preferences
 
@@ -25,7 +25,7 @@ DISTILL = ObjectiveConfig(name="distill", teacher="t", top_k=K, temperature=2.0)
 
 
 def prepare(folder: Path, records: list[dict[str, object]], *form: str) -> str:
-    from llmtrain.data.prepare import main
+    from llmtrain.commands.prepare import main
 
     write_tokenizer(folder / "tokenizer", KINDS["chatml"])
     source = folder / "some.jsonl"

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from llmtrain import cli
+from llmtrain.base.errors import DataError
+from llmtrain.commands.prepare import main
 from llmtrain.config.run import DataConfig
 from llmtrain.data.chat import ChatEncoder, ChatOptions
 from llmtrain.data.messages import RefusedError
 from llmtrain.data.packing import TrainData
-from llmtrain.data.prepare import main
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import stop_tokens
-from llmtrain.errors import DataError
 from tests.helpers.chat import CHATML, KINDS, Kind, expected, write_tokenizer
 
 ASKED = [

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.base.errors import DataError
+from llmtrain.commands.prepare import main
 from llmtrain.data import rendering
 from llmtrain.data.chat import ChatEncoder, ChatOptions
 from llmtrain.data.messages import RefusedError
-from llmtrain.data.prepare import main
-from llmtrain.errors import DataError
 from tests.helpers.chat import CHATML, KINDS, write_tokenizer
 
 RECORD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}

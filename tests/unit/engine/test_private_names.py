@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.engine.deepspeed import patches
-from llmtrain.errors import ConfigError
 
 PACKAGE = Path(patches.__file__).parents[2]
 ELSEWHERE = {

@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import ModelError
 from llmtrain.models.build import construct, load_config, skeleton
 from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
 from llmtrain.models.structure.anatomy import Anatomy, anatomy_of

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 from llmtrain.models.parallel.balance import Weights, balanced, bubble_share, explain, given, uniform
 
 

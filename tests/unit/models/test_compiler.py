@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from llmtrain.config.run import OptimConfig
 from llmtrain.engine.deepspeed import optimizers
 from llmtrain.models import compiler, loss
-from llmtrain.topology import Mix
+from llmtrain.config.topology import Mix
 
 reason = compiler.trouble(torch.device("cpu"))
 assert reason and "build-essential" in reason and "TORCHDYNAMO" not in reason, reason

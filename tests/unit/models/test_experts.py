@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.load import parse
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import ModelError
 from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.experts import balance_coefficient, check_stages, expert_blocks, experts_per_token
 from llmtrain.models.spec import ModelSpec

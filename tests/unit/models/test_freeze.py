@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.patches import loop_over_experts
 from llmtrain.models.spec import ModelSpec
 from llmtrain.parity.small import patterns_here

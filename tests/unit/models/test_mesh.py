@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from llmtrain.config.topology import Degrees
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.topology import Degrees
 
 MIXES = [
     {"tensor": 1},

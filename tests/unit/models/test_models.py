@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llmtrain.base.errors import ModelError, UserError
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import ModelError, UserError
 from llmtrain.models import varlen
 from llmtrain.models.build import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel, from_host, to_host
@@ -18,7 +18,7 @@ from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.source import RandomSource, SafetensorsSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.varlen import Documents, set_documents
-from llmtrain.tensors.checksum import checksum
+from llmtrain.storage.checksum import checksum
 from tests.helpers.compiled import flash_on_cpu
 from tests.helpers.families import summed_loss
 
@@ -262,7 +262,7 @@ def test_sdpa_is_refused_where_scores_are_capped(monkeypatch: pytest.MonkeyPatch
     """Also by transformers 5.17, which takes it and leaves the cap out."""
     from transformers import AutoConfig, Gemma2PreTrainedModel
 
-    from llmtrain.errors import ModelError
+    from llmtrain.base.errors import ModelError
     from llmtrain.models.build import construct
 
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.errors import ModelError
+from llmtrain.base.errors import ModelError
 from llmtrain.models.structure.anatomy import anatomy_of
 from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
 from llmtrain.models.structure.projections import Projections, projections

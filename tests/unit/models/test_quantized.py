@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llmtrain.errors import ConfigError
+from llmtrain.base.errors import ConfigError
 from llmtrain.models.parameters import local_parameter
 from llmtrain.models.quantized import PackedLinear, need_bitsandbytes
 from llmtrain.parity.adapter import NF4, in_four_bits

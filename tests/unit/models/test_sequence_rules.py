@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config.load import load
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.parallel.sequence import check_attention
 from tests.helpers.config_workplace import write

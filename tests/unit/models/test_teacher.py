@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config.run import ModelConfig, ObjectiveConfig
-from llmtrain.errors import ConfigError, ModelError
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, load_teacher, teacher_checksums, teacher_model
 from tests.helpers.chat import KINDS, write_tokenizer

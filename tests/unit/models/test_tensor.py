@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import ModelError
 from llmtrain.models.build import load_config, skeleton
 from llmtrain.models.parallel.tensor import _drops, _expert_shards, _expert_width, _map_shards, check_degree
 from llmtrain.models.parallel.vocabulary import _counts

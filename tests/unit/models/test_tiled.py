@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ModelConfig
-from llmtrain.errors import ModelError
 from llmtrain.models.build import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.structure.mlps import dense_mlps

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from llmtrain.base.errors import ConfigError
 from llmtrain.config.objective import check_objective, wants_column
 from llmtrain.config.problems import Problems
 from llmtrain.config.run import AdapterConfig, ObjectiveConfig, RunConfig
-from llmtrain.errors import ConfigError
 
 pytestmark = pytest.mark.needs("peft")
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from llmtrain import cli
+from llmtrain.base.errors import DataError
+from llmtrain.commands.prepare import main
 from llmtrain.config.objective import OBJECTIVES, filled
 from llmtrain.config.run import DataConfig, ObjectiveConfig
 from llmtrain.data.chat import ChatEncoder, ChatOptions
@@ -21,12 +23,10 @@ from llmtrain.data.loader import AnswerBatch, TrainLoader, UnpairedBatch, batche
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.messages import RefusedError
 from llmtrain.data.packing import TrainData
-from llmtrain.data.prepare import main
 from llmtrain.data.reference import read_reference, write_reference
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import stop_tokens
 from llmtrain.data.unpaired import partners
-from llmtrain.errors import DataError
 from llmtrain.models import loss
 from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, token_nll
 from llmtrain.objectives.preference import LOSSES, Answers

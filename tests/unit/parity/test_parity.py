@@ -21,17 +21,17 @@ import psutil
 import pytest
 import torch
 
+from llmtrain.base.errors import UserError
 from llmtrain.config.ds_json import read
 from llmtrain.config.run import DataConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
-from llmtrain.dist.local_ranks import RankError, Ranks
-from llmtrain.errors import UserError
+from llmtrain.config.topology import Degrees
+from llmtrain.engine.dist.local_ranks import RankError, Ranks
 from llmtrain.parity.compare import KINDS, compare
 from llmtrain.parity.hints import hint
 from llmtrain.parity.plan import Wanted, small_run, small_tree, usual_ranks
 from llmtrain.parity.reference import PlainOptimizer, _rows, newton_schulz_dtype, orthogonalised, train_plainly
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
-from llmtrain.topology import Degrees
 from tests.helpers.parity import Form, references, resolved
 from tests.helpers.processors import fp16
 
@@ -185,7 +185,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.models.build.load_config",
         "llmtrain.models.source.ParameterSource",
         "llmtrain.models.spec.ModelSpec",
-        "llmtrain.optimizers.OPTIMIZERS",
+        "llmtrain.optim.optimizers.OPTIMIZERS",
         "llmtrain.parity.adapter.adapt_plainly",
         "llmtrain.parity.adapter.base_of",
         "llmtrain.parity.adapter.frozen_beside",
@@ -383,7 +383,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path, by: signal.Signals) -> Non
     code = """
 from pathlib import Path
 import sys
-from llmtrain.dist.local_ranks import Ranks, ending_on_sigterm
+from llmtrain.engine.dist.local_ranks import Ranks, ending_on_sigterm
 with ending_on_sigterm(), Ranks(Path(sys.argv[1]), 2, cpu=True, module="tests.helpers.failing_worker") as ranks:
     ranks.wait()
 """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmtrain.cli import main
-from llmtrain.parity import command
+from llmtrain.commands import parity as command
 
 pytestmark = pytest.mark.long
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.commands import parity as command
 from llmtrain.config.run import RunConfig
-from llmtrain.parity import command, reference
+from llmtrain.config.topology import Degrees
+from llmtrain.parity import reference
 from llmtrain.parity.plan import Wanted
 from llmtrain.parity.ties import COUNT
 from llmtrain.parity.trace import Trace
-from llmtrain.topology import Degrees
 from tests.helpers.parity import Form, resolved
 
 RUN = resolved(Form(family="mixtral", steps=3))

@@ -9,7 +9,7 @@ import torch
 from llmtrain.sites.blocks import Blocks
 from llmtrain.sites.compress import BLOCK, Compress, Feedback, decode, encode, format_of
 from llmtrain.sites.wire import Peer, Server
-from llmtrain.tensors.region import Region, shard
+from llmtrain.storage.region import Region, shard
 from tests.unit.sites.test_sites import Meeting, at_once, begin_all, joined, soon, two_steps  # noqa: F401
 
 ALL: tuple[Compress, ...] = ("bf16", "int8", "int4", "topk", "sign")

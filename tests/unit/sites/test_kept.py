@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.errors import CheckpointError
+from llmtrain.base.errors import CheckpointError
 from llmtrain.sites import site as site_module
 from llmtrain.sites.kept import COMMON, MOMENTUM, RESIDUAL, standing
 from tests.unit.sites.test_sites import Meeting, at_once, begin_all, joined, two_steps  # noqa: F401

@@ -13,15 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmtrain.base.errors import UserError
+from llmtrain.commands import sites as command
 from llmtrain.config.sites import SitesConfig
-from llmtrain.errors import UserError
-from llmtrain.sites import command, wire
+from llmtrain.sites import wire
 from llmtrain.sites.forward import Forwarder, as_it_is, to_coordinator
 from llmtrain.sites.keys import Keys, make_keys
 from llmtrain.sites.members import SitesError, TorchftMembers
 from llmtrain.sites.opened import opened
 from llmtrain.sites.wire import Peer, Server, WireError
-from llmtrain.tensors.region import Region
+from llmtrain.storage.region import Region
 from tests.helpers.launching import free_port
 
 VALUES = np.arange(12, dtype=np.float32)

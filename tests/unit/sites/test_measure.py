@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from llmtrain import doctor
+from llmtrain.base.errors import UserError
 from llmtrain.cluster.doctor import sites as lines
-from llmtrain.errors import UserError
+from llmtrain.commands import doctor
+from llmtrain.commands.sites import main
 from llmtrain.sites import advice
-from llmtrain.sites.command import main
 from tests.helpers.launching import free_port
 
 

@@ -29,7 +29,7 @@ from llmtrain.sites.meeting import MeetAgain, Meetings, RoundFailed
 from llmtrain.sites.members import Member, SitesError
 from llmtrain.sites.told import Told, told_of
 from llmtrain.sites.wire import Peer, WireError
-from llmtrain.tensors.region import Region
+from llmtrain.storage.region import Region
 from tests.unit.sites.test_sites import (
     SENSE,
     server,  # noqa: F401 - a fixture

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from llmtrain.schedule import is_due
 from llmtrain.sites.ledger import Ledger
 from llmtrain.sites.pace import SLOWEST, steps_each
+from llmtrain.training.session import is_due
 from tests.unit.sites.test_sites import Meeting, at_once, joined
 
 __all__ = ["joined"]

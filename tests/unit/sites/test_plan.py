@@ -10,10 +10,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from llmtrain.base.errors import ConfigError
+from llmtrain.commands.sites import main
 from llmtrain.config.sites import SitesConfig
-from llmtrain.errors import ConfigError
 from llmtrain.sites import advice, plan
-from llmtrain.sites.command import main
 from llmtrain.sites.plan import Job, Line
 
 LINE = Line(rate=12.5e6, rtt_s=0.05)

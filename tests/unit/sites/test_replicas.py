@@ -10,7 +10,7 @@ import torch
 
 from llmtrain.sites import replicas
 from llmtrain.sites.replicas import Replicas, copies, joined
-from llmtrain.tensors.region import Region
+from llmtrain.storage.region import Region
 
 
 def pieces(*found):

@@ -28,9 +28,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmtrain.base.errors import TrainingStopped
 from llmtrain.config.sites import SitesConfig
 from llmtrain.engine.api import StateTensor
-from llmtrain.errors import TrainingStopped
 from llmtrain.sites import exchange, newest
 from llmtrain.sites import meeting as meeting_module
 from llmtrain.sites import site as site_module
@@ -43,7 +43,7 @@ from llmtrain.sites.pace import Share
 from llmtrain.sites.site import Site
 from llmtrain.sites.told import Told, told_of
 from llmtrain.sites.wire import Peer, Server, WireError
-from llmtrain.tensors.region import Region, shard
+from llmtrain.storage.region import Region, shard
 from tests.helpers.simulated_sites import Lighthouse
 
 

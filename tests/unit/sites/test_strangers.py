@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from llmtrain.base.errors import UserError
+from llmtrain.commands import sites as command
 from llmtrain.config.sites_rules import private
-from llmtrain.errors import UserError
-from llmtrain.sites import command
 from llmtrain.sites.exchange import Exchange
 from llmtrain.sites.members import Member
 from llmtrain.sites.told import told_of

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain import log
+from llmtrain.base import log
+from llmtrain.base.redact import REDACTED, is_secret, redact, redact_argv, redact_text
 from llmtrain.config.run import TrackingConfig
-from llmtrain.redact import REDACTED, is_secret, redact, redact_argv, redact_text
 from llmtrain.tracking.console import Console
 from llmtrain.tracking.environment import VERIFIED, describe_environment, unverified, write_environment
 from llmtrain.tracking.local import JsonLines, read_rows, truncate_after

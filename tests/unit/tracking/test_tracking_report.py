@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.errors import UserError
+from llmtrain.base.errors import UserError
+from llmtrain.commands.report import main
 from llmtrain.tracking.local import JsonLines
 from llmtrain.tracking.plots import smooth
-from llmtrain.tracking.report import charts_of, curves_of, facts_of, load, main
+from llmtrain.tracking.report import charts_of, curves_of, facts_of, load
 from tests.helpers.pages import Page
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmtrain import log
+from llmtrain.base import log
 from llmtrain.config.run import TrackingConfig
 from llmtrain.tracking import wandb_sink
 from llmtrain.tracking.environment import new_run_id

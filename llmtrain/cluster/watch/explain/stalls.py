@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from llmtrain import units
+from llmtrain.base import units
 from llmtrain.cluster.watch.explain.cause import OTHER_WAY, Cause, live, minority
 from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
 from llmtrain.cluster.watch.explain.recorded import never_began

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from llmtrain import units
+from llmtrain.base import units
 from llmtrain.cluster.watch.explain.facts import Frame, HostFacts, RankFacts
 
 _WRAPS = "llmtrain/cluster/watch/collectives.py"

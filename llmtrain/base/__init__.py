@@ -1,0 +1,1 @@
+"""What needs the standard library alone: errors, the log, units, files, redaction, untrusted text."""

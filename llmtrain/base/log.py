@@ -1,0 +1,150 @@
+"""Plain log lines: standard output on rank 0, warnings on standard error. A live line where there is a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from llmtrain.base import units
+from llmtrain.base.untrusted import shown
+
+_said: set[str] = set()
+
+
+def rank() -> int:
+    """The global rank that the launcher gave this process; 0 outside a launch."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def info(message: str) -> None:
+    """One line on standard output, from rank 0 only."""
+    if rank() == 0:
+        put(message)
+
+
+def put(message: str) -> None:
+    """One line on standard output. Where nobody reads it any more, or its disk is full, the work goes on."""
+    try:
+        print(shown(message, lines=True), flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+    except OSError:
+        return
+
+
+def warn(message: str) -> None:
+    """One line on standard error, from rank 0 only."""
+    if rank() == 0:
+        print(f"warning: {shown(message, lines=True)}", file=sys.stderr, flush=True)
+
+
+def warn_once(message: str) -> None:
+    """`warn`, but a second call with the same text says nothing."""
+    if message not in _said:
+        _said.add(message)
+        warn(message)
+
+
+_SCREEN = threading.Lock()
+"""rich puts a stream of its own in sys.stdout's place while it shows a live line, and takes it away by and by: what
+another thread writes meanwhile is erased with the line, or meets a stream that is gone."""
+
+
+def pass_on(text: str) -> None:
+    """Write lines of another process above the live line, from any thread. Raises OSError, ValueError."""
+    with _SCREEN:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+class LiveLine:
+    """A bar and a text at the bottom of the terminal. Above them: what this thread prints or `pass_on` writes."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        words = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        columns = (BarColumn(bar_width=8), TextColumn("{task.description}", markup=False, table_column=words))
+        self._bar = Progress(
+            *columns, console=Console(file=sys.stdout), transient=True, expand=True, auto_refresh=False
+        )
+        self._task = self._bar.add_task("", total=1.0, visible=False)
+
+    def show(self, text: str, share: float | None) -> None:
+        """`share`: of the work that is done, 0 to 1; None where nobody knows. No text: off the screen."""
+        with _SCREEN:
+            if not text:
+                self._bar.stop()
+                return
+            self._bar.start()
+            total = None if share is None else 1.0
+            text, done = shown(text), share or 0.0
+            self._bar.update(self._task, description=text, completed=done, total=total, visible=True, refresh=True)
+
+
+_LINE_EVERY_S = 10.0
+
+
+class Progress:
+    """Progress of a long job: a bar on a terminal, a plain line now and then elsewhere.
+
+    Safe to advance from several threads. Use as a context manager.
+    """
+
+    def __init__(self, what: str, total: int, done: int = 0, *, unit: str = "byte") -> None:
+        """`total`, `done`: counted in `unit`, of which the text shows the plural."""
+        self._what = what
+        self._total = total
+        self._done = done
+        self._unit = unit
+        self._lock = threading.Lock()
+        self._next_line = time.monotonic() + _LINE_EVERY_S
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                MofNCompleteColumn,
+                TextColumn,
+                TimeRemainingColumn,
+                TransferSpeedColumn,
+            )
+            from rich.progress import Progress as Bar
+
+            of_bytes = (DownloadColumn(), TransferSpeedColumn())
+            counted = of_bytes if self._unit == "byte" else (MofNCompleteColumn(), TextColumn(f"{self._unit}s"))
+            columns = (self._what, BarColumn(), *counted, TimeRemainingColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total, completed=self._done)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        """So many more are done."""
+        with self._lock:
+            self.show(self._done + count)
+
+    def show(self, done: int) -> None:
+        """So many are done in all."""
+        self._done = done
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LINE_EVERY_S
+            if self._unit == "byte":
+                info(f"{self._what} {units.size(done)} of {units.size(self._total)}")
+            else:
+                info(f"{self._what} {done:,} of {units.counted(self._total, self._unit)}")

@@ -1,0 +1,349 @@
+"""A trained model that answers: which folder a path means, the model and its tokenizer, and how tokens are chosen."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base import log, untrusted
+from llmtrain.base.errors import CheckpointError, ModelError, UserError
+from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
+from llmtrain.checkpoint.hf.beside import MARK
+from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
+from llmtrain.checkpoint.listing import find_checkpoints
+from llmtrain.cluster.watch.explain.device import device_fault
+from llmtrain.config.run import ModelConfig
+from llmtrain.data.tokenize import refuse_code
+from llmtrain.models.adapter import CONFIG, PREFIX, WEIGHTS, need_peft
+from llmtrain.models.build import load_config
+from llmtrain.models.score import gives_scores
+from llmtrain.models.source import SafetensorsSource, refuse_escape, refuse_other_shapes
+from llmtrain.storage.hub.model import model_folder
+from llmtrain.storage.tensorfile import TensorFile, TensorFileError
+
+_ENDS = ("generation_config.json", "config.json")
+"""Files that name the tokens where generation stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    max_tokens: int = 128
+    """Tokens to generate at most."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: int = 50
+    """Choose among so many of the likeliest tokens; 0: among all."""
+    top_p: float = 1.0
+    """Choose among the likeliest tokens that have this probability together; 1: among all."""
+    seed: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of transformers' `generate`."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """A model in memory with its tokenizer."""
+
+    model: Any
+    """Of transformers, in evaluation mode."""
+    tokenizer: Any
+    folder: Path
+    adapted: bool
+    """An adapter lies beside the model's own weights, and is on."""
+    ends: tuple[int, ...]
+    """Ids at which generation stops: the tokenizer's eos_token, and those that the folder's files name."""
+
+    @classmethod
+    def load(cls, folder: Path, device: Any = "auto") -> Answerer:
+        """Load a Hugging Face folder or a PEFT folder.
+
+        Args:
+            device: where the model lies. `auto` spreads it over all accelerators, and to the host what does not fit.
+
+        Raises:
+            ModelError: no usable tokenizer, an adapter whose model is not known, or a reward model.
+            ConfigError: peft, which an adapter needs, is not installed.
+        """
+        base = _base(folder)
+        config = load_config(ModelConfig(pretrained=str(base)))  # refuses a folder that would have code loaded
+        if gives_scores(config) or _scores_beside(folder):
+            raise ModelError(f"{folder}: a reward model gives scores and no text. Name the folder of a language model.")
+        tokenizer = _tokenizer(folder)
+        _check_weights(base, config)
+        with _loading(base):
+            model = _model(base, device)
+        if base != folder:  # transformers by itself would take the base's newest commit, not the adapter's
+            rows = _rows(folder, model)
+            with _loading(folder):
+                if rows:
+                    model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has all of them
+                model.load_adapter(str(folder))
+        return cls(model.eval(), tokenizer, folder, base != folder, _ends(base, folder, tokenizer))
+
+    def switch(self, on: bool) -> None:
+        """Answer with the adapter, or with the model's own weights alone."""
+        if on:
+            self.model.enable_adapters()
+        else:
+            self.model.disable_adapters()
+
+    def room(self, prompt_tokens: int, wanted: int) -> int:
+        """How many tokens to generate: no more than the model has positions for. Raises ModelError: there are none."""
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if not isinstance(positions, int) or prompt_tokens + wanted <= positions:
+            return wanted
+        if prompt_tokens >= positions:
+            raise ModelError(
+                f"the prompt has {prompt_tokens} tokens, the model {positions} positions. Shorten the prompt."
+            )
+        log.warn(f"at most {positions - prompt_tokens} tokens follow: the model has {positions} positions")
+        return positions - prompt_tokens
+
+
+@contextmanager
+def usable_folder(path: str, asked_by: str) -> Iterator[Path]:
+    """The Hugging Face folder that `path` means: itself, a model on the Hub, or the newest state of a run.
+
+    A checkpoint without an export is exported for the duration. Raises CheckpointError, ModelError.
+    """
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as scratch:
+        yield _hf_folder(model_folder(path, asked_by=asked_by), Path(scratch))
+
+
+def _base(folder: Path) -> Path:
+    """The folder of the model itself, which an adapter's names. Raises ModelError, or ConfigError: no peft."""
+    if not (folder / CONFIG).is_file():
+        return folder
+    need_peft(str(folder))
+    try:
+        config = untrusted.loads((folder / CONFIG).read_bytes())
+        return model_folder(config["base_model_name_or_path"], config.get("revision"), asked_by=str(folder / CONFIG))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder / CONFIG} names no model that the adapter belongs to ({error!r}).") from error
+
+
+@contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    """What the files of a folder make transformers or peft raise is said in a sentence. Raises ModelError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if device_fault(str(error)) is not None:  # no fault of the folder's
+            raise
+        raise ModelError(f"{folder}: transformers cannot load it: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return untrusted.shown((str(error).strip().splitlines() or [type(error).__name__])[0])
+
+
+def _check_weights(folder: Path, config: Any) -> None:
+    """The folder's weights by the reader that training has: safetensors within it, whole, every tensor of the model.
+
+    transformers would unpickle, follow an index out of the folder, and draw what is lacking at random.
+
+    Raises ModelError.
+    """
+    plain = not getattr(config, "quantization_config", None)  # else the tensors are others than the model's own
+    layout = None
+    if plain:
+        with suppress(ModelError):  # a class whose files cannot be followed (docs/families.md) is loaded all the same
+            layout = layout_of(ModelConfig(pretrained=str(folder), attention="eager"), trust_remote_code=False)
+    with closing(SafetensorsSource(folder, layout, asked_by=str(folder))) as source:
+        if layout is not None:
+            refuse_other_shapes(source, layout.shapes, surplus_too=True)
+
+
+def _model(folder: Path, device: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=False, use_safetensors=True, device_map=device
+    )
+
+
+def _rows(folder: Path, model: Any) -> int:
+    """How many tokens the embedding or the head has that an adapter's folder holds; 0: it holds none.
+
+    Raises ModelError: its weights are no safetensors, or damaged.
+    """
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [f"{PREFIX}{path}.weight" for path, module in model.named_modules() if module in ends]
+    try:
+        with TensorFile(refuse_escape(folder, folder / WEIGHTS)) as file:
+            held = [name for name in names if name in file.entries]
+            return file.entries[held[0]].shape[0] if held else 0
+    except TensorFileError as error:
+        raise ModelError(f"{folder}: {error} Only safetensors are read.") from error
+
+
+def _scores_beside(folder: Path) -> bool:
+    """Whether it is a PEFT folder of a reward model."""
+    file = folder / CONFIG
+    return file.is_file() and untrusted.loads(file.read_bytes()).get("task_type") == "SEQ_CLS"
+
+
+def is_model(folder: Path) -> bool:
+    """Whether it has the configuration of a model, or of an adapter."""
+    return any((folder / name).is_file() for name in ("config.json", CONFIG))
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    refuse_code(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, TypeError: whatever the files of a folder make of it
+        raise ModelError(
+            f"{folder}: no tokenizer that transformers can load ({_first_line(error)}). Put the files of the "
+            "tokenizer beside config.json; a run's is in the folder of its data, tokenizer/."
+        ) from error
+
+
+def _ends(base: Path, folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Ids at which generation stops. A file that cannot be read names none: transformers has read what it needs."""
+    found = [tokenizer.eos_token_id]
+    for path in (place / name for place in dict.fromkeys((folder, base)) for name in _ENDS):
+        try:
+            ids = untrusted.loads(path.read_bytes(), infinite=True).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        found += ids if isinstance(ids, list) else [ids]
+    return tuple(dict.fromkeys(number for number in found if type(number) is int))
+
+
+def _hf_folder(path: Path, scratch: Path) -> Path:
+    """The Hugging Face folder to use: `path` itself, or the newest state of a run, exported if need be."""
+    if is_model(path):
+        return path
+    export = path / "export"
+    found = complete_checkpoints(path / "checkpoints")
+    exported = _mark(export)
+    # By its manifest, not its step: a run that was started over reaches the same step with other weights.
+    if exported is not None and (not found or exported.get("manifest") == hash_file(found[0] / MANIFEST)):
+        print(f"model: {export}, of step {untrusted.shown(exported.get('step'), 40)}", file=sys.stderr)
+        return export
+    try:
+        newest = find_checkpoints(path)[0]
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} A Hugging Face folder, with a config.json, is right too.") from error
+    older = "" if exported is None else f"; {export} is of step {exported.get('step')}"
+    print(f"model: {newest}{older}", file=sys.stderr)
+    export_hf(newest, scratch / "export", check="none")
+    return scratch / "export"
+
+
+def _mark(export: Path) -> dict[str, Any] | None:
+    """What an export says of its checkpoint; None when there is no export."""
+    if not is_model(export):
+        return None
+    try:
+        mark = untrusted.loads((export / MARK).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) else {}
+
+
+# --- the options ----------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser, usual: Sampling) -> None:
+    """The model's path, and a flag for each field of Sampling with the values of `usual` as defaults."""
+    parser.add_argument(
+        "folder",
+        metavar="RUN_OR_FOLDER",
+        help="run folder, checkpoint, Hugging Face or PEFT folder, or ORG/NAME on the Hub",
+    )
+    option = parser.add_argument
+    option(
+        "--max-tokens",
+        type=_number(int, "at least 1", lambda n: n >= 1),
+        default=usual.max_tokens,
+        help="tokens to generate at most",
+    )
+    option(
+        "--temperature",
+        type=_number(float, "at least 0", lambda t: 0 <= t < math.inf),
+        default=usual.temperature,
+        help="0: the likeliest token each time",
+    )
+    option(
+        "--top-k",
+        type=_number(int, "at least 0", lambda n: n >= 0),
+        default=usual.top_k,
+        help="among so many of the likeliest tokens; 0: all",
+    )
+    option(
+        "--top-p",
+        type=_number(float, "above 0 and at most 1", lambda p: 0 < p <= 1),
+        default=usual.top_p,
+        help="among the likeliest tokens that have this probability together",
+    )
+    option(
+        "--seed",
+        type=_number(int, "from 0 to 2^63 - 1", lambda n: 0 <= n < 2**63),
+        default=usual.seed,
+        help="seed of the sampling",
+    )
+
+
+def _number(kind: Callable[[str], Any], rule: str, right: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """An argparse type: a number for which `right` holds, which `rule` says in words."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not right(value):
+            raise argparse.ArgumentTypeError(f"{text}: must be {rule}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it when `text` is no number
+    return read
+
+
+def generate(folder: Path, prompt: str, sampling: Sampling, *, device: Any = "auto", stream: bool = False) -> str:
+    """The prompt and its continuation, without special tokens.
+
+    Args:
+        folder: a Hugging Face folder with a tokenizer.
+        device: where the model lies. `auto` spreads it over all accelerators, and to the host what does not fit.
+        stream: print the text as it is generated.
+
+    Raises:
+        ModelError: the folder has no usable tokenizer, or the prompt fills the model's positions.
+    """
+    import torch
+    from transformers import TextStreamer
+
+    loaded = Answerer.load(folder, device)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    begin = prompt or tokenizer.bos_token or tokenizer.eos_token
+    if not begin:
+        raise ModelError(f"{folder}: its tokenizer names no token that begins a text. Give a --prompt.")
+    tokens = tokenizer(begin, return_tensors="pt").to(model.device)
+    torch.manual_seed(sampling.seed)
+    out = model.generate(
+        input_ids=tokens["input_ids"],
+        attention_mask=tokens["attention_mask"],
+        max_new_tokens=loaded.room(tokens["input_ids"].shape[1], sampling.max_tokens),
+        streamer=TextStreamer(tokenizer, skip_special_tokens=True) if stream else None,
+        **sampling.arguments(),
+    )
+    return str(tokenizer.decode(out[0], skip_special_tokens=True))

@@ -1,0 +1,219 @@
+"""What a run will do, before it costs anything: `llmtrain config check|show`, and what `llmtrain train` asks first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from llmtrain.base import units
+from llmtrain.commands import completion
+from llmtrain.config.deepspeed import deep_check, name_cpu
+from llmtrain.config.dump import dump
+from llmtrain.config.load import load, run_words
+from llmtrain.config.objective import wants_column
+from llmtrain.config.pinned import with_base
+from llmtrain.config.problems import closest, stop
+from llmtrain.config.rules import starts_from_model
+from llmtrain.config.run import ResolvedRun
+from llmtrain.config.topology import Degrees
+
+if TYPE_CHECKING:  # torch is for those who ask
+    from llmtrain.data.loader import TrainData
+    from llmtrain.models.spec import ModelFacts, ModelSpec
+
+USAGE = """\
+usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N] [--data]
+       llmtrain config show  RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N]
+
+check   does all that `llmtrain train` does before it needs a device: YAML, DeepSpeed JSON, paths, DeepSpeed's own
+        checks, the model without its weights, the data's shards; no GPU, some seconds, and no network unless
+        model.pretrained is a name on the Hub, which is fetched
+show    prints the resolved YAML and the exact dict that DeepSpeed will get, in a fraction of a second
+
+--world-size N   ranks to check for (default: WORLD_SIZE, or 1)
+--data           check reads the prepared data, too, and compares it with its checksums
+"""
+
+
+def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
+    """Everything that can be known of a run without its device and its other ranks: notes on the run, and its model.
+
+    `config check` and every rank of `train` call it, so that both refuse the same. It imports torch and DeepSpeed:
+    `load`, which does not, comes first.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the dict, or the values do not go with the model.
+        ModelError: transformers cannot build the model, or the folder's weights are not whole.
+        DataError: the prepared data cannot be used for this run.
+    """
+    from llmtrain.data.loader import TrainData, check_vocabulary
+    from llmtrain.models.run.check import check_model, check_weights
+    from llmtrain.models.teacher import check_teacher, teacher_model
+
+    run = resolved.run
+    name_cpu()
+    deep_check(resolved.deepspeed, run.deepspeed)
+    spec, notes = check_model(resolved)
+    data = TrainData(run.data)
+    if wants_column(run.objective):
+        data.take_reference(resolved.precision)
+    for manifest in data.manifests:
+        check_vocabulary(manifest, spec.facts.vocab_size)
+    if run.objective.teacher is not None:
+        teacher, shared = teacher_model(run.objective, run.model), resolved.degrees.sequence
+        check_teacher(teacher, spec, data.tokenizer_dir, resolved.places, sequence=shared)
+    if run.objective.top_k is not None:
+        data.take_teacher(data.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision))
+    if starts_from_model(run):
+        check_weights(spec)
+    notes = (*notes, *_epochs(resolved, data), *_too_large(resolved, spec))
+    return replace(resolved, notes=(*resolved.notes, *notes)), spec
+
+
+_MANY_EPOCHS = 1.5
+"""Beyond these the run's start says how often it reads its data: 96 times over 671 tokens looked like any other run."""
+_NO_DEVICE_BYTES = 2 << 40
+"""Limit for weights, gradients and optimizer state on one rank: no accelerator has it, nor a host's share for one."""
+
+
+def _epochs(resolved: ResolvedRun, data: TrainData) -> list[str]:
+    if resolved.max_steps is None:
+        return []
+    told = data.epochs(resolved.max_steps * resolved.batch.global_batch)
+    return [
+        f"{times:.3g} epochs of {folder}, whose training split has {units.count(tokens)} tokens"
+        for folder, times, tokens in told
+        if times >= _MANY_EPOCHS
+    ]
+
+
+def state_bytes(resolved: ResolvedRun, facts: ModelFacts) -> tuple[float, float]:
+    """About how much weights, gradients, masters and moments take: in all, and on one rank. Activations come on top."""
+    mix, degrees = resolved.mix, resolved.degrees
+    wide = 2 if mix.precision != "fp32" else 4
+    moments = (1 if resolved.optim.name == "lion" else 2) * (2 if mix.bf16_moments else 4)
+    optimizer = facts.trained * (moments + (0 if mix.precision == "fp32" else 4))
+    weights, gradients = facts.parameters * wide, facts.trained * wide
+    own = degrees.pipeline * degrees.tensor
+    shards = degrees.world_size // own
+    shared = {"optimizer": 1, "gradients": 2, "weights": 3}
+    parts = {"optimizer": optimizer, "gradients": gradients, "weights": weights}
+    of_a_rank = (held / own / (shards if mix.zero_stage >= shared[kind] else 1) for kind, held in parts.items())
+    return weights + gradients + optimizer, sum(of_a_rank)
+
+
+def _too_large(resolved: ResolvedRun, spec: ModelSpec) -> list[str]:
+    _, of_a_rank = state_bytes(resolved, spec.facts)
+    if of_a_rank < _NO_DEVICE_BYTES:
+        return []
+    return [
+        f"{units.count(spec.facts.parameters)} parameters: {units.size(of_a_rank)} of weights, gradients and optimizer "
+        "state on each rank, which no device holds; correct the model's sizes, or use ZeRO 3 on more ranks"
+    ]
+
+
+def main(argv: list[str]) -> int:
+    """The command line behind `llmtrain config`. Returns 0.
+
+    Raises: ConfigError.
+    """
+    parser = argparse.ArgumentParser(prog="llmtrain config")
+    parser.add_argument("action", choices=["check", "show"])
+    parser.add_argument("run")
+    parser.add_argument("--world-size")
+    parser.add_argument("--data", action="store_true")
+    completion.offer_run(parser)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    action, rest = argv[0], argv[1:]
+    if action not in ("check", "show"):
+        near = closest(action, ("check", "show"))
+        raise stop("llmtrain config", action, "is not a command", f"did you mean {near}?" if near else "check or show")
+    if "-h" in rest or "--help" in rest:
+        print(USAGE, end="")
+        return 0
+    world_size, source, rest = _world_size(rest)
+    reads_data, rest = "--data" in rest, [word for word in rest if word != "--data"]
+    words = run_words(rest)
+    resolved, yaml_path = load(words, world_size, source), words[1]
+    if action == "show":
+        print(f"# {yaml_path}, resolved for {units.counted(world_size, 'rank')}\n{dump(resolved.run)}")
+        print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")
+        print(summary(resolved))
+    else:
+        resolved, spec = examine(with_base(resolved))
+        print(summary(resolved, spec.facts))
+        if reads_data:
+            print(_read_data(resolved))
+        print(f"ok: {yaml_path} with {resolved.run.deepspeed}")
+    return 0
+
+
+def _read_data(resolved: ResolvedRun) -> str:
+    """A line on the data, all of it read and compared with its checksums. Raises DataError: it is other data."""
+    from llmtrain.data.loader import TrainData
+
+    files = TrainData(resolved.run.data).sums()
+    for file in files:
+        file.compare()
+    size = units.size(sum(file.path.stat().st_size for file in files))
+    untold = sum(not file.xxh3 for file in files)
+    without = f", but for {units.counted(untold, 'file')} of which they tell none" if untold else ""
+    return f"data:    {units.counted(len(files), 'file')}, {size}: as the checksums of their manifests say{without}"
+
+
+def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
+    """The batch equation solved, the length, the way of computing, the model's size where that is known, and the notes:
+    a few lines."""
+    train, batch, mix = resolved.run.train, resolved.batch, resolved.mix
+    lines = [f"batch:   {batch.equation()} ({units.count(batch.tokens)} tokens a step)"]
+    if resolved.max_steps is not None:
+        tokens = units.count(resolved.max_steps * batch.tokens)
+        lines.append(f"length:  {resolved.max_steps} optimizer steps, {tokens} tokens")
+    else:
+        lines.append(f"length:  {train.max_minutes:g} minutes")
+    offload = [name for name, on in (("optimizer", mix.offload_optimizer), ("parameters", mix.offload_param)) if on]
+    ways = [mix.precision, f"ZeRO {mix.zero_stage}", resolved.optim.name]
+    ways += ["moments in bf16"] if mix.bf16_moments else []
+    ways += [f"offload of {' and '.join(offload)}"] if offload else []
+    kept = " without attention" if mix.keep_attention else ""
+    ways += [f"activation checkpointing{kept}"] if mix.recomputes else []
+    lines += [f"compute: {', '.join(ways)}", f"ranks:   {_ranks(resolved.degrees)}"]
+    if facts is not None:
+        whole, of_a_rank = map(units.size, state_bytes(resolved, facts))
+        held = "weights, gradients and optimizer state"
+        lines.append(f"model:   {units.count(facts.parameters)} parameters; {held} {whole}, {of_a_rank} a rank")
+    lines.append(f"run dir: {train.run_dir}")
+    return "\n".join([*lines, *(f"note:    {note}" for note in resolved.notes)])
+
+
+def _ranks(degrees: Degrees) -> str:
+    """The world size as the product of its degrees."""
+    shared = {"pipeline": degrees.pipeline, "sequence": degrees.sequence, "tensor": degrees.tensor}
+    ways = [f"{name} {degree}" for name, degree in shared.items() if degree > 1]
+    ways.append(f"data-parallel {degrees.data}")
+    experts = f", {degrees.expert} of the data-parallel ones share the experts" if degrees.expert > 1 else ""
+    return f"{degrees.world_size} = {' x '.join(ways)}{experts}"
+
+
+def _world_size(words: list[str]) -> tuple[int, str, list[str]]:
+    """Take --world-size out of the words: (ranks, where the number came from, the other words)."""
+    rest: list[str] = []
+    text, source = os.environ.get("WORLD_SIZE", "1"), "WORLD_SIZE"
+    if "WORLD_SIZE" not in os.environ:
+        source = "assumed; give --world-size N"
+    iterator = iter(words)
+    for word in iterator:
+        if word == "--world-size":
+            text, source = next(iterator, ""), "--world-size"
+        elif word.startswith("--world-size="):
+            text, source = word.partition("=")[2], "--world-size"
+        else:
+            rest.append(word)
+    if not text.isdecimal() or int(text) < 1:
+        raise stop("--world-size", text, "must be a whole number of ranks, at least 1", "write --world-size 8")
+    return int(text), source, rest

@@ -1,0 +1,208 @@
+"""`llmtrain checkpoint COMMAND`: look at checkpoints, convert them, delete them. No GPU, no torch.distributed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base import log
+from llmtrain.base.errors import CheckpointError
+from llmtrain.checkpoint.listing import find_checkpoints, rows, step_folders, table
+from llmtrain.commands import completion
+
+_PATH: dict[str, Any] = {"type": Path, "help": "run folder, a checkpoint's folder, or RUN/step-N"}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def _ls(args: argparse.Namespace) -> int:
+    found = rows(args.path)
+    if args.json:
+        print(json.dumps([{**asdict(row), "path": str(row.path)} for row in found], indent=1))
+    else:
+        log.put("\n".join(table(found)))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.verify import verify, verify_frozen
+
+    bad = False
+    for folder in step_folders(args.path) or find_checkpoints(args.path):
+        wrong, changed = verify(folder), verify_frozen(folder)
+        bad = bad or bool(wrong or changed)
+        found = "DAMAGED" if wrong else "intact, without its frozen parameters" if changed else "intact"
+        log.put("\n  ".join([f"{folder}  {found}", *wrong, *changed]))
+    return 1 if bad else 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.diff import diff
+
+    lines, equal = diff(find_checkpoints(args.a)[0], find_checkpoints(args.b)[0])
+    log.put("\n".join(lines))
+    return 0 if equal else 1
+
+
+def _prune(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.prune import prune
+
+    done = prune(args.run_folder, args.keep, args.dry_run)
+    log.put("\n".join(done.lines))
+    return 1 if done.failed else 0
+
+
+def _average(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.average import average
+
+    log.put("\n".join(average([find_checkpoints(path)[0] for path in args.sources], args.out)))
+    return 0
+
+
+def _to_hf(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.hf.exporting import MARK, export_hf
+    from llmtrain.storage.hub.push import check_push, push
+
+    if args.push is not None:
+        check_push(args.push)
+    elif args.public:
+        raise CheckpointError("--public: says how --push ORG/NAME makes a repository; add that.")
+    found = find_checkpoints(args.path)[0]
+    report = export_hf(
+        found,
+        args.out,
+        args.dtype,
+        max_shard_bytes=None if args.max_shard_size is None else size_bytes(args.max_shard_size),
+        check=args.check,
+        merge=args.merge,
+        trust_remote_code=args.trust_remote_code,
+    )
+    log.put("\n".join(report.lines))
+    if args.push is not None:
+        message = f"Upload {found.parent.parent.name}, {found.name}"
+        where = push(args.out, args.push, public=args.public, leave_out=(MARK,), message=message)
+        print(f"pushed      {where}")
+    return 0
+
+
+def _from_hf(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.hf.importing import import_hf
+    from llmtrain.storage.hub.model import model_folder
+
+    folder = model_folder(str(args.folder), asked_by="from-hf")
+    report = import_hf(folder, args.out, check=args.check, trust_remote_code=args.trust_remote_code)
+    log.put("\n".join(report.lines))
+    return 0
+
+
+def _from_deepspeed(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.native.importing import import_deepspeed
+
+    lines = import_deepspeed(
+        args.folder, args.out, model=args.model, tag=args.tag, names=args.names, weights_only=args.weights_only
+    )
+    log.put("\n".join(lines))
+    return 0
+
+
+def _to_deepspeed_universal(args: argparse.Namespace) -> int:
+    from llmtrain.checkpoint.native.universal import export_universal
+
+    log.put("\n".join(export_universal(find_checkpoints(args.path)[0], args.out)))
+    return 0
+
+
+def size_bytes(text: str) -> int:
+    """'2GB' -> 2 * 10**9, '512MiB' -> 512 * 2**20. Raises CheckpointError."""
+    match = _SIZE.fullmatch(text.strip())
+    power = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}[match[2].upper()] if match else 0
+    value = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
+    if value < 1:
+        raise CheckpointError(f"--max-shard-size {text}: give a size such as 2GB, 500MB or 4GiB.")
+    return value
+
+
+def _lookers(add: Callable[..., argparse.ArgumentParser]) -> None:
+    ls = add("ls", _ls, "step, tokens, size, layout, age and state of each checkpoint")
+    ls.add_argument("path", **_PATH)
+    ls.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+    verify = add("verify", _verify, "read every byte; name the file, the rank and the tensors that are damaged")
+    verify.add_argument("path", **_PATH)
+    diff = add("diff", _diff, "configuration, layout, and the largest difference of each tensor; exit code 1 if any")
+    diff.add_argument("a", **_PATH)
+    diff.add_argument("b", **_PATH)
+    prune = add("prune", _prune, "delete all but the newest good checkpoints, and the leftovers of killed processes")
+    prune.add_argument("run_folder", metavar="run", type=Path, help="run folder")
+    prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest good ones stay")
+    prune.add_argument("--dry-run", action="store_true", help="show what would be deleted, delete nothing")
+
+
+def _converters(add: Callable[..., argparse.ArgumentParser]) -> None:
+    average = add("average", _average, "the mean of the parameters of checkpoints of one model")
+    average.add_argument("sources", nargs="+", **_PATH)
+    average.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-N")
+    to_hf = add("to-hf", _to_hf, "write a checkpoint as a Hugging Face folder")
+    to_hf.add_argument("path", **_PATH)
+    to_hf.add_argument("out", type=Path, help="folder to write")
+    to_hf.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: as it was trained or imported")
+    to_hf.add_argument("--max-shard-size", metavar="SIZE", help="of a weight file, such as 2GB; default 5GB")
+    to_hf.add_argument(
+        "--merge", action="store_true", help="of a run with an adapter: the whole model, not a PEFT folder"
+    )
+    to_hf.add_argument("--push", metavar="ORG/NAME", help="publish the folder on the Hub (token: HF_TOKEN), privately")
+    to_hf.add_argument("--public", action="store_true", help="a repository that --push makes is public")
+    from_hf = add("from-hf", _from_hf, "make a checkpoint of parameters alone from a Hugging Face folder")
+    from_hf.add_argument("folder", type=Path, help="Hugging Face model folder, or ORG/NAME on the Hub")
+    from_hf.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-00000000")
+    for command in (to_hf, from_hf):
+        command.add_argument(
+            "--check",
+            choices=["auto", "logits", "none"],
+            default="auto",
+            help="compare logits with the source's (auto: where they fit in memory); none reads nothing back",
+        )
+        command.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model carries")
+    from_deepspeed = add("from-deepspeed", _from_deepspeed, "make a checkpoint from one of DeepSpeed's own")
+    from_deepspeed.add_argument("folder", type=Path, help="what engine.save_checkpoint was given, or a step's folder")
+    from_deepspeed.add_argument("out", type=Path, help="new folder for OUT/checkpoints/step-N")
+    from_deepspeed.add_argument("--tag", help="the step's folder; default: what the file `latest` names")
+    from_deepspeed.add_argument("--model", type=Path, help="Hugging Face folder or config.json; default: in the folder")
+    from_deepspeed.add_argument("--names", type=Path, help="JSON {their parameter name: Hugging Face name}")
+    from_deepspeed.add_argument("--weights-only", action="store_true", help="take no optimizer state")
+    universal = add("to-deepspeed-universal", _to_deepspeed_universal, "write DeepSpeed's universal checkpoint")
+    universal.add_argument("path", **_PATH)
+    universal.add_argument("out", type=Path, help="folder to write")
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 1 when `verify` finds damage or `diff` a difference. Raises CheckpointError."""
+    parser = argparse.ArgumentParser(
+        prog="llmtrain checkpoint", description="Look at checkpoints, convert them, delete them."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        return command
+
+    _lookers(add)
+    _converters(add)
+    completion.offer(parser)
+    args = parser.parse_args(argv)
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or 'the system refuses'}: {error.strerror or error}") from error
+    return code

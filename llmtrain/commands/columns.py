@@ -1,0 +1,263 @@
+"""Outputs of the reference or teacher model, computed once for all epochs: the work of `llmtrain reference RUN.yaml`.
+
+A model goes over the run's data with the run's parallelism, and its outputs become a column of the prepared folders.
+For a preference objective it is the model that training starts from, so that the first step's log-ratio is exactly 0
+(data/reference.py); for distillation it is the teacher (data/teacher.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from llmtrain.base import log, units
+from llmtrain.base.errors import ModelError, UserError
+from llmtrain.commands.check import examine
+from llmtrain.config.batch import Batch
+from llmtrain.config.load import load
+from llmtrain.config.pinned import with_base
+from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ObjectiveConfig, ResolvedRun, RunConfig
+from llmtrain.config.topology import Place
+from llmtrain.data.loader import MicroBatch, UnpairedBatch, batches_of
+from llmtrain.data.manifest import SPLITS, Split
+from llmtrain.data.packing import TrainData
+from llmtrain.data.reference import numbers, weights_hash, write_reference
+from llmtrain.data.shards import PreparedSet
+from llmtrain.data.teacher import ColumnWriter, TeacherColumn
+from llmtrain.engine.api import Engine
+from llmtrain.engine.deepspeed.join import join_process_group
+from llmtrain.engine.dist.connect import leave_all
+from llmtrain.engine.dist.control import AgreedError, from_all, to_rank_0, together
+from llmtrain.engine.dist.local_ranks import RankError, ending_on_sigterm, failure_told
+from llmtrain.engine.dist.local_ranks import Ranks as LocalRanks
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.models.parallel.mesh import mesh_of
+from llmtrain.models.spec import ModelSpec
+from llmtrain.models.teacher import check_teacher, teacher_model
+from llmtrain.objectives.distill import Likeliest
+from llmtrain.objectives.online import LogProbs
+from llmtrain.training.start import reference_checksums, start_engine, teacher_hash, write_weights
+
+_AT_ONCE = 64
+"""Micro-batches of one call of the engine: a pipeline takes them together."""
+_BYTES_AT_ONCE = 32 << 20
+"""Bytes of a teacher's column that a rank holds in memory before it writes them."""
+_WORDS = "words.json"
+
+
+def write(resolved: ResolvedRun) -> None:
+    """Write what the run's objective compares with into its data folders, on the ranks of a launcher.
+
+    `resolved`: for as many ranks as the launcher has started. Raises UserError.
+    """
+    resolved = with_base(resolved)
+    teacher = teacher_model(resolved.run.objective, resolved.run.model) if resolved.run.objective.top_k else None
+    given = resolved
+    if teacher is not None:
+        student = ModelSpec.of(resolved.run.model, resolved.run.adapter)
+        tokenizer_dir, shared = TrainData(resolved.run.data).tokenizer_dir, resolved.degrees.sequence
+        check_teacher(teacher, student, tokenizer_dir, resolved.places, sequence=shared)
+        resolved = of_teacher(resolved, teacher)
+    # What it trains for needs the column that is to be written here.
+    resolved = replace(resolved, run=replace(resolved.run, objective=ObjectiveConfig()))
+    resolved, spec = examine(resolved)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    run = resolved.run
+    ranks = join_process_group(run.fault.timeout_s, start_timeout_s=run.fault.start_timeout_s)
+    try:
+        if ranks.rank == 0:
+            asked = run.model.pretrained if teacher is None else given.run.objective.teacher
+            log.info(f"{asked} goes over the data, on {units.counted(ranks.world_size, 'rank')}")
+        if teacher is not None:
+            write_teacher(resolved, spec, ranks, given.run)
+        else:
+            write_columns(resolved, spec, ranks)
+    except BaseException as error:
+        leave_all(error)
+        raise
+    leave_all(None)
+
+
+def write_on_ranks_here(words: list[str], cpu: bool, count: int) -> None:
+    """`write`, on `count` ranks that are started on this machine. `words`: the run's. Raises UserError."""
+    with tempfile.TemporaryDirectory(prefix="llmtrain-reference-") as made, ending_on_sigterm():
+        (Path(made) / _WORDS).write_text(json.dumps(words))
+        with LocalRanks(Path(made), count, cpu=cpu, module=__name__, shows=True) as started:
+            try:
+                started.wait()
+            except RankError as error:
+                raise UserError(f"no column was written: {error}") from error
+
+
+def of_teacher(resolved: ResolvedRun, teacher: ModelConfig) -> ResolvedRun:
+    """A run of the teacher. All that can be frozen is, so that neither masters nor moments take memory: of a layer its
+    norms are left, since a pipeline's stage needs something that trains."""
+    few = [name for name, each in ModelSpec.of(teacher).skeleton.named_parameters() if each.dim() == 1]
+    model = replace(teacher, train_only=few)
+    run = replace(resolved.run, model=model, adapter=AdapterConfig(), resume="none", resume_weights_only=False)
+    return replace(resolved, run=run)
+
+
+def write_teacher(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, asked: RunConfig) -> None:
+    """The teacher's column of each of the run's data folders. All ranks call it together. Raises UserError on all of
+    them, and leaves no part of a column.
+
+    `resolved`, `spec`: of the teacher. `asked`: the run that will learn from it.
+    """
+    mesh = mesh_of(resolved.degrees)
+    engine = start_engine(resolved, spec, ranks, mesh)
+    write_weights(engine, spec.initial_weights(0, ranks.device), ranks)
+    weights = teacher_hash(asked, ranks)
+    assert weights is not None
+    for folder in [asked.data.path] if asked.data.path else list(asked.data.mixture or ()):
+        assert folder is not None
+        with together(ranks):
+            data = TrainData(replace(asked.data, path=folder, mixture=None))
+            [column] = data.teacher_columns(asked.objective, spec.facts.vocab_size, resolved.precision, weights)
+            writer = None
+            if ranks.rank == 0:
+                places = units.counted(sum(column.places.values()), "token")
+                log.info(f"{folder}: {places}, {column.bytes_a_place} bytes each")
+                writer = ColumnWriter(PreparedSet(folder), column)
+        left = _write_teacher(engine, data, column, writer, (resolved.batch, mesh.place, ranks))
+        log.info(f"{folder}: the {column.top_k} likeliest words of {asked.objective.teacher} at each counted token; "
+                 f"all others have {left:.2%} of the mass")  # fmt: skip
+    engine.close()
+
+
+def _write_teacher(
+    engine: Engine,
+    data: TrainData,
+    column: TeacherColumn,
+    writer: ColumnWriter | None,
+    form: tuple[Batch, Place, Ranks],
+) -> float:
+    """Of one folder. Returns the mean mass of the words that are not written. `writer`: on rank 0."""
+    batch, place, ranks = form
+    dealt = (batch.micro_batch, place.data, batch.data_parallel, ranks.device.type == "cuda")
+    at_once = max(1, _BYTES_AT_ONCE // (batch.micro_batch * data.sequence_length * column.bytes_a_place))
+    left, tokens = 0.0, 0
+    try:
+        for split in SPLITS:
+            train = split == "train"
+            read = data.window_at if train else data.validation_window_at
+            rows = data.sequences_per_epoch if train else data.validation_sequences
+            batches = batches_of(read, rows, *dealt)
+            for some in _told(batches, at_once, f"{split}:", rows, batch.micro_batch * batch.data_parallel, ranks):
+                collect = Likeliest(column.top_k, column.temperature)
+                figures, counted = engine.evaluate(some, collect)
+                left, tokens = left + figures["loss"] * counted, tokens + counted
+                mine = [(samples, words.numpy().astype(column.dtype), logs.numpy()) for samples, words, logs in
+                        collect.found] if place.tensor == place.sequence == 0 else []  # fmt: skip
+                every = to_rank_0(ranks, mine)
+                with together(ranks):
+                    if writer is not None:
+                        _take(writer, data, split, itertools.chain.from_iterable(every))
+        with together(ranks):
+            if writer is not None:
+                writer.finish()
+    except BaseException:
+        if writer is not None:
+            writer.discard()
+        raise
+    return left / max(1, tokens)
+
+
+def _told(
+    batches: Iterator[MicroBatch], at_once: int, what: str, rows: int, rows_together: int, ranks: Ranks
+) -> Iterator[list[MicroBatch]]:
+    """The micro-batches, so many at a time; rank 0 tells how far the ranks are.
+
+    `rows_together`: of all ranks' micro-batches that are computed at the same time.
+    """
+    done = 0
+    with log.Progress(what, rows, unit="row") if ranks.rank == 0 else contextlib.nullcontext() as progress:
+        while some := list(itertools.islice(batches, at_once)):
+            yield some
+            done = min(rows, done + len(some) * rows_together)
+            if progress is not None:
+                progress.show(done)
+
+
+def _take(
+    writer: ColumnWriter, data: TrainData, split: Split, found: Iterable[tuple[list[int], np.ndarray, np.ndarray]]
+) -> None:
+    """Write micro-batches: their samples, words and logarithms."""
+    for samples, words, logs in found:
+        if not np.isfinite(logs).all():
+            raise ModelError("objective.teacher: its probabilities are not finite; look at its weights, or compute in "
+                             "bf16 or fp32")  # fmt: skip
+        places = [np.empty(0, dtype=np.int64), *(data.places(split, sample) for sample in samples)]
+        writer.write(split, np.concatenate(places), words, logs)
+
+
+def write_columns(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -> None:
+    """The column of each of the run's data folders. All ranks call it together. Raises UserError on all of them."""
+    run, mesh = resolved.run, mesh_of(resolved.degrees)
+    engine = start_engine(resolved, spec, ranks, mesh)
+    checksums = write_weights(engine, spec.initial_weights(run.train.seed, ranks.device), ranks)
+    weights = weights_hash(reference_checksums(spec, checksums))
+    batch = resolved.batch
+    dealt = (batch.micro_batch, mesh.place.data, batch.data_parallel, ranks.device.type == "cuda")
+    for folder in [run.data.path] if run.data.path else list(run.data.mixture or ()):
+        assert folder is not None
+        columns = {
+            split: column(engine, replace(run.data, path=folder, mixture=None), split, dealt, ranks) for split in SPLITS
+        }
+        with together(ranks):
+            if ranks.rank == 0:
+                write_reference(PreparedSet(folder), weights, resolved.precision, columns)
+        rows = sum(map(len, columns.values()))
+        log.info(f"{folder}: log-probabilities of {units.counted(rows, 'answer')} of {run.model.pretrained}")
+    engine.close()
+
+
+def column(
+    engine: Engine, config: DataConfig, split: Split, dealt: tuple[int, int, int, bool], ranks: Ranks
+) -> np.ndarray:
+    """fp32 [numbers] of a split of one folder. `dealt`: micro-batch, this rank's place, data-parallel ranks, pinned."""
+    with together(ranks):
+        data = TrainData(config)
+    train = split == "train"
+    read = data.window_at if train else data.validation_window_at
+    total = data.sequences_per_epoch if train else data.validation_sequences
+    collect = LogProbs()
+    batches = batches_of(read, total, *dealt)
+    for some in _told(batches, _AT_ONCE, f"{split}:", total, dealt[0] * dealt[2], ranks):
+        engine.evaluate(some, collect)
+        if others := [micro.mismatched for micro in some if isinstance(micro, UnpairedBatch)]:
+            engine.evaluate(others, collect)
+    mine = [np.concatenate([part.cpu().numpy() for part in parts]) for parts in zip(*collect.found, strict=True)]
+    values = np.full(numbers(data.manifests[0], split), np.nan, dtype=np.float32)
+    for found in filter(None, from_all(ranks, mine)):
+        values[found[0]] = found[1]
+    if wrong := int((~np.isfinite(values)).sum()):
+        raise AgreedError(
+            f"{config.path}: the log-probabilities of {units.counted(wrong, 'answer')} are not finite under the model; "
+            "look at its weights, or compute in bf16 or fp32",
+            ModelError.exit_code,
+        )
+    return values
+
+
+def main(argv: list[str]) -> int:
+    """One rank of `write_on_ranks_here`, with a launcher's environment. `argv`: the folder of the words."""
+    folder = Path(argv[0])
+    with failure_told(folder):
+        world_size = int(os.environ["WORLD_SIZE"])
+        write(load(json.loads((folder / _WORDS).read_text()), world_size, "the ranks started here"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,195 @@
+"""`llmtrain data show DATA`: rows of prepared conversations as the model gets them, and what of them is counted; of
+prepared texts their documents."""
+
+from __future__ import annotations
+
+import argparse
+import html
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from llmtrain.base import units, untrusted
+from llmtrain.base.errors import DataError
+from llmtrain.base.files import replace_file
+from llmtrain.commands import completion
+from llmtrain.data.manifest import SPLITS, Split, said_of_template
+from llmtrain.data.shards import PreparedSet, TokenStream
+from llmtrain.data.tokenize import Encoder
+
+_STYLES = {(True, False): "bold green", (True, True): "bold magenta", (False, False): "dim", (False, True): "cyan"}
+"""Of (counted, special token) in a terminal."""
+
+_PREFIX = len("counted | ")
+_SHOWN_TOKENS = 2000
+"""Limit of the tokens shown of one text: a document may be a book."""
+_READ_TOKENS = 4 << 20
+
+_PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>%(title)s</title><style>
+:root { color-scheme: light dark; --ink: #1a202c; --soft: #718096; --page: #f5f7fa; --card: #fff; --edge: #e2e8f0;
+  --yes: #d3f2de; --yes-ink: #14532d; --token: #e5edff; --token-ink: #3730a3; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e2e8f0; --soft: #8a97a8; --page: #12161d; --card: #1b212b;
+  --edge: #343d4b; --yes: #17402a; --yes-ink: #bdf0d0; --token: #2a3152; --token-ink: #c3cdff; } }
+body { font: 15px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0; }
+main { max-width: 60rem; margin: 0 auto; padding: 2rem 1.5rem 4rem; }
+h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; } p, h2 { color: var(--soft); }
+h2 { font-size: .85rem; font-weight: 600; margin: 2rem 0 .4rem; }
+pre { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; padding: 1rem 1.2rem; margin: 0;
+  white-space: pre-wrap; overflow-wrap: anywhere; font: 13.5px/1.6 ui-monospace, monospace; color: var(--soft); }
+.y { background: var(--yes); color: var(--yes-ink); border-radius: 3px; }
+.t { background: var(--token); color: var(--token-ink); border-radius: 4px; padding: 0 .3em; font-size: .88em; }
+.y.t { outline: 1.5px solid var(--yes-ink); }
+</style></head><body><main><h1>%(title)s</h1><p>%(what)s. <span class="y">Counted</span>, not counted, and
+<span class="t">special tokens</span>; one that is counted has <span class="y t">an edge</span>.</p>%(rows)s
+</main></body></html>
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tokens of a kind."""
+
+    text: str
+    counted: bool
+    special: bool
+    """One token that has a name, and is no text."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A row for people."""
+
+    heading: str
+    runs: list[Run]
+
+
+def shown_text(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> Shown:
+    """Document `index` of a split of texts, its beginning if it is long. Raises DataError."""
+    stream, separator, documents = data.split(split), data.manifest.separator_id, data.manifest.documents[split]
+    if not 0 <= index < documents:
+        raise DataError(f"--index {index}: the {split} split of {data.folder} has documents 0 to {documents - 1}")
+    start, end = _document(stream, separator, index)
+    ids = stream.read(start, min(end - start, _SHOWN_TOKENS))
+    more = f", the first {_SHOWN_TOKENS} of them" if end - start > _SHOWN_TOKENS else ""
+    heading = f"document {index} of {split}: {end - start} tokens{more}"
+    return Shown(heading, _runs(ids.tolist(), np.ones(len(ids), bool), encoder))
+
+
+def _document(stream: TokenStream, separator: int, index: int) -> tuple[int, int]:
+    """Return the bounds of document `index` in the stream, its separator included."""
+    begin = at = seen = 0
+    while at < stream.tokens:
+        length = min(_READ_TOKENS, stream.tokens - at)
+        ends = np.flatnonzero(stream.read(at, length) == separator)
+        if index < seen + len(ends):
+            begin = begin if index == seen else at + int(ends[index - seen - 1]) + 1
+            return begin, at + int(ends[index - seen]) + 1
+        begin = at + int(ends[-1]) + 1 if len(ends) else begin
+        seen, at = seen + len(ends), at + length
+    return begin, stream.tokens
+
+
+def shown_row(data: PreparedSet, encoder: Encoder, split: Split, index: int) -> Shown:
+    """Row `index` of a split, in the folder's order."""
+    stream = data.split(split)
+    lengths = stream.row_lengths()
+    if not 0 <= index < len(lengths):
+        raise DataError(f"--index {index}: the {split} split of {data.folder} has rows 0 to {len(lengths) - 1}")
+    start, length = int(lengths[:index].sum()), int(lengths[index])
+    ids, counted = stream.read(start, length), stream.counted(start, length)
+    assert counted is not None
+    chat = data.manifest.chat or {}
+    side = (" (chosen)", " (rejected)")[index % 2] if chat.get("pairs") else ""
+    if chat.get("unpaired"):
+        side = " (desired)" if stream.judged()["desirable"][index] else " (not desired)"
+    heading = f"row {index} of {split}{side}: {length} tokens, {int(counted.sum())} counted"
+    return Shown(heading, _runs(ids.tolist(), counted, encoder))
+
+
+def _runs(ids: list[int], counted: np.ndarray, encoder: Encoder) -> list[Run]:
+    runs: list[Run] = []
+    begin = 0
+    for at in range(1, len(ids) + 1):
+        special = ids[begin] in encoder.special
+        same = at < len(ids) and counted[at] == counted[begin] and not special and ids[at] not in encoder.special
+        if not same:
+            runs.append(Run(encoder.decode(ids[begin:at]), bool(counted[begin]), special))
+            begin = at
+    return runs
+
+
+def _print(row: Shown, *, marks: bool) -> None:
+    """With `marks`, each line begins with whether it is counted, for where there are no colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    lines: list[Text] = []
+    before = None
+    for run in row.runs:
+        if marks and run.counted is not before and lines and len(lines[-1]) == _PREFIX:  # a line break came last
+            lines.pop()
+        for number, part in enumerate(untrusted.shown(run.text, lines=True).split("\n")):
+            if number or run.counted is not before:
+                lines.append(Text(("counted | " if run.counted else "        | ") if marks else "", style="dim"))
+            before = run.counted
+            lines[-1].append(part, style=_STYLES[run.counted, run.special])
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(row.heading, style="bold"))
+    for line in lines:
+        line.rstrip()
+        console.print(line)
+
+
+def _html(title: str, what: str, rows: list[Shown]) -> str:
+    def span(run: Run) -> str:
+        kind = " ".join(name for name, on in (("y", run.counted), ("t", run.special)) if on)
+        return f'<span class="{kind}">{html.escape(run.text)}</span>' if kind else html.escape(run.text)
+
+    cards = "".join(f"<h2>{row.heading}</h2><pre>{''.join(map(span, row.runs))}</pre>" for row in rows)
+    return _PAGE % {"title": html.escape(title), "what": html.escape(what), "rows": cards}
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="llmtrain data", description="Look at prepared data.")
+    show: Any = parser.add_subparsers(dest="action", required=True).add_parser(
+        "show",
+        description="Print rows of prepared conversations, and what of them is counted; of texts, documents.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    show.add_argument("data", type=Path, metavar="DATA", help="the prepared folder")
+    show.add_argument("--split", choices=SPLITS, default="train", help="which rows")
+    show.add_argument("--index", type=int, default=0, metavar="N", help="the first row, from 0")
+    show.add_argument("--rows", type=int, default=1, metavar="N", help="how many rows")
+    show.add_argument("--html", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write a page instead")
+    completion.offer(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Returns 0. Raises DataError."""
+    args = _arguments(argv)
+    data = PreparedSet(args.data)
+    chat = data.manifest.chat
+    split = cast(Split, args.split)
+    encoder = Encoder(data.tokenizer_dir)
+    last = min(args.index + max(1, args.rows), data.manifest.documents[split])
+    show = shown_text if chat is None else shown_row
+    rows = [show(data, encoder, split, index) for index in range(args.index, max(last, args.index + 1))]
+    said = [] if chat is None else said_of_template(chat)
+    if "html" not in args:
+        for line in said:
+            print(untrusted.shown(line))
+        for row in rows:
+            _print(row, marks=chat is not None)
+        return 0
+    total = data.manifest.tokens[split]
+    counted = total if chat is None else chat["counted"][split]
+    noun = "document" if chat is None else "row"
+    what = f"{units.counted(data.manifest.documents[split], noun)}, {counted} of {total} tokens counted"
+    what = "; ".join((what, *said))
+    replace_file(args.html, _html(f"{args.data}: {split}", what, rows).encode())
+    print(f"wrote {args.html}: {units.counted(len(rows), noun)}")
+    return 0

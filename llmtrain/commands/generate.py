@@ -1,0 +1,27 @@
+"""`llmtrain generate RUN_OR_FOLDER --prompt ...`: a continuation by the trained model."""
+
+from __future__ import annotations
+
+import argparse
+
+from llmtrain.checkpoint.hf.inference import Sampling, add_options, generate, usable_folder
+from llmtrain.commands import completion
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code; raises CheckpointError, ModelError."""
+    parser = argparse.ArgumentParser(
+        prog="llmtrain generate",
+        description="Continue a prompt with a trained model. Of a run, its newest state is used.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_options(parser, Sampling())
+    parser.add_argument(
+        "--prompt", default=argparse.SUPPRESS, help="text to continue (default: none, the model begins)"
+    )
+    completion.offer(parser)
+    args = vars(parser.parse_args(argv))
+    path, prompt = args.pop("folder"), args.pop("prompt", "")
+    with usable_folder(path, "generate") as folder:
+        generate(folder, prompt, Sampling(**args), stream=True)
+    return 0

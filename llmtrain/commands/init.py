@@ -1,0 +1,69 @@
+"""`llmtrain init DIR`: recipes, DeepSpeed files, launch scripts and pages of this version, to start from."""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import re
+import shutil
+from pathlib import Path
+
+from llmtrain.base import log
+from llmtrain.base.errors import UserError
+from llmtrain.commands import completion
+
+_SHIPPED = Path(__file__).parent / "shipped"
+"""Folder of what `init` copies: files in a wheel; in a clone, links to launch/, ds_configs/ and docs/ at its top."""
+_LEFT_OUT = (".local", ".png", ".jsonl")
+"""Suffixes of a clone's files that a wheel lacks: what `make` writes for one machine, figures and raw results."""
+_HOSTFILE = "launch/hostfile.local"
+_NEXT = """\
+launch/recipes/   a YAML for each run: copy one and change it
+ds_configs/       DeepSpeed JSON; its README.md says which to take
+launch/           train.py (for `deepspeed` by hand), examples of a hostfile and of an environment, a Slurm script
+{hostfile:<17} {hosts}
+docs/             the pages: quickstart.md comes first, configuration.md has every key, posttraining.md chat data
+to begin:         cd {folder}
+                  llmtrain prepare --source stdlib --vocab-size 1024 --out data/stdlib
+                  llmtrain launch --hostfile {hostfile} -- launch/recipes/quickstart.yaml"""
+
+
+def main(argv: list[str]) -> int:
+    """The command line behind `llmtrain init`; 0 on success. Raises UserError, and then nothing was written."""
+    parser = argparse.ArgumentParser(prog="llmtrain init", description="Write recipes and DeepSpeed files to a folder.")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there; no file of it is changed")
+    completion.offer(parser)
+    folder: Path = parser.parse_args(argv).folder
+    pairs = [(file, folder / file.relative_to(_SHIPPED)) for file in _files(_SHIPPED)]
+    try:
+        for parent in {parent for _, new in pairs for parent in new.parents}:
+            if parent.exists() and not parent.is_dir():
+                raise UserError(f"{parent}: it is a file, and init writes a folder of that name. Give an empty folder.")
+        if other := [new for old, new in pairs if new.exists() and not filecmp.cmp(old, new, shallow=False)]:
+            raise UserError(f"{other[0]}: there is another file of that name, which init does not replace. Give an "
+                            "empty folder.")  # fmt: skip
+        for old, new in pairs:
+            new.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(old, new)
+        hostfile = folder / _HOSTFILE
+        if not hostfile.exists():
+            hostfile.write_text(f"localhost slots={len(list(Path('/dev').glob('nvidia[0-9]*'))) or 2}\n")
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}. Give a folder that can be written to.") from None
+    hosts = f"this machine for `llmtrain launch` ({hostfile.read_text().strip()}); others go into a copy of the example"
+    then = _NEXT.format(folder=folder, hostfile=_HOSTFILE, hosts=hosts)
+    if folder.resolve() == Path.cwd():
+        then = re.sub(r"cd .*\n +", "", then)
+    log.info(f"{len(pairs)} files in {folder}\n{then}")
+    return 0
+
+
+def _files(folder: Path) -> list[Path]:
+    """All that a user may copy."""
+    found: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name != "__pycache__":
+            found += _files(path)
+        elif path.is_file() and path.suffix not in _LEFT_OUT:
+            found.append(path)
+    return found

@@ -1,0 +1,110 @@
+"""`llmtrain launch`: the command line. Start a job on several hosts, watch it, start it again after a fault."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+from collections.abc import Sequence
+
+from llmtrain.base.errors import ConfigError
+from llmtrain.cluster.hosts.here import is_alone, on_visible_devices
+from llmtrain.cluster.hosts.hostfile import Host, read_hostfile, select
+from llmtrain.cluster.launch import slurm
+from llmtrain.cluster.launch.attempts import Launch
+from llmtrain.cluster.launch.plan import Options, Run, check, describe, make_plan
+from llmtrain.commands import completion
+from llmtrain.commands.doctor import needs
+from llmtrain.config.deepspeed import name_cpu
+from llmtrain.config.in_use import refuse_if_in_use
+from llmtrain.config.load import command_words, load, run_words
+
+MAX_RESTARTS = 3
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code (docs/cluster.md lists them); raises UserError."""
+    options = _options(argv)
+    resolved = load(list(options.words), sum(host.slots for host in options.hosts), "the hostfile")
+    mark = secrets.token_hex(8)
+    plan = make_plan(options, options.hosts, mark)
+    if options.launcher == "pdsh":
+        check(plan)
+    if options.dry_run:
+        print(describe(plan, options))
+        return 0
+    if plan.alone:
+        name_cpu()
+    refuse_if_in_use(resolved.run_dir)
+    run = Run(
+        folder=resolved.run_dir,
+        resume=resolved.run.resume,
+        start_timeout_s=resolved.run.fault.start_timeout_s,
+        needs=needs(options.words[1], resolved.run, resolved.mix, resolved.run_dir),
+        resolve=resolves,
+    )
+    return Launch(options, mark, run).run()
+
+
+def resolves(words: Sequence[str], ranks: int) -> None:
+    """Raises ConfigError where these words of a run's command line have no answer for so many ranks."""
+    load(list(words), ranks, "the hosts that are left")
+
+
+def _options(argv: list[str]) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="llmtrain launch",
+        usage="llmtrain launch --hostfile HOSTS [options] -- RUN.yaml [--SECTION.FIELD VALUE ...]",
+        description="Start a run on all hosts of a hostfile, watch it, and start it again after a fault.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--hostfile", help="a line `NAME slots=COUNT` for each host; the first one holds rank 0")
+    parser.add_argument("--include", default=None, help="NAME[:DEVICE,...], joined by @: these and no others")
+    parser.add_argument("--exclude", default=None, help="the same form: all but these")
+    parser.add_argument("--launcher", choices=("pdsh", "slurm"), default="pdsh", help="slurm: hosts from SLURM_*, srun")
+    parser.add_argument("--max-restarts", type=int, default=MAX_RESTARTS, help="after faults (default: %(default)s)")
+    parser.add_argument("--min-hosts", type=int, default=None, help="go on with so few (default: all of them)")
+    parser.add_argument("--preempt-file", default=None, help="when it appears on any host, the job saves and leaves")
+    parser.add_argument("--env-file", default=None, help="lines NAME=VALUE for the ranks; secrets travel unseen")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print hosts, ranks, command, environment; start nothing"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="show DeepSpeed's launcher's lines, and the tracebacks of all ranks"
+    )
+    completion.offer_run(parser)
+    given, words = command_words(parser, argv)
+    if not words:
+        raise ConfigError("no run: write `llmtrain launch --hostfile HOSTS -- RUN.yaml`")
+    words = run_words(words)
+    if given.preempt_file:
+        words += ["--fault.preempt_file", given.preempt_file]
+    hosts = _hosts(given)
+    least = len(hosts) if given.min_hosts is None else given.min_hosts
+    if not 1 <= least <= len(hosts):
+        raise ConfigError(f"--min-hosts is {least}: give 1 to {len(hosts)}, the number of hosts")
+    if given.max_restarts < 0:
+        raise ConfigError(f"--max-restarts is {given.max_restarts}: give 0 or more")
+    return Options(
+        hosts=hosts,
+        words=tuple(words),
+        launcher=given.launcher,
+        max_restarts=given.max_restarts,
+        min_hosts=least,
+        env_file=given.env_file,
+        dry_run=given.dry_run,
+        verbose=given.verbose,
+    )
+
+
+def _hosts(given: argparse.Namespace) -> tuple[Host, ...]:
+    if given.launcher == "slurm":
+        if given.hostfile is not None:
+            raise ConfigError("--launcher slurm takes the hosts from Slurm: leave --hostfile out")
+        return select(slurm.hosts_of(os.environ), given.include, given.exclude)
+    if given.hostfile is None:
+        raise ConfigError("--hostfile is missing: give a file with a line `NAME slots=COUNT` for each host")
+    hosts = select(read_hostfile(given.hostfile), given.include, given.exclude)
+    if is_alone(hosts) and not given.include and not given.exclude:
+        return (on_visible_devices(hosts[0], os.environ),)
+    return hosts

@@ -1,0 +1,122 @@
+"""`llmtrain prepare`: token shards from text, conversations and preferences."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from llmtrain.base import untrusted
+from llmtrain.base.errors import UserError
+from llmtrain.commands import completion
+from llmtrain.data.prepare import prepare
+from llmtrain.data.settings import PrepareSettings
+
+
+def _options() -> argparse.ArgumentParser:
+    """The parser of `llmtrain prepare`."""
+    parser = argparse.ArgumentParser(
+        prog="llmtrain prepare",
+        description="Tokenize a corpus into memory-mapped shards with a train and a validation split.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--source",
+        nargs="+",
+        required=True,
+        default=argparse.SUPPRESS,
+        metavar="SOURCE",
+        help="files, folders or globs (text, code, jsonl, parquet; .gz and .zst too), a saved `datasets` folder, "
+        "hf:ORG/NAME[@REVISION][/FILES] of a dataset on the Hub, stdlib: the running Python's own standard library, or "
+        "stdlib-chat or stdlib-preference: questions about it, some of them held out",
+    )
+    add("--out", required=True, default=argparse.SUPPRESS, metavar="FOLDER", help="the prepared folder")
+    given = "Hugging Face folder with a tokenizer.json, or ORG/NAME[@REVISION] on the Hub"
+    add("--tokenizer", default=argparse.SUPPRESS, metavar="FOLDER", help=given)
+    trained = "train a byte-level BPE of N tokens on the source instead"
+    add("--vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help=trained)
+    add("--field", default="text", help="the field (jsonl) or column (parquet, datasets) that holds the text")
+    add(
+        "--format",
+        default="auto",
+        choices=["auto", "text", "jsonl", "parquet", "chat", "preference", "unpaired", "prompt"],
+        help="auto: by the file name; chat: conversations, preference: a chosen and a rejected answer, unpaired: one "
+        "and whether it is desired, prompt: questions alone, see below",
+    )
+    add(
+        "--validation-fraction",
+        type=float,
+        metavar="F",
+        default=argparse.SUPPRESS,
+        help="share of --source held out for validation (default: 0.05); 0: none, for runs with train.eval off",
+    )
+    add(
+        "--validation-source",
+        nargs="+",
+        default=argparse.SUPPRESS,
+        metavar="SOURCE",
+        help="take validation from these instead (as --source; a file or document in both is for validation alone)",
+    )
+    add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="a longer document is rejected")
+    shard = "input bytes per shard (default: a 64th, 1 to 256 MiB)"
+    add("--shard-bytes", type=int, default=argparse.SUPPRESS, metavar="N", help=shard)
+    add("--max-rejected", type=int, default=0, metavar="N", help="stop when more than N records are bad")
+    all_cores = "worker processes (default: all cores)"
+    add("--processes", type=int, default=argparse.SUPPRESS, metavar="N", help=all_cores)
+    _add_chat(parser)
+    return parser
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "conversations (--format chat, preference, unpaired, prompt)",
+        "jsonl or parquet with messages, sharegpt, alpaca, or prompt + completion; preferences with chosen and "
+        "rejected, as text or messages; unpaired with label, true or false",
+    ).add_argument
+    own = "a Jinja template instead of the tokenizer's own"
+    add("--chat-template", default=argparse.SUPPRESS, metavar="FILE", help=own)
+    said = "what every record says to its template, an object of JSON; a record's own chat_template_kwargs come first"
+    add("--chat-template-kwargs", default=argparse.SUPPRESS, metavar="JSON", help=said)
+    add(
+        "--count",
+        default="assistant",
+        choices=["assistant", "last", "all"],
+        help="what the loss counts: all answers, the last one, or every token",
+    )
+    limit = "tokens of a row, or of a pair (default: any; training needs data.sequence_length of at least the longest)"
+    add("--max-tokens", type=int, default=argparse.SUPPRESS, metavar="N", help=limit)
+    add(
+        "--too-long",
+        default="reject",
+        choices=["reject", "cut", "split"],
+        help="a row of more than --max-tokens: reject its record, keep its beginning, or make several rows of it",
+    )
+    stops = "tokens where generation stops, beside the tokenizer's eos_token and the model's eos_token_id"
+    add("--stop-token", nargs="+", default=argparse.SUPPRESS, metavar="TOKEN", help=stops)
+
+
+def main(argv: list[str]) -> int:
+    """`llmtrain prepare`: returns the exit code; a user's mistake is one message on standard error."""
+    parser = _options()
+    completion.offer(parser)
+    values = vars(parser.parse_args(argv))
+    sources, validation = tuple(values.pop("source")), tuple(values.pop("validation_source", ()))
+    stops = tuple(values.pop("stop_token", ()))
+    settings = PrepareSettings(sources=sources, validation_sources=validation, stop_tokens=stops, **values)
+
+    def stop(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        prepare(settings)
+    except UserError as error:
+        print(f"error: {untrusted.shown(error, lines=True)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; finished shards are kept in {settings.out}: the same command continues", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return 0

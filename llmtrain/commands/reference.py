@@ -1,0 +1,83 @@
+"""`llmtrain reference RUN.yaml`: write what its objective compares with into its data. No torch before the work."""
+
+from __future__ import annotations
+
+import os
+
+from llmtrain.base.errors import ConfigError
+from llmtrain.commands import completion
+from llmtrain.config.load import Parsed, load, parse, run_words
+from llmtrain.config.objective import DISTILL, WITHOUT_REFERENCE
+from llmtrain.config.resolve import resolve
+from llmtrain.config.run import ObjectiveConfig
+
+USAGE = """\
+usage: llmtrain reference RUN.yaml [--SECTION.FIELD VALUE ...]
+
+Write what the run's objective compares with into its data folders: of preferences the log-probability of every answer
+under the model that the run starts from, of objective.name distill with objective.top_k the teacher's likeliest words.
+
+It starts as many ranks on this machine as the DeepSpeed JSON needs, on GPUs as many as there are. For several hosts a
+launcher starts the ranks: deepspeed --hostfile HOSTS --no_local_rank --module llmtrain reference RUN.yaml"""
+_MOST_RANKS = 64
+"""Limit of the search for the fewest ranks on which the run resolves."""
+
+
+def main(argv: list[str]) -> int:
+    """Returns 0. Raises UserError."""
+    completion.offer_run()
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if "WORLD_SIZE" in os.environ:
+        resolved = load(argv, int(os.environ["WORLD_SIZE"]))
+        _refuse(resolved.run.objective)
+        from llmtrain.commands.columns import write
+
+        write(resolved)
+        return 0
+    words = run_words(argv)
+    parsed = parse(words)
+    _refuse(parsed.run.objective)
+    fewest = _fewest_ranks(parsed)
+    import torch
+
+    from llmtrain.commands.columns import write, write_on_ranks_here
+
+    gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else 0
+    many = next((count for count in range(gpus, fewest, -1) if _goes(parsed, count)), fewest)
+    if many == 1:
+        write(load(words, 1))
+    else:
+        write_on_ranks_here(words, cpu=gpus < many, count=many)
+    return 0
+
+
+def _fewest_ranks(parsed: Parsed) -> int:
+    """The smallest number of ranks on which the run can be. Raises ConfigError: there is none."""
+    found = next((count for count in range(1, _MOST_RANKS + 1) if _goes(parsed, count)), None)
+    if found is None:
+        resolve(parsed.run, 1, places=parsed.places)
+        raise AssertionError
+    return found
+
+
+def _goes(parsed: Parsed, ranks: int) -> bool:
+    try:
+        resolve(parsed.run, ranks, places=parsed.places)
+    except ConfigError:
+        return False
+    return True
+
+
+def _refuse(objective: ObjectiveConfig) -> None:
+    if objective.name == DISTILL:
+        if objective.top_k is None:
+            raise ConfigError("objective.top_k null: the whole teacher is asked at each step; set it to write its "
+                              "likeliest words, or leave this command out")  # fmt: skip
+        if objective.teacher is None:
+            raise ConfigError("objective.teacher null: names no model whose words are to be written; name one")
+    elif objective.name in WITHOUT_REFERENCE:
+        raise ConfigError(f"objective.name {objective.name}: compares with no reference; leave this command out")
+    if objective.reference == "online":
+        raise ConfigError("objective.reference online: is computed at each step; leave this command out")

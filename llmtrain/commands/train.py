@@ -1,0 +1,53 @@
+"""`llmtrain train`: what every rank of a launch runs."""
+
+from __future__ import annotations
+
+import os
+
+from llmtrain.cluster import messages
+from llmtrain.cluster.hosts.environment import load_secrets
+from llmtrain.cluster.hosts.here import refuse_missing_hostfile
+from llmtrain.cluster.watch import watched
+from llmtrain.commands import completion
+from llmtrain.commands.check import examine
+from llmtrain.config.deepspeed import let_segments_grow
+from llmtrain.config.in_use import refuse_if_in_use
+from llmtrain.config.load import load
+from llmtrain.config.pinned import with_base
+from llmtrain.config.run import FaultConfig
+from llmtrain.engine.garbage import none_while_importing
+
+
+def main(argv: list[str]) -> int:
+    """Train as the command line says. Returns the exit code; raises UserError."""
+    completion.offer_run()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
+    with watched.outcome_reported():
+        load_secrets()
+        if "LOCAL_RANK" in os.environ and messages.SUPERVISED not in os.environ:  # `llmtrain launch` has read it
+            refuse_missing_hostfile()
+        resolved = load(argv, world_size, source)
+        refuse_if_in_use(resolved.run_dir)  # rank 0 takes the folder when all ranks have met: later
+        with messages.waiting():  # before the watch begins: a large model takes longer than any stall
+            resolved = with_base(resolved)
+        watched.begin(
+            stall_timeout_s=stall_timeout_s(resolved.run.fault),
+            start_timeout_s=resolved.run.fault.start_timeout_s,
+            run_dir=resolved.run_dir,
+            notes="llmtrain.tracking.fault_note",
+        )
+        let_segments_grow()
+        if resolved.run.train.deterministic:  # without it cuBLAS may add in any order, and torch refuses its products
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
+        with none_while_importing():
+            resolved, spec = examine(resolved)
+            from llmtrain.training.run import train
+
+        return train(resolved, spec)
+
+
+def stall_timeout_s(fault: FaultConfig) -> float:
+    """The watch acts before the collectives' own time limit: after it the ranks are dead and cannot be asked."""
+    return min(fault.stall_timeout_s, 0.75 * fault.timeout_s)

@@ -1,0 +1,92 @@
+"""The models on the Hub that a run begins with or learns from: which commit of each, and its files on this host."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+from llmtrain.base.errors import ConfigError, ModelError
+from llmtrain.config import strict_yaml
+from llmtrain.config.problems import Places, stop
+from llmtrain.config.rules import reads_weights
+from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.storage.hub.fetch import fetch
+from llmtrain.storage.hub.model import settings, weights
+from llmtrain.storage.hub.names import COMMIT, Repository, endpoint, is_name
+
+
+def with_base(resolved: ResolvedRun) -> ResolvedRun:
+    """The run with the commit in `model.revision`, once what it reads of the repository is on this host; of the
+    teacher as well.
+
+    A run whose models are folders here, or random, stays as it is. Ranks may call it before they have met: one of a
+    host asks and fetches. Raises: ConfigError, ModelError.
+    """
+    run = resolved.run
+    run, notes = fetched(run, resolved.places, weights_too=reads_weights(run))
+    return replace(resolved, run=run, notes=(*resolved.notes, *notes))
+
+
+def fetched(
+    run: RunConfig, places: Places | None = None, *, weights_too: bool = False
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """`with_base` for a run that no JSON has been joined with, and notes. `places`: of the keys, for messages."""
+    places, notes = places or {}, []
+    model, objective = run.model, run.objective
+    if (name := model.pretrained) is not None and is_name(name):
+        commit, note = _commit(run, _MODEL, name, model.revision, places, weights_too=weights_too)
+        run, notes = replace(run, model=replace(model, revision=commit)), [note]
+    if (name := objective.teacher) is not None and is_name(name):
+        commit, note = _commit(run, _TEACHER, name, objective.teacher_revision, places, weights_too=True)
+        run, notes = replace(run, objective=replace(objective, teacher_revision=commit)), [*notes, note]
+    return run, tuple(notes)
+
+
+_Keys = tuple[str, str, str]
+"""Section, key of the name, key of its revision."""
+_MODEL: _Keys = ("model", "pretrained", "revision")
+_TEACHER: _Keys = ("objective", "teacher", "teacher_revision")
+
+
+def _commit(
+    run: RunConfig, keys: _Keys, name: str, asked: str | None, places: Places, *, weights_too: bool
+) -> tuple[str, str]:
+    """(the commit of a repository, with what is read of it on this host; a note)"""
+    section, key, revision = keys
+    repository, began_with = Repository(kind="model", name=name), _began_with(run, keys, name)
+    if began_with and asked is not None and COMMIT.fullmatch(asked) and asked != began_with:
+        where = f"{section}.{revision}"
+        rule = f"the run in {run.train.run_dir} began with commit {began_with} of {name}"
+        raise stop(where, asked, rule, "remove it, or give the run a train.run_dir of its own", places.get(where))
+
+    def wrong(text: str) -> ModelError:
+        error = ModelError(f"{section}.{key}: {name}: {text.rstrip('.')}.")
+        error.passing = getattr(text, "unreachable", False)
+        return error
+
+    choices = [settings, weights(wrong)] if weights_too else [settings]
+    snapshot = fetch(repository, began_with or asked, choices, wrong)
+    if not (snapshot.folder / "config.json").is_file():
+        raise wrong("the repository has no config.json, so it is no model of transformers. Name another one")
+    which = "with which the run began" if began_with else "as asked" if asked == snapshot.commit else asked or "main"
+    return snapshot.commit, (
+        f"{section}.{key}: {name} is no folder here, so it is that of {endpoint()}: commit {snapshot.commit} ({which})"
+    )
+
+
+def _began_with(run: RunConfig, keys: _Keys, name: str) -> str | None:
+    """The commit that the run's folder has on record, or the folder of the run that `resume` names."""
+    if run.resume == "none":
+        return None
+    section, key, revision = keys
+    folders = [Path(str(run.train.run_dir))]
+    folders += [] if run.resume == "auto" else [Path(run.resume).absolute().parent.parent]
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError, ConfigError, AttributeError, TypeError, KeyError):
+            path = folder / "config.yaml"
+            told = strict_yaml.parse(path.read_text(encoding="utf-8"), str(path)).tree[section]
+            commit = told[revision] or ""
+            if told[key] == name and COMMIT.fullmatch(commit):
+                return str(commit)
+    return None

@@ -1,0 +1,302 @@
+"""Which ways of training can be combined, in one table; every part asks it. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from llmtrain.optim.optimizers import OPTIMIZERS, Form, Optimizer, OptimizerName
+
+
+def ranks_of_this_host() -> int:
+    """As the launcher says: DeepSpeed's, torchrun, or none."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank stands: its index along each way of sharing the work."""
+
+    pipeline: int
+    data: int
+    sequence: int
+    tensor: int
+
+    @property
+    def leads(self) -> bool:
+        """The one rank among those that work on the same sequences which speaks for them in sums over all ranks."""
+        return self.pipeline == self.sequence == self.tensor == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Over how many ranks each way of sharing the work goes.
+
+    Ranks are numbered with the tensor index running fastest, then sequence, data and pipeline (as DeepSpeed does):
+    tensor-parallel ranks are neighbours on the fastest links, pipeline stages may be far apart.
+    """
+
+    pipeline: int = 1
+    """Stages."""
+    data: int = 1
+    """Groups of ranks that see different sequences."""
+    sequence: int = 1
+    """Ranks that share each sequence."""
+    tensor: int = 1
+    """Ranks that share each matrix."""
+    expert: int = 1
+    """Ranks that share the experts of each layer: a part of the `data` ranks, so no factor of the world size."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.pipeline * self.data * self.sequence * self.tensor
+
+    def place(self, rank: int) -> Place:
+        """Where global rank `rank` stands."""
+        assert 0 <= rank < self.world_size, (rank, self)
+        rest, tensor = divmod(rank, self.tensor)
+        rest, sequence = divmod(rest, self.sequence)
+        pipeline, data = divmod(rest, self.data)
+        return Place(pipeline=pipeline, data=data, sequence=sequence, tensor=tensor)
+
+    def rank(self, place: Place) -> int:
+        """The global rank that stands there."""
+        return ((place.pipeline * self.data + place.data) * self.sequence + place.sequence) * self.tensor + place.tensor
+
+    def groups(self, *along: str) -> list[list[int]]:
+        """All groups of ranks that differ in these indices only, e.g. groups("data", "sequence")."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.place(rank)
+            fixed = tuple(getattr(place, name) for name in _AXES if name not in along)
+            found.setdefault(fixed, []).append(rank)
+        return list(found.values())
+
+
+_AXES = ("pipeline", "data", "sequence", "tensor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """How a run computes: what its JSON and YAML ask for, as far as it decides whether the parts can work together."""
+
+    zero_stage: int = 0
+    fp16: bool = False
+    bf16: bool = False
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    compile_layers: bool = False
+    mlp_tiles: bool = False
+    layer_inputs_on_host: bool = False
+    keep_attention: bool = False
+    recomputes: bool = False
+    """The JSON has an `activation_checkpointing` section."""
+    optimizer: OptimizerName = "adamw"
+    clip_norm: float = 0.0
+    reduce_scatter: bool = False
+    fp32_accumulation: bool = False
+    bf16_moments: bool = False
+    beta: float = 0.0
+    """The larger of optim.betas."""
+    degrees: Degrees = Degrees()
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Of the model's arithmetic."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+
+    @property
+    def moments(self) -> dict[str, str]:
+        """What a checkpoint's layout says of the moments' precision: nothing where it is fp32."""
+        return {"moments": "bf16"} if self.bf16_moments else {}
+
+    @property
+    def may_compile_layers(self) -> bool:
+        """Nothing that is known without the device stands against model.compile_layers."""
+        return not any("model.compile_layers" in rule.keys for rule in clashes(replace(self, compile_layers=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A combination that is refused: `keys` name the values that clash."""
+
+    keys: tuple[str, ...]
+    broken: Callable[[Mix], bool]
+    reason: str
+    remedy: str
+
+
+_ASKED: dict[Form, tuple[tuple[str, ...], Callable[[Mix], bool]]] = {
+    "clipping": (("optim.name", "optim.clip_norm"), lambda m: m.clip_norm > 0),
+    "offload": (("optim.name", "zero_optimization.offload_optimizer.device"), lambda m: m.offload_optimizer),
+    "scattered gradients": (
+        ("optim.name", "zero_optimization.reduce_scatter"),
+        lambda m: m.zero_stage == 3 and m.reduce_scatter,
+    ),
+    "fp32 sums at ZeRO 1": (
+        ("optim.name", "data_types.grad_accum_dtype"),
+        lambda m: m.bf16 and m.zero_stage == 1 and m.fp32_accumulation,
+    ),
+    "bf16 moments": (("bf16.bf16_optimizer_states", "optim.name"), lambda m: m.bf16_moments),
+    "tensor": (("tensor_parallel.autotp_size", "optim.name"), lambda m: m.degrees.tensor > 1),
+    "expert": (("expert_parallel.autoep_size", "optim.name"), lambda m: m.degrees.expert > 1),
+}
+"""Form that an optimizer may refuse -> the keys that ask for it, and whether a run does."""
+
+
+def _refused(optimizer: Optimizer, form: Form) -> Rule:
+    keys, asked = _ASKED[form]
+    why = optimizer.refuses[form]
+    return Rule(
+        keys=keys,
+        broken=lambda m: m.optimizer == optimizer.name and asked(m),
+        reason=why.reason,
+        remedy=why.remedy,
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        keys=("fp16.enabled", "bf16.enabled"),
+        broken=lambda m: m.fp16 and m.bf16,
+        reason="fp16 and bf16 are two answers to one question",
+        remedy="set one of them to false (bf16 on Ampere and later: it needs no loss scaling)",
+    ),
+    Rule(
+        keys=("zero_optimization.offload_param.device", "zero_optimization.stage"),
+        broken=lambda m: m.offload_param and m.zero_stage != 3,
+        reason="only ZeRO 3 partitions parameters, so only it can offload them",
+        remedy="set zero_optimization.stage to 3, or remove offload_param",
+    ),
+    Rule(
+        keys=("zero_optimization.offload_optimizer.device", "zero_optimization.stage"),
+        broken=lambda m: m.offload_optimizer and m.zero_stage < 1,
+        reason="the optimizer that offloads is ZeRO's",
+        remedy="set zero_optimization.stage to 1, 2 or 3, or remove offload_optimizer",
+    ),
+    Rule(
+        keys=("bf16.bf16_optimizer_states", "zero_optimization.offload_optimizer.device"),
+        broken=lambda m: m.bf16_moments and m.offload_optimizer,
+        reason="DeepSpeed's optimizers for the host have moments in bf16 beside masters in bf16 only",
+        remedy="remove one of them",
+    ),
+    Rule(
+        keys=("bf16.bf16_optimizer_states", "optim.betas"),
+        broken=lambda m: m.bf16_moments and m.beta > 1 - 2**-8,
+        reason="bf16 has 8 bits: what a step takes off a moment would be rounded away, and it would never fall",
+        remedy="use betas of at most 0.996, such as [0.9, 0.95], or remove bf16_optimizer_states",
+    ),
+    Rule(
+        keys=("model.compile_layers", "zero_optimization.stage"),
+        broken=lambda m: m.compile_layers and m.zero_stage == 3,
+        reason="ZeRO 3 gathers parameters in hooks that torch.compile breaks into small graphs",
+        remedy="set model.compile_layers to false, or use ZeRO 1 or 2",
+    ),
+    Rule(
+        keys=("model.mlp_tile_tokens", "model.compile_layers"),
+        broken=lambda m: m.mlp_tiles and m.compile_layers,
+        reason="the slices of an MLP run through a backward pass of their own, which torch.compile does not see into",
+        remedy="set one of them to null or false",
+    ),
+    Rule(
+        keys=("activation_checkpointing.cpu_checkpointing", "model.compile_layers"),
+        broken=lambda m: m.layer_inputs_on_host and m.compile_layers,
+        reason="the layers' inputs go to the host in hooks that torch.compile cannot trace: nothing would be compiled",
+        remedy="set one of them to false",
+    ),
+    Rule(
+        keys=("model.keep_attention", "activation_checkpointing"),
+        broken=lambda m: m.keep_attention and not m.recomputes,
+        reason="it says what activation checkpointing does not recompute, and the JSON does not switch that on",
+        remedy='write "activation_checkpointing": {} into the JSON, or set model.keep_attention to false',
+    ),
+    Rule(
+        keys=("model.keep_attention", "activation_checkpointing.cpu_checkpointing"),
+        broken=lambda m: m.keep_attention and m.layer_inputs_on_host,
+        reason="the inputs of the layers would wait in host memory, and tensors of the same size stay on the device",
+        remedy="set one of them to false",
+    ),
+    Rule(
+        keys=("pipeline.stages", "zero_optimization.stage"),
+        broken=lambda m: m.degrees.pipeline > 1 and m.zero_stage >= 2,
+        reason="a pipeline accumulates whole gradients over its micro-batches; ZeRO 2 and 3 partition them",
+        remedy="use zero_optimization.stage 0 or 1 with a pipeline, or no pipeline",
+    ),
+    Rule(
+        keys=("sequence_parallel_size", "pipeline.stages"),
+        broken=lambda m: m.degrees.sequence > 1 and m.degrees.pipeline > 1,
+        reason="DeepSpeed's pipeline numbers its ranks by stage, data and tensor only: gradients would be averaged "
+        "over the wrong ranks",
+        remedy="set one of them to 1 or remove it; ZeRO 3 with sequence_parallel_size holds long rows and large models",
+    ),
+    Rule(
+        keys=("expert_parallel.autoep_size", "pipeline.stages"),
+        broken=lambda m: m.degrees.expert > 1 and m.degrees.pipeline > 1,
+        reason="the stages of a pipeline are cut from transformers' own layers, and expert parallelism replaces them",
+        remedy="use ZeRO 3 with expert_parallel, or the pipeline without it",
+    ),
+    Rule(
+        keys=("expert_parallel.autoep_size", "tensor_parallel.autotp_size"),
+        broken=lambda m: m.degrees.expert > 1 and m.degrees.tensor > 1,
+        reason="DeepSpeed 0.19 shares experts under its own cutting of the matrices only, not under an mpu's "
+        "(runtime/engine.py _configure_expert_parallel)",
+        remedy="set one of them to 1 or remove it; ZeRO 3 partitions what is not an expert",
+    ),
+    Rule(
+        keys=("expert_parallel.autoep_size", "sequence_parallel_size"),
+        broken=lambda m: m.degrees.expert > 1 and m.degrees.sequence > 1,
+        reason="DeepSpeed 0.19 refuses the two with ZeRO 3, where long sequences are trained (runtime/engine.py "
+        "_validate_zero3_moe_compatibility)",
+        remedy="set one of them to 1 or remove it",
+    ),
+    Rule(
+        keys=("expert_parallel.autoep_size", "model.compile_layers"),
+        broken=lambda m: m.degrees.expert > 1 and m.compile_layers,
+        reason="tokens travel in numbers that the host reads in the middle of a layer, where torch.compile breaks it",
+        remedy="set model.compile_layers to false",
+    ),
+    *(_refused(optimizer, form) for optimizer in OPTIMIZERS.values() for form in optimizer.refuses),
+)
+
+
+def clashes(mix: Mix) -> list[Rule]:
+    """The rules that this mix breaks, in the order of the table; empty when it is legal."""
+    return [rule for rule in RULES if rule.broken(mix)]
+
+
+WAYS: dict[str, dict[str, int]] = {
+    **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
+    "pipeline": {"pipeline": 2},
+    "tensor": {"tensor": 2},
+    "sequence": {"sequence": 2},
+    "experts": {"expert": 2},
+}
+"""The ways of sharing the work that can be combined in pairs; data parallelism goes with each of them."""
+
+
+def clash_of(one: str, other: str) -> Rule | None:
+    """The rule that keeps two ways of `WAYS` apart, or None when they can be combined."""
+    degrees = {**WAYS[one], **WAYS[other]}
+    zero_stage = degrees.pop("zero_stage", 0)
+    return next(iter(clashes(Mix(zero_stage=zero_stage, degrees=Degrees(**degrees)))), None)
+
+
+def markdown() -> str:
+    """The table of docs/parallelism.md: which ways go together, and below it why some do not."""
+    columns = list(WAYS)[4:]
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    notes: list[Rule] = []
+    for row in WAYS:
+        cells = []
+        for column in columns:
+            rule = None if row == column else clash_of(row, column)
+            if rule is not None and rule not in notes:
+                notes.append(rule)
+            cells.append("" if row == column else "yes" if rule is None else f"no ({notes.index(rule) + 1})")
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    lines.append("")
+    lines += [f"{number}. {rule.reason}. Remedy: {rule.remedy}." for number, rule in enumerate(notes, 1)]
+    return "\n".join(lines) + "\n"

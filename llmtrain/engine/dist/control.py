@@ -1,0 +1,211 @@
+"""Stop and save requests from outside (signals, a vanished launcher) and how the ranks agree on them.
+
+DeepSpeed's launcher signals its ranks one after another, up to 30 s apart, and kills each 30 s after its
+signal (launcher/launch.py). So a rank never acts on a signal alone: it raises a flag, the flags of all ranks
+are joined at the next step boundary, and then all save and leave together, well before the first kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from llmtrain.base import log
+from llmtrain.base.errors import UserError
+from llmtrain.cluster import messages
+from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.engine.dist.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class StopRequests:
+    """SIGTERM, SIGINT and SIGHUP ask to stop, SIGUSR1 asks to save now. A vanished launcher asks to stop as well, and
+    so does `preempt_file` when it appears on this host.
+
+    Use as a context manager: the handlers that were there before are put back.
+    """
+
+    def __init__(self, preempt_file: str | None = None) -> None:
+        self._preempt_file = preempt_file
+        self.stop_reason: str | None = None
+        self.save_now = False
+        self._before: dict[int, Any] = {}
+        self._done = threading.Event()
+
+    def __enter__(self) -> StopRequests:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: so it stays
+                self._before[number] = signal.signal(number, self._on_signal)
+        threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def take_save(self) -> bool:
+        """Whether a save was asked for since the last call."""
+        asked, self.save_now = self.save_now, False
+        return asked
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.save_now = True
+        else:
+            self._acknowledge(number)
+            self._stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+    def _acknowledge(self, number: int) -> None:
+        """At once, once, from rank 0; a supervisor has said so itself."""
+        if self.stop_reason is None and log.rank() == 0 and not messages.supervised():
+            line = "\r\x1b[K" if os.isatty(2) else ""  # takes the place of a live line
+            what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            # Not print(): a handler may have interrupted one.
+            with contextlib.suppress(OSError):
+                os.write(2, f"{line}{what}: the run finishes this step, saves and leaves\n".encode())
+
+    def _watch(self) -> None:
+        """Look once a second for what sends no signal."""
+        ancestors: list[psutil.Process] = []
+        if "LOCAL_SIZE" in os.environ:  # `deepspeed` killed with SIGKILL leaves its ranks running
+            ancestors = [process for process in psutil.Process().parents()[:2] if process.pid != 1]
+        # One rank of a host looks: on a shared file system all of them would ask the same server.
+        file = self._preempt_file if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        while (file or ancestors) and self.stop_reason is None:
+            for process in ancestors:
+                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                    self._stop(f"launcher process {process.pid} is gone")
+            if file and os.path.exists(file):
+                self._stop(f"preempt file {file} is on {socket.gethostname()}")
+            if self._done.wait(1.0):
+                return
+
+    def _stop(self, reason: str) -> None:
+        self.stop_reason = self.stop_reason or reason
+        heart.stopping()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What all ranks know about one step."""
+
+    weight: int
+    """What the summed loss of the global batch is divided by."""
+    stop: bool
+    """A rank was asked to stop."""
+    time_up: bool
+    """The run's time limit is reached."""
+    save: bool
+    """A rank was asked to save now, or the time for a checkpoint has come."""
+    save_ended: int = 0
+    """Ranks whose part of the save under way has ended (checkpoint/save.py)."""
+    save_failed: int = 0
+    """Ranks for which it failed."""
+    paces: tuple[int, ...] = ()
+    """Of each rank, nanoseconds for a sequence (training/pace.py), 0: not known; empty where shares stay equal."""
+
+
+class Agree:
+    """One small all-reduce a step, on the host, started early and read late: it costs no device synchronisation."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._group, self._rank, self._count = ranks.control, ranks.rank, ranks.world_size
+
+    def start(
+        self,
+        *,
+        weight: int,
+        stop: bool,
+        time_up: bool,
+        save: bool,
+        save_status: tuple[bool, bool],
+        pace: int | None = None,
+    ) -> Callable[[], Agreement]:
+        """Send this rank's part; the returned function waits for the sum (and may be called again).
+
+        `save_status`: whether this rank's part of the save under way has ended, and whether it failed. `pace`: what
+        the ranks hear of this one's speed; None on all of them: nothing.
+        """
+        told = [] if pace is None else [pace if rank == self._rank else 0 for rank in range(self._count)]
+        message = torch.tensor([weight, stop, time_up, save, *save_status, *told], dtype=torch.int64)
+        work = dist.all_reduce(message, group=self._group, async_op=True)
+
+        @functools.cache
+        def result() -> Agreement:
+            work.wait()
+            weights, stops, times, saves, ended, failed, *paces = message.tolist()
+            return Agreement(
+                weight=weights,
+                stop=stops > 0,
+                time_up=times > 0,
+                save=saves > 0,
+                save_ended=ended,
+                save_failed=failed,
+                paces=tuple(paces),
+            )
+
+        return result
+
+
+def from_rank_0(ranks: Ranks, make: Callable[[], T]) -> T:
+    """What rank 0 makes, on all ranks."""
+    box: list[Any] = [make() if ranks.rank == 0 else None]
+    dist.broadcast_object_list(box, group=ranks.control, group_src=0)
+    made: T = box[0]
+    return made
+
+
+def from_all(ranks: Ranks, value: T) -> list[T]:
+    """Every rank's value, in order of rank, on all ranks. All ranks must call it."""
+    values: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(values, value, group=ranks.control)
+    return values
+
+
+def to_rank_0(ranks: Ranks, value: T) -> list[T]:
+    """Every rank's value, in order of rank, on rank 0; nothing on the others. All ranks must call it."""
+    values: list[Any] = [None] * ranks.world_size if ranks.rank == 0 else []
+    dist.gather_object(value, values or None, group=ranks.control, group_dst=0)
+    return values
+
+
+class AgreedError(UserError):
+    """A user's mistake that one rank met and all ranks know of: only rank 0 needs to print it."""
+
+    everywhere = True
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@contextlib.contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """If one rank meets a UserError in here, all ranks end with it; alone it would leave the others in a collective.
+
+    Raises:
+        AgreedError: on every rank.
+    """
+    mine: tuple[str, int] | None = None
+    try:
+        yield
+    except UserError as error:
+        mine = (str(error), error.exit_code)
+    for rank, met in enumerate(from_all(ranks, mine)):
+        if met is not None:
+            where = f"rank {rank}: " if rank > 0 else ""
+            raise AgreedError(f"{where}{met[0]}", met[1])

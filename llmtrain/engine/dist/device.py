@@ -1,0 +1,147 @@
+"""Which device a rank computes on, and whether this machine's driver and torch can use it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from llmtrain.base import units
+from llmtrain.base.errors import ConfigError
+from llmtrain.config.topology import ranks_of_this_host
+
+_BUILDS = (
+    f"Install a build of torch for it: `pip install --force-reinstall torch=={torch.__version__.partition('+')[0]} "
+    "--index-url https://download.pytorch.org/whl/cu126` (CUDA 12.6 runs on drivers from 525 on, a build for CUDA 13 "
+    "on drivers from 580 on)"
+)
+_BF16_CAPABILITY = 8
+"""Compute capability from which NVIDIA's GPUs have bf16 (Ampere); torch counts older ones, which emulate it."""
+
+
+def own_device() -> torch.device:
+    """This rank's device, made the current one: a GPU by LOCAL_RANK, or the CPU. Raises ConfigError."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        _refuse_idle_gpus()
+        return torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    index = device_index(local_rank, ranks_of_this_host(), accelerator.device_count(), accelerator.device_name())
+    if index != local_rank:
+        _renumber(accelerator, local_rank, index)
+    try:
+        accelerator.set_device(index)
+    except RuntimeError as error:
+        if "driver" not in str(error):
+            raise
+        raise ConfigError(
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, and this machine's driver cannot run "
+            f"it: {str(error).splitlines()[0]} {_BUILDS}; or update the driver."
+        ) from error
+    return torch.device(accelerator.current_device_name())
+
+
+def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") -> int:
+    """Which of the `visible` devices a rank takes, as one of `ranks` on its host. Raises ConfigError.
+
+    A scheduler may show each task its own device only (srun --gpus-per-task=1, Kubernetes): then that is the one.
+    That two ranks do not share one is seen when they meet (rendezvous.py).
+    """
+    if local_rank < visible:
+        return local_rank
+    if visible == 1:
+        return 0
+    raise ConfigError(
+        f"this host has {units.counted(visible, f'{kind} device')} for {ranks} ranks (CUDA_VISIBLE_DEVICES is "
+        f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): set its slots in the hostfile to {visible}."
+    )
+
+
+def _renumber(accelerator: Any, local_rank: int, index: int) -> None:
+    """Let DeepSpeed mean device `index` by its number `local_rank`, for good.
+
+    It takes LOCAL_RANK for the device's number in its engine, in zero.Init, in pipelines and in ZeRO 3's first steps
+    (runtime/engine.py:1017 and 1943, zero/partition_parameters.py:1138, pipe/module.py:215, zero/utils.py:85). The
+    variable itself stays as it is: it says who speaks for this host.
+    """
+
+    def own(given: Any) -> Any:
+        return index if str(given) == str(local_rank) else given
+
+    set_device, device_name = accelerator.set_device, accelerator.device_name
+    accelerator.set_device = lambda number: set_device(own(number))
+    accelerator.device_name = lambda number=None: device_name(own(number))
+
+
+def _refuse_idle_gpus() -> None:
+    """A CPU build of torch, or a driver that does not answer, would train on the processor in silence."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if os.environ.get("DS_ACCELERATOR") or hidden or not Path("/dev/nvidia0").exists():
+        return
+    what = (
+        f"torch {torch.__version__} is a build without CUDA. {_BUILDS}"
+        if torch.version.cuda is None and torch.version.hip is None
+        else f"torch {torch.__version__} cannot use them: `nvidia-smi` shows whether the driver answers. {_BUILDS}"
+    )
+    raise ConfigError(
+        f"this machine has NVIDIA GPUs (/dev/nvidia0), but {what}; or set DS_ACCELERATOR=cpu to train on the processor."
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """As its driver names it; "cpu" without one."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def device_id(device: torch.device) -> str:
+    """What no other device of this host has: a GPU's UUID; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def use_deterministic_kernels() -> None:
+    """Only kernels that add in a fixed order, from now on. CUBLAS_WORKSPACE_CONFIG must be set before cuBLAS starts.
+
+    An operation that has no such kernel raises torch's RuntimeError, which names it.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write each new tensor once more
+
+
+def check_device(precision: str, attention: str, json_path: str) -> None:
+    """Refuse a precision that this machine's device lacks, and an attention that lacks the precision.
+
+    `precision`: fp32, bf16 or fp16; `attention`: `model.attention`; `json_path`: the run's DeepSpeed JSON, for the
+    message. Raises ConfigError.
+    """
+    accelerator = get_accelerator()
+    name = accelerator.device_name()
+    supported = {"fp32": True, "bf16": _has_bf16(), "fp16": accelerator.is_fp16_supported()}
+    if not supported[precision]:
+        other = "fp16" if precision == "bf16" and name != "cpu" else "bf16"
+        raise ConfigError(
+            f"{json_path}: {precision}.enabled is true, but the device ({name}) does not "
+            f"support {precision}. Set {precision}.enabled to false, or use {other}."
+        )
+
+    if name != "cpu" and precision == "fp32" and attention == "varlen":
+        raise ConfigError(
+            "model.attention is varlen, whose kernel computes in bf16 and fp16, and the run is in fp32: set "
+            f"bf16.enabled to true in {json_path}, or model.attention to sdpa."
+        )
+
+
+def _has_bf16() -> bool:
+    if torch.version.cuda is not None and get_accelerator().device_name() == "cuda":
+        return torch.cuda.get_device_capability()[0] >= _BF16_CAPABILITY
+    return bool(get_accelerator().is_bf16_supported())
+
+
+def max_memory_gib(device: torch.device) -> float:
+    """Peak of this process: allocated device memory, or resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / units.GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / units.GIB

@@ -1,0 +1,173 @@
+"""An all-reduce of growing size: `python -m llmtrain.engine.dist.fabric QUESTIONS`, started by doctor on each host.
+
+QUESTIONS is JSON: mark, backend, ranks (their names, in order), here (this host's: [rank, device] each), address and
+port of rank 0, rounds (of pairs of ranks to be measured one by one), limit_s. The answer is one line, mark and then
+JSON: on the host of rank 0 steps (bytes and seconds each) and pairs (two ranks and bytes a second), or error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.base.errors import UserError
+from llmtrain.cluster.doctor.survey import read_marked
+from llmtrain.cluster.watch.explain.device import with_reason
+from llmtrain.engine.dist.interfaces import choose_interfaces
+
+_SMALL = (4 << 10, 256 << 10, 4 << 20, 32 << 20)
+SIZES_BYTES: dict[str, tuple[int, ...]] = {"gloo": _SMALL, "nccl": (*_SMALL, 256 << 20, 1 << 30)}
+PAIR_BYTES = {"gloo": 4 << 20, "nccl": 256 << 20}
+BUDGET_S = 0.5
+"""For one size; the next one is left out when this one has taken more."""
+
+
+def main(argv: list[str]) -> int:
+    """0: done. 1: it failed, and the line says why."""
+    ask = json.loads(argv[0])
+    answer = _each_of(ask) if len(ask["here"]) > 1 else _alone(ask)
+    print("\n" + ask["mark"] + json.dumps(answer), flush=True)
+    # Destroying a group whose peers are gone can wait for them: the process ends here.
+    os._exit(1 if "error" in answer else 0)
+
+
+def _each_of(ask: dict[str, Any]) -> dict[str, Any]:
+    """A process for each rank of this host, side by side; what the first of them says, or the first error."""
+    alone = [{**ask, "here": [one], "local_size": len(ask["here"])} for one in ask["here"]]
+    words = [[sys.executable, "-m", "llmtrain.engine.dist.fabric", json.dumps(each)] for each in alone]
+    started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in words]
+    answers = []
+    for (rank, _), process in zip(ask["here"], started, strict=True):
+        said = read_marked(process.communicate()[0], ask["mark"])
+        silent = {"error": f"{ask['ranks'][rank]} ended with code {process.returncode} and said nothing"}
+        answers.append(silent if said is None else said)
+    return next((answer for answer in answers if "error" in answer), answers[0])
+
+
+def _alone(ask: dict[str, Any]) -> dict[str, Any]:
+    started = time.monotonic()
+    try:
+        return measure(ask)
+    except UserError as error:
+        return {"error": str(error)}
+    except (RuntimeError, OSError, dist.DistError) as error:
+        words = " ".join(with_reason(str(error)).split())
+        who = ask["ranks"][ask["here"][0][0]]
+        return {"error": f"{who}: {words or type(error).__name__} (after {time.monotonic() - started:.0f} s)"}
+
+
+def measure(ask: dict[str, Any]) -> dict[str, Any]:
+    """As one rank of `ask["ranks"]`: the answer. Raises RuntimeError: ranks are missing, or sums are wrong."""
+    (rank, number), world_size = ask["here"][0], len(ask["ranks"])
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(ask.get("local_size", 1)),
+        MASTER_ADDR=ask["address"], MASTER_PORT=str(ask["port"]),
+    )  # fmt: skip
+    choose_interfaces(ask["backend"])
+    device = torch.device("cuda", number) if ask["backend"] == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = _store(ask, rank, world_size)
+    limit = timedelta(seconds=ask["limit_s"])
+    dist.init_process_group(ask["backend"], store=store, rank=rank, world_size=world_size, timeout=limit)
+    steps = _all_reduces(ask, rank, device)
+    store.set(f"pairs/{rank}", json.dumps(_pairs(ask, rank, device)))
+    dist.barrier()
+    if rank != 0:
+        return {}
+    shares = [json.loads(store.get(f"pairs/{each}")) for each in range(world_size)]
+    return {"steps": steps, "pairs": [pair for share in shares for pair in share]}
+
+
+def _all_reduces(ask: dict[str, Any], rank: int, device: torch.device) -> list[dict[str, float]]:
+    """Seconds of the quickest all-reduce for each size."""
+    steps: list[dict[str, float]] = []
+    for size in SIZES_BYTES[ask["backend"]]:
+        values = torch.empty(size // 4, device=device)
+        first_s = _once(values, rank, ask)
+        times = [first_s]
+        # Rank 0 alone decides how often: clocks differ.
+        again = torch.tensor(
+            [0 if first_s > BUDGET_S else min(8, 1 + int(BUDGET_S / max(1e-6, first_s)))], device=device
+        )
+        dist.broadcast(again, 0)
+        for _ in range(int(again)):
+            times.append(_once(values, rank, ask))
+        steps.append({"bytes": size, "seconds": min(times)})
+        if int(again) == 0:
+            break
+    return steps
+
+
+def _pairs(ask: dict[str, Any], rank: int, device: torch.device) -> list[list[float]]:
+    """[lower rank, higher rank, bytes a second each way] of the pairs of which this rank is the lower."""
+    found = []
+    mine, theirs = (torch.zeros(PAIR_BYTES[ask["backend"]] // 4, device=device) for _ in range(2))
+    for each in ask["rounds"]:
+        dist.barrier()  # no pair is measured beside one of another round
+        peer = next((sum(pair) - rank for pair in each if rank in pair), None)
+        if peer is None:
+            continue
+        times = []
+        for _ in range(4):  # the first one makes the connection
+            _wait_for(device)
+            started = time.perf_counter()
+            both = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+            _wait_for(device)
+            times.append(time.perf_counter() - started)
+        if rank < peer:
+            found.append([rank, peer, mine.nbytes / min(times)])
+    return found
+
+
+def _store(ask: dict[str, Any], rank: int, world_size: int) -> dist.TCPStore:
+    """Rank 0 serves it; it knows who did not come. Raises RuntimeError."""
+    limit = timedelta(seconds=ask["limit_s"])
+    store = dist.TCPStore(ask["address"], ask["port"], world_size, rank == 0, timeout=limit, wait_for_workers=False)
+    store.set(f"here/{rank}", socket.gethostname())
+    until = time.monotonic() + ask["limit_s"]
+    missing = list(range(world_size))
+    while missing and time.monotonic() < until:
+        missing = [other for other in missing if not store.check([f"here/{other}"])]
+        time.sleep(0.02)
+    if missing:
+        names = ", ".join(ask["ranks"][other] for other in missing)
+        raise RuntimeError(f"no rank came from {names} within {ask['limit_s']:g} s")
+    return store
+
+
+def _once(values: torch.Tensor, rank: int, ask: dict[str, Any]) -> float:
+    """One all-reduce, checked; its seconds."""
+    values.fill_(rank + 1.0)
+    _wait_for(values.device)
+    started = time.perf_counter()
+    dist.all_reduce(values)
+    _wait_for(values.device)
+    elapsed_s = time.perf_counter() - started
+    world_size = len(ask["ranks"])
+    expected = world_size * (world_size + 1) / 2
+    if not bool((values == expected).all()):
+        raise RuntimeError(
+            f"the sum of {values.numel()} values is wrong on {ask['ranks'][rank]}: bad memory or network"
+        )
+    return elapsed_s
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

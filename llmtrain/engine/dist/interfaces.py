@@ -1,0 +1,137 @@
+"""Which network interface the collectives use, where the user has not said it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from llmtrain.base.errors import ConfigError
+from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, named
+
+_NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
+_ELSEWHERE = "192.0.2.1"  # of a network that only documents use: the route to it is the one out of here
+
+
+def choose_interfaces(backend: str) -> str | None:
+    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface by which this host reaches MASTER_ADDR.
+
+    NCCL gets those beside it that are like it, too (`_alike`). Left alone it would also take bridges and tunnels that
+    no other host reaches (it knows but docker's and lo), and hang in its start.
+
+    On rank 0's host that is the one that holds MASTER_ADDR. A value of the user stays. Loopback is chosen only where
+    MASTER_ADDR is a loopback address, or all ranks are on this host.
+
+    Returns:
+        What gloo uses; None if it was left to gloo, because no interface could be told.
+
+    Raises:
+        ConfigError: the user's value names an interface that is not here, or MASTER_ADDR is no known name.
+    """
+    here = _addresses()
+    _check(GLOO, here)
+    if backend == "nccl":
+        _check(NCCL, here)
+    if os.environ.get(GLOO) and os.environ.get(NCCL):
+        return os.environ[GLOO]
+    chosen = interface_towards(os.environ["MASTER_ADDR"], here)
+    if chosen is not None:
+        if not os.environ.get(GLOO):
+            os.environ[GLOO] = chosen
+        if not os.environ.get(NCCL):
+            names = ",".join([chosen, *_alike(chosen, here)])
+            os.environ[NCCL] = f"={names}"  # NCCL takes a plain name for the beginning of one
+    return os.environ.get(GLOO)
+
+
+def _alike(chosen: str, here: Iterable[str]) -> list[str]:
+    """Further interfaces for NCCL's data, over which it spreads it: cards of the same speed, up, with an address.
+
+    None where there is InfiniBand (or RoCE): the data goes there, and sockets carry no more than NCCL's start. None
+    without a known speed, as of a virtual machine's cards: which of them lead to the other hosts cannot be told.
+    """
+    speed = _speed(chosen)
+    if speed <= 0 or any(_INFINIBAND.glob("*")):
+        return []
+    return [name for name in here if name != chosen and (_NET / name / "device").exists() and _speed(name) == speed]
+
+
+def _speed(name: str) -> int:
+    """Mbit/s of a card that is up; -1 where its driver does not say."""
+    try:
+        up = (_NET / name / "operstate").read_text().strip() == "up"
+        return int((_NET / name / "speed").read_text()) if up else -1
+    except (OSError, ValueError):
+        return -1
+
+
+def interface_towards(master: str, here: dict[str, list[str]]) -> str | None:
+    """The interface whose address this host has towards `master`. `here`: addresses by name. Raises ConfigError."""
+    address = _own_address(master)
+    if address is None:
+        return None
+    loopback = ipaddress.ip_address(address).is_loopback
+    if loopback and _several_hosts() and not _says_loopback(master):
+        # Debian's /etc/hosts gives a host's own name 127.0.1.1; the other hosts know it by another address.
+        outside = _own_address(_ELSEWHERE)
+        others = [name for name, held in here.items() if not any(ipaddress.ip_address(a).is_loopback for a in held)]
+        if outside is None:
+            return others[0] if len(others) == 1 else None
+        address, loopback = outside, False
+    for name, held in here.items():
+        if address in held or (loopback and any(ipaddress.ip_address(a).is_loopback for a in held)):
+            return name
+    return None
+
+
+def _own_address(target: str) -> str | None:
+    """The address that this host would send from; nothing is sent. None without a route. Raises ConfigError."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR is {target}, a name that {socket.gethostname()} does not know ({error.strerror or error}). "
+            "Put it into /etc/hosts there, or give `deepspeed --master_addr` the address itself."
+        ) from error
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(where)
+        except OSError:
+            return None
+        return str(probe.getsockname()[0]).partition("%")[0]
+
+
+def _several_hosts() -> bool:
+    world = os.environ.get("WORLD_SIZE", "1")
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world) < int(world)
+
+
+def _says_loopback(master: str) -> bool:
+    try:
+        return ipaddress.ip_address(master).is_loopback
+    except ValueError:
+        return master == "localhost"
+
+
+def _addresses() -> dict[str, list[str]]:
+    """IP addresses by interface, of those that have one."""
+    found = {}
+    for name, held in psutil.net_if_addrs().items():
+        addresses = [a.address.partition("%")[0] for a in held if a.family in (socket.AF_INET, socket.AF_INET6)]
+        if addresses:
+            found[name] = addresses
+    return found
+
+
+def _check(variable: str, here: dict[str, list[str]]) -> None:
+    """Raises ConfigError when the user's value names nothing that is here."""
+    value = os.environ.get(variable)
+    if value and named(variable, value, here) is None:
+        raise ConfigError(
+            f"{variable} is {value!r}, but {socket.gethostname()} has no interface of that name with an address. "
+            f"It has {', '.join(here)}. Unset the variable (the one towards MASTER_ADDR is then taken), or name one."
+        )

@@ -1,0 +1,180 @@
+"""Ranks that a command starts on this machine: they cannot outlive it, and the first that fails is heard."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from llmtrain.base.errors import UserError
+
+
+class RankError(Exception):
+    """A rank ended with an exception that is no user's mistake, was killed, or did not end. The message tells all."""
+
+
+class Ranks:
+    """`world_size` processes that run `module FOLDER`, with a launcher's environment. A context: leaving kills them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        world_size: int,
+        *,
+        cpu: bool,
+        module: str,
+        shows: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`shows`: what rank 0 prints is the command's own; of all others it is kept for `wait`'s messages.
+
+        `timeout_s`: for all ranks to end, None for ever.
+        """
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
+        self._folder = folder
+        self._world_size = world_size
+        self._processes: list[subprocess.Popen[bytes]] = []
+        end_with_parent = _end_with_parent()
+        environment = dict(os.environ)
+        environment.update(WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        environment.pop("LOCAL_SIZE", None)
+        if cpu:
+            environment.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        if Path("/sys/class/net/lo").exists():
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo takes the address of the host's name
+        try:
+            for rank in range(world_size):
+                environment.update(RANK=str(rank), LOCAL_RANK=str(rank))
+                with self._log(rank).open("wb") as log:
+                    self._processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", module, str(folder)],
+                            env=environment,
+                            stdin=subprocess.DEVNULL,
+                            stdout=None if shows and not rank else log,
+                            stderr=None if shows and not rank else subprocess.STDOUT,
+                            start_new_session=True,  # Ctrl-C comes to the command alone, and it ends them
+                            preexec_fn=end_with_parent,
+                        )
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait(self) -> None:
+        """Until all have ended well.
+
+        Raises:
+            UserError: what a rank met is the user's to mend.
+            RankError: with the first traceback.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while any(code is None for code in self._codes()):
+            if any(self._codes()):
+                time.sleep(1.0)  # the one that was first to fail may still be writing why
+                break
+            if time.monotonic() > deadline:
+                waiting = [rank for rank, code in enumerate(self._codes()) if code is None]
+                self.close()
+                raise RankError(f"ranks {waiting} did not end within {self._timeout_s:.0f} s\n{self._tail(waiting[0])}")
+            time.sleep(0.05)
+        if not any(self._codes()):
+            return
+        failed = [rank for rank, code in enumerate(self._codes()) if code]
+        self.close()
+        reports = sorted(map(_report, self._folder.glob("error-*.json")), key=lambda told: told["time"])
+        if not reports:
+            code = self._processes[failed[0]].returncode
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise RankError(f"rank {failed[0]} of {self._world_size}: {how}\n{self._tail(failed[0])}")
+        first = reports[0]
+        if first["user"] is not None:
+            raise UserError(first["user"])
+        raise RankError(f"rank {first['rank']} of {self._world_size}:\n{first['text']}")
+
+    def close(self) -> None:
+        """Kill what still runs, and wait until it is gone."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self._processes]
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.log"
+
+    def _tail(self, rank: int) -> str:
+        return "\n".join(self._log(rank).read_text(errors="replace").splitlines()[-15:])
+
+
+@contextlib.contextmanager
+def failure_told(folder: Path) -> Iterator[None]:
+    """Around everything that a rank does: what goes wrong is left in the folder for the command, and the rank ends."""
+    try:
+        yield
+    except BaseException as error:
+        rank = int(os.environ["RANK"])
+        told = {"time": time.time(), "rank": rank, "text": traceback.format_exc(), "user": None}
+        if isinstance(error, UserError):
+            told["user"] = str(error)
+        (folder / f"error-{rank}.json").write_text(json.dumps(told))
+        os._exit(1)  # the others wait in a collective: no destructor may join them
+
+
+def _end_with_parent() -> Callable[[], Any] | None:
+    """What a new process calls to ask the kernel to kill it when the command dies, however it dies (Linux)."""
+    try:
+        control = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return None
+    set_parent_death_signal = 1  # sys/prctl.h: PR_SET_PDEATHSIG
+    return functools.partial(control, set_parent_death_signal, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM as Ctrl-C: what is open in here is closed, and no process is left."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _report(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError:  # killed while it wrote
+        return {"time": float("inf"), "rank": path.stem, "text": path.read_text(), "user": None}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

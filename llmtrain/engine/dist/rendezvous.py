@@ -1,0 +1,377 @@
+"""How the ranks of a run meet: on one store, within a limit, and with words for whoever is missing or different.
+
+torch's own start tells little: for a rank that does not come, every other rank waits 10 or 30 minutes. And gloo takes
+the address of the host name, which on many machines is 127.0.0.1: of two such hosts one dies, and the other waits.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import json
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from llmtrain.base import log, units
+from llmtrain.base.errors import UserError
+from llmtrain.base.redact import redact
+from llmtrain.cluster import messages
+from llmtrain.engine.dist.device import device_id, device_name
+from llmtrain.engine.dist.interfaces import choose_interfaces
+from llmtrain.engine.dist.ranks import Seat
+from llmtrain.tracking.environment import versions
+
+_COMPARED = ("python", "llmtrain", "torch", "deepspeed", "transformers")
+_TELL_S = 30.0
+"""Between two lines about who is still missing."""
+_GRACE_S = 30.0
+"""The other ranks wait this much longer than rank 0: it is rank 0 that knows who is missing."""
+_SHOWN = 5
+
+
+class RendezvousError(UserError):
+    """The ranks of this launch have not come together."""
+
+    passing = True
+
+
+class RanksDiffer(RendezvousError):
+    """They have, but do not run the same."""
+
+    passing = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What the ranks know of each other once they have met."""
+
+    store: dist.TCPStore
+    """Keys and values that all ranks see; served by rank 0."""
+    seats: tuple[Seat, ...]
+    """All ranks in order."""
+
+
+def meet(*, device: torch.device, backend: str, settings: Mapping[str, Any], limit_s: float) -> Meeting:
+    """Wait for all ranks of the launch and make sure that they run the same thing.
+
+    Takes RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment, and sets the interface that
+    each backend uses where the user has not.
+
+    Args:
+        device: of this rank.
+        backend: that of the device's collectives, "nccl" or "gloo".
+        settings: what must be the same on all ranks; any nesting of dicts and lists.
+        limit_s: how long rank 0 waits for the others, and they for it.
+
+    Raises:
+        RendezvousError: ranks are missing or differ, the port is in use, rank 0 cannot be reached. On all ranks that
+            have come.
+        ConfigError: a variable names an interface that is not here.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    interface = choose_interfaces(backend) if world_size > 1 else None
+    seat = Seat(
+        rank=rank,
+        host=socket.gethostname(),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        device=device_name(device),
+        pid=os.getpid(),
+    )
+    store = _serve(world_size) if _serves(rank) else _connect(seat, limit_s)
+    if world_size == 1:
+        return Meeting(store=store, seats=(seat,))
+    installed = {**versions(), "python": ".".join(platform.python_version_tuple()[:2])}
+    about = {
+        "seat": asdict(seat),
+        "device_id": device_id(device),
+        "interface": interface,
+        "versions": {name: installed[name] for name in _COMPARED},
+        "settings": _flat({**settings, "WORLD_SIZE": world_size}),
+    }
+    try:
+        seats = _gather(store, about, world_size, limit_s) if rank == 0 else _follow(store, about, limit_s)
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"{_me(seat)} lost rank 0 at {_address()} while the ranks were meeting: its process has ended. Look at the "
+            f"output of rank 0."
+        ) from error
+    return Meeting(store=store, seats=tuple(Seat(**each) for each in seats))
+
+
+def _address() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _serves(rank: int) -> bool:
+    """torchrun's agent serves the store itself."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _serve(world_size: int) -> dist.TCPStore:
+    """The store, in this process. Raises RendezvousError."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return dist.TCPStore(host, port, world_size, True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise RendezvousError(
+                f"MASTER_PORT is {port}, but on {socket.gethostname()} that port is in use{_user_of(port)}. Two "
+                "launches on one host need ports of their own: give `deepspeed --master_port` another one, or end what "
+                "uses it."
+            ) from error
+        raise RendezvousError(
+            f"rank 0 runs on {socket.gethostname()}, but MASTER_ADDR, where the other ranks look for it, is {host} and "
+            f"does not lead back here ({_first_line(error)}). Give `deepspeed --master_addr` an address of this host."
+        ) from error
+
+
+def _user_of(port: int) -> str:
+    """Who listens there, as far as this user may know."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for each in psutil.net_connections("tcp"):
+            if each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN and each.pid:
+                return f" by process {each.pid} ({psutil.Process(each.pid).name()})"
+    return ""
+
+
+def _connect(seat: Seat, limit_s: float) -> dist.TCPStore:
+    """Rank 0's store, as soon as it is there. Raises RendezvousError."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + limit_s
+    pause_s, trouble = 0.05, ""
+    while True:
+        # A plain connection first: torch's client prints a stack for each refusal, and does not say which kind it was.
+        try:
+            with socket.create_connection((host, port), timeout=min(10.0, limit_s)):
+                break
+        except OSError as error:
+            trouble = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"{_me(seat)} found no listener at MASTER_ADDR:MASTER_PORT {_address()} for {limit_s:g} s ({trouble}; "
+                f"fault.start_timeout_s). {_why_unreachable(host)}"
+            )
+        time.sleep(pause_s)
+        pause_s = min(1.0, 2 * pause_s)
+    found: list[dist.TCPStore] = []
+
+    def connect() -> None:
+        with contextlib.suppress(dist.DistError):
+            found.append(dist.TCPStore(host, port, timeout=timedelta(seconds=30), wait_for_workers=False))
+
+    # In a thread: to a server of another kind, which never answers, torch's client has no time limit at all.
+    thread = threading.Thread(target=connect, name="store", daemon=True)
+    thread.start()
+    thread.join(max(10.0, deadline - time.monotonic()))
+    if not found:
+        raise RendezvousError(
+            f"{_me(seat)}: what answers at MASTER_ADDR:MASTER_PORT {_address()} is not rank 0 of a training. Give "
+            "`deepspeed --master_port` a port that nothing else uses."
+        )
+    return found[0]
+
+
+def _why_unreachable(host: str) -> str:
+    if host == "localhost" or host.startswith("127."):
+        return "That is this very host: with several hosts, give `deepspeed --master_addr` an address of rank 0's host."
+    return (
+        "Either rank 0 has failed to start (look at its output), or this host cannot reach its port: "
+        "`llmtrain doctor --hostfile HOSTS` shows which."
+    )
+
+
+def _gather(store: dist.TCPStore, about: dict[str, Any], world_size: int, limit_s: float) -> list[dict[str, Any]]:
+    """Rank 0: wait for the others, judge, and tell them. The seats in order of rank; raises RendezvousError."""
+    expected = _launched_hosts()
+    came: dict[int, dict[str, Any]] = {0: about}
+    deadline, tell = time.monotonic() + limit_s, time.monotonic() + _TELL_S
+    twice, kind = "", RendezvousError
+    while len(came) < world_size and time.monotonic() < deadline and not twice:
+        for rank in (r for r in range(world_size) if r not in came):
+            if store.check([_key("about", rank)]):
+                came[rank] = json.loads(store.get(_key("about", rank)))
+        twice = store.get(_key("twice")).decode() if store.check([_key("twice")]) else ""
+        if time.monotonic() > tell:
+            tell += _TELL_S
+            log.info(f"waiting for {_missing(came, world_size, expected)}")
+        time.sleep(0.02 if world_size < 64 else 0.2)
+    if twice:
+        problem = twice
+    elif len(came) < world_size:
+        problem = (
+            f"{_missing(came, world_size, expected)} had not connected to {_address()} after {limit_s:g} s "
+            "(fault.start_timeout_s). They have failed to start, or cannot reach that port: look at their output, or "
+            "ask `llmtrain doctor --hostfile HOSTS`."
+        )
+    else:
+        everyone = [came[rank] for rank in range(world_size)]
+        problem, kind = _differences(everyone) or _shared_devices(everyone), RanksDiffer
+    seats = [came[rank]["seat"] for rank in sorted(came)]
+    store.set(_key("verdict"), json.dumps({"problem": problem, "differ": kind is RanksDiffer, "seats": seats}))
+    if problem:
+        # This process serves the store: the others have to read the verdict before it ends.
+        patience = time.monotonic() + 5.0
+        while store.add(_key("read"), 0) < len(came) - 1 and time.monotonic() < patience:
+            time.sleep(0.02)
+        raise kind(problem)
+    _tell_interfaces(list(came.values()))
+    return seats
+
+
+def _follow(store: dist.TCPStore, about: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
+    """Any other rank: come, and hear the verdict. The seats in order of rank; raises RendezvousError."""
+    seat = Seat(**about["seat"])
+    if store.add(_key("came", seat.rank), 1) > 1:
+        problem = (
+            f"rank {seat.rank} connected to {_address()} twice, the second time from {seat.host}: two launches use one "
+            "address and port. Give `deepspeed --master_port` of one of them another one."
+        )
+        store.set(_key("twice"), problem)
+        raise RendezvousError(problem)
+    store.set(_key("about", seat.rank), json.dumps(about))
+    try:
+        store.wait([_key("verdict")], timedelta(seconds=limit_s + _GRACE_S))
+    except dist.DistStoreError as error:
+        raise RendezvousError(
+            f"{_me(seat)} waited {limit_s + _GRACE_S:g} s for an answer of rank 0, which is there, at {_address()}. "
+            "Look at its output."
+        ) from error
+    verdict = json.loads(store.get(_key("verdict")))
+    store.add(_key("read"), 1)
+    if verdict["problem"]:
+        raise (RanksDiffer if verdict["differ"] else RendezvousError)(verdict["problem"])
+    seats: list[dict[str, Any]] = verdict["seats"]
+    return seats
+
+
+def _key(what: str, rank: int | None = None) -> str:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
+    return f"llmtrain/meet/{_launch()}/{attempt}/{what}" + ("" if rank is None else f"/{rank}")
+
+
+@functools.cache
+def _launch() -> str:
+    """What the ranks of this launch have in common and those of another do not, which may come to the same port.
+
+    The mark of `llmtrain launch`; on a single host DeepSpeed's launcher, the parent of all ranks. Else nothing.
+    """
+    found = os.environ.get(messages.LAUNCH, "")
+    if not found and os.environ.get("CROSS_SIZE") == "1" and _launched_hosts():
+        parent = psutil.Process(os.getppid())
+        found = f"{socket.gethostname()}-{parent.pid}-{parent.create_time()}"
+    return found
+
+
+def _me(seat: Seat) -> str:
+    return f"rank {seat.rank} on {seat.host}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _launched_hosts() -> dict[int, str]:
+    """Host of each rank as DeepSpeed's launcher, the parent of this process, was told; empty without it."""
+    with contextlib.suppress(psutil.Error, ValueError, AttributeError):
+        for word in psutil.Process(os.getppid()).cmdline():
+            if word.startswith("--world_info="):
+                world = json.loads(base64.urlsafe_b64decode(word.partition("=")[2]))
+                hosts = [host for host, devices in world.items() for _ in devices]
+                return dict(enumerate(hosts))
+    return {}
+
+
+def _missing(came: Mapping[int, Any], world_size: int, expected: Mapping[int, str]) -> str:
+    """ "ranks 2-3 (node-2) of 4"."""
+    by_host: dict[str, list[int]] = {}
+    for rank in range(world_size):
+        if rank not in came:
+            by_host.setdefault(expected.get(rank, ""), []).append(rank)
+    named = [f"{units.spans(ranks)} ({host})" if host else units.spans(ranks) for host, ranks in by_host.items()]
+    count = sum(map(len, by_host.values()))
+    more = f" and those of {len(named) - _SHOWN} more hosts" if len(named) > _SHOWN else ""
+    return f"rank{'s' if count > 1 else ''} {', '.join(named[:_SHOWN])}{more} of {world_size}"
+
+
+def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
+    """What is not the same on all ranks, in one message; empty when all is."""
+    for what, remedy in (
+        ("versions", "Install the same versions on all hosts"),
+        ("settings", "Give all hosts the same YAML, JSON and command line"),
+    ):
+        keys = sorted({key for each in everyone for key in each[what]})
+        wrong = [key for key in keys if len({json.dumps(each[what].get(key)) for each in everyone}) > 1]
+        if wrong:
+            told = "; ".join(f"{key} is {_by_value(key, what, everyone)}" for key in wrong[:_SHOWN])
+            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            return f"the ranks do not run the same thing: {told}{more}. {remedy}: they would diverge during training."
+    return ""
+
+
+def _shared_devices(everyone: Sequence[Mapping[str, Any]]) -> str:
+    """Ranks of one host on one GPU, where NCCL would refuse its start with words of its own; empty without any."""
+    by_device: dict[tuple[str, str], list[int]] = {}
+    for each in everyone:
+        if each["device_id"]:
+            by_device.setdefault((each["seat"]["host"], each["device_id"]), []).append(each["seat"]["rank"])
+    for (host, _), ranks in by_device.items():
+        if len(ranks) > 1:
+            return (
+                f"ranks {units.spans(ranks)} have the same GPU of {host}: it has fewer GPUs than slots in the "
+                "hostfile. Set slots to the number of its GPUs, or show each task a GPU of its own."
+            )
+    return ""
+
+
+def _by_value(key: str, what: str, everyone: Sequence[Mapping[str, Any]]) -> str:
+    """ "2.12 on node-1, 2.13 on node-2 and node-3"."""
+    hosts: dict[str, list[str]] = {}
+    for each in everyone:
+        value = each[what].get(key)
+        shown = "missing" if value is None else str(redact({key.rpartition(".")[2]: value}).popitem()[1])
+        on = hosts.setdefault(shown, [])
+        if each["seat"]["host"] not in on:
+            on.append(each["seat"]["host"])
+    if len({tuple(on) for on in hosts.values()}) < len(hosts):  # ranks of one host differ
+        hosts = {}
+        for each in everyone:
+            hosts.setdefault(str(each[what].get(key)), []).append(f"rank {each['seat']['rank']}")
+    return ", ".join(f"{value} on {_some(on)}" for value, on in hosts.items())
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """Leaves by dotted path."""
+    if isinstance(tree, Mapping) and tree:
+        items = [_flat(value, f"{path}.{key}" if path else str(key)) for key, value in tree.items()]
+        return {key: value for item in items for key, value in item.items()}
+    return {path: tree}
+
+
+def _tell_interfaces(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """One line, where there are several hosts."""
+    chosen = {each["seat"]["host"]: each["interface"] for each in everyone}
+    if len(chosen) == 1:
+        return
+    kinds = sorted(set(filter(None, chosen.values())))
+    if len(kinds) == 1 and all(chosen.values()):
+        log.info(f"network between the {len(chosen)} hosts: {kinds[0]}")
+    else:
+        named = [f"{host} {interface or '(not set)'}" for host, interface in chosen.items()]
+        log.info(f"network between the hosts: {_some(named)}")

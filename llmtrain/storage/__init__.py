@@ -1,0 +1,1 @@
+"""Pieces of tensors, tensor files, and the Hub."""

@@ -1,0 +1,297 @@
+"""Files of a repository on the Hub: one process of a host fetches them into huggingface_hub's cache, and verifies them.
+
+Which files there are and what their checksums are is asked once and noted beside the cached files, so that what a cache
+has needs no network again. The other ranks of a launch find the note of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llmtrain.base import log, units, untrusted
+from llmtrain.base.errors import UserError
+from llmtrain.base.files import replace_file
+from llmtrain.storage.hub.names import COMMIT, Repository
+from llmtrain.storage.hub.trouble import explain
+
+Choose = Callable[[Sequence[str], Path], Sequence[str]]
+"""From the names of all files, and the folder with those that were chosen before, to the names of those to fetch."""
+Wrong = Callable[[str], UserError]
+"""From what is wrong to an error that names key and value before it."""
+
+_NOTES = "llmtrain"  # a folder beside huggingface_hub's own, and deleted with them
+_CHUNK = 8 << 20  # bytes
+_WORKERS = 8
+_SPARE = 64 << 20  # bytes that a download leaves free
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Files of one commit, on this host."""
+
+    folder: Path
+    commit: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """What the Hub says of a file."""
+
+    size: int | None
+    """Bytes."""
+    checksum: str | None
+    """SHA-256 (64 digits) of a large file, git's SHA-1 (40) of another. None: nobody says."""
+
+
+_UNKNOWN = _File(size=None, checksum=None)
+"""A cache that others have filled does not say what it lacks."""
+
+
+def fetch(repository: Repository, revision: str | None, choices: Sequence[Choose], wrong: Wrong) -> Snapshot:
+    """What `choices` take of a branch, tag or commit (default: main); nothing is asked of the network if it is here.
+
+    Raises: what `wrong` makes; a `choice` may raise, too.
+    """
+    with _alone(repository.lock):
+        commit = _commit_here(repository, revision)
+        files = {} if commit is None else _noted(repository, commit)
+        if commit is None or not files:
+            commit, files = _ask(repository, commit or revision, wrong)
+        folder = repository.snapshot(commit)
+        for choose in choices:
+            chosen = {name: files.get(name, _UNKNOWN) for name in choose(sorted(files), folder)}
+            _complete(repository, commit, chosen, wrong)
+        if revision is None or not COMMIT.fullmatch(revision):
+            _refer(repository, revision or "main", commit)
+        _note(repository, "launch", {"launch": _launch(), "revision": revision, "commit": commit})
+    return Snapshot(folder=folder, commit=commit)
+
+
+def known_files(repository: Repository, commit: str) -> list[str]:
+    """The names of all files of a commit that was fetched before, as far as this host knows them."""
+    found = _in_cache(repository, commit)
+    return sorted(found[1]) if found else []
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process of this host, or of all hosts that share the cache. flock: a killed holder holds nothing."""
+    try:
+        lock.mkdir(parents=True, exist_ok=True)
+        handle = os.open(lock, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # a cache that cannot be written may still have everything
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: huggingface_hub is safe without, only slower
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+# --- which commit, and which files it has ---------------------------------------------------------
+
+
+def _commit_here(repository: Repository, revision: str | None) -> str | None:
+    """The commit, where it is known without a question: it is one, or another rank of this launch has asked."""
+    if revision is not None and COMMIT.fullmatch(revision):
+        return revision
+    last = _read_note(repository, "launch")
+    commit = last.get("commit")
+    if "LOCAL_RANK" in os.environ and last.get("launch") == _launch() and last.get("revision") == revision:
+        return commit if isinstance(commit, str) and COMMIT.fullmatch(commit) else None
+    return None
+
+
+def _launch() -> str:
+    """The same for the ranks of a launch on this host, and for no other process: who started them."""
+    parent = os.getppid()
+    with contextlib.suppress(psutil.Error):
+        return f"{socket.gethostname()} {parent} {psutil.Process(parent).create_time()}"
+    return f"{socket.gethostname()} {os.getpid()} alone"
+
+
+def _ask(repository: Repository, revision: str | None, wrong: Wrong) -> tuple[str, dict[str, _File]]:
+    """Commit and files by the Hub; offline, and where it does not answer, by the cache."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.is_offline_mode():
+        if found := _in_cache(repository, revision):
+            return found
+        raise wrong(explain(None, repository, revision))
+    try:
+        info = HfApi().repo_info(
+            repository.name, repo_type=repository.kind, revision=revision, files_metadata=True, timeout=30.0
+        )
+    except Exception as error:  # the HTTP library's own classes, and those of huggingface_hub
+        said = explain(error, repository, revision)
+        if said.unreachable and (found := _in_cache(repository, revision)):
+            log.warn(f"{repository.name}: the Hub does not answer, the cache's commit {found[0]} is taken")
+            return found
+        raise wrong(said) from error
+    files = {
+        each.rfilename: _File(
+            size=each.lfs.size if each.lfs else each.size,
+            checksum=each.lfs.sha256 if each.lfs else each.blob_id,
+        )
+        for each in getattr(info, "siblings", None) or ()
+        if ".." not in each.rfilename.split("/") and not each.rfilename.startswith("/")
+    }
+    if info.sha is None or not COMMIT.fullmatch(info.sha):
+        raise wrong(f"the Hub names no commit ({info.sha!a}). Is HF_ENDPOINT the address of a Hub?")
+    noted = {name: [file.size, file.checksum] for name, file in files.items()}
+    _note(repository, info.sha, {**_read_note(repository, info.sha), "files": noted})
+    return info.sha, files
+
+
+def _noted(repository: Repository, commit: str) -> dict[str, _File]:
+    """What the Hub said of a commit when it was asked before."""
+    files = _read_note(repository, commit).get("files")
+    return {name: _File(size=size, checksum=checksum) for name, (size, checksum) in (files or {}).items()}
+
+
+def _in_cache(repository: Repository, revision: str | None) -> tuple[str, dict[str, _File]] | None:
+    """Commit and files that this host's cache has, whoever fetched them: a file's digest is the name of its blob."""
+    commit = revision if revision is not None and COMMIT.fullmatch(revision) else None
+    if commit is None:
+        with contextlib.suppress(OSError):
+            commit = (repository.folder / "refs" / (revision or "main")).read_text().strip()
+    if commit is None or not COMMIT.fullmatch(commit) or not repository.snapshot(commit).is_dir():
+        return None
+    folder, files = repository.snapshot(commit), _noted(repository, commit)
+    for path in () if files else sorted(folder.rglob("*")):
+        if path.is_file():
+            digest = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
+            known = len(digest) in (40, 64) and not set(digest) - set("0123456789abcdef")
+            files[str(path.relative_to(folder))] = _File(size=path.stat().st_size, checksum=digest if known else None)
+    return commit, files
+
+
+# --- fetching -------------------------------------------------------------------------------------
+
+
+def _complete(repository: Repository, commit: str, chosen: dict[str, _File], wrong: Wrong) -> None:
+    """Fetch what is not there and prove what was not proved."""
+    folder = repository.snapshot(commit)
+    proved = _read_note(repository, commit).get("proved") or {}
+    todo = {name: file for name, file in chosen.items() if proved.get(name) != (_stat(folder / name) or 0)}
+    missing = {name: file for name, file in todo.items() if not (folder / name).is_file()}
+    if missing:
+        _download(repository, commit, missing, wrong)
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        found = list(pool.map(lambda name: _digest(folder / name, todo[name]), todo))
+    for (name, file), digest in zip(todo.items(), found, strict=True):
+        if file.checksum is not None and digest != file.checksum:
+            _drop(folder / name)
+            raise wrong(
+                f"{name} of commit {commit} has the checksum {digest}, the Hub says {file.checksum}: the transfer or "
+                f"the disk of {socket.gethostname()} has changed it. It was removed from the cache; start again"
+            )
+    if todo:
+        note = _read_note(repository, commit)
+        now = {name: _stat(folder / name) for name in todo}
+        _note(repository, commit, {**note, "proved": {**(note.get("proved") or {}), **now}})
+
+
+def _download(repository: Repository, commit: str, missing: dict[str, _File], wrong: Wrong) -> None:
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    names = ", ".join(sorted(missing)[:3])
+    if constants.is_offline_mode():
+        raise wrong(
+            f"the cache {repository.folder} lacks {names} of commit {commit}, and HF_HUB_OFFLINE is set. Fetch it "
+            f"where there is a network, or unset HF_HUB_OFFLINE"
+        )
+    total = sum(file.size or 0 for file in missing.values())
+    nearest = next(path for path in (repository.folder, *repository.folder.parents) if path.exists())
+    if (free := shutil.disk_usage(nearest).free) < total + _SPARE:
+        raise wrong(
+            f"{units.size(total)} are to be fetched, and {nearest} on {socket.gethostname()} has {units.size(free)} "
+            "free. Make room, or set HF_HOME to a folder on a larger disk"
+        )
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    counted = units.counted(len(missing), "file")
+    told = f"fetching {repository.name}, commit {commit[:12]}: {counted}, {units.size(total)}"
+    print(untrusted.shown(told), file=sys.stderr, flush=True)  # on standard output `generate` has the model's words
+
+    def one(name: str) -> None:
+        hf_hub_download(repository.name, name, repo_type=repository.kind, revision=commit)
+
+    try:
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            list(pool.map(one, missing))
+    except Exception as error:  # the HTTP library's own classes, those of huggingface_hub, and the disk's
+        raise wrong(explain(error, repository, commit)) from error
+
+
+def _digest(path: Path, file: _File) -> str | None:
+    """As the Hub counts it: SHA-256 of a large file, of another what git calls its blob."""
+    if file.checksum is None:
+        return None
+    digest = hashlib.sha256() if len(file.checksum) == 64 else hashlib.sha1(usedforsecurity=False)
+    if len(file.checksum) != 64:
+        digest.update(b"blob %d\0" % path.stat().st_size)
+    with open(path, "rb") as stream:
+        while part := stream.read(_CHUNK):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _drop(pointer: Path) -> None:
+    """A file, and every link that leads to it."""
+    path = pointer
+    while path.is_symlink():
+        following = path.parent / os.readlink(path)
+        path.unlink(missing_ok=True)
+        path = following
+    path.unlink(missing_ok=True)
+
+
+# --- notes ----------------------------------------------------------------------------------------
+
+
+def _stat(path: Path) -> list[int] | None:
+    with contextlib.suppress(OSError):
+        stat = path.stat()
+        return [stat.st_size, stat.st_mtime_ns]
+    return None
+
+
+def _read_note(repository: Repository, name: str) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        note = untrusted.loads((repository.folder / _NOTES / f"{name}.json").read_bytes())
+        return note if isinstance(note, dict) else {}
+    return {}
+
+
+def _note(repository: Repository, name: str, values: dict[str, Any]) -> None:
+    """Beside the cached files. Where nothing can be written, the next start asks and reads again."""
+    with contextlib.suppress(OSError):
+        (repository.folder / _NOTES).mkdir(parents=True, exist_ok=True)
+        replace_file(repository.folder / _NOTES / f"{name}.json", json.dumps(values).encode())
+
+
+def _refer(repository: Repository, revision: str, commit: str) -> None:
+    """What huggingface_hub notes, too: the commit of a branch, for the time without a network."""
+    with contextlib.suppress(OSError):
+        path = repository.folder / "refs" / revision
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file() or path.read_text() != commit:
+            replace_file(path, commit.encode())

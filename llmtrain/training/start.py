@@ -1,0 +1,281 @@
+"""From a resolved run to an engine that may take its first step: what a run, a parity check and the tests go through.
+
+One place, so that nothing can pass a check that a run does not pass, nor a run what no check has seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
+from llmtrain.config.objective import BY_TOKEN
+from llmtrain.config.run import ResolvedRun, RunConfig
+from llmtrain.config.topology import Mix, Place
+from llmtrain.data.loader import TrainData, batches_of
+from llmtrain.data.reference import REMEDY, weights_hash
+from llmtrain.engine import progress
+from llmtrain.engine.api import Engine, ForwardCopy
+from llmtrain.engine.deepspeed.build import build_engine
+from llmtrain.engine.deepspeed.patches import apply_group_timeout
+from llmtrain.engine.dist.control import AgreedError, from_all, together
+from llmtrain.engine.dist.device import check_device
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
+from llmtrain.models import compiler
+from llmtrain.models.experts import experts_per_token
+from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.run.forms import build_model
+from llmtrain.models.source import ParameterSource
+from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.objective import Objective
+from llmtrain.storage.checksum import checksum
+from llmtrain.storage.region import Region
+from llmtrain.storage.tensorfile import numel
+
+if TYPE_CHECKING:
+    from llmtrain.models.teacher import Teacher
+
+_PROVED_TOKENS = 32
+
+
+def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:
+    """The engine of a run; its parameters have no values yet.
+
+    Raises: UserError, on all ranks alike.
+    """
+    with together(ranks):
+        check_device(resolved.precision, resolved.run.model.attention, resolved.run.deepspeed)
+    with together(ranks):
+        compiles = _compiles_layers(spec, resolved.mix, ranks, one_shape=resolved.run.train.balance == "equal")
+        run = replace(resolved.run, model=replace(resolved.run.model, compile_layers=compiles))
+        model = build_model(replace(resolved, run=run), spec, ranks.device, mesh)
+    if compiles:
+        model.notes.append("decoder layers go through torch.compile, which takes a while in the first steps")
+    engine = build_engine(model, resolved.optim, resolved.mix, resolved.deepspeed, ranks, mesh)
+    apply_group_timeout(resolved.run.fault.timeout_s)  # to the groups that DeepSpeed has made
+    progress.tell_compilation()  # DeepSpeed has imported torch.compile by now
+    return engine
+
+
+def teacher_of(run: RunConfig, precision: str, ranks: Ranks, mesh: Mesh) -> Teacher | None:
+    """The model that a run distils, on the ranks that compute a loss: a pipeline's last stages, or all.
+
+    Raises: ModelError, on this rank alone.
+    """
+    objective = run.objective
+    if objective.teacher is None or mesh.place.pipeline != mesh.degrees.pipeline - 1:
+        return None
+    from llmtrain.models.teacher import load_teacher, teacher_model
+
+    teacher = teacher_model(objective, run.model)
+    if mesh.sequence is None:
+        return load_teacher(teacher, precision, ranks.device)
+    from llmtrain.models.parallel.sequence import SequenceLanguageModel
+
+    return load_teacher(teacher, precision, ranks.device, partial(SequenceLanguageModel, group=mesh.sequence))
+
+
+def teacher_hash(run: RunConfig, ranks: Ranks) -> str | None:
+    """Of the teacher's weights. All ranks call it: each reads a part. Raises AgreedError."""
+    if run.objective.teacher is None:
+        return None
+    from llmtrain.models.teacher import teacher_checksums, teacher_model
+
+    with together(ranks):
+        mine = teacher_checksums(teacher_model(run.objective, run.model), ranks.rank, ranks.world_size)
+    return weights_hash({name: value for share in from_all(ranks, mine) for name, value in share.items()})
+
+
+def taught_by(run: RunConfig, columns: list[str], ranks: Ranks) -> str | None:
+    """Of the weights that a run learns from. `columns`: of which the data's columns are. All ranks call it.
+
+    Raises: AgreedError, where they are others.
+    """
+    named = teacher_hash(run, ranks)
+    made = {*columns, *([named] if named is not None else [])}
+    if len(made) > 1:
+        whose = f"other weights than objective.teacher = {run.objective.teacher!r} has" if named else "several teachers"
+        raise AgreedError(f"objective.top_k: the likeliest words in the data are of {whose}; {REMEDY}",
+                          DataError.exit_code)  # fmt: skip
+    return min(made, default=None)
+
+
+def _compiles_layers(spec: ModelSpec, mix: Mix, ranks: Ranks, *, one_shape: bool) -> bool:
+    """The answer to model.compile_layers, the same on all ranks; all of them must call it.
+
+    `one_shape`: all micro-batches of the run have one, for which layers are compiled.
+
+    Raises: ConfigError, when it is true and some rank cannot compile.
+    """
+    wanted, device = spec.model.compile_layers, ranks.device
+    if not wanted and device.type != "cuda":  # on CUDA there is the loss to compile, and Muon
+        return False
+    reason = _agreed_trouble(ranks)
+    if wanted and reason is not None:
+        raise ConfigError(
+            f"model.compile_layers is true, but torch.compile does not work here ({device.type}): {reason}. Set it "
+            "to false, or to null: layers are then compiled where that works."
+        )
+    return reason is None and (one_shape and _compiles_unasked(spec, mix) if wanted is None else wanted)
+
+
+def _compiles_unasked(spec: ModelSpec, mix: Mix) -> bool:
+    """Whether a layer becomes one graph, and layers of one kind the same.
+
+    Row maps of tensor parallelism break it; where experts are watched, each layer has a graph of its own, and torch
+    gives up after 8; and a collective in compiled code is not counted for the watch (cluster/watch/collectives.py).
+    """
+    shared = mix.degrees.tensor > 1 or mix.degrees.sequence > 1
+    packed = spec.adapter.quantize is not None  # bitsandbytes' own kernels
+    return mix.may_compile_layers and not shared and not packed and experts_per_token(spec.config) is None
+
+
+def _agreed_trouble(ranks: Ranks) -> str | None:
+    """Why torch.compile is not used; one rank that cannot is enough.
+
+    Compiled code rounds otherwise: what ranks hold alike would part where only some of them have it.
+    """
+    reasons = from_all(ranks, compiler.trouble(ranks.device))
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            if reasons[ranks.rank] is None:
+                compiler.do_without(ranks.device, f"rank {rank}: {reason}")
+            return str(reason)
+    return None
+
+
+def write_weights(engine: Engine, source: ParameterSource, ranks: Ranks) -> dict[str, int]:
+    """Give the engine's parameters their first values, and prove that they arrived where the forward pass reads them.
+
+    Raises AgreedError on all ranks.
+
+    Returns what `prove_weights` does.
+    """
+    with together(ranks):
+        arrived = fill_parameters(engine, source)
+    with together(ranks):
+        engine.refresh()
+        prove_masters(engine, ranks)
+        return prove_weights(engine, source, ranks, arrived)
+
+
+def reference_checksums(spec: ModelSpec, checksums: dict[str, int]) -> dict[str, int]:
+    """Checksums of the first values that decide what the model computes: beside an adapter that begins anew,
+    whose B is 0, the model's own. `llmtrain reference` serves every rank, seed and set of targets then."""
+    if spec.adapter.start is not None:
+        return checksums
+    return {name: value for name, value in checksums.items() if name not in spec.adapter_shapes}
+
+
+def source_checksums(source: ParameterSource, names: Collection[str], ranks: Ranks) -> dict[str, int]:
+    """Of whole tensors. All ranks call it: each reads a part. Raises AgreedError."""
+    with together(ranks):
+        mine = {
+            name: checksum(source.read(name, 0, numel(source.shape(name))).reshape(-1))
+            for name in sorted(names)[ranks.rank :: ranks.world_size]
+        }
+    return {name: value for share in from_all(ranks, mine) for name, value in share.items()}
+
+
+def base_of(engine: Engine, spec: ModelSpec, source: ParameterSource) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which the engine's model is the one that its adapter began beside: without the adapter, and with the
+    first values of the modules that train whole. `source`: has those. All ranks enter it together."""
+    kept: dict[tuple[str, Region, bool], Tensor] = {}
+
+    def first(copy: ForwardCopy) -> Tensor:
+        key = (copy.name, copy.region, copy.partition)
+        if key not in kept:  # rounded as the forward pass has it: the first ratio is exactly 0
+            kept[key] = source.read_region(copy.name, copy.region).to(copy.values.device, copy.values.dtype)
+        return kept[key]
+
+    @contextlib.contextmanager
+    def base() -> Iterator[None]:
+        from llmtrain.models.adapter import without_adapter
+
+        whole = engine.reading_instead(spec.saved, first) if spec.saved else contextlib.nullcontext()
+        with without_adapter(engine.module), whole:
+            yield
+
+    return base
+
+
+def prove_loss(engine: Engine, row: Tensor, ranks: Ranks, *, isolate_documents: bool) -> None:
+    """Prove on the first tokens of `row` [T], which all ranks give alike, that our loss is the one of the model's own
+    logits and, if documents are to be isolated, that they are. With the values of a start or of a resume.
+
+    Raises: AgreedError, on all ranks.
+    """
+    few = row[:_PROVED_TOKENS].unsqueeze(0)
+    # A stage that fails leaves the others waiting for its activations: they cannot hear of it, so it ends as a fault.
+    failures = contextlib.nullcontext() if engine.stages else _failures_in_transformers()
+    with together(ranks), failures, compiler.uncompiled():
+        engine.check_head(few)
+        if isolate_documents:
+            engine.check_isolation(few[:, : few.shape[1] // 2 * 2])
+
+
+def prove_start(
+    engine: Engine,
+    resolved: ResolvedRun,
+    objective: Objective,
+    reference: Callable[[Objective], Objective],
+    data: TrainData,
+    place: Place,
+    ranks: Ranks,
+    *,
+    own_teacher: bool,
+) -> None:
+    """Prove with the first values, on a few sequences of the data, what is known without training: see
+    objectives/identities.py. For a run that begins anew; all ranks call it together.
+
+    Args:
+        objective: as the run minimises it.
+        reference: from an objective to one with the run's reference.
+        own_teacher: the run's teacher has the weights that training starts from.
+
+    Raises: AgreedError, on all ranks.
+    """
+    from llmtrain.objectives.identities import Known, twice  # most runs have none of these objectives
+
+    run, batch = resolved.run, resolved.batch
+    dealt = (place.data, batch.data_parallel, ranks.device.type == "cuda")
+    few, one = batch.micro_batch, 1
+    over_answers = run.objective.name not in BY_TOKEN
+    with together(ranks):  # a damaged shard is met by one rank
+        first = list(batches_of(data.window_at, few * batch.data_parallel, few, *dealt))
+        alike = list(batches_of(lambda _: twice(data.window_at(0)), batch.data_parallel, one, *dealt)) \
+            if over_answers else []  # fmt: skip
+    known = Known(run, resolved.precision, engine.evaluate, objective, reference, first, alike, own_teacher)
+    with compiler.uncompiled():
+        for error in known.broken(engine.module):  # of numbers that all ranks have
+            raise AgreedError(str(error), error.exit_code)
+
+
+@contextlib.contextmanager
+def _failures_in_transformers() -> Iterator[None]:
+    """What transformers' own code raises in a first forward pass is said to the user, who chose the model's fields.
+
+    Raises: ModelError.
+    """
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):  # memory runs out on one rank, and the others would wait for it
+        raise
+    except Exception as error:
+        innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        if not innermost.f_globals.get("__name__", "").startswith("transformers."):
+            raise
+        raise ModelError(
+            f"model: its forward pass fails in transformers ({innermost.f_globals['__name__']}, "
+            f"{innermost.f_code.co_name}): {type(error).__name__}: {error}. A field of model.config has a value, or "
+            "lacks one, for which this family does not run."
+        ) from error

@@ -1,0 +1,272 @@
+"""`llmtrain generate`, as a user calls it: which state it reads, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llmtrain.checkpoint.hf.exporting import export_hf
+from llmtrain.checkpoint.hf.inference import Sampling
+from llmtrain.checkpoint.rundir import RunDirectory
+from llmtrain.cli import main
+from llmtrain.data.tokenize import train_bpe
+from llmtrain.training import finish
+from tests.helpers import gpu_texts
+from tests.helpers.hf_folders import TOKENS, checkpoint_of, new_model
+
+VOCABULARY = 290
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "tokenizer"
+    texts = [f"{word}s and {word}ing, " * 9 for word in ("walk", "talk", "paint", "think", "read")]
+    train_bpe(texts, VOCABULARY, folder)
+    return folder
+
+
+def model_that_says(token: int):
+    """A Llama whose likeliest next token is always `token`."""
+    model = new_model("llama", vocab_size=VOCABULARY)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.fill_(1.0)
+        model.lm_head.weight[token] = 1.0
+    return model
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer) -> Path:
+    """A run that was exported at step 7 and trained on to step 8: its words are "A", then "B"."""
+    folder = tmp_path / "run"
+    beside = {"tokenizer_dir": str(tokenizer), "separator_id": 0}
+    first = checkpoint_of(model_that_says(ord("A") - 32), folder, step=7, **beside)
+    export_hf(first, folder / "export", check="none")  # the proof rightly refuses matrices of one value
+    checkpoint_of(model_that_says(ord("B") - 32), folder, step=8, **beside)
+    return folder
+
+
+def greedy(capsys, *words: object) -> tuple[str, str]:
+    assert main(["generate", *map(str, words), "--max-tokens", "5", "--temperature", "0"]) == 0
+    return capsys.readouterr()
+
+
+def _index_out(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder.parent / "secret.safetensors")
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(names, "../secret.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _link_out(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
+    (folder / "model.safetensors").symlink_to(folder.parent / "secret.safetensors")
+
+
+def _pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+
+
+def _lacking(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _adapter(folder: Path, weights: str) -> None:
+    base = folder.rename(folder.with_name("base"))
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, folder)
+    settings = {"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"], "base_model_name_or_path": str(base)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    (folder / weights).write_bytes(b"\x80\x04cos\nsystem\n")
+
+
+DEEP = '{"a":' * 100_000
+STRANGE = {
+    "a header that lies": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "header claims"),
+    "a pickle": (_pickle, "Only safetensors are read"),
+    "an index that leaves the folder": (_index_out, "names '../secret.safetensors', which is no file in"),
+    "a link that leaves the folder": (_link_out, "outside of the folder"),
+    "a tensor is lacking": (_lacking, "lacks 1 of the model's 21 parameters, first model.norm.weight"),
+    "a deep config.json": (lambda f: (f / "config.json").write_text(DEEP), "nested deeper than 100"),
+    "a deep tokenizer": (lambda f: (f / "tokenizer_config.json").write_text(DEEP), "nested deeper than 100"),
+    "a deep index": (
+        lambda f: (_index_out(f), (f / "model.safetensors.index.json").write_text(DEEP)),
+        "is not a weight index",
+    ),
+    "a tokenizer.json that is none": (lambda f: (f / "tokenizer.json").write_text("[]"), "no tokenizer that"),
+    "a deep adapter": (
+        lambda f: (_adapter(f, "adapter_model.safetensors"), (f / "adapter_config.json").write_text(DEEP)),
+        "names no model that the adapter belongs to",
+    ),
+    "an adapter that is a pickle": (lambda f: _adapter(f, "adapter_model.bin"), "Only safetensors are read"),
+    "an adapter with a header that lies": (lambda f: _adapter(f, "adapter_model.safetensors"), "header claims"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_strangers_folder_ends_in_a_sentence(run, capsys, case):
+    """generate and chat open it by the reader that training has."""
+    strange, (change, says) = run / "export", STRANGE[case]
+    change(strange)
+    assert main(["generate", str(strange), "--prompt", "walk"]) == 2
+    told = capsys.readouterr().err
+    assert says in told and told.count("error: ") == 1 and "Traceback" not in told, told
+    assert main(["chat", str(strange)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_newest_state_of_a_run_is_what_continues_the_prompt(run, capsys):
+    """ "Train longer, Ctrl-C" leaves an export that is older than the checkpoints."""
+    out, err = greedy(capsys, run, "--prompt", "walk")
+    assert out.strip() == "walkBBBBB"
+    assert "step-00000008" in err and f"{run / 'export'} is of step 7" in err
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    out, err = greedy(capsys, run, "--prompt", "walk")
+    assert out.strip() == "walkAAAAA" and f"model: {run / 'export'}, of step 7" in err
+    out, _ = greedy(capsys, run / "export", "--prompt", "walk")
+    assert out.strip() == "walkAAAAA"
+
+
+def test_a_run_without_an_export_and_one_of_its_checkpoints(run, capsys):
+    shutil.rmtree(run / "export")
+    assert greedy(capsys, run, "--prompt", "walk")[0].strip() == "walkBBBBB"
+    assert greedy(capsys, run / "step-7", "--prompt", "walk")[0].strip() == "walkAAAAA"
+
+
+def test_an_export_names_the_special_tokens_of_its_tokenizer(run, tokenizer, tmp_path):
+    """Llama's own defaults, begin 1 and end 2, are `!` and a quotation mark of this vocabulary."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    checkpoint = checkpoint_of(
+        new_model("llama", vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None),
+        tmp_path / "other",
+        tokenizer_dir=str(tokenizer),
+        separator_id=0,
+    )
+    export_hf(checkpoint, tmp_path / "out")
+    config, words = AutoConfig.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    settings = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id) == (words.bos_token_id, words.eos_token_id) == (0, 0)
+    assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (0, 0, words.pad_token_id)
+    assert config.pad_token_id is None, "transformers would never train the end token's row again"
+
+
+def test_several_end_tokens_and_the_padding_of_a_chat_model_stay(tokenizer, tmp_path):
+    model = new_model("llama", vocab_size=VOCABULARY, bos_token_id=5, eos_token_id=[4, 0], pad_token_id=9)
+    checkpoint = checkpoint_of(model, tmp_path / "run", tokenizer_dir=str(tokenizer), separator_id=0)
+    export_hf(checkpoint, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (0, [4, 0], 9)
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == [4, 0]
+
+
+def test_a_tokenizer_that_is_gone_is_reported(tmp_path, capsys):
+    checkpoint = checkpoint_of(new_model("llama"), tmp_path / "run")
+    assert main(["checkpoint", "to-hf", str(checkpoint), str(tmp_path / "out")]) == 0
+    assert "none: /nonexistent, where the run found it, is gone" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == TOKENS["eos_token_id"]
+    assert main(["generate", str(tmp_path / "out"), "--prompt", "walk"]) == 2
+    assert "no tokenizer that transformers can load" in capsys.readouterr().err
+
+
+def test_text_appears_as_it_is_generated(tmp_path, tokenizer, capsys, monkeypatch):
+    """Word by word, while the model still computes."""
+    from tokenizers import Tokenizer
+    from transformers import LlamaForCausalLM
+
+    space = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode(" ").ids[0]
+    checkpoint_of(model_that_says(space), tmp_path / "run", tokenizer_dir=str(tokenizer), separator_id=0)
+    seen = []
+    forward = LlamaForCausalLM.forward
+
+    def watched(self, *args, **kwargs):
+        seen.append(capsys.readouterr().out)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", watched)
+    words = ["--prompt", "walks and talks", "--max-tokens", "6", "--temperature", "0"]
+    assert main(["generate", str(tmp_path / "run"), *words]) == 0
+    assert seen[:4] == ["walks and ", "talks ", " ", " "]
+
+
+def test_top_k_and_top_p_bound_what_is_sampled(run, capsys):
+    """At a temperature at which all 290 tokens are about as likely, either of them leaves the likeliest one."""
+    hot = ["--prompt", "walk", "--temperature", "1000", "--max-tokens", "8"]
+    for words, same in (([], False), (["--top-k", "1"], True), (["--top-k", "0", "--top-p", "0.000001"], True)):
+        assert main(["generate", str(run), *hot, *words]) == 0
+        assert (capsys.readouterr().out.strip() == "walkBBBBBBBB") is same, words
+
+
+def test_no_more_tokens_than_the_model_has_positions_for(run, tmp_path, tokenizer, capsys):
+    model = new_model("gpt2", vocab_size=VOCABULARY, n_positions=16)
+    checkpoint_of(model, tmp_path / "gpt2", tokenizer_dir=str(tokenizer), separator_id=0)
+    assert main(["generate", str(tmp_path / "gpt2"), "--prompt", "walk", "--max-tokens", "99"]) == 0
+    assert "the model has 16 positions" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "gpt2"), "--prompt", "x" * 40]) == 2
+    assert "Shorten the prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "-1"], "-1: must be at least 0"),
+        (["--top-p", "1.5"], "1.5: must be above 0 and at most 1"),
+        (["--top-p", "0"], "0: must be above 0"),
+        (["--top-k", "-3"], "-3: must be at least 0"),
+        (["--max-tokens", "0"], "0: must be at least 1"),
+        (["--max-tokens", "many"], "invalid int value: 'many'"),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_is_loaded(words, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["generate", str(tmp_path / "nowhere"), *words])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_nothing_is_refused(tmp_path, capsys):
+    assert main(["generate", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+class Told:
+    """The events of a tracker."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def event(self, kind: str, **_: object) -> None:
+        self.events.append(kind)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(gpu_texts.OUT_OF_MEMORY), RuntimeError(gpu_texts.CUBLAS_ALLOC)], ids=type
+)
+def test_a_run_ends_well_where_its_sample_finds_no_memory(run, error, monkeypatch, capsys):
+    """The exported model lies beside the engine on the GPU: an 8B model has no room there."""
+
+    def generate(*_: object, **__: object) -> str:
+        raise error
+
+    tracker, folder = Told(), RunDirectory(str(run), None)
+    monkeypatch.setattr(finish, "generate", generate)
+    finish._sample(folder, "walk", Sampling(), tracker, torch.device("cuda", 0))
+    assert tracker.events == []
+    assert f"cuda:0 has no room for the exported model beside the engine. Later: llmtrain generate {run}" in (
+        capsys.readouterr().err
+    )
+    monkeypatch.setattr(error, "args", ("CUDA error: device-side assert triggered",))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        finish._sample(folder, "walk", Sampling(), tracker, torch.device("cuda", 0))
