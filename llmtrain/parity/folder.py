@@ -126,7 +126,7 @@ def differences(run: RunConfig, precision: str) -> tuple[str, list[str]]:
     try:
         plains = [Plain.of(Path(str(folder)), column=column) for folder in folders]
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{', '.join(map(str, folders))}: not as docs/data.md says ({error})") from error
+        raise DataError(f"{', '.join(map(str, folders))}: not a prepared folder of this version ({error})") from error
     total = min(_SEQUENCES, data.sequences_per_epoch)
     found, documents = [], 0
     for micro in batches_of(data.window_at, total, _TOGETHER, 0, 1, False):

@@ -238,7 +238,7 @@ def too_slow(pairs: Sequence[Pair], sent_bytes: float | None, patience_s: float)
         return []
     slowest = min(good, key=lambda each: each.rate)
     what = f"{bits(slowest.rate)} between {slowest.first} and {slowest.second}: "
-    fix = "a faster network, fewer hosts, a larger batch by train.accumulation, or a site a host (docs/networks.md)"
+    fix = "a faster network, fewer hosts, a larger batch by train.accumulation, or a site a host"
     if sent_bytes is None:
         if slowest.rate >= SLOW_LINK:
             return []
