@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.engine.dist.control import from_all, from_rank_0
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.sites.blocks import Blocks, Pairs
-from llmtrain.sites.compress import Format, decode
-from llmtrain.sites.judge import outsized
-from llmtrain.sites.keys import Keys
-from llmtrain.sites.outer import Array, Shard, squared_distance
-from llmtrain.sites.told import Told
-from llmtrain.sites.wire import Peer, WireError
+from llmtrain.sites.compress import BLOCK, Format, decode
+from llmtrain.sites.membership import PeerStatus
+from llmtrain.sites.outer import outsized, squared_distance
+from llmtrain.sites.shard import Array, Shard
+from llmtrain.sites.tls import Keys
+from llmtrain.sites.transport import Peer, Rectangle, WireError
+
+T = TypeVar("T")
 
 CHANGES = "changes"
 """Of parameters since the last synchronisation, compressed."""
@@ -56,6 +61,35 @@ class Fetched:
     """By all ranks."""
 
 
+class Background(Generic[T]):
+    """A call in a thread of its own."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._result: T
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), name="sites-round", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether `result` is there at once."""
+        return not self._thread.is_alive()
+
+    def result(self) -> T:
+        """Wait for it; what it returned or raised."""
+        while self._thread.is_alive():
+            self._thread.join(0.5)
+            heart.beat()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run(self, call: Callable[[], T]) -> None:
+        try:
+            self._result = call()
+        except BaseException as error:
+            self._error = error
+
+
 class Exchange:
     """The other sites' ranks, as those of this one see them."""
 
@@ -79,11 +113,11 @@ class Exchange:
 
     def fetch(
         self,
-        sources: Mapping[str, Told],
-        healers: Sequence[Told],
+        sources: Mapping[str, PeerStatus],
+        healers: Sequence[PeerStatus],
         own: Array,
         common: Array,
-        leader: Told,
+        leader: PeerStatus,
         part: slice,
         deadline_s: float,
     ) -> Fetched:
@@ -130,7 +164,7 @@ class Exchange:
 
     def newest(
         self,
-        sources: Sequence[Told],
+        sources: Sequence[PeerStatus],
         known: Mapping[str, int],
         own: Array,
         steps: int,
@@ -167,7 +201,7 @@ class Exchange:
         behind = {self._site: float(steps), **{site: float(clock.steps) for site, clock in clocks.items()}}
         return self._joined(found, failed, None, received, squares, behind), clocks
 
-    def _clock(self, site: Told, round_: int, deadline_s: float) -> Clock | str:
+    def _clock(self, site: PeerStatus, round_: int, deadline_s: float) -> Clock | str:
         """A site's clock, or why it is not known."""
         read = np.zeros(3, "<i8")
         peer = self._peers_of(site)[0]
@@ -178,7 +212,7 @@ class Exchange:
         version, tokens, steps = map(int, read)
         return Clock(version=version, tokens=tokens, steps=steps) if min(read) >= 0 else "its clock makes no sense"
 
-    def _false(self, outer: tuple[Array, Array] | None, leader: Told) -> str:
+    def _false(self, outer: tuple[Array, Array] | None, leader: PeerStatus) -> str:
         """Return why the received state is not the one that the leader told of; empty: it is, or a rank has none."""
         sums = from_all(self._ranks, None if outer is None else [self._shard.checksum(each) for each in outer])
         there = [each for each in sums if each is not None]
@@ -188,7 +222,7 @@ class Exchange:
         return "the state that it sent is not the one that it told of"
 
     def _healed(
-        self, healers: Sequence[Told], round_: int, deadline_s: float
+        self, healers: Sequence[PeerStatus], round_: int, deadline_s: float
     ) -> tuple[tuple[Array, Array] | None, int, dict[str, str]]:
         """((common parameters, outer momentum) of the first that sends them, bytes, why others have not)."""
         failed: dict[str, str] = {}
@@ -232,7 +266,9 @@ class Exchange:
             received_bytes=sum(size for _, _, size, _ in reports),
         )
 
-    def _values(self, site: Told, kind: str, round_: int, part: slice | None, deadline_s: float) -> tuple[Array, int]:
+    def _values(
+        self, site: PeerStatus, kind: str, round_: int, part: slice | None, deadline_s: float
+    ) -> tuple[Array, int]:
         """(this rank's elements, or those of a part, as another site has them; bytes). Raises WireError."""
         first, end = (part.start, part.stop) if part else (0, self._shard.size)
         mine = [(at - first, name, region) for at, name, region in self._shard.regions(part)]
@@ -255,7 +291,7 @@ class Exchange:
             raise WireError(f"its {kind} are not finite")
         return values, received
 
-    def _peers_of(self, site: Told) -> list[Peer]:
+    def _peers_of(self, site: PeerStatus) -> list[Peer]:
         made = [Peer(a, run=self._run, member=site.id, keys=self._keys) for a in site.addresses]
         return self._peers.setdefault(site.id, made)
 
@@ -272,3 +308,51 @@ def _changes(peer: Peer, form: Format, kind: str, pairs: Pairs, round_: int, int
     received = peer.fetch(kind, round_, blocks.wanted(form.record), records, deadline_s)
     blocks.spread(decode(form, records), into)
     return received
+
+
+Pairs = Sequence[tuple[Rectangle, Rectangle]]
+"""(elements of the other rank's array, the same elements in this rank's), as `Peer.covers` gives them."""
+
+
+class Blocks:
+    """The blocks that hold all elements of some pairs."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self._pairs = pairs
+        self.runs: list[tuple[int, int]] = []
+        """(first block, blocks) that follow one another, in order; no block twice."""
+        spans = sorted((there // BLOCK, (there + length - 1) // BLOCK + 1) for there, _, length in self._rows())
+        for begin, end in spans:
+            if self.runs and begin <= sum(self.runs[-1]):
+                first, count = self.runs[-1]
+                self.runs[-1] = (first, max(count, end - first))
+            else:
+                self.runs.append((begin, end - begin))
+        self.count = sum(count for _, count in self.runs)
+
+    def wanted(self, record: int) -> list[tuple[Rectangle, Rectangle]]:
+        """The records as pairs of bytes: where they are, and where in an array of `count` records they go."""
+        pairs: list[tuple[Rectangle, Rectangle]] = []
+        at = 0
+        for first, count in self.runs:
+            size = count * record
+            pairs.append(((first * record, size, 1, size), (at, size, 1, size)))
+            at += size
+        return pairs
+
+    def spread(self, decoded: Array, into: Array) -> None:
+        """Put what the records say, [count * BLOCK], where the pairs say."""
+        firsts = [first for first, _ in self.runs]
+        before = [0]
+        for _, count in self.runs:
+            before.append(before[-1] + count)
+        for there, here, length in self._rows():
+            run = bisect_right(firsts, there // BLOCK) - 1
+            at = there + (before[run] - firsts[run]) * BLOCK
+            into[here : here + length] = decoded[at : at + length]
+
+    def _rows(self) -> Iterator[tuple[int, int, int]]:
+        """(first element there, first element here, elements)."""
+        for (there, step, rows, length), (here, own_step, _, _) in self._pairs:
+            for row in range(rows):
+                yield there + row * step, here + row * own_step, length

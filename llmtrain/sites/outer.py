@@ -7,23 +7,12 @@ Nesterov's momentum, in the form of torch.optim.SGD.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import xxhash
-
-from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.optim.optimizers import PARAM
-from llmtrain.sites.compress import BLOCK
-from llmtrain.sites.fragments import fragment_of
-from llmtrain.sites.replicas import Replicas
-from llmtrain.storage.checksum import checksum_part_array
-from llmtrain.storage.region import Region
 
 Array = npt.NDArray[np.float32]
 Mean = Literal["weighted", "median", "trimmed"]
@@ -31,96 +20,6 @@ ROBUST = 3
 """Sites without which neither a median nor a trimmed mean tells one that is wrong from the others."""
 _CHUNK = 1 << 18
 """Elements updated at a time: the fp64 temporaries stay in the cache."""
-
-
-class Shard:
-    """The parameters that a rank owns, one after another in a flat fp32 array."""
-
-    def __init__(self, engine: Engine, frozen: Collection[str], fragments: int = 1, ranks: Ranks | None = None) -> None:
-        """
-        Args:
-            engine: its parameters.
-            frozen: names of parameters that do not train: they are the same everywhere, and never sent.
-            fragments: how many parts of the model synchronise one by one; each begins with a block of its own.
-            ranks: of the site, which call it together; None: this rank alone has all that it holds.
-        """
-        self._engine = engine
-        pieces = [piece for piece in engine.state() if piece.kind == PARAM and piece.name not in frozen]
-        self._pieces: list[tuple[int, int, StateTensor]] = []
-        """(first element that it owns in the array, first one in an array of all that it holds, piece)."""
-        self.parts: list[slice] = []
-        """Of the array, by fragment."""
-        self.size = self._held = 0
-        fragment = fragment_of(engine.shapes(), fragments)
-        for number in range(fragments):
-            begin = self.size
-            for piece in pieces:
-                if fragment[piece.name] == number:
-                    self._pieces.append((self.size, self._held, piece))
-                    self.size += piece.own_region.numel
-                    self._held += piece.region.numel
-            if fragments > 1 and self.size == begin:
-                self.size += BLOCK  # of zeros: parts are told apart by their places, those of nothing too
-            self.parts.append(slice(begin, self.size))
-            if number + 1 < fragments:
-                self.size = -(-self.size // BLOCK) * BLOCK
-        self._fragment = fragment
-        held = [(at, piece.name, piece.region) for _, at, piece in self._pieces]
-        self._replicas = Replicas(ranks, self.regions(), held) if ranks is not None and ranks.world_size > 1 else None
-        assert self._replicas or all(piece.own_region.numel == piece.region.numel for piece in pieces), "replicas"
-
-    def regions(self, part: slice | None = None) -> list[tuple[int, str, Region]]:
-        """(first element in the array, Hugging Face name, elements of the tensor) of what this rank owns of each piece,
-        or of a part's."""
-        return [(at, p.name, p.own_region) for at, _, p in self._of(part) if p.own_region.numel]
-
-    def read(self, part: slice | None = None) -> Array:
-        """The live values, [size]; of a part alone, with zeros elsewhere."""
-        values = np.zeros(self.size, np.float32)
-        for at, _, piece in self._of(part):
-            if count := piece.own_region.numel:
-                with piece.open() as live:
-                    values[at : at + count] = live[piece.own].detach().float().cpu().numpy()
-        return values
-
-    @torch.no_grad()
-    def write(self, values: Array, part: slice | None = None) -> None:
-        """Make `values` the live ones: [size], or those of a part; on all ranks of the site that hold them, which call
-        it together."""
-        held = self._shared(values, part)
-        for _, at, piece in self._of(part):
-            with piece.open() as live:
-                live.copy_(torch.from_numpy(held[at : at + live.numel()]))
-        self._engine.refresh()
-
-    def _shared(self, values: Array, part: slice | None) -> Array:
-        """All elements that this rank holds, [held]; of a part alone, with anything elsewhere."""
-        own = np.zeros(self.size, np.float32)
-        own[part or slice(None)] = values
-        held = np.zeros(self._held, np.float32)
-        for at, to, piece in self._of(part):
-            count = piece.own_region.numel
-            held[to + piece.own.start : to + piece.own.start + count] = own[at : at + count]
-        if self._replicas is not None:
-            self._replicas.share(own, held)
-        return held
-
-    def _of(self, part: slice | None) -> list[tuple[int, int, StateTensor]]:
-        if part is None:
-            return self._pieces
-        number = self.parts.index(part)
-        return [each for each in self._pieces if self._fragment[each[2].name] == number]
-
-    def checksum(self, values: Array) -> int:
-        """Of `values` [size]; the sum over a site's ranks does not depend on how they share the model."""
-        sums = (checksum_part_array(values[at : at + r.numel], r) for at, _, r in self.regions())
-        return sum(sums) % 2**64
-
-
-def shapes(engine: Engine) -> dict[str, str]:
-    """What sites of a run have in common of their models, by a name for people."""
-    text = json.dumps({name: list(shape) for name, shape in engine.shapes().items()}, sort_keys=True)
-    return {"shapes of the parameters": xxhash.xxh3_64_hexdigest(text.encode())}
 
 
 def outer_step(
@@ -195,3 +94,30 @@ def squared_distance(before: Array | None, after: Array) -> float:
             difference -= before[low : low + _CHUNK]
         total += float(difference @ difference)
     return total
+
+
+LARGEST = 100.0
+"""Times the others' change of a step. A site of one step beside others of 500 is within it: a sum of changes that all
+have one direction is 500 times one of them, of changes without any direction 22 times."""
+
+
+def outsized(squares: Mapping[str, float], steps: Mapping[str, float], own: str) -> dict[str, str]:
+    """Why a site's update does not count, by site; empty where all do.
+
+    The measure is the change a step of the lower median of the sites, or this site's own where that is larger: of two
+    sites each trusts itself, and of three or more one cannot make the others look large.
+
+    Args:
+        squares: squared L2 norm of what each site has changed since the last synchronisation, of all of its ranks.
+        steps: of its training behind that.
+        own: this site, which may be among them.
+    """
+    changes = {site: math.sqrt(square) / max(steps[site], 1.0) for site, square in squares.items()}
+    if not changes:
+        return {}
+    usual = max(sorted(changes.values())[(len(changes) - 1) // 2], changes.get(own, 0.0))
+    return {
+        site: f"its update is {change / usual:.3g} times what the others change in a step; the limit is {LARGEST:g}"
+        for site, change in changes.items()
+        if usual and change > LARGEST * usual
+    }

@@ -15,7 +15,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,55 @@ from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.connect import another_group
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.sites.async_method import Newest
 from llmtrain.sites.compress import Bytes, Feedback, format_of
-from llmtrain.sites.exchange import Exchange, checksum_of
-from llmtrain.sites.fragments import Background
-from llmtrain.sites.judge import leader_of
-from llmtrain.sites.kept import COMMON, LINE, MOMENTUM, RESIDUAL, pieces, read_back, standing
-from llmtrain.sites.ledger import Ledger, Request, steps_of
-from llmtrain.sites.meeting import AGAIN_S, MeetAgain, Meetings, RoundFailed
-from llmtrain.sites.members import Heard, Members, SitesError, TorchftMembers
-from llmtrain.sites.newest import Newest
-from llmtrain.sites.opened import opened
-from llmtrain.sites.outer import Array, Shard, outer_step, shapes, squared_distance
-from llmtrain.sites.pace import SLOWEST, Share, StepClock, steps_each
-from llmtrain.sites.round import Round, Sent
-from llmtrain.sites.seen import listed, say_changes, told_round
-from llmtrain.sites.told import Told
+from llmtrain.sites.exchange import Background, Exchange, Fetched, checksum_of
+from llmtrain.sites.membership import Heard, Members, PeerStatus, SitesError, TorchftMembers, name_of, own_address
+from llmtrain.sites.outer import outer_step, squared_distance
+from llmtrain.sites.quorum import AGAIN_S, MeetAgain, Meetings, RoundFailed, leader_of
+from llmtrain.sites.sample_ledger import Ledger, Request, steps_of
+from llmtrain.sites.shard import COMMON, LINE, MOMENTUM, RESIDUAL, Array, Shard, pieces, read_back, shapes, standing
+from llmtrain.sites.step_rate import SLOWEST, Share, StepClock, steps_each
+from llmtrain.sites.tls import Keys, differs, to_coordinator
+from llmtrain.sites.transport import Pieces, Server
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What this site brings to a round."""
+
+    part: slice
+    """Elements of the rank's array that the round is about."""
+    own: Array
+    """This rank's, as the others read them."""
+    live: Array | None
+    """The same, as this site had them, if it trains meanwhile."""
+    said: dict[str, Any]
+    steps: int
+    """Since the last synchronisation."""
+    overlap: int
+    """Steps that are trained while it travels."""
+    began_s: float
+    published_s: float
+    """How long training stood still until it was there for the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What has come of it; nothing has changed yet."""
+
+    leader: PeerStatus
+    """Whose state counts."""
+    told: list[PeerStatus]
+    committed: list[str]
+    """Sites that make the outer step."""
+    used: list[str]
+    """Sites whose parameters all of them have."""
+    got: Fetched
+    heals: bool
+    """This site takes the common state from the others."""
+    met_s: float
+
 
 _STARTS = 100
 """Rounds of a run without a step: one at each start, of whichever site."""
@@ -309,7 +343,7 @@ class Site:
         """Seconds that a peer may train until it comes to a meeting: twice what this site has since the last."""
         return 2 * (time.monotonic() - self._went_on_s)
 
-    def _synchronise(self, deadline_s: float, least: int = 1, *, joins: bool = False) -> Told:
+    def _synchronise(self, deadline_s: float, least: int = 1, *, joins: bool = False) -> PeerStatus:
         """One round; returns what the site told whose state counts. Raises RoundFailed, or SitesError at the start."""
         patience_s = self._patience_s()
         sent = self._publish()
@@ -335,7 +369,7 @@ class Site:
                 if over:
                     raise RoundFailed(str(again)) from again
 
-    def _met(self, sent: Sent, told: list[Told], met_s: float, deadline_s: float) -> Round:
+    def _met(self, sent: Sent, told: list[PeerStatus], met_s: float, deadline_s: float) -> Round:
         """What comes after the meeting. Raises RoundFailed, MeetAgain."""
         fetched_by_s = (met_s + deadline_s) / 2  # a site that sends nothing leaves time to agree on going without it
         leader, told, refused = self._led(told)
@@ -360,7 +394,7 @@ class Site:
         got = replace(got, failed={**got.failed, **refused})
         return Round(leader=leader, told=told, committed=committed, used=used, got=got, heals=heals, met_s=met_s)
 
-    def _led(self, told: list[Told]) -> tuple[Told, list[Told], dict[str, str]]:
+    def _led(self, told: list[PeerStatus]) -> tuple[PeerStatus, list[PeerStatus], dict[str, str]]:
         """(the site whose state counts, those that take part, why the states of others are refused)."""
         joins, known, trusted = self._agreed is None, self._meetings.before, self._settings.trust
         leader, refused = from_rank_0(
@@ -375,7 +409,7 @@ class Site:
             )
         return leader, [each for each in told if each.id not in refused], refused
 
-    def _impossible(self, other: Told) -> str:
+    def _impossible(self, other: PeerStatus) -> str:
         """Return why a peer cannot be as far as it says since this site last agreed with others; empty: it can."""
         if other.round <= self._round:
             return ""
@@ -498,3 +532,108 @@ class Site:
         self._tell("synchronise", step=self._step, round=self._round, **fields)
         say_changes(self._step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
         self._meetings.before = fields["sites"]
+
+
+def opened(
+    settings: SitesConfig, rank: int, run: str, site: str, pieces: Pieces, members: Callable[[str, str, float], Members]
+) -> tuple[Keys | None, Server, Members | None]:
+    """(this site's keys if it has some, what serves this rank's elements, the other sites on rank 0).
+
+    Args:
+        run: what the sites have in common.
+        site: this one's id.
+        pieces: what the rank owns.
+        members: from the coordinator's address, the id and seconds to connect.
+
+    Raises:
+        SitesError: the coordinator is not there, torchft is missing, the address is a public one.
+    """
+    assert settings.coordinator is not None
+    keys = Keys(Path(settings.keys), "sites.keys") if settings.keys is not None else None
+    host = settings.listen or own_address(settings.coordinator, encrypted=keys is not None)
+    server = Server(host, run=run, member=site, pieces=pieces, limit_s=settings.timeout_s, keys=keys)
+    if rank:
+        return keys, server, None
+    if keys is None:
+        log.warn(
+            f"site {settings.name} has no sites.keys: nothing that sites send is encrypted or signed. Whoever reaches "
+            f"{settings.coordinator} or {server.address} can read the parameters, take part under any name, send "
+            "updates within the limits, tell a site that joins of a state, and stop the meetings"
+        )
+    coordinator = to_coordinator(settings.coordinator, keys).address if keys else settings.coordinator
+    try:
+        return keys, server, members(coordinator, site, settings.timeout_s)
+    except SitesError as error:
+        if why := differs(settings.coordinator, keys):
+            raise SitesError(f"sites.coordinator {settings.coordinator}: {why}.") from error
+        raise SitesError(str(error).replace(coordinator, settings.coordinator)) from error
+
+
+_METRICS = {
+    "received_bytes": "sites/received_bytes",
+    "sent_bytes": "sites/sent_bytes",
+    "stood_s": "sites/stood_s",
+    "participants": "sites/participants",
+    "overlapped_steps": "sites/staleness_steps",
+    "late_updates": "sites/late_updates",
+    "outer_step_norm": "sites/outer_step_norm",
+}
+"""Field of the events -> key of metrics.jsonl."""
+
+
+def telling(event: Callable[..., None], row: Callable[..., None]) -> Callable[..., None]:
+    """Takes the kind of an event of the sites and its fields: writes it, and the numbers of a round as metrics.
+
+    Args:
+        event: takes the same.
+        row: takes metrics by their keys, and `more`: that another row of the step follows.
+    """
+
+    def tell(kind: str, **fields: Any) -> None:
+        event(kind, **fields)
+        if found := {key: fields[name] for name, key in _METRICS.items() if name in fields}:
+            row({"step": fields["step"], **found}, more=True)
+
+    return tell
+
+
+def told_round(done: Round, sent: Sent, stands_s: float, norm: float, served: int) -> dict[str, Any]:
+    """The fields of a round's event.
+
+    Args:
+        stands_s: time.monotonic() from which training has stood still for it; where it has done so twice, for both.
+        norm: of the outer step.
+        served: bytes that the site's ranks have sent since the last round that succeeded.
+    """
+    now_s, got = time.monotonic(), done.got
+    return {
+        "sites": [name_of(site) for site in done.committed],
+        "used": [name_of(site) for site in done.used],
+        "participants": len(done.committed),
+        "healed": got.outer is not None,
+        "received_bytes": got.received_bytes,
+        "sent_bytes": served,
+        "overlapped_steps": sent.overlap,
+        "outer_step_norm": norm,
+        "waited_s": round(done.met_s - sent.began_s, 3),
+        "stood_s": round(now_s - stands_s, 3),
+        "seconds": round(now_s - sent.began_s, 3),
+        **({"failed": got.failed} if got.failed else {}),
+    }
+
+
+def say_changes(step: int, failed: Mapping[str, str], names: list[str], before: list[str], own: str) -> None:
+    """Log who failed, left or came. `names`: of this round's sites. `before`: of the last one's."""
+    for site, text in failed.items():
+        log.warn(f"step {step}: site {name_of(site)} is not in this synchronisation: {text}")
+    if gone := sorted(set(before) - set(names)):
+        log.warn(f"step {step}: {', '.join(gone)} left; what it was training is handed on")
+    if names == [own] and before != names:
+        (log.warn if before else log.info)(f"step {step}: site {own} trains alone: no other site is at the coordinator")
+    if come := sorted(set(names) - set(before) - {own}):
+        log.info(f"step {step}: training with {', '.join(come)}")
+
+
+def listed(failed: Mapping[str, str]) -> str:
+    """Sites (ids) and why they failed, for a sentence."""
+    return "; ".join(f"site {name_of(site)}: {text}" for site, text in failed.items()) or "nobody has it"

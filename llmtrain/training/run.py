@@ -120,9 +120,8 @@ def _saving(training: Training, tracker: Tracker, site: Site | None) -> Saving:
 
 def _site(training: Training, tracker: Tracker) -> Site:
     """This launch among the sites that train the run's model. Raises AgreedError."""
-    from llmtrain.sites.pace import Share
-    from llmtrain.sites.seen import telling
-    from llmtrain.sites.site import Site
+    from llmtrain.sites.site import Site, telling
+    from llmtrain.sites.step_rate import Share
 
     run, batch = training.run, training.resolved.batch
     common = {

@@ -16,8 +16,8 @@ import torch
 from llmtrain.config.run import DataConfig, ModelConfig
 from llmtrain.data.loader import TrainData
 from llmtrain.models.spec import ModelSpec
-from llmtrain.sites.ledger import Ledger, Request, steps_of
-from llmtrain.sites.members import Heard, Member, MembersError
+from llmtrain.sites.membership import Heard, Member, MembersError
+from llmtrain.sites.sample_ledger import Ledger, Request, steps_of
 from tests.helpers.training import mean_cross_entropy
 
 

@@ -237,7 +237,7 @@ def splits_of_a_site(case: Case) -> int:
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
-    from llmtrain.sites.outer import Shard
+    from llmtrain.sites.shard import Shard
 
     class Communicator:
         splits = 0

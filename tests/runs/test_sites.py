@@ -19,8 +19,8 @@ from llmtrain.checkpoint.format import complete_checkpoints
 from llmtrain.checkpoint.native.universal import export_universal
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import DataConfig
-from llmtrain.sites.fragments import fragment_of
-from llmtrain.sites.members import heard_on
+from llmtrain.sites.membership import heard_on
+from llmtrain.sites.shard import fragment_of
 from tests.helpers import forked
 from tests.helpers.launching import (
     REPO,
@@ -316,20 +316,20 @@ def start_shell(command: str, folder: Path) -> subprocess.Popen[str]:
 
 def die_while_sending(_: int) -> None:
     """In the third synchronisation, after half of what the other site wants."""
-    from llmtrain.sites import wire
+    from llmtrain.sites import transport
 
-    def send(line: wire._Line, header: dict, parts: Iterable) -> None:
+    def send(line: transport._Line, header: dict, parts: Iterable) -> None:
         line.send_header(header)
         line.send(next(iter(parts)).tobytes()[: header["bytes"] // 2])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    usual = wire.Server._send
+    usual = transport.Server._send
 
-    def server_send(self: wire.Server, line: wire._Line, header: dict, parts: Iterable) -> None:
+    def server_send(self: transport.Server, line: transport._Line, header: dict, parts: Iterable) -> None:
         late = any(round_ == 3 for round_, _ in self._arrays.values())
         send(line, header, parts) if late and header["bytes"] else usual(self, line, header, parts)
 
-    wire.Server._send = server_send  # type: ignore[method-assign]
+    transport.Server._send = server_send  # type: ignore[method-assign]
 
 
 def test_a_site_that_dies_in_the_middle_of_a_synchronisation_holds_nobody_up(coordinator, small_data, tmp_path):

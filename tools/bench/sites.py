@@ -208,18 +208,18 @@ def planned(
     `step_s`: of a step without a synchronisation, which the median one is. `method`: of sites; without one, ddp.
     """
     from llmtrain.config.load import load
-    from llmtrain.sites import advice, plan
+    from llmtrain.sites import forecast
 
     run = load(["--config", str(home / "recipe.yaml"), *words], 1).run
-    job = plan.Job(
-        fragments=advice.sizes(run, run.sites.fragments), sites=options.sites, ranks=1, step_s=step_s,
+    job = forecast.Job(
+        fragments=forecast.sizes(run, run.sites.fragments), sites=options.sites, ranks=1, step_s=step_s,
         steps=steps, overlap=run.sites.overlap_steps,
     )  # fmt: skip
-    line = plan.Line(rate=options.rate_mbit * 1e6 / 8, rtt_s=options.rtt_ms / 1e3)
+    line = forecast.Line(rate=options.rate_mbit * 1e6 / 8, rtt_s=options.rtt_ms / 1e3)
     if not method:
-        found = plan.data_parallel(job, line)
+        found = forecast.data_parallel(job, line)
         return found.bytes_per_step, step_s + found.wait_s
-    found = plan.with_sites(job, line, method, run.sites.compress, run.sites.sync_every)
+    found = forecast.with_sites(job, line, method, run.sites.compress, run.sites.sync_every)
     more = steps / (steps - 1)  # the last synchronisation's bytes are in what is measured, and its time is not
     return found.bytes_per_step * more, step_s + found.wait_s * more
 

@@ -5,9 +5,9 @@
 coordinator: `llmtrain sites coordinator` in a process of its own, and as many clients as sites, each with its
 heartbeat, that meet twice a round and say what a site of that many says. Its CPU seconds are the kernel's.
 
-rounds: the real rounds (`sites/site.py`, `exchange.py`, `wire.py`) of sites that are threads of this process, over the
-loopback; an array stands for a model, and a meeting in this process for the coordinator. The CPU time is that of the
-process over the number of sites: one core shared by all. Beside it stands what `llmtrain sites plan` computes with.
+rounds: the real rounds (`sites/site.py`, `exchange.py`, `transport.py`) of sites that are threads of this process, over
+the loopback; an array stands for a model, and a meeting in this process for the coordinator. The CPU time is that of
+the process over the number of sites: one core shared by all. Beside it stands what `llmtrain sites plan` computes with.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ import torch  # noqa: E402
 
 from llmtrain.config.sites import SitesConfig  # noqa: E402
 from llmtrain.engine.api import StateTensor  # noqa: E402
-from llmtrain.sites import exchange, meeting, plan, site  # noqa: E402
-from llmtrain.sites.ledger import Ledger, Request  # noqa: E402
-from llmtrain.sites.members import Member, TorchftMembers  # noqa: E402
-from llmtrain.sites.pace import Share  # noqa: E402
+from llmtrain.sites import exchange, forecast, quorum, site  # noqa: E402
+from llmtrain.sites.membership import Member, TorchftMembers  # noqa: E402
+from llmtrain.sites.sample_ledger import Ledger, Request  # noqa: E402
+from llmtrain.sites.step_rate import Share  # noqa: E402
 from llmtrain.storage.region import Region  # noqa: E402
 
 TENSORS = 8
@@ -106,7 +106,7 @@ def meetings(options: argparse.Namespace) -> None:
             messages = [said(count, number, round_) for number in range(count)]
             sizes = [len(json.dumps(message)) for message in messages]
             began_s, before = time.monotonic(), cpu_s(process)
-            for _ in range(plan.MEETINGS):
+            for _ in range(forecast.MEETINGS):
                 met = list(pool.map(lambda pair: pair[0].meet(pair[1], 60.0), zip(clients, messages, strict=True)))
                 assert all(len(members) == count for members in met), [len(members) for members in met]
             costs.append(cpu_s(process) - before)
@@ -115,7 +115,7 @@ def meetings(options: argparse.Namespace) -> None:
             client.close()
     cost, span = statistics.median(costs[1:]), statistics.median(spans[1:])
     share = beats + cost / options.every_s
-    sent_mb = plan.MEETINGS * count * sum(sizes) / 1e6
+    sent_mb = forecast.MEETINGS * count * sum(sizes) / 1e6
     print(f"coordinator, {count} sites: heartbeats {beats:.2%} of a core; a round's two meetings {cost:.3f} CPU-s, "
           f"{span:.2f} s; {sent_mb:.1f} MB sent a round ({statistics.mean(sizes):,.0f} bytes a site said)")  # fmt: skip
     print(f"coordinator, a round every {options.every_s:g} s: {share:.2%} of a core", flush=True)
@@ -178,7 +178,7 @@ def ranks_of_one() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (site, exchange):
             stack.enter_context(mock.patch.object(module, "from_all", lambda _ranks, value: [value]))
-        for module in (site, meeting):
+        for module in (site, quorum):
             stack.enter_context(mock.patch.object(module, "from_rank_0", lambda _ranks, make: make()))
         stack.enter_context(mock.patch.object(site, "together", lambda _ranks: contextlib.nullcontext()))
         yield
@@ -190,7 +190,7 @@ def at_once(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], Any]]) -> Non
         future.result()
 
 
-def rounds(count: int, compress: plan.Compress, options: argparse.Namespace) -> None:
+def rounds(count: int, compress: forecast.Compress, options: argparse.Namespace) -> None:
     """One row of the rounds' table."""
     hall, events = Hall(count), []
     sites, engines = [], []
@@ -215,12 +215,12 @@ def rounds(count: int, compress: plan.Compress, options: argparse.Namespace) -> 
             spans.append(time.monotonic() - began_s)
     kind, fields = events[-1]
     assert kind == "synchronise" and len(fields["used"]) == count, (kind, fields)
-    job = plan.Job(fragments=(TENSORS * (options.parameters // TENSORS),), sites=count, ranks=1, step_s=1.0,
+    job = forecast.Job(fragments=(TENSORS * (options.parameters // TENSORS),), sites=count, ranks=1, step_s=1.0,
                    steps=None, overlap=0)  # fmt: skip
-    endless = plan.Line(rate=1e15, rtt_s=0.0, window=1e18)
-    planned = plan.with_sites(job, endless, "diloco", compress, 1)
+    endless = forecast.Line(rate=1e15, rtt_s=0.0, window=1e18)
+    planned = forecast.with_sites(job, endless, "diloco", compress, 1)
     received = fields["received_bytes"]
-    print(f"{count:>6}{compress:>10}{received:>16,}{planned.bytes_per_step / plan.HEADERS:>16,.0f}"
+    print(f"{count:>6}{compress:>10}{received:>16,}{planned.bytes_per_step / forecast.HEADERS:>16,.0f}"
           f"{count * (count - 1):>13,}{statistics.median(costs[1:]):>10.3f}{planned.round_s:>10.3f}"
           f"{statistics.median(spans[1:]):>10.2f}", flush=True)  # fmt: skip
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.sites.blocks import Blocks
 from llmtrain.sites.compress import BLOCK, Compress, Feedback, decode, encode, format_of
-from llmtrain.sites.wire import Peer, Server
+from llmtrain.sites.exchange import Blocks
+from llmtrain.sites.transport import Peer, Server
 from llmtrain.storage.region import Region, shard
-from tests.unit.sites.test_sites import Meeting, at_once, begin_all, joined, soon, two_steps  # noqa: F401
+from tests.unit.sites.test_site import Meeting, at_once, begin_all, joined, soon, two_steps  # noqa: F401
 
 ALL: tuple[Compress, ...] = ("bf16", "int8", "int4", "topk", "sign")
 RECORD = {"bf16": 512, "int8": 260, "int4": 132, "topk": 28, "sign": 36}

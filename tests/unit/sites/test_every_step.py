@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.sites.test_sites import joined  # noqa: F401
+from tests.unit.sites.test_site import joined  # noqa: F401
 from tests.unit.sites.test_streaming import trained
 
 

@@ -12,8 +12,7 @@ import pytest
 from llmtrain.base.errors import UserError
 from llmtrain.cluster.doctor import sites as lines
 from llmtrain.commands import doctor
-from llmtrain.commands.sites import main
-from llmtrain.sites import advice
+from llmtrain.commands.sites import main, measured
 from tests.helpers.launching import free_port
 
 
@@ -36,7 +35,7 @@ def test_doctor_measures_a_line_for_the_plan(short, tmp_path, capsys) -> None:
     assert "round trip" in capsys.readouterr().out
     found = json.loads(out.read_text())["lines"]
     assert [each["site"] for each in found] == [at, at]
-    line = advice.measured(str(out))
+    line = measured(str(out))
     assert line.rate > 12.5e6 and 0 < line.rtt_s < 0.05
     assert line.rate == min(each[key] for each in found for key in ("up", "down", "both_up", "both_down")) / 8
     answering.join(10)

@@ -22,19 +22,17 @@ import numpy as np
 import pytest
 import xxhash
 
-from llmtrain.sites import meeting as meeting_module
-from llmtrain.sites import wire
-from llmtrain.sites.ledger import Request
-from llmtrain.sites.meeting import MeetAgain, Meetings, RoundFailed
-from llmtrain.sites.members import Member, SitesError
-from llmtrain.sites.told import Told, told_of
-from llmtrain.sites.wire import Peer, WireError
+from llmtrain.sites import quorum, transport
+from llmtrain.sites.membership import Member, PeerStatus, SitesError, peer_status
+from llmtrain.sites.quorum import MeetAgain, Meetings, RoundFailed
+from llmtrain.sites.sample_ledger import Request
+from llmtrain.sites.transport import Peer, WireError
 from llmtrain.storage.region import Region
-from tests.unit.sites.test_sites import (
+from tests.unit.sites.test_site import (
     SENSE,
     server,  # noqa: F401 - a fixture
 )
-from tests.unit.sites.test_sites import (
+from tests.unit.sites.test_site import (
     test_a_rank_gets_the_elements_that_it_owns_however_the_other_site_cuts_the_model as fetch_all,
 )
 
@@ -189,7 +187,7 @@ COMMON = {"data": "x", "seed": 1}
 
 def test_250_mutated_sayings_at_a_meeting_are_read_or_passed_over(monkeypatch) -> None:
     """Whoever is understood is of samples and addresses that exist; the site that meets them goes on."""
-    monkeypatch.setattr(meeting_module, "from_rank_0", lambda _ranks, make: make())
+    monkeypatch.setattr(quorum, "from_rank_0", lambda _ranks, make: make())
     dice = random.Random(3)
     said = {**SENSE, "phase": "meet", "run": "run", "common": COMMON, "addresses": ["127.0.0.1:9", "10.0.0.1:80"],
             "ledger": {"next": 40, "free": [[0, 4]], "dealt": {"b:0": [[8, 24], [30, 40]]}}}  # fmt: skip
@@ -210,13 +208,13 @@ def test_250_mutated_sayings_at_a_meeting_are_read_or_passed_over(monkeypatch) -
             assert "b is there and is not at this meeting" in str(error)
         with contextlib.suppress(MeetAgain, RoundFailed):
             meetings.commit(1, {"a:1", "b:1"}, None, time.monotonic() + 5)
-        if (each := told_of(stranger)) is not None:
+        if (each := peer_status(stranger)) is not None:
             understood += 1
             check(each)
     assert understood > 50 and others > 0
 
 
-def check(told: Told) -> None:
+def check(told: PeerStatus) -> None:
     """What the round does with it."""
     for text in told.addresses:
         host, _, port = text.rpartition(":")
@@ -241,7 +239,7 @@ def test_strangers_that_say_nothing_hold_no_place(server) -> None:  # noqa: F811
 
 def test_a_request_of_many_pieces_is_counted_before_it_is_cut(server, monkeypatch) -> None:  # noqa: F811
     """Within a header's limit one may name an element 100,000 times: each view of it would take 50 times its bytes."""
-    monkeypatch.setattr(wire, "_cut", lambda *_: pytest.fail("it was cut"))
+    monkeypatch.setattr(transport, "_cut", lambda *_: pytest.fail("it was cut"))
     peer = Peer(server.address, run="run", member="a:1")
     take = [(0, 0, 1, 1)] * 100_000
     with pytest.raises(WireError, match="asks for 100000 of 65 elements"):

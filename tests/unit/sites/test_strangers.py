@@ -15,10 +15,9 @@ from llmtrain.base.errors import UserError
 from llmtrain.commands import sites as command
 from llmtrain.config.sites_rules import private
 from llmtrain.sites.exchange import Exchange
-from llmtrain.sites.members import Member
-from llmtrain.sites.told import told_of
-from llmtrain.sites.wire import _CONNECTIONS, Server, WireError
-from tests.unit.sites.test_sites import (
+from llmtrain.sites.membership import Member, peer_status
+from llmtrain.sites.transport import _CONNECTIONS, Server, WireError
+from tests.unit.sites.test_site import (
     PIECES,
     SENSE,
     Meeting,
@@ -30,7 +29,7 @@ from tests.unit.sites.test_sites import (
     server,  # noqa: F401 - a fixture
     two_steps,
 )
-from tests.unit.sites.test_sites import (
+from tests.unit.sites.test_site import (
     test_a_rank_gets_the_elements_that_it_owns_however_the_other_site_cuts_the_model as fetch_all,
 )
 
@@ -82,7 +81,7 @@ def test_a_site_that_sends_slowly_takes_no_time_from_those_after_it(joined) -> N
 
 
 def told_by(server: Server):  # noqa: F811
-    told = told_of(Member(id="a:1", said={**SENSE, "run": "run", "addresses": [server.address]}))
+    told = peer_status(Member(id="a:1", said={**SENSE, "run": "run", "addresses": [server.address]}))
     assert told is not None
     return told
 

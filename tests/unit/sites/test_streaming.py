@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from llmtrain.sites import site as site_module
-from llmtrain.sites.fragments import Background, fragment_of
-from llmtrain.sites.ledger import Ledger
-from llmtrain.sites.meeting import RoundFailed
-from tests.unit.sites.test_sites import Meeting, at_once, begin_all, joined  # noqa: F401
+from llmtrain.sites.exchange import Background
+from llmtrain.sites.quorum import RoundFailed
+from llmtrain.sites.sample_ledger import Ledger
+from llmtrain.sites.shard import fragment_of
+from tests.unit.sites.test_site import Meeting, at_once, begin_all, joined  # noqa: F401
 
 SHAPES = {
     "model.embed_tokens.weight": (100, 8),

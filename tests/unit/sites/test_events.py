@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from llmtrain.sites.seen import telling
+from llmtrain.sites.site import telling
 from llmtrain.tracking.metrics import METRICS
-from tests.unit.sites.test_sites import Meeting, at_once, begin_all, joined, two_steps  # noqa: F401
+from tests.unit.sites.test_site import Meeting, at_once, begin_all, joined, two_steps  # noqa: F401
 from tests.unit.sites.test_streaming import trained
 
 

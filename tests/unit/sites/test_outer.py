@@ -7,8 +7,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from llmtrain.sites.judge import LARGEST, outsized
-from llmtrain.sites.outer import ROBUST, outer_step, robust, squared_distance
+from llmtrain.sites.outer import LARGEST, ROBUST, outer_step, outsized, robust, squared_distance
 
 
 def test_of_two_sites_each_trusts_itself() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.sites import replicas
-from llmtrain.sites.replicas import Replicas, copies, joined
+from llmtrain.sites import shard
+from llmtrain.sites.shard import Replicas, copies, joined
 from llmtrain.storage.region import Region
 
 
@@ -34,7 +34,7 @@ def test_rows_of_a_split_tensor_come_from_its_owner():
 
 def test_elements_without_an_owner_are_noticed(monkeypatch):
     said = (pieces((0, "w", 0, 4)), pieces((0, "w", 0, 8)))
-    monkeypatch.setattr(replicas, "from_all", lambda _ranks, _mine: [said])
+    monkeypatch.setattr(shard, "from_all", lambda _ranks, _mine: [said])
     with pytest.raises(AssertionError, match="8 elements are held, 4 have an owner"):
         Replicas(None, *said)
 
@@ -52,9 +52,9 @@ def test_all_get_the_bits_of_the_owner(monkeypatch):
         tensor.copy_(box["sent"])
         barrier.wait(5)
 
-    monkeypatch.setattr(replicas, "from_all", lambda _ranks, _mine: [(each, held) for each in own])
-    monkeypatch.setattr(replicas.dist, "broadcast", broadcast)
-    monkeypatch.setattr(replicas.dist, "get_rank", lambda _group: me.rank)
+    monkeypatch.setattr(shard, "from_all", lambda _ranks, _mine: [(each, held) for each in own])
+    monkeypatch.setattr(shard.dist, "broadcast", broadcast)
+    monkeypatch.setattr(shard.dist, "get_rank", lambda _group: me.rank)
     values, results = torch.randn(7).numpy(), {}
 
     class Ranks:

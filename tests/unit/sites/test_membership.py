@@ -17,9 +17,9 @@ from tests.helpers.launching import environment
 
 ENDS_WITHIN_A_HEARTBEAT = """
 import sys, time
-from llmtrain.sites import members
-members._HEARTBEAT_S = 0.01
-site = members.TorchftMembers(sys.argv[1], "north:0123abcd", 10.0)
+from llmtrain.sites import membership
+membership._HEARTBEAT_S = 0.01
+site = membership.TorchftMembers(sys.argv[1], "north:0123abcd", 10.0)
 site._live()
 time.sleep(0.3)
 site.close()

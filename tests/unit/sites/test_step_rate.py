@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from llmtrain.sites.ledger import Ledger
-from llmtrain.sites.pace import SLOWEST, steps_each
+from llmtrain.sites.sample_ledger import Ledger
+from llmtrain.sites.step_rate import SLOWEST, steps_each
 from llmtrain.training.session import is_due
-from tests.unit.sites.test_sites import Meeting, at_once, joined
+from tests.unit.sites.test_site import Meeting, at_once, joined
 
 __all__ = ["joined"]
 

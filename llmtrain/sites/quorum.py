@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from llmtrain.base import log, units
 from llmtrain.engine.dist.control import from_rank_0
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.sites.members import Heard, Member, Members, MembersError, SitesError
-from llmtrain.sites.told import Told, told_of
+from llmtrain.sites.membership import Heard, Member, Members, MembersError, PeerStatus, SitesError, name_of, peer_status
 
 AGAIN_S = 0.5
 """Between two looks for sites that the run's start waits for."""
@@ -65,7 +64,7 @@ class Meetings:
 
     def meet(
         self, said: Mapping[str, Any], deadline_s: float, least: int, *, joins: bool = False, patience_s: float = 0.0
-    ) -> list[Told]:
+    ) -> list[PeerStatus]:
         """What all sites of this run say that want to synchronise, this one included. Raises RoundFailed.
 
         Args:
@@ -82,7 +81,7 @@ class Meetings:
             longest_s = max(deadline_s, time.monotonic() + _JOINS_S) if joins else deadline_s
             asks_s = longest_s + (patience_s if self.missed else 0.0)
             members, heard, late = self._ask(said, asks_s, always=joins)
-            told = [each for each in map(told_of, members) if each is not None]
+            told = [each for each in map(peer_status, members) if each is not None]
             for each in told:
                 if each.run != self._run:
                     self._refuse(each, late=said["round"] > 0)
@@ -135,11 +134,11 @@ class Meetings:
                     votes[member.id] = set(map(str, theirs["have"]))
             spoken = {member.id for member in members if self._in_commit(member, round_)}
             back = {each.id for each in members} & {*told} - spoken
-            missing = {each.partition(":")[0] for each in {*told} - spoken - back} & {*heard}
+            missing = {name_of(each) for each in {*told} - spoken - back} & {*heard}
             if 2 * len(spoken & {*told}) > len(told) or not (back or missing):
                 return agreed(votes)
             if back:
-                names = ", ".join(sorted(each.partition(":")[0] for each in back))
+                names = ", ".join(sorted(name_of(each) for each in back))
                 raise MeetAgain(f"{names} met, and began to meet again before all had said what came there")
             if from_rank_0(self._ranks, lambda: time.monotonic() > deadline_s):
                 raise RoundFailed(f"{', '.join(sorted(missing))} met, and did not say in time what came there")
@@ -177,7 +176,7 @@ class Meetings:
                 f"meeting yet; it {'joins when they come' if joins else 'waits'}"
             )
 
-    def _nobody(self, told: list[Told], least: int, absent: list[str], late: str) -> str:
+    def _nobody(self, told: list[PeerStatus], least: int, absent: list[str], late: str) -> str:
         """Return the reason why the sites have not met."""
         if absent:
             are = "is" if len(absent) == 1 else "are"
@@ -189,9 +188,9 @@ class Meetings:
 
     @property
     def _name(self) -> str:
-        return self._site.partition(":")[0]
+        return name_of(self._site)
 
-    def _refuse(self, other: Told, *, late: bool) -> None:
+    def _refuse(self, other: PeerStatus, *, late: bool) -> None:
         """Somebody trains something else at this coordinator: whoever was here first stays."""
         text = other.difference(self._common)
         if late:
@@ -248,3 +247,54 @@ def agreed(votes: Mapping[str, set[str]]) -> tuple[list[str], list[str]]:
         if not left_out or len({*used} & {*going}) > len({*most[0]} & {*most[1]}):
             most = going, used
     return most
+
+
+def leader_of(
+    told: Sequence[PeerStatus],
+    own: str,
+    *,
+    joins: bool,
+    known: Collection[str],
+    trusted: Collection[str],
+    impossible: Callable[[PeerStatus], str],
+) -> tuple[PeerStatus | None, dict[str, str]]:
+    """(the site whose state counts, why the states of others do not, by id). No site: there is no telling.
+
+    A site that trains takes a state that is ahead of its own from more than half of those that it knows, or from one
+    that it trusts. One that joins takes what more than half of those tell that train; where all only start, what is
+    furthest, for their checkpoints may be of different times. Those behind take the state from the others.
+
+    Args:
+        own: this site's id.
+        joins: it has not synchronised since its process began.
+        known: names of the sites of its last synchronisation.
+        trusted: names of `sites.trust`.
+        impossible: why a site cannot be where it says, or nothing.
+    """
+    mine = next(each for each in told if each.id == own)
+    refused = {each.id: why for each in told if each is not mine and (why := impossible(each))}
+    others = [each for each in told if each is not mine and each.id not in refused]
+    running = [each for each in others if each.joined]
+    voters = running if joins else [each for each in running if each.site in known]
+    candidates = [*others, mine] if not (joins and running) else running
+    leader = mine if not joins else None
+    for each in sorted(candidates, key=_order):
+        votes = sum(voter.state == each.state for voter in voters)
+        starting = joins and not running
+        if starting or each is mine or 2 * votes > len(voters) or (each.site in trusted and each.joined):
+            leader = each
+            break
+    if leader is None:
+        return None, refused
+    for each in running:
+        if each.state != leader.state and _order(each) < _order(leader):
+            refused[each.id] = (
+                f"it tells of round {each.round}, and this site is at round {mine.round}; more than half of the others "
+                "do not tell the same (sites.trust names those that need no others)"
+            )
+    return leader, refused
+
+
+def _order(site: PeerStatus) -> tuple[int, str]:
+    """The furthest first; of equals the same one at all sites."""
+    return -site.round, site.id

@@ -1,15 +1,18 @@
-"""What a run over a slow network will cost: bytes, waiting, share of computing and wall time, before it is started.
+"""Forecast of a run over a slow network: bytes, waiting, share of computing and wall time, before it is started.
 
-The formulas stand in docs/networks.md under "Plan". They follow what the code does: `exchange.py` fetches from all
-other sites at once, `wire.py` opens a connection for each request, `meeting.py` meets twice.
+The formulas stand in docs/networks.md under "Plan". They follow the code: `exchange.py` fetches from all other sites
+at once, `transport.py` opens a connection for each request, `quorum.py` meets twice a round.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from llmtrain.config.objective import SCORED
+from llmtrain.config.run import RunConfig
 from llmtrain.sites.compress import BLOCK, Compress, format_of
 
 HEADERS = 1 + 66 / 1448
@@ -245,7 +248,7 @@ def join_s(job: Job, line: Line) -> float:
     return 2 * line.fetch_s(4 * job.parameters)
 
 
-def timeout_s(forecast: Forecast) -> int:
+def needed_timeout_s(forecast: Forecast) -> int:
     """The smallest sites.timeout_s that leaves a fetch half as much again as it takes: half of it is for fetching."""
     return 5 * math.ceil(2 * 1.5 * forecast.fetch_s / 5)
 
@@ -273,3 +276,63 @@ def _round(job: Job, line: Line, way: str, compress: Compress, part: int) -> tup
 
 def _meet_s(line: Line) -> float:
     return MEETINGS * line.rtt_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Everything that the command says."""
+
+    job: Job
+    line: Line
+    goal: float
+    plain: Forecast
+    rows: tuple[tuple[Forecast, int | None], ...]
+    """Each way at the run's sites.sync_every, and the smallest one with which it reaches the goal."""
+    best: Forecast | None
+
+
+def sizes(run: RunConfig, fragments: int) -> tuple[int, ...]:
+    """Parameters of the run's model that train, by fragment. Raises ModelError, ConfigError."""
+    from llmtrain.models.spec import ModelSpec
+    from llmtrain.sites.shard import fragment_of
+
+    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
+    found = [0] * fragments
+    for name, fragment in fragment_of(spec.shapes, fragments).items():
+        if name not in spec.frozen:
+            found[fragment] += math.prod(spec.shapes[name])
+    return tuple(found)
+
+
+def advise(job: Job, line: Line, sync_every: int, goal: float) -> Advice:
+    """All ways, at a run's sites.sync_every and at the smallest that reaches the goal."""
+    rows = tuple(
+        (with_sites(job, line, way, compress, sync_every), smallest(job, line, way, compress, goal))
+        for way in WAYS
+        for compress in COMPRESS
+    )
+    return Advice(
+        job=job, line=line, goal=goal, plain=data_parallel(job, line), rows=rows,
+        best=recommended(job, line, goal),
+    )  # fmt: skip
+
+
+def words(advice: Advice, timeout_s: float) -> list[str]:
+    """The recommended keys, as words of the command line. `timeout_s`: the run's."""
+    if (best := advice.best) is None:
+        return []
+    found = ["--sites.method", best.way, "--sites.compress", best.compress, "--sites.sync_every", str(best.sync_every)]
+    needed = needed_timeout_s(best)
+    return [*found, "--sites.timeout_s", str(needed)] if needed > timeout_s else found
+
+
+def as_json(advice: Advice, timeout_s: float) -> dict[str, Any]:
+    """Everything, with SI units in the keys."""
+    line = {"rate_bit_per_s": 8 * advice.line.rate, "rtt_s": advice.line.rtt_s}
+    job = {**asdict(advice.job), "parameters": advice.job.parameters}
+    rows = [{**asdict(each), "sync_every_for_goal": least} for each, least in advice.rows]
+    return {
+        "line": line, "job": job, "computing_goal": advice.goal, "data_parallel": asdict(advice.plain), "sites": rows,
+        "recommended": None if advice.best is None else {**asdict(advice.best), "words": words(advice, timeout_s)},
+        "join_s": join_s(advice.job, advice.line),
+    }  # fmt: skip

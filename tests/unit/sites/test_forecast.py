@@ -11,10 +11,11 @@ from typing import get_args, get_type_hints
 import pytest
 
 from llmtrain.base.errors import ConfigError
+from llmtrain.commands import sites as command
 from llmtrain.commands.sites import main
 from llmtrain.config.sites import SitesConfig
-from llmtrain.sites import advice, plan
-from llmtrain.sites.plan import Job, Line
+from llmtrain.sites import forecast as plan
+from llmtrain.sites.forecast import Job, Line
 
 LINE = Line(rate=12.5e6, rtt_s=0.05)
 JOB = Job(fragments=(4_000_000, 3_000_000, 3_000_000, 1_000_000), sites=2, ranks=1, step_s=0.8, steps=60, overlap=5)
@@ -55,9 +56,9 @@ def test_bytes_are_those_of_the_rounds_that_a_run_has(way: str, compress: plan.C
             sent += sum(size)
         elif step % (every // len(parts)) == 0:
             sent, turn = sent + size[turn % len(parts)], turn + 1
-    forecast = plan.with_sites(JOB, LINE, way, compress, 20)
+    found = plan.with_sites(JOB, LINE, way, compress, 20)
     # The formula takes the mean of the fragments for rounds that do not go round: at most 3 of their sizes are off.
-    assert forecast.bytes_per_step * 60 == pytest.approx(sent * plan.HEADERS, rel=0.12 if way == "streaming" else 1e-9)
+    assert found.bytes_per_step * 60 == pytest.approx(sent * plan.HEADERS, rel=0.12 if way == "streaming" else 1e-9)
 
 
 def test_plain_data_parallelism_sends_what_a_ring_does() -> None:
@@ -94,9 +95,9 @@ def test_async_waits_for_the_others_at_its_meetings_alone() -> None:
 
 
 def test_wall_time_is_the_steps_the_waiting_and_the_last_round() -> None:
-    forecast = plan.with_sites(JOB, LINE, "diloco", "none", 30)  # rounds after steps 30 and 60
-    assert forecast.run_s == pytest.approx(60 * 0.8 + 2 * forecast.round_s)
-    assert forecast.wait_s == pytest.approx(forecast.round_s / 60)
+    found = plan.with_sites(JOB, LINE, "diloco", "none", 30)  # rounds after steps 30 and 60
+    assert found.run_s == pytest.approx(60 * 0.8 + 2 * found.round_s)
+    assert found.wait_s == pytest.approx(found.round_s / 60)
 
 
 @pytest.mark.parametrize("way", [way for way in plan.WAYS if way != "every_step"])
@@ -137,41 +138,43 @@ def test_the_recommendation_is_the_gentlest_that_synchronises_often_enough() -> 
 def test_a_fetch_that_does_not_fit_in_half_of_the_timeout_raises_it() -> None:
     """Site._travel gives fetching half of the time that is left."""
     line = Line(rate=5e4, rtt_s=0.05)
-    made = advice.advise(JOB, line, 100, 0.95)
+    made = plan.advise(JOB, line, 100, 0.95)
     assert made.best is not None and made.best.fetch_s > 30 / 1.5
-    words = advice.words(made, 60.0)
+    words = plan.words(made, 60.0)
     assert float(words[words.index("--sites.timeout_s") + 1]) / 2 >= 1.5 * made.best.fetch_s
-    assert "--sites.timeout_s" not in advice.words(made, 1e6)
+    assert "--sites.timeout_s" not in plan.words(made, 1e6)
 
 
 def test_a_line_that_carries_every_steps_gradients_needs_no_sites() -> None:
-    made = advice.advise(JOB, Line(rate=1.25e10, rtt_s=1e-4), 100, 0.95)
-    assert made.plain.computing >= 0.95 and "no sites" in advice.said(made, 60.0)[0]
-    assert "--sites.method" in advice.said(advice.advise(JOB, LINE, 100, 0.95), 60.0)[0]
-    assert "too slow" in advice.said(advice.advise(JOB, Line(rate=1.0, rtt_s=1.0), 100, 0.95), 60.0)[0]
+    made = plan.advise(JOB, Line(rate=1.25e10, rtt_s=1e-4), 100, 0.95)
+    assert made.plain.computing >= 0.95 and "no sites" in command.said(made, 60.0)[0]
+    assert "--sites.method" in command.said(plan.advise(JOB, LINE, 100, 0.95), 60.0)[0]
+    assert "too slow" in command.said(plan.advise(JOB, Line(rate=1.0, rtt_s=1.0), 100, 0.95), 60.0)[0]
 
 
 @pytest.mark.parametrize(("text", "value"), [("100mbit", 12.5e6), ("1Gbit/s", 1.25e8), ("512 kbps", 0.0),
                                              ("512 kbitps", 64e3), ("2.5mbit", 312_500.0)])  # fmt: skip
 def test_rates_have_their_units(text: str, value: float) -> None:
     if value:
-        assert advice.rate_of(text) == pytest.approx(value)
+        assert command.rate_of(text) == pytest.approx(value)
     else:
         with pytest.raises(ConfigError):
-            advice.rate_of(text)
+            command.rate_of(text)
 
 
 @pytest.mark.parametrize("text", ["100", "100MB", "0mbit", "-1mbit", "1e400gbit", "mbit", "9" * 400 + "gbit", ""])
 def test_a_rate_without_its_unit_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"(?s)--rate.*rule:.*mbit.*remedy:.*write --rate 100mbit"):
-        advice.rate_of(text)
+        command.rate_of(text)
 
 
 def test_a_round_trip_has_its_unit() -> None:
-    assert [advice.seconds_of("--rtt", text) for text in ("50ms", "0.2s", "300 us")] == pytest.approx([0.05, 0.2, 3e-4])
+    assert [command.seconds_of("--rtt", text) for text in ("50ms", "0.2s", "300 us")] == pytest.approx(
+        [0.05, 0.2, 3e-4]
+    )
     for text in ("50", "50min", "-1ms", "9" * 400 + "s"):
         with pytest.raises(ConfigError, match=r"(?s)--rtt.*remedy:.*--rtt 50ms"):
-            advice.seconds_of("--rtt", text)
+            command.seconds_of("--rtt", text)
 
 
 def test_a_steps_time_is_that_of_the_runs_log_points(tmp_path) -> None:
@@ -184,21 +187,21 @@ def test_a_steps_time_is_that_of_the_runs_log_points(tmp_path) -> None:
         {"step": 1, "tokens": 1, "tokens_per_s": "NaN"},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert advice.step_seconds(str(tmp_path)) == pytest.approx(0.8)
+    assert command.step_seconds(str(tmp_path)) == pytest.approx(0.8)
     with pytest.raises(ConfigError, match=r"(?s)--step-s.*remedy:.*--run DIR"):
-        advice.step_seconds(str(tmp_path / "none"))
+        command.step_seconds(str(tmp_path / "none"))
 
 
 def test_a_measured_file_gives_its_slowest_line(tmp_path) -> None:
     file = tmp_path / "lines.json"
     one = {"up": 9e7, "down": 8e7, "both_up": 9e7, "both_down": 4e7, "trip_s": 0.02}
     file.write_text(json.dumps({"lines": [one, {**one, "both_down": 8e7, "trip_s": 0.06}]}))
-    line = advice.measured(str(file))
+    line = command.measured(str(file))
     assert (line.rate, line.rtt_s) == (5e6, 0.06)
     for text in ("{", "[]", '{"lines": []}', '{"lines": [{"up": 1}]}', json.dumps({"lines": [{**one, "up": 0}]})):
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"(?s)--measured.*doctor --sites"):
-            advice.measured(str(file))
+            command.measured(str(file))
 
 
 @pytest.mark.parametrize(

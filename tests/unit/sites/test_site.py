@@ -31,18 +31,15 @@ from hypothesis import strategies as st
 from llmtrain.base.errors import TrainingStopped
 from llmtrain.config.sites import SitesConfig
 from llmtrain.engine.api import StateTensor
-from llmtrain.sites import exchange, newest
-from llmtrain.sites import meeting as meeting_module
+from llmtrain.sites import async_method, exchange, quorum
 from llmtrain.sites import site as site_module
-from llmtrain.sites.judge import leader_of
-from llmtrain.sites.ledger import Ledger, Request, steps_of
-from llmtrain.sites.meeting import agreed
-from llmtrain.sites.members import Heard, Member, MembersError, SitesError, TorchftMembers
+from llmtrain.sites.membership import Heard, Member, MembersError, PeerStatus, SitesError, TorchftMembers, peer_status
 from llmtrain.sites.outer import outer_step
-from llmtrain.sites.pace import Share
+from llmtrain.sites.quorum import agreed, leader_of
+from llmtrain.sites.sample_ledger import Ledger, Request, steps_of
 from llmtrain.sites.site import Site
-from llmtrain.sites.told import Told, told_of
-from llmtrain.sites.wire import Peer, Server, WireError
+from llmtrain.sites.step_rate import Share
+from llmtrain.sites.transport import Peer, Server, WireError
 from llmtrain.storage.region import Region, shard
 from tests.helpers.simulated_sites import Lighthouse
 
@@ -296,9 +293,9 @@ SETTINGS = SitesConfig(
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site, Numbers, list]]]:
     """Makes sites of one rank."""
-    for module in (site_module, exchange, newest):
+    for module in (site_module, exchange, async_method):
         monkeypatch.setattr(module, "from_all", lambda _ranks, value: [value])
-    for module in (site_module, meeting_module, exchange):
+    for module in (site_module, quorum, exchange):
         monkeypatch.setattr(module, "from_rank_0", lambda _ranks, make: make())
     monkeypatch.setattr(site_module, "another_group", lambda ranks, _limit_s: ranks)
     monkeypatch.setattr(site_module, "together", lambda _ranks: contextlib.nullcontext())
@@ -375,7 +372,7 @@ def test_a_site_that_never_comes_is_waited_for_no_longer_than_the_limit(joined) 
 
 def test_a_coordinator_that_comes_back_loses_no_site(joined, monkeypatch) -> None:
     """At first it has heard of nobody: the first site to come would be all there is, and the other's work be lost."""
-    monkeypatch.setattr(meeting_module, "_HEARD_S", 1.5)  # longer than a busy machine needs for `b_comes`
+    monkeypatch.setattr(quorum, "_HEARD_S", 1.5)  # longer than a busy machine needs for `b_comes`
     meeting = Meeting("a", "b")
     (a, engine_a, events), (b, engine_b, _) = joined(meeting, "a", timeout_s=0.5), joined(meeting, "b", timeout_s=5.0)
     begin_all(a, b)
@@ -678,7 +675,7 @@ def late_join(joined, method: str, seed: int, lighthouse: Any) -> tuple[int, lis
 @pytest.mark.parametrize("method", METHODS)
 def test_a_site_that_joins_late_at_any_moment_meets_the_others_within_two_rounds(joined, method, monkeypatch) -> None:
     """4 of 10 came between the two meetings of the others' round, and trained alone beside them from then on."""
-    monkeypatch.setattr(meeting_module, "AGAIN_S", 0.005)
+    monkeypatch.setattr(quorum, "AGAIN_S", 0.005)
     monkeypatch.setattr(site_module, "AGAIN_S", 0.005)
     for seed in range(LATE_JOINS):
         missed, of_c, of_a = late_join(joined, method, seed, Lighthouse())
@@ -698,9 +695,9 @@ def test_fifty_late_joins_at_torchfts_own_coordinator(joined, method) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_sites_whose_rounds_fall_at_different_times_meet_again(joined, monkeypatch, seed) -> None:
     """A round takes ten times as long as one waits for the other: each would find nobody there, for ever."""
-    for module in (meeting_module, site_module):
+    for module in (quorum, site_module):
         monkeypatch.setattr(module, "AGAIN_S", 0.002)
-    monkeypatch.setattr(meeting_module, "_HEARD_S", 0.01)
+    monkeypatch.setattr(quorum, "_HEARD_S", 0.01)
     lighthouse, ended = Lighthouse(), threading.Event()
     made = {
         name: joined(lighthouse, name, timeout_s=0.03, sync_every=20, max_alone_steps=400, start_sites=2)
@@ -735,8 +732,8 @@ def test_sites_whose_rounds_fall_at_different_times_meet_again(joined, monkeypat
 
 
 def test_a_site_alone_beside_one_that_is_there_waits_says_so_and_makes_no_outer_step(joined, monkeypatch, capsys):
-    monkeypatch.setattr(meeting_module, "_SAID_S", 0.0)
-    monkeypatch.setattr(meeting_module, "AGAIN_S", 0.05)
+    monkeypatch.setattr(quorum, "_SAID_S", 0.0)
+    monkeypatch.setattr(quorum, "AGAIN_S", 0.05)
     meeting = Meeting("a")
     a, engine, events = joined(meeting, "a", timeout_s=0.3)
     a.begin(0, 0, 5.0)
@@ -817,8 +814,8 @@ def test_a_site_that_joins_takes_what_most_of_those_that_train_tell(joined) -> N
     assert "mallory:0" in events[-1][1]["failed"] and events[-1][1]["sites"] == ["a", "b", "c"]
 
 
-def told_at(site: str, round_: int, *, joined: bool = True, checksum: str = "0") -> Told:
-    told = told_of(Member(id=f"{site}:1", said={**SENSE, "run": "run", "round": round_, "joined": joined,
+def told_at(site: str, round_: int, *, joined: bool = True, checksum: str = "0") -> PeerStatus:
+    told = peer_status(Member(id=f"{site}:1", said={**SENSE, "run": "run", "round": round_, "joined": joined,
                                                 "checksum": checksum}))  # fmt: skip
     assert told is not None
     return told

@@ -12,8 +12,8 @@ import torch
 
 from llmtrain.base.errors import CheckpointError
 from llmtrain.sites import site as site_module
-from llmtrain.sites.kept import COMMON, MOMENTUM, RESIDUAL, standing
-from tests.unit.sites.test_sites import Meeting, at_once, begin_all, joined, two_steps  # noqa: F401
+from llmtrain.sites.shard import COMMON, MOMENTUM, RESIDUAL, standing
+from tests.unit.sites.test_site import Meeting, at_once, begin_all, joined, two_steps  # noqa: F401
 
 
 def saved(site: Any) -> tuple[dict[str, np.ndarray], Any]:

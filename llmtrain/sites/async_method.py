@@ -20,13 +20,11 @@ from llmtrain.config.sites import SitesConfig
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.sites.compress import Format, encode
-from llmtrain.sites.exchange import CLOCK, NEWEST, Clock, Exchange, Fetched
-from llmtrain.sites.fragments import Background
-from llmtrain.sites.outer import Array, Shard
-from llmtrain.sites.seen import name_of
-from llmtrain.sites.told import Told
-from llmtrain.sites.wire import Array as Served
-from llmtrain.sites.wire import Server
+from llmtrain.sites.exchange import CLOCK, NEWEST, Background, Clock, Exchange, Fetched
+from llmtrain.sites.membership import PeerStatus, name_of
+from llmtrain.sites.shard import Array, Shard
+from llmtrain.sites.transport import Array as Served
+from llmtrain.sites.transport import Server
 
 USUAL = 2
 """Updates that an equally fast site makes between two exchanges: one, and by their order now and then another."""
@@ -68,7 +66,7 @@ class Newest:
         self._asked: Background[tuple[Fetched, dict[str, Clock]]] | None = None
         self.begin(shard.read(), 0, [])
 
-    def begin(self, common: Array, round_: int, others: Sequence[Told], line: Array | None = None) -> None:
+    def begin(self, common: Array, round_: int, others: Sequence[PeerStatus], line: Array | None = None) -> None:
         """All sites have met, or this one goes on from a checkpoint.
 
         Args:

@@ -29,7 +29,7 @@ import xxhash
 from llmtrain.base.log import warn_once
 from llmtrain.base.untrusted import shown
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.sites.keys import Keys, words
+from llmtrain.sites.tls import Keys, words
 from llmtrain.storage.region import Region, shared
 
 Array = npt.NDArray[Any]

@@ -16,12 +16,11 @@ import pytest
 from llmtrain.base.errors import UserError
 from llmtrain.commands import sites as command
 from llmtrain.config.sites import SitesConfig
-from llmtrain.sites import wire
-from llmtrain.sites.forward import Forwarder, as_it_is, to_coordinator
-from llmtrain.sites.keys import Keys, make_keys
-from llmtrain.sites.members import SitesError, TorchftMembers
-from llmtrain.sites.opened import opened
-from llmtrain.sites.wire import Peer, Server, WireError
+from llmtrain.sites import transport
+from llmtrain.sites.membership import SitesError, TorchftMembers
+from llmtrain.sites.site import opened
+from llmtrain.sites.tls import Forwarder, Keys, as_it_is, make_keys, to_coordinator
+from llmtrain.sites.transport import Peer, Server, WireError
 from llmtrain.storage.region import Region
 from tests.helpers.launching import free_port
 
@@ -112,7 +111,7 @@ def test_a_member_refuses_a_server_without_keys(made: Path) -> None:
 
 def test_who_dawdles_in_the_handshake_holds_nobody_up(made: Path, north: Server) -> None:
     host, _, port = north.address.partition(":")
-    idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(wire._CONNECTIONS // 2)]
+    idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(transport._CONNECTIONS // 2)]
     began_s = time.monotonic()
     assert (fetched(north.address, keys_of(made, "south")) == VALUES).all()
     assert time.monotonic() - began_s < 2

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.sites import newest as newest_module
+from llmtrain.sites import async_method
 from llmtrain.sites import site as site_module
-from llmtrain.sites.kept import LINE
-from tests.unit.sites.test_kept import saved
-from tests.unit.sites.test_sites import Meeting, at_once, begin_all, joined
+from llmtrain.sites.shard import LINE
+from tests.unit.sites.test_site import Meeting, at_once, begin_all, joined
+from tests.unit.sites.test_state import saved
 
 __all__ = ["joined"]
 
@@ -106,7 +106,7 @@ def test_compressed_changes_come_and_the_meeting_makes_up_for_them(joined, compr
 
 
 def hangs(server: Any) -> None:
-    server._serve = lambda _connection: newest_module.time.sleep(3)
+    server._serve = lambda _connection: async_method.time.sleep(3)
 
 
 def clock_of_nonsense(server: Any) -> None:
@@ -160,12 +160,12 @@ def test_while_the_others_changes_are_on_their_way_training_goes_on(joined, monk
     (a, engine_a, events), (b, engine_b, _) = (joined(meeting, name, **setting) for name in "ab")
     begin_all(a, b)
     train(b, engine_b, 3, 2)
-    ready = newest_module.Background.done
-    monkeypatch.setattr(newest_module.Background, "done", lambda self: False)
+    ready = async_method.Background.done
+    monkeypatch.setattr(async_method.Background, "done", lambda self: False)
     train(a, engine_a, 1, 2)
     assert engine_a.values.tolist() == [2.0] * 6 and exchanges(events)[-1]["known"] == {}
     a._newest._asked.result()
-    monkeypatch.setattr(newest_module.Background, "done", ready)
+    monkeypatch.setattr(async_method.Background, "done", ready)
     train(a, engine_a, 1, 2)
     assert exchanges(events)[-1]["known"] == {"b": 1}
     assert engine_a.values.tolist() == pytest.approx([(4 * 4 + 6 * 2) / 6] * 6)

@@ -1,0 +1,313 @@
+"""The parameters that a rank owns, for the exchange with other sites: one flat array, its fragments, its replicas.
+
+Streaming DiLoCo, which exchanges one fragment of the model after another: A. Douillard et al., arXiv 2501.18512.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import xxhash
+
+from llmtrain.base.errors import CheckpointError
+from llmtrain.base.untrusted import natural
+from llmtrain.checkpoint.format import OUTER
+from llmtrain.checkpoint.reader import CheckpointReader
+from llmtrain.engine.api import Engine, StateTensor
+from llmtrain.engine.dist.control import from_all, together
+from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.models.parallel.mesh import host_group
+from llmtrain.optim.optimizers import PARAM
+from llmtrain.sites.compress import BLOCK
+from llmtrain.sites.sample_ledger import Ledger
+from llmtrain.storage.checksum import checksum_part_array
+from llmtrain.storage.region import Region, shared
+
+Array = npt.NDArray[np.float32]
+Pieces = Sequence[tuple[int, str, Region]]
+"""(first element in an array, Hugging Face name, elements of the tensor)."""
+_LIMIT_S = 600.0
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Rows of elements that an owner sends, and where a rank keeps them."""
+
+    there: tuple[int, int]
+    """First element in the owner's array, and the distance of rows."""
+    here: tuple[int, int]
+    """The same in an array of all that this rank holds."""
+    rows: int
+    length: int
+
+    def take(self, sent: Array, into: Array) -> None:
+        """`sent`: the owner's array; `into`: this rank's."""
+        for row in range(self.rows):
+            there, here = self.there[0] + row * self.there[1], self.here[0] + row * self.here[1]
+            into[here : here + self.length] = sent[there : there + self.length]
+
+
+def copies(owned: Pieces, held: Pieces) -> list[Copy]:
+    """What a rank that holds `held` takes of what another owns."""
+    theirs: dict[str, list[tuple[int, Region]]] = {}
+    for at, name, region in owned:
+        theirs.setdefault(name, []).append((at, region))
+    return [
+        Copy((other_at + each.at[0], each.step[0]), (at + each.at[1], each.step[1]), each.rows, each.length)
+        for at, name, region in held
+        for other_at, other in theirs.get(name, ())
+        for each in shared(other, region)
+    ]
+
+
+def joined(owners: Sequence[Pieces], holders: Sequence[Pieces]) -> list[list[int]]:
+    """Groups of ranks, in order, that hold elements of one another; each rank is in one at most, none is alone."""
+    group = list(range(len(owners)))
+    for holder, held in enumerate(holders):
+        if _count(held) == _count(owners[holder]):
+            continue  # as under ZeRO: nobody else owns what it holds
+        for owner, owned in enumerate(owners):
+            if group[owner] != group[holder] and copies(owned, held):
+                low, high = sorted((group[owner], group[holder]))
+                group = [low if each == high else each for each in group]
+    found = [[rank for rank, each in enumerate(group) if each == number] for number in sorted(set(group))]
+    return [ranks for ranks in found if len(ranks) > 1]
+
+
+def _count(pieces: Pieces) -> int:
+    return sum(region.numel for _, _, region in pieces)
+
+
+class Replicas:
+    """The other ranks of the site that hold elements of this one's, or own some that it holds."""
+
+    def __init__(self, ranks: Ranks, owned: Pieces, held: Pieces) -> None:
+        """All ranks call it together. `owned`: what this rank exchanges, in its array; `held`: all that it has."""
+        said: list[tuple[Pieces, Pieces]] = from_all(ranks, (list(owned), list(held)))
+        self._group: Any = None
+        self._from: list[tuple[int, int, list[Copy]]] = []
+        """(rank in the group, elements of its array, what this rank takes of it)."""
+        for members in joined([each for each, _ in said], [each for _, each in said]):
+            # Every rank makes every group, in one order: torch.distributed asks for it.
+            if len(members) == ranks.world_size:
+                group = ranks.control
+            else:
+                names = dist.get_process_group_ranks(ranks.control)
+                group = host_group([names[each] for each in members], _LIMIT_S)
+            if ranks.rank in members:
+                self._group = group
+                for place, rank in enumerate(members):
+                    theirs = said[rank][0]
+                    size = max((at + region.numel for at, _, region in theirs), default=0)
+                    self._from.append((place, size, [] if rank == ranks.rank else copies(theirs, held)))
+        told = sum(each.rows * each.length for _, _, takes in self._from for each in takes)
+        own = _count(owned)
+        assert told + own == _count(held), f"{_count(held)} elements are held, {told + own} have an owner"
+
+    def share(self, own: Array, into: Array) -> None:
+        """Make every element of `into` [held] the one of its owner, by one broadcast of each. All ranks together.
+
+        Args:
+            own: this rank's array of what it owns.
+            into: an array of all that it holds; those that it owns are there.
+        """
+        me = dist.get_rank(self._group) if self._group is not None else 0
+        for place, size, takes in self._from:
+            if not size:
+                continue
+            sent = torch.from_numpy(own[:size].copy()) if place == me else torch.empty(size, dtype=torch.float32)
+            dist.broadcast(sent, group=self._group, group_src=place)
+            for each in takes:
+                each.take(sent.numpy(), into)
+
+
+def fragment_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> dict[str, int]:
+    """Name -> fragment, the same for all sites.
+
+    Layer i is in fragment i modulo their number; what belongs to no layer, the largest first, in the smallest one.
+
+    Args:
+        shapes: of all parameters, by Hugging Face name.
+        fragments: at least 1.
+    """
+    found: dict[str, int] = {}
+    sizes = [0] * fragments
+    for name in sorted(shapes):
+        if layer := _LAYER.search(name):
+            found[name] = int(layer[1]) % fragments
+            sizes[found[name]] += math.prod(shapes[name])
+    rest = sorted(shapes.keys() - found.keys(), key=lambda name: (-math.prod(shapes[name]), name))
+    for name in rest:
+        found[name] = sizes.index(min(sizes))
+        sizes[found[name]] += math.prod(shapes[name])
+    return found
+
+
+class Shard:
+    """The parameters that a rank owns, one after another in a flat fp32 array."""
+
+    def __init__(self, engine: Engine, frozen: Collection[str], fragments: int = 1, ranks: Ranks | None = None) -> None:
+        """
+        Args:
+            engine: its parameters.
+            frozen: names of parameters that do not train: they are the same everywhere, and never sent.
+            fragments: how many parts of the model synchronise one by one; each begins with a block of its own.
+            ranks: of the site, which call it together; None: this rank alone has all that it holds.
+        """
+        self._engine = engine
+        pieces = [piece for piece in engine.state() if piece.kind == PARAM and piece.name not in frozen]
+        self._pieces: list[tuple[int, int, StateTensor]] = []
+        """(first element that it owns in the array, first one in an array of all that it holds, piece)."""
+        self.parts: list[slice] = []
+        """Of the array, by fragment."""
+        self.size = self._held = 0
+        fragment = fragment_of(engine.shapes(), fragments)
+        for number in range(fragments):
+            begin = self.size
+            for piece in pieces:
+                if fragment[piece.name] == number:
+                    self._pieces.append((self.size, self._held, piece))
+                    self.size += piece.own_region.numel
+                    self._held += piece.region.numel
+            if fragments > 1 and self.size == begin:
+                self.size += BLOCK  # of zeros: parts are told apart by their places, those of nothing too
+            self.parts.append(slice(begin, self.size))
+            if number + 1 < fragments:
+                self.size = -(-self.size // BLOCK) * BLOCK
+        self._fragment = fragment
+        held = [(at, piece.name, piece.region) for _, at, piece in self._pieces]
+        self._replicas = Replicas(ranks, self.regions(), held) if ranks is not None and ranks.world_size > 1 else None
+        assert self._replicas or all(piece.own_region.numel == piece.region.numel for piece in pieces), "replicas"
+
+    def regions(self, part: slice | None = None) -> list[tuple[int, str, Region]]:
+        """(first element in the array, Hugging Face name, elements of the tensor) of what this rank owns of each piece,
+        or of a part's."""
+        return [(at, p.name, p.own_region) for at, _, p in self._of(part) if p.own_region.numel]
+
+    def read(self, part: slice | None = None) -> Array:
+        """The live values, [size]; of a part alone, with zeros elsewhere."""
+        values = np.zeros(self.size, np.float32)
+        for at, _, piece in self._of(part):
+            if count := piece.own_region.numel:
+                with piece.open() as live:
+                    values[at : at + count] = live[piece.own].detach().float().cpu().numpy()
+        return values
+
+    @torch.no_grad()
+    def write(self, values: Array, part: slice | None = None) -> None:
+        """Make `values` the live ones: [size], or those of a part; on all ranks of the site that hold them, which call
+        it together."""
+        held = self._shared(values, part)
+        for _, at, piece in self._of(part):
+            with piece.open() as live:
+                live.copy_(torch.from_numpy(held[at : at + live.numel()]))
+        self._engine.refresh()
+
+    def _shared(self, values: Array, part: slice | None) -> Array:
+        """All elements that this rank holds, [held]; of a part alone, with anything elsewhere."""
+        own = np.zeros(self.size, np.float32)
+        own[part or slice(None)] = values
+        held = np.zeros(self._held, np.float32)
+        for at, to, piece in self._of(part):
+            count = piece.own_region.numel
+            held[to + piece.own.start : to + piece.own.start + count] = own[at : at + count]
+        if self._replicas is not None:
+            self._replicas.share(own, held)
+        return held
+
+    def _of(self, part: slice | None) -> list[tuple[int, int, StateTensor]]:
+        if part is None:
+            return self._pieces
+        number = self.parts.index(part)
+        return [each for each in self._pieces if self._fragment[each[2].name] == number]
+
+    def checksum(self, values: Array) -> int:
+        """Of `values` [size]; the sum over a site's ranks does not depend on how they share the model."""
+        sums = (checksum_part_array(values[at : at + r.numel], r) for at, _, r in self.regions())
+        return sum(sums) % 2**64
+
+
+def shapes(engine: Engine) -> dict[str, str]:
+    """What sites of a run have in common of their models, by a name for people."""
+    text = json.dumps({name: list(shape) for name, shape in engine.shapes().items()}, sort_keys=True)
+    return {"shapes of the parameters": xxhash.xxh3_64_hexdigest(text.encode())}
+
+
+COMMON = OUTER + "common"
+"""The parameters that all sites hold alike."""
+MOMENTUM = OUTER + "momentum"
+RESIDUAL = OUTER + "residual"
+"""What this site's messages have lost so far."""
+LINE = OUTER + "line"
+"""async: the parameters as this site alone has changed them since all sites met."""
+
+
+def pieces(shard: Shard, kind: str, array: Callable[[], Array]) -> list[StateTensor]:
+    """An array of the shard [size], as what a rank writes to checkpoints. `array`: it, at the time of a save."""
+    return [
+        StateTensor(
+            name=name,
+            kind=kind,
+            region=region,
+            own=slice(0, region.numel),
+            replica=(0, 1),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            open=lambda low=at, high=at + region.numel: contextlib.nullcontext(torch.from_numpy(array()[low:high])),  # type: ignore[misc]
+        )
+        for at, name, region in shard.regions()
+    ]
+
+
+def read_back(shard: Shard, folder: Path, kinds: Collection[str], ranks: Ranks) -> dict[str, Array]:
+    """The arrays [size] of those kinds that a checkpoint has. All ranks call it together.
+
+    Raises:
+        AgreedError: it has them for other parameters, or what was read is not what its manifest says.
+    """
+    found: dict[str, Array] = {}
+    expected: dict[str, int] = {}
+    with together(ranks), contextlib.closing(CheckpointReader(folder)) as reader:
+        for kind in sorted(reader.kinds() & set(kinds)):
+            found[kind] = np.zeros(shard.size, np.float32)
+            for at, name, region in shard.regions():
+                found[kind][at : at + region.numel] = reader.read_kind_region(kind, name, region).numpy()
+            sums = reader.manifest.checksums()
+            expected[kind] = sum(value for (each, _), value in sums.items() if each == kind) % 2**64
+    parts = from_all(ranks, {kind: shard.checksum(values) for kind, values in found.items()})
+    with together(ranks):
+        for kind in found:
+            if sum(part[kind] for part in parts) % 2**64 != expected[kind]:
+                raise CheckpointError(
+                    f"{folder}: its {kind} is not what its manifest says. Resume from another checkpoint (resume: "
+                    "PATH), or take the parameters alone into a new run (resume_weights_only)."
+                )
+    return found
+
+
+def standing(kept: Mapping[str, Any], folder: Path) -> tuple[Ledger, str, int, int, list[int]]:
+    """(ledger, id, round, sequences since it, tokens since that of each fragment), as trainer.json has them.
+
+    Raises:
+        CheckpointError: they make no sense.
+    """
+    try:
+        round_, trained = natural(kept["round"]), natural(kept["trained"])
+        weights = [natural(weight) for weight in kept["weights"]]
+        if not weights:
+            raise ValueError("no weights")
+        return Ledger.from_json(kept["ledger"]), str(kept["was"]), round_, trained, weights
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: the sites' part of its trainer.json makes no sense: {error}") from error
