@@ -21,7 +21,7 @@ from llmtrain.config.run import ResolvedRun
 from llmtrain.config.topology import Degrees
 
 if TYPE_CHECKING:  # torch is for those who ask
-    from llmtrain.data.loader import TrainData
+    from llmtrain.data.stream.loader import TrainData
     from llmtrain.models.spec import ModelFacts, ModelSpec
 
 USAGE = """\
@@ -49,7 +49,7 @@ def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
         ModelError: transformers cannot build the model, or the folder's weights are not whole.
         DataError: the prepared data cannot be used for this run.
     """
-    from llmtrain.data.loader import TrainData, check_vocabulary
+    from llmtrain.data.stream.loader import TrainData, check_vocabulary
     from llmtrain.models.run.check import check_model, check_weights
     from llmtrain.models.teacher import check_teacher, teacher_model
 
@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
 
 def _read_data(resolved: ResolvedRun) -> str:
     """A line on the data, all of it read and compared with its checksums. Raises DataError: it is other data."""
-    from llmtrain.data.loader import TrainData
+    from llmtrain.data.stream.loader import TrainData
 
     files = TrainData(resolved.run.data).sums()
     for file in files:

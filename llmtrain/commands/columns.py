@@ -2,7 +2,7 @@
 
 A model goes over the run's data with the run's parallelism, and its outputs become a column of the prepared folders.
 For a preference objective it is the model that training starts from, so that the first step's log-ratio is exactly 0
-(data/reference.py); for distillation it is the teacher (data/teacher.py).
+(data/stream/reference.py); for distillation it is the teacher (data/stream/teacher.py).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
 from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, ObjectiveConfig, ResolvedRun, RunConfig
 from llmtrain.config.topology import Place
-from llmtrain.data.loader import MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.manifest import SPLITS, Split
-from llmtrain.data.packing import TrainData
-from llmtrain.data.reference import numbers, weights_hash, write_reference
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.teacher import ColumnWriter, TeacherColumn
+from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch, batches_of
+from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.reference import numbers, weights_hash, write_reference
+from llmtrain.data.stream.teacher import ColumnWriter, TeacherColumn
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.connect import leave_all

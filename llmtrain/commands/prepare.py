@@ -9,8 +9,8 @@ import sys
 from llmtrain.base import untrusted
 from llmtrain.base.errors import UserError
 from llmtrain.commands import completion
-from llmtrain.data.prepare import prepare
-from llmtrain.data.settings import PrepareSettings
+from llmtrain.data.prepare.preparation import prepare
+from llmtrain.data.prepare.settings import PrepareSettings
 
 
 def _options() -> argparse.ArgumentParser:

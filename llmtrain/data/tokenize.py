@@ -15,7 +15,7 @@ import xxhash
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
-from llmtrain.data.words import Words, cut_of
+from llmtrain.data.pretokens import Words, cut_of
 
 SEPARATOR = "<|endoftext|>"
 TURNS = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "tool"))

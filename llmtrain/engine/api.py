@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models.experts import RoutingFigures
 from llmtrain.models.language import LanguageModel
 from llmtrain.objectives.next_token import NEXT_TOKEN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmtrain.data.loader import AnswerBatch, MicroBatch
+from llmtrain.data.stream.loader import AnswerBatch, MicroBatch
 from llmtrain.models.loss import IGNORE
 
 

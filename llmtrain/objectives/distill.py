@@ -6,7 +6,7 @@ from torch import Tensor
 
 from llmtrain.config.objective import options
 from llmtrain.config.run import ObjectiveConfig
-from llmtrain.data.loader import MicroBatch, TaughtBatch
+from llmtrain.data.stream.loader import MicroBatch, TaughtBatch
 from llmtrain.models.distillation import TeacherSays, Terms, TopWords
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE

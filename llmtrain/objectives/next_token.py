@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
 

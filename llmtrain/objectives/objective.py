@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models.head import Head
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from llmtrain.data.loader import AnswerBatch, MicroBatch, UnpairedBatch
+from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch
 from llmtrain.models.head import Head
 from llmtrain.objectives.answers import answers_in
 from llmtrain.objectives.objective import Evaluate, LooksAhead, Objective

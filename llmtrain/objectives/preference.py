@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmtrain.config.objective import options
 from llmtrain.config.run import ObjectiveConfig
-from llmtrain.data.loader import AnswerBatch, MicroBatch, UnpairedBatch
+from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch
 from llmtrain.models.head import Head
 from llmtrain.objectives.answers import answers_in, counted_tokens
 from llmtrain.objectives.objective import Evaluate

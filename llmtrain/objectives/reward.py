@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmtrain.config.objective import options
 from llmtrain.config.run import ObjectiveConfig
-from llmtrain.data.loader import AnswerBatch, MicroBatch
+from llmtrain.data.stream.loader import AnswerBatch, MicroBatch
 from llmtrain.models.head import Head
 from llmtrain.models.loss import IGNORE
 from llmtrain.objectives.answers import answers_in, counted_tokens

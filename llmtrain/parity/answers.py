@@ -11,8 +11,8 @@ from torch import Tensor
 
 from llmtrain.config.objective import SCORED, UNPAIRED, options
 from llmtrain.config.run import ObjectiveConfig, RunConfig
-from llmtrain.data.packing import TrainData
-from llmtrain.data.windows import IGNORED, Window
+from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.windows import IGNORED, Window
 from llmtrain.parity.tokens import SEED
 
 _MOST = 4

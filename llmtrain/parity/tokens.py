@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from llmtrain.config.run import DataConfig
-from llmtrain.data.packing import TrainData
-from llmtrain.data.windows import IGNORED, Window, labels_of, positions_of
+from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.windows import IGNORED, Window, labels_of, positions_of
 
 SEED = 20_261_121
 _COPY_FROM = 5  # so many tokens back: what attention can learn

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from llmtrain.config.objective import BY_TOKEN, SCORED
 from llmtrain.config.run import ResolvedRun
-from llmtrain.data.loader import TrainLoader
+from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.local_ranks import failure_told

@@ -18,8 +18,8 @@ from llmtrain.base.errors import DataError, TrainingStopped
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import Degrees
-from llmtrain.data.loader import StepBatch
 from llmtrain.data.shards import FileSum
+from llmtrain.data.stream.loader import StepBatch
 from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks

@@ -14,8 +14,8 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.explain.device import OUT_OF_MEMORY, device_fault
 from llmtrain.config.objective import BY_TOKEN, NEXT_TOKEN, UNPAIRED
 from llmtrain.config.run import RunConfig
-from llmtrain.data.baseline import ngram_baselines
-from llmtrain.data.loader import TrainData
+from llmtrain.data.stream.baseline import ngram_baselines
+from llmtrain.data.stream.loader import TrainData
 from llmtrain.tracking.metrics import perplexity
 from llmtrain.tracking.tracker import Tracker
 

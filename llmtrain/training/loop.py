@@ -23,8 +23,8 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.objective import wants_column
 from llmtrain.config.run import ResolvedRun
-from llmtrain.data.loader import MicroBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
-from llmtrain.data.reference import REMEDY, weights_hash
+from llmtrain.data.stream.loader import MicroBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
+from llmtrain.data.stream.reference import REMEDY, weights_hash
 from llmtrain.engine.dist.control import AgreedError, StopRequests, from_all, from_rank_0, together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.engine.dist.ranks import Ranks

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 
 
 class Pace(Protocol):

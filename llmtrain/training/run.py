@@ -18,7 +18,7 @@ from llmtrain.cluster.watch import watched
 from llmtrain.cluster.watch.collectives import count_collectives
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.run import ResolvedRun
-from llmtrain.data.reference import weights_hash
+from llmtrain.data.stream.reference import weights_hash
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.connect import leave_all
 from llmtrain.engine.dist.control import AgreedError, StopRequests, together

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.config.topology import Degrees
-from llmtrain.data.loader import StepBatch
+from llmtrain.data.stream.loader import StepBatch
 from llmtrain.engine.api import Engine, Update
 from llmtrain.engine.dist.control import Agree, Agreement
 from llmtrain.engine.dist.ranks import Ranks

@@ -9,7 +9,7 @@ from typing import Any
 from llmtrain.base import log
 from llmtrain.config.batch import Batch
 from llmtrain.config.topology import Degrees
-from llmtrain.data.loader import TrainLoader
+from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.engine.api import Engine
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.training.balance import Balance

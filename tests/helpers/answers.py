@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmtrain.config.run import ObjectiveConfig, ScheduleConfig
-from llmtrain.data.loader import TrainLoader
-from llmtrain.data.packing import TrainData
+from llmtrain.data.stream.loader import TrainLoader
+from llmtrain.data.stream.packing import TrainData
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.schedules import learning_rate_factor

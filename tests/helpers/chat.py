@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from llmtrain.data import prepare as preparing
-from llmtrain.data.chat import ChatEncoder
-from llmtrain.data.worker import process_unit
+from llmtrain.data.chat.encoder import ChatEncoder
+from llmtrain.data.prepare import preparation
+from llmtrain.data.prepare.worker import process_unit
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -58,7 +58,7 @@ def workers_here(monkeypatch: pytest.MonkeyPatch) -> None:
         for unit in todo:
             keep(unit, process_unit(unit, settings, encoder, lambda size: None))
 
-    monkeypatch.setattr(preparing, "run_units", run_units)
+    monkeypatch.setattr(preparation, "run_units", run_units)
 
 
 class C(str):

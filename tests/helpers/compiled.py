@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models import compiler, varlen
 from tests.helpers.training import GLOBAL_BATCH, LENGTH, Case, Trace, make_engine, train_steps
 

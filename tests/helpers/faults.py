@@ -137,7 +137,7 @@ def _instead(function: Any, faulty: Any) -> Iterator[None]:
 
 def late_labels() -> Context:
     """The label of a place is the token after the next one."""
-    from llmtrain.data.windows import labels_of
+    from llmtrain.data.stream.windows import labels_of
 
     def late(tokens: Any, separator_id: int, mask_document_starts: bool) -> Any:
         inputs, _ = right(tokens, separator_id, mask_document_starts)  # type: ignore[name-defined]  # noqa: F821
@@ -351,7 +351,7 @@ def late_answers() -> Iterator[None]:
     """What says which answer a token belongs to is late by one."""
     from dataclasses import replace
 
-    from llmtrain.data import loader
+    from llmtrain.data.stream import loader
 
     right = loader._answers
     with patch.object(loader, "_answers", lambda *a: replace(made := right(*a), answers=made.answers.roll(1, dims=1))):
@@ -479,7 +479,7 @@ def other_direction() -> Iterator[None]:
 def _another_column(change: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]) -> Iterator[None]:
     """A micro-batch's part of a teacher's column is another. `change`: (words [b, T, k], logs [b, T, k + 1]) -> what
     stands in their place."""
-    from llmtrain.data import loader
+    from llmtrain.data.stream import loader
 
     right = loader.TaughtBatch
     with patch.object(loader, "TaughtBatch", lambda **given: right(**given | change(given["words"], given["logs"]))):

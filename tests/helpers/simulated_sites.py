@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from llmtrain.config.run import DataConfig, ModelConfig
-from llmtrain.data.loader import TrainData
+from llmtrain.data.stream.loader import TrainData
 from llmtrain.models.spec import ModelSpec
 from llmtrain.sites.membership import Heard, Member, MembersError
 from llmtrain.sites.sample_ledger import Ledger, Request, steps_of

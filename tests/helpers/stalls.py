@@ -77,7 +77,7 @@ def file_server_is_silent(rank: int, fifo: Path) -> None:
     """The next batch lies behind a read that never ends."""
     watched(rank)
     if rank == 1:
-        from llmtrain.data.loader import TrainLoader
+        from llmtrain.data.stream.loader import TrainLoader
 
         _at_step(TrainLoader, "__next__", lambda *_, **__: fifo.read_bytes())
 

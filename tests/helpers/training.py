@@ -32,7 +32,7 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.config.topology import Degrees
-from llmtrain.data.loader import StepBatch, TrainData, TrainLoader
+from llmtrain.data.stream.loader import StepBatch, TrainData, TrainLoader
 from llmtrain.engine.api import StateTensor, Update
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models.head import Head
 from tests.helpers.families import summed_loss
 from tests.helpers.marks import slow
@@ -465,7 +465,7 @@ def train_and_export(case: Case, folder: str) -> tuple[torch.Tensor, torch.Tenso
 def evaluated(case: Case) -> float:
     """Validation loss with the initial weights; 7 sequences do not divide by any number of ranks here."""
     from llmtrain.config.run import DataConfig
-    from llmtrain.data.loader import TrainData, validation_batches
+    from llmtrain.data.stream.loader import TrainData, validation_batches
 
     engine, ranks = make_engine(case)
     data = TrainData(DataConfig(path=case.data, sequence_length=32))
@@ -481,7 +481,7 @@ def test_evaluation_is_weighted_by_tokens_whatever_the_split(pools, small_data, 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from llmtrain.config.run import DataConfig, ModelConfig
-    from llmtrain.data.loader import TrainData
+    from llmtrain.data.stream.loader import TrainData
     from llmtrain.models.spec import ModelSpec
 
     fields = dict(LLAMA)

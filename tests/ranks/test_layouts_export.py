@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmtrain.checkpoint.hf.exporting import export_hf
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.models.loss import IGNORE
 from tests.helpers.families import EXPERTS, FAMILIES, tied
 from tests.helpers.training import Case, make_engine, resolved_run, save_checkpoint, train_steps

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from llmtrain.config.run import ObjectiveConfig
-from llmtrain.data.loader import validation_batches
-from llmtrain.data.packing import TrainData
+from llmtrain.data.stream.loader import validation_batches
+from llmtrain.data.stream.packing import TrainData
 from llmtrain.models.spec import ModelSpec
 from tests.helpers.answers import SMALL, Figures, answers_case, as_in_a_trace, prove_first, session_figures
 from tests.helpers.preference import prepared_preferences, prepared_unpaired

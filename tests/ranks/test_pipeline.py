@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llmtrain.base.errors import ModelError
-from llmtrain.data.loader import TrainData, validation_batches
+from llmtrain.data.stream.loader import TrainData, validation_batches
 from llmtrain.models.loss import HeadForm
 from tests.helpers.families import FAMILIES, VARIANTS, tied
 from tests.helpers.training import (

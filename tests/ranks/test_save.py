@@ -23,7 +23,7 @@ from llmtrain.checkpoint.format import Manifest, hash_file, problems
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.save import Saver
 from llmtrain.config.run import CheckpointConfig
-from llmtrain.data.loader import MicroBatch, StepBatch
+from llmtrain.data.stream.loader import MicroBatch, StepBatch
 from llmtrain.engine.api import StateTensor, Update
 from llmtrain.engine.dist.control import AgreedError, together
 from llmtrain.engine.dist.ranks import Ranks

@@ -131,7 +131,7 @@ def test_tiled_mlps(pools, small_data, form):
 def evaluated(case: Case) -> tuple[float, int]:
     """Validation loss with the initial weights, and its tokens."""
     from llmtrain.config.run import DataConfig
-    from llmtrain.data.loader import TrainData, validation_batches
+    from llmtrain.data.stream.loader import TrainData, validation_batches
     from tests.helpers.training import case_degrees
 
     engine, ranks = make_engine(case)

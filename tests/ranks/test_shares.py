@@ -13,7 +13,7 @@ import torch
 
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
-from llmtrain.data.loader import TrainData, TrainLoader
+from llmtrain.data.stream.loader import TrainData, TrainLoader
 from llmtrain.optim.schedules import learning_rate_factor
 from llmtrain.training.session import Session
 from tests.helpers.preference import prepared_preferences

@@ -12,7 +12,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.data.loader import MicroBatch, StepBatch
+from llmtrain.data.stream.loader import MicroBatch, StepBatch
 from llmtrain.models.build import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.spec import ModelSpec

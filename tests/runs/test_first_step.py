@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from llmtrain.data.manifest import SPLITS
-from llmtrain.data.reference import read_reference, write_reference
 from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.reference import read_reference, write_reference
 from tests.helpers import forked
 from tests.helpers.answers import SMALL
 from tests.helpers.launching import REPO

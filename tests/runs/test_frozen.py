@@ -24,7 +24,7 @@ from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.hf.exporting import MARK
 from llmtrain.cli import main
 from llmtrain.config.run import DataConfig
-from llmtrain.data.loader import TrainData, TrainLoader
+from llmtrain.data.stream.loader import TrainData, TrainLoader
 from tests.helpers import forked, launching
 from tests.helpers.checkpoints import at
 from tests.helpers.families import FROZEN

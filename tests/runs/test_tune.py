@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain.data.lessons import lessons, lines
 from llmtrain.data.manifest import SPLITS
+from llmtrain.data.prepare.lessons import lessons, lines
 from llmtrain.data.tokenize import train_bpe
 from tests.helpers.warm import WarmCommands
 

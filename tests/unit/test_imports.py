@@ -66,7 +66,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def part_of(file: Path) -> str:
-    """llmtrain/data/loader.py -> data; llmtrain/cli.py -> cli."""
+    """llmtrain/data/stream/loader.py -> data; llmtrain/cli.py -> cli."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 

@@ -34,7 +34,7 @@ from llmtrain.config.run import (
     ScheduleConfig,
     TrainConfig,
 )
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine.deepspeed.build import build_engine
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group

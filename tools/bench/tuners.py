@@ -62,8 +62,8 @@ def steps_of(task: Tuning) -> Iterator[list[Row]]:
     import numpy as np
 
     from llmtrain.config.run import DataConfig
-    from llmtrain.data.packing import TrainData
     from llmtrain.data.shards import PreparedSet
+    from llmtrain.data.stream.packing import TrainData
 
     path = str(Path(task.folder) / "data")
     stream = PreparedSet(path).split("train")

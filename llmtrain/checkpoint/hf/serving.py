@@ -1,7 +1,8 @@
 """Proof that a server of an exported folder makes the tokens of the training rows, and stops where answers ended.
 
-The data folder keeps its first conversations (data/sample.py). Of each turn, transformers renders and tokenizes the
-messages before it with the folder's own files, as a server does: these are the ids that the row has before the answer.
+The data folder keeps its first conversations (data/chat/sample.py). For each turn, transformers renders and tokenizes
+the messages before it with the folder's own files, as a server does: these are the ids that the row has before the
+answer.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from llmtrain.base import units, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.data import manifest as manifests
-from llmtrain.data import rendering
-from llmtrain.data.messages import Conversation, conversation, preference, strings, unpaired
-from llmtrain.data.rendering import RenderError, Template
-from llmtrain.data.sample import NAME, read_sample
+from llmtrain.data.chat import rendering
+from llmtrain.data.chat.messages import Conversation, conversation, preference, strings, unpaired
+from llmtrain.data.chat.rendering import RenderError, Template
+from llmtrain.data.chat.sample import NAME, read_sample
 from llmtrain.data.shards import PreparedSet
 from llmtrain.models.adapter import CONFIG
 

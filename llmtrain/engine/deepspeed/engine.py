@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmtrain.base.errors import ModelError, TrainingStopped
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.api import ForwardCopy, StateTensor, Update
 from llmtrain.engine.deepspeed.state import HalfState, PlainState, State

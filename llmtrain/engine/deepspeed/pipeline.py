@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmtrain.base.errors import ModelError
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.state import base_optimizer

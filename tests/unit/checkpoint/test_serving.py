@@ -17,8 +17,8 @@ from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.proofs import ProofError, Report
 from llmtrain.checkpoint.hf.serving import prove_serving
 from llmtrain.commands.prepare import main
-from llmtrain.data import rendering
-from llmtrain.data.sample import CONVERSATIONS, NAME
+from llmtrain.data.chat import rendering
+from llmtrain.data.chat.sample import CONVERSATIONS, NAME
 from llmtrain.data.tokenize import fingerprint
 from tests.helpers.chat import CHATML, GENERATION, KINDS, workers_here, write_tokenizer
 from tests.helpers.chat_families import FAMILIES

@@ -25,12 +25,12 @@ from llmtrain.commands.prepare import main
 from llmtrain.config.problems import Problems
 from llmtrain.config.rules import _check_length
 from llmtrain.config.run import DataConfig, RunConfig
-from llmtrain.data.baseline import ngram_baselines
-from llmtrain.data.bestfit import best_fit
-from llmtrain.data.loader import TrainLoader
 from llmtrain.data.manifest import SPLITS
-from llmtrain.data.packing import TrainData
 from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.baseline import ngram_baselines
+from llmtrain.data.stream.bestfit import best_fit
+from llmtrain.data.stream.loader import TrainLoader
+from llmtrain.data.stream.packing import TrainData
 from llmtrain.data.tokenize import Encoder
 from tests.helpers.chat import KINDS, expected, workers_here, write_tokenizer
 

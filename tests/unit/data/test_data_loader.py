@@ -15,10 +15,10 @@ import torch
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
-from llmtrain.data.baseline import ngram_baselines
-from llmtrain.data.loader import MicroBatch, TrainLoader, check_vocabulary, validation_batches
-from llmtrain.data.packing import TrainData
 from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.baseline import ngram_baselines
+from llmtrain.data.stream.loader import MicroBatch, TrainLoader, check_vocabulary, validation_batches
+from llmtrain.data.stream.packing import TrainData
 from tests.helpers.prepared import random_shards, write_prepared
 
 T = 16
@@ -296,7 +296,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
 def naive_bigram(data: TrainData, sequences: int) -> tuple[float, float]:
     """The same model family with dicts, without numpy."""
-    from llmtrain.data import baseline
+    from llmtrain.data.stream import baseline
 
     train: list[tuple[int, int]] = []
     for stream in data.streams("train"):

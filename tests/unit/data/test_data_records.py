@@ -12,8 +12,8 @@ import pytest
 import zstandard
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.records import Document, Rejection, read_piece
-from llmtrain.data.sources import find_files, plan_units
+from llmtrain.data.prepare.records import Document, Rejection, read_piece
+from llmtrain.data.prepare.sources import find_files, plan_units
 
 LIMIT = 1000
 UNIT = 1 << 20

@@ -12,11 +12,11 @@ import pytest
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig, ObjectiveConfig
-from llmtrain.data import teacher
 from llmtrain.data.manifest import Split
-from llmtrain.data.packing import TrainData
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.teacher import ColumnWriter
+from llmtrain.data.stream import teacher
+from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.teacher import ColumnWriter
 from tests.helpers.chat import KINDS, write_tokenizer
 from tests.helpers.preference import preferences
 

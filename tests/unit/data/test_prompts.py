@@ -12,10 +12,10 @@ from llmtrain import cli
 from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
 from llmtrain.config.run import DataConfig
-from llmtrain.data.chat import ChatEncoder, ChatOptions
-from llmtrain.data.messages import RefusedError
-from llmtrain.data.packing import TrainData
+from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
+from llmtrain.data.chat.messages import RefusedError
 from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.packing import TrainData
 from llmtrain.data.tokenize import stop_tokens
 from tests.helpers.chat import CHATML, KINDS, Kind, expected, write_tokenizer
 

@@ -15,7 +15,7 @@ import torch
 from llmtrain.checkpoint import snapshot
 from llmtrain.cluster.watch import folder, observe, watched
 from llmtrain.cluster.watch.heartbeat import Heartbeat, read
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.progress import DeviceProgress

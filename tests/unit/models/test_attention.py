@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from llmtrain.config.run import ModelConfig
-from llmtrain.data.loader import MicroBatch
+from llmtrain.data.stream.loader import MicroBatch
 from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.models.attention import gets_mask
 from llmtrain.models.build import construct, load_config

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from llmtrain.config.run import DataConfig
-from llmtrain.data.loader import AnswerBatch, batches_of
-from llmtrain.data.packing import TrainData
+from llmtrain.data.stream.loader import AnswerBatch, batches_of
+from llmtrain.data.stream.packing import TrainData
 from llmtrain.models.language import LanguageModel
 from llmtrain.objectives.preference import answers_of
 from tests.helpers.preference import Plain, prepared_preferences

@@ -18,15 +18,15 @@ from llmtrain.base.errors import DataError
 from llmtrain.commands.prepare import main
 from llmtrain.config.objective import OBJECTIVES, filled
 from llmtrain.config.run import DataConfig, ObjectiveConfig
-from llmtrain.data.chat import ChatEncoder, ChatOptions
-from llmtrain.data.loader import AnswerBatch, TrainLoader, UnpairedBatch, batches_of, validation_batches
+from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
+from llmtrain.data.chat.messages import RefusedError
 from llmtrain.data.manifest import SPLITS
-from llmtrain.data.messages import RefusedError
-from llmtrain.data.packing import TrainData
-from llmtrain.data.reference import read_reference, write_reference
 from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.loader import AnswerBatch, TrainLoader, UnpairedBatch, batches_of, validation_batches
+from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.reference import read_reference, write_reference
+from llmtrain.data.stream.unpaired import partners
 from llmtrain.data.tokenize import stop_tokens
-from llmtrain.data.unpaired import partners
 from llmtrain.models import loss
 from llmtrain.models.loss import IGNORE, HeadForm, chunked_nll_sum, token_nll
 from llmtrain.objectives.preference import LOSSES, Answers

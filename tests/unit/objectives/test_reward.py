@@ -13,9 +13,9 @@ from llmtrain.base.errors import ConfigError, ModelError
 from llmtrain.config.objective import check_objective
 from llmtrain.config.problems import Problems
 from llmtrain.config.run import DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainConfig
-from llmtrain.data.loader import AnswerBatch, batches_of
-from llmtrain.data.packing import TrainData
 from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.loader import AnswerBatch, batches_of
+from llmtrain.data.stream.packing import TrainData
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.reward import last_tokens

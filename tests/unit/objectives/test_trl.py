@@ -15,12 +15,12 @@ import torch
 
 from llmtrain.config.objective import filled
 from llmtrain.config.run import DataConfig, ObjectiveConfig
-from llmtrain.data.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.manifest import SPLITS
-from llmtrain.data.packing import TrainData
-from llmtrain.data.reference import write_reference
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.unpaired import partners
+from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
+from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.reference import write_reference
+from llmtrain.data.stream.unpaired import partners
 from llmtrain.models.distillation import Terms, distilled_sums
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import HeadForm

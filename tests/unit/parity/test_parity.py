@@ -238,7 +238,7 @@ def test_in_fp16_it_is_as_near_to_deepspeeds_as_fp16_allows(shape: tuple[int, in
 def test_documents_alone_are_what_transformers_makes_of_positions() -> None:
     from transformers import AutoModelForCausalLM
 
-    from llmtrain.data.windows import positions_of
+    from llmtrain.data.stream.windows import positions_of
     from llmtrain.models.build import load_config
     from llmtrain.parity.reference import _documents, _loss_sum
 

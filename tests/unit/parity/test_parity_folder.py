@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from llmtrain.config.run import DataConfig, ObjectiveConfig, RunConfig
-from llmtrain.data import packing, unpaired, windows
 from llmtrain.data.manifest import SPLITS
-from llmtrain.data.reference import numbers, write_reference
 from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream import packing, unpaired, windows
+from llmtrain.data.stream.reference import numbers, write_reference
 from llmtrain.parity.folder import differences, told
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
 

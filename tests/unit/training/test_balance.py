@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llmtrain.data.order import rows_of
+from llmtrain.data.stream.order import rows_of
 from llmtrain.training import balance
 from llmtrain.training.balance import Balance, share_out
 

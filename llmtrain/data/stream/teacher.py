@@ -25,8 +25,8 @@ from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
 from llmtrain.data.manifest import SPLITS, Split
-from llmtrain.data.reference import REMEDY
 from llmtrain.data.shards import PreparedSet, TokenStream
+from llmtrain.data.stream.reference import REMEDY
 
 NAME = "teacher.json"
 _AT_ONCE = 1 << 22

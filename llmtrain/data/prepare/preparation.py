@@ -24,20 +24,21 @@ import xxhash
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
-from llmtrain.data import hub, lessons, tokenize
 from llmtrain.data import manifest as manifests
-from llmtrain.data.chat import ChatOptions
+from llmtrain.data import tokenize
+from llmtrain.data.chat.encoder import ChatOptions
+from llmtrain.data.chat.sample import CONVERSATIONS, write_sample
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
-from llmtrain.data.pool import run_units
-from llmtrain.data.progress import Progress
-from llmtrain.data.records import Document, Rejection, read_piece
-from llmtrain.data.sample import CONVERSATIONS, write_sample
-from llmtrain.data.settings import PrepareSettings
+from llmtrain.data.prepare import hub, lessons
+from llmtrain.data.prepare.output_folder import REJECTED, already_complete, clear, locked, start_or_continue
+from llmtrain.data.prepare.pool import run_units
+from llmtrain.data.prepare.progress import Progress
+from llmtrain.data.prepare.records import Document, Rejection, read_piece
+from llmtrain.data.prepare.settings import PrepareSettings
+from llmtrain.data.prepare.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
+from llmtrain.data.prepare.split import cut_above
+from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings, unit_record_path, write_held_out
 from llmtrain.data.shards import rows_path
-from llmtrain.data.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
-from llmtrain.data.split import cut_above
-from llmtrain.data.worker import UNFINISHED, WorkerSettings, unit_record_path, write_held_out
-from llmtrain.data.workplace import REJECTED, already_complete, clear, locked, start_or_continue
 
 _BPE_SAMPLE_BYTES = 128 << 20  # more text does not change the frequent merges; it only takes time and memory
 _LISTED = 1000  # rejections beyond the allowed number that are still listed before the run stops

@@ -26,7 +26,7 @@ from typing import Any
 
 import llmtrain
 from llmtrain.base import untrusted
-from llmtrain.data.messages import Conversation
+from llmtrain.data.chat.messages import Conversation
 
 CPU_SECONDS = 10
 """Processor time limit of one rendering. Real templates take about a millisecond."""
@@ -232,8 +232,9 @@ class _Process:
             return self._process
         self._known.clear()
         self._owner = os.getpid()
+        bounds = [str(bound) for bound in (CPU_SECONDS, MEMORY_MIB, CHARACTERS)]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "llmtrain.data.rendering", str(CPU_SECONDS), str(MEMORY_MIB), str(CHARACTERS)],
+            [sys.executable, "-P", "-m", "llmtrain.data.chat.rendering", *bounds],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=child_environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error"),

@@ -15,11 +15,11 @@ import numpy as np
 
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
-from llmtrain.data.bestfit import best_fit
 from llmtrain.data.shards import TokenStream
+from llmtrain.data.stream.bestfit import best_fit
 
 if TYPE_CHECKING:
-    from llmtrain.data.teacher import Taught
+    from llmtrain.data.stream.teacher import Taught
 
 IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's default
 
@@ -134,7 +134,7 @@ class Conversations:
 
     @cached_property
     def _places(self) -> np.ndarray:
-        from llmtrain.data.teacher import row_places
+        from llmtrain.data.stream.teacher import row_places
 
         return row_places(self.stream, self._lengths)
 
@@ -190,7 +190,7 @@ class Unpaired(Conversations):
     def _sizes(self) -> np.ndarray:
         judged = self.stream.judged()
         self._begins, self._desirable = judged["begin"].astype(np.int64), judged["desirable"].astype(bool)
-        from llmtrain.data.unpaired import partners
+        from llmtrain.data.stream.unpaired import partners
 
         found = partners(judged["prompt"])
         if found is None:

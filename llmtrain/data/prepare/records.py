@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 
 from llmtrain.base.errors import DataError
 from llmtrain.base.units import size
-from llmtrain.data import lessons
-from llmtrain.data.messages import no_repeats
-from llmtrain.data.sources import BOM, Piece
+from llmtrain.data.chat.messages import no_repeats
+from llmtrain.data.prepare import lessons
+from llmtrain.data.prepare.sources import BOM, Piece
 
 _CHUNK = 1 << 20
 _DECODER, _WHITE = json.JSONDecoder(), re.compile(r"\s*")

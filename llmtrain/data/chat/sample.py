@@ -11,7 +11,7 @@ from typing import Any
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
-from llmtrain.data.chat import Row
+from llmtrain.data.chat.encoder import Row
 
 NAME = "conversations.jsonl"
 """In the prepared folder, one object a line: `record` (its JSON), `row` (its first one of train), `rows` (how many)."""

@@ -20,10 +20,10 @@ from typing import Any, Literal
 import numpy as np
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.messages import Conversation, RefusedError, conversation, preference, prompt_only, unpaired
-from llmtrain.data.rendering import BoundsError, Rendered, RenderError, Template, Wanted, first_line
+from llmtrain.data.chat.messages import Conversation, RefusedError, conversation, preference, prompt_only, unpaired
+from llmtrain.data.chat.rendering import BoundsError, Rendered, RenderError, Template, Wanted, first_line
+from llmtrain.data.chat.template_proof import SPLIT, Marked, check_generation, plain
 from llmtrain.data.tokenize import as_ids, refuse_code
-from llmtrain.data.written import SPLIT, Marked, check_generation, plain
 
 Count = Literal["assistant", "last", "all"]
 TooLong = Literal["reject", "cut", "split"]

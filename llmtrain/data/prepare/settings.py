@@ -11,8 +11,8 @@ import xxhash
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.data import tokenize
-from llmtrain.data.chat import ChatOptions
-from llmtrain.data.messages import RefusedError, template_variables
+from llmtrain.data.chat.encoder import ChatOptions
+from llmtrain.data.chat.messages import RefusedError, template_variables
 
 CHAT_FORMATS = ("chat", "preference", "unpaired", "prompt")
 """Values of --format whose records a chat template renders."""

@@ -1,7 +1,8 @@
 """One worker process of `llmtrain prepare`: units come in as JSON lines, shards go to the folder, results go out.
 
-Started as `python -m llmtrain.data.worker` (see pool.py). A unit leaves `train-NNNNN.bin`, `validation-NNNNN.bin`
-and, last, its record `unfinished/unit-NNNNN.json`; without the record the unit does not count as done.
+Started as `python -m llmtrain.data.prepare.worker` (see pool.py). A unit leaves `train-NNNNN.bin`,
+`validation-NNNNN.bin` and, last, its record `unfinished/unit-NNNNN.json`; without the record the unit does not count as
+done.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ import xxhash
 
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
-from llmtrain.data.chat import ChatEncoder, ChatOptions, Row
+from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions, Row
+from llmtrain.data.chat.messages import RefusedError
+from llmtrain.data.chat.sample import kept
 from llmtrain.data.manifest import SPLITS, Split
-from llmtrain.data.messages import RefusedError
-from llmtrain.data.records import Document, Rejection, read_piece, reject
-from llmtrain.data.sample import kept
+from llmtrain.data.prepare.records import Document, Rejection, read_piece, reject
+from llmtrain.data.prepare.sources import Piece, Unit
+from llmtrain.data.prepare.split import draw, parts
 from llmtrain.data.shards import rows_path
-from llmtrain.data.sources import Piece, Unit
-from llmtrain.data.split import draw, parts
+from llmtrain.data.stream.unpaired import judged
 from llmtrain.data.tokenize import Encoder
-from llmtrain.data.unpaired import judged
 
 UNFINISHED = "unfinished"
 _BATCH_BYTES = 1 << 19  # text encoded in one call: enough to amortise it, little enough to stay flat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmtrain.base import log
-from llmtrain.data.sources import Unit
+from llmtrain.data.prepare.sources import Unit
 
 
 class Progress(log.Progress):

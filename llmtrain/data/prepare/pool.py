@@ -17,9 +17,9 @@ from dataclasses import asdict
 from typing import Any
 
 from llmtrain.base.errors import DataError
-from llmtrain.data.rendering import child_environment
-from llmtrain.data.sources import Unit
-from llmtrain.data.worker import WorkerSettings
+from llmtrain.data.chat.rendering import child_environment
+from llmtrain.data.prepare.sources import Unit
+from llmtrain.data.prepare.worker import WorkerSettings
 
 
 class _Worker:
@@ -28,7 +28,7 @@ class _Worker:
         self._partial_line = b""
         self.process = subprocess.Popen(
             # -P: a corpus of code may lie in the current folder, and its queue.py must not be imported for Python's.
-            [sys.executable, "-P", "-m", "llmtrain.data.worker"],
+            [sys.executable, "-P", "-m", "llmtrain.data.prepare.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # One core a worker: the tokenizers' own threads would fight over the cores that the workers fill.

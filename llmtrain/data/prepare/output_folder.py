@@ -13,10 +13,10 @@ from typing import Any
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import lock_folder, replace_file
-from llmtrain.data import sample
+from llmtrain.data.chat import sample
 from llmtrain.data.manifest import Manifest
+from llmtrain.data.prepare.worker import UNFINISHED
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.worker import UNFINISHED
 
 REJECTED = "rejected.jsonl"
 _SOON_DONE_AGAIN_BYTES = 64 << 20

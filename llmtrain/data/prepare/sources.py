@@ -20,7 +20,7 @@ import xxhash
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.units import counted
-from llmtrain.data import hub, lessons
+from llmtrain.data.prepare import hub, lessons
 from llmtrain.storage.hub.fetch import known_files
 from llmtrain.storage.hub.names import leads_out
 

@@ -18,9 +18,9 @@ import torch
 
 from llmtrain.base.errors import DataError
 from llmtrain.data.manifest import check_vocabulary
-from llmtrain.data.order import rows_of
-from llmtrain.data.packing import TrainData
-from llmtrain.data.windows import IGNORED, Window
+from llmtrain.data.stream.order import rows_of
+from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.windows import IGNORED, Window
 
 __all__ = [
     "AnswerBatch",

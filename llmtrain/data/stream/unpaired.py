@@ -11,7 +11,7 @@ import xxhash
 from llmtrain.data.shards import JUDGED
 
 if TYPE_CHECKING:
-    from llmtrain.data.chat import Row
+    from llmtrain.data.chat.encoder import Row
 
 
 def judged(rows: Iterable[Row]) -> np.ndarray:

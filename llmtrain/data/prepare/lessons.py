@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmtrain.base.errors import DataError
 from llmtrain.data.manifest import Split
-from llmtrain.data.split import draw
-from llmtrain.data.stdlib import entries
+from llmtrain.data.prepare.split import draw
+from llmtrain.data.prepare.stdlib import entries
 
 if TYPE_CHECKING:
-    from llmtrain.data.settings import PrepareSettings
+    from llmtrain.data.prepare.settings import PrepareSettings
 
 Family = Literal["sums", "calls", "functions", "topics"]
 

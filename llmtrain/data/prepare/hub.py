@@ -15,7 +15,7 @@ from llmtrain.storage.hub.model import settings as tokenizer_files
 from llmtrain.storage.hub.names import REVISION, Repository, is_name
 
 if TYPE_CHECKING:
-    from llmtrain.data.settings import PrepareSettings
+    from llmtrain.data.prepare.settings import PrepareSettings
 
 PREFIX = "hf:"
 _SOURCE = re.compile(r"hf:([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.+))?")
