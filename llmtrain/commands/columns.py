@@ -36,11 +36,11 @@ from llmtrain.data.stream.reference import numbers, weights_hash, write_referenc
 from llmtrain.data.stream.teacher import ColumnWriter, TeacherColumn
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.engine.dist.connect import leave_all
 from llmtrain.engine.dist.control import AgreedError, from_all, to_rank_0, together
 from llmtrain.engine.dist.local_ranks import RankError, ending_on_sigterm, failure_told
 from llmtrain.engine.dist.local_ranks import Ranks as LocalRanks
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.dist.rendezvous import leave_all
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, teacher_model

@@ -16,11 +16,18 @@ from rich.console import Console
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError, ModelError
-from llmtrain.cluster.doctor import all_reduce, build_ops, fabric, sites
+from llmtrain.cluster.doctor import build_ops, fabric, site_links
 from llmtrain.cluster.doctor.checks import Finding, Folder, Level, Survey
-from llmtrain.cluster.doctor.quick import MASTER_PORT, Needs, in_order, quick
-from llmtrain.cluster.doctor.report import WITHOUT_TERMINAL, Report, print_report
-from llmtrain.cluster.hosts.envfile import deepspeed_env_problems
+from llmtrain.cluster.doctor.preflight import (
+    MASTER_PORT,
+    WITHOUT_TERMINAL,
+    Needs,
+    Report,
+    in_order,
+    preflight,
+    print_report,
+)
+from llmtrain.cluster.hosts.environment import deepspeed_env_problems
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.cluster.launch.plan import NO_PDSH
 from llmtrain.commands import completion
@@ -34,7 +41,7 @@ from llmtrain.optim.optimizers import OPTIMIZERS
 from llmtrain.storage.hub.model import weights
 from llmtrain.storage.hub.names import INDEX, is_name
 
-_ALL_REDUCE = "llmtrain.engine.dist.fabric"
+_ALL_REDUCE = "llmtrain.engine.dist.all_reduce"
 """The program with torch that is started on each host to try the collectives."""
 
 
@@ -146,8 +153,8 @@ def _parameters(run: RunConfig) -> float | None:
 def with_fabric(report: Report, run: Needs | None = None, ssh_port: int | None = None) -> Report:
     """The report with what was measured between the hosts that answered, in seconds and bit/s, and between GPUs."""
     measured, findings = fabric.examine(report.survey, ssh_port)
-    reduced = all_reduce.measure(report.survey, _ALL_REDUCE, ssh_port)
-    if all_reduce.worked(reduced):
+    reduced = fabric.measure_all_reduce(report.survey, _ALL_REDUCE, ssh_port)
+    if fabric.all_reduce_worked(reduced):
         findings = fabric.without_doubt(findings)
     findings = [
         *findings,
@@ -155,10 +162,10 @@ def with_fabric(report: Report, run: Needs | None = None, ssh_port: int | None =
     ]
     return replace(
         report,
-        findings=in_order([*report.findings, *findings, *all_reduce.judge(reduced)], report.survey.hosts),
+        findings=in_order([*report.findings, *findings, *fabric.judge_all_reduce(reduced)], report.survey.hosts),
         checked=report.checked | {"fabric"},
         fabric=asdict(replace(measured, all_reduce=reduced)),
-        notes=(*report.notes, *fabric.summary(measured), *all_reduce.summary(reduced)),
+        notes=(*report.notes, *fabric.summary(measured), *fabric.all_reduce_summary(reduced)),
     )
 
 
@@ -167,7 +174,7 @@ def _with_ops(report: Report, run: Needs | None, args: argparse.Namespace) -> Re
     lines, failed = build_ops.build(report.survey, args.ssh_port)
     if not lines and not failed:
         return replace(report, notes=(*report.notes, "ops: all that this run needs are built"))
-    again = quick(report.survey.hosts, run, port=args.master_port, ssh_port=args.ssh_port)
+    again = preflight(report.survey.hosts, run, port=args.master_port, ssh_port=args.ssh_port)
     findings = in_order([*again.findings, *failed], report.survey.hosts)
     return replace(again, findings=findings, notes=tuple(lines))
 
@@ -196,7 +203,7 @@ def main(argv: list[str]) -> int:
     completion.offer(parser)
     args, words = command_words(parser, argv)
     if args.sites:
-        return sites.examine(args.sites, args.out, args.json)
+        return site_links.examine(args.sites, args.out, args.json)
     if args.hostfile is None:
         parser.error("the following arguments are required: --hostfile")
     hosts = select(read_hostfile(args.hostfile), args.include, args.exclude)
@@ -207,12 +214,12 @@ def main(argv: list[str]) -> int:
         resolved = load(words, sum(host.slots for host in hosts), "the hostfile")
         run = needs(words[1], resolved.run, resolved.mix, resolved.run_dir)
         run = replace(run, sent_bytes=sent_bytes(resolved), patience_s=resolved.run.fault.stall_timeout_s)
-    report = quick(hosts, run, port=args.master_port, ssh_port=args.ssh_port)
+    report = preflight(hosts, run, port=args.master_port, ssh_port=args.ssh_port)
     if args.build_ops:
         report = _with_ops(report, run, args)
     here = [*_deepspeeds_own_file(report.survey), *_launcher(report.survey)]
     report = replace(report, findings=in_order([*report.findings, *here], hosts))
-    if not args.quick and all_reduce.is_worth_it(report.survey):
+    if not args.quick and fabric.has_peers(report.survey):
         report = with_fabric(report, run, args.ssh_port)
     report = replace(report, elapsed_s=time.monotonic() - started)
     if args.json:

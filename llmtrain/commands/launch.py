@@ -8,11 +8,11 @@ import secrets
 from collections.abc import Sequence
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.cluster.hosts.here import is_alone, on_visible_devices
-from llmtrain.cluster.hosts.hostfile import Host, read_hostfile, select
+from llmtrain.cluster.hosts.hostfile import Host, is_alone, on_visible_devices, read_hostfile, select
 from llmtrain.cluster.launch import slurm
 from llmtrain.cluster.launch.attempts import Launch
-from llmtrain.cluster.launch.plan import Options, Run, check, describe, make_plan
+from llmtrain.cluster.launch.launchers import launcher_of
+from llmtrain.cluster.launch.plan import Options, Run, describe, make_plan
 from llmtrain.commands import completion
 from llmtrain.commands.doctor import needs
 from llmtrain.config.deepspeed import name_cpu
@@ -28,10 +28,10 @@ def main(argv: list[str]) -> int:
     resolved = load(list(options.words), sum(host.slots for host in options.hosts), "the hostfile")
     mark = secrets.token_hex(8)
     plan = make_plan(options, options.hosts, mark)
-    if options.launcher == "pdsh":
-        check(plan)
+    launcher = launcher_of(options.launcher, mark)
+    launcher.check(plan)
     if options.dry_run:
-        print(describe(plan, options))
+        print(describe(plan, options, launcher.command(plan)))
         return 0
     if plan.alone:
         name_cpu()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import UserError
 from llmtrain.base.untrusted import shown
-from llmtrain.cluster.doctor.sites import Answering
+from llmtrain.cluster.doctor.site_links import Answering
 from llmtrain.commands import completion
 from llmtrain.config.load import load, run_words
 from llmtrain.config.pinned import fetched

@@ -6,8 +6,8 @@ import os
 
 from llmtrain.cluster import messages
 from llmtrain.cluster.hosts.environment import load_secrets
-from llmtrain.cluster.hosts.here import refuse_missing_hostfile
-from llmtrain.cluster.watch import watched
+from llmtrain.cluster.hosts.hostfile import refuse_missing_hostfile
+from llmtrain.cluster.watch import rank_side
 from llmtrain.commands import completion
 from llmtrain.commands.check import examine
 from llmtrain.config.deepspeed import let_segments_grow
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     completion.offer_run()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     source = "WORLD_SIZE, set by the launcher" if "WORLD_SIZE" in os.environ else "started without a launcher"
-    with watched.outcome_reported():
+    with rank_side.outcome_reported():
         load_secrets()
         if "LOCAL_RANK" in os.environ and messages.SUPERVISED not in os.environ:  # `llmtrain launch` has read it
             refuse_missing_hostfile()
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         refuse_if_in_use(resolved.run_dir)  # rank 0 takes the folder when all ranks have met: later
         with messages.waiting():  # before the watch begins: a large model takes longer than any stall
             resolved = with_base(resolved)
-        watched.begin(
+        rank_side.begin(
             stall_timeout_s=stall_timeout_s(resolved.run.fault),
             start_timeout_s=resolved.run.fault.start_timeout_s,
             run_dir=resolved.run_dir,

@@ -27,9 +27,9 @@ from llmtrain.base.errors import TrainingStopped
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.config.sites import SitesConfig
 from llmtrain.engine.api import Engine, StateTensor
-from llmtrain.engine.dist.connect import another_group
 from llmtrain.engine.dist.control import from_all, from_rank_0, together
 from llmtrain.engine.dist.ranks import Ranks
+from llmtrain.engine.dist.rendezvous import another_group
 from llmtrain.sites.async_method import Newest
 from llmtrain.sites.compress import Bytes, Feedback, format_of
 from llmtrain.sites.exchange import Background, Exchange, Fetched, checksum_of

@@ -11,7 +11,7 @@ from llmtrain.checkpoint.format import complete_checkpoints, step_folder
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.inference import Sampling, generate
 from llmtrain.checkpoint.rundir import RunDirectory
-from llmtrain.cluster.watch.explain.device import OUT_OF_MEMORY, device_fault
+from llmtrain.cluster.watch.explain.device_faults import OUT_OF_MEMORY, device_fault
 from llmtrain.config.objective import BY_TOKEN, NEXT_TOKEN, UNPAIRED
 from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.baseline import ngram_baselines

@@ -14,15 +14,14 @@ from llmtrain.base.errors import TrainingStopped
 from llmtrain.checkpoint.folder import open_checkpoints
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster import messages
-from llmtrain.cluster.watch import watched
-from llmtrain.cluster.watch.collectives import count_collectives
-from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.cluster.watch import rank_side
+from llmtrain.cluster.watch.heartbeat import count_collectives, heart
 from llmtrain.config.run import ResolvedRun
 from llmtrain.data.stream.reference import weights_hash
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.engine.dist.connect import leave_all
 from llmtrain.engine.dist.control import AgreedError, StopRequests, together
 from llmtrain.engine.dist.device import use_deterministic_kernels
+from llmtrain.engine.dist.rendezvous import leave_all
 from llmtrain.engine.dist.watch import describe, introduce
 from llmtrain.engine.garbage import collected_by_hand
 from llmtrain.models.spec import ModelSpec
@@ -63,7 +62,7 @@ def train(resolved: ResolvedRun, spec: ModelSpec) -> int:
             checkpoints = stack.enter_context(open_checkpoints(folder, run, ranks))
             _train(Training(resolved, spec, ranks, folder, checkpoints, requests), stack)
         except Exception as error:
-            watched.failed(error)  # before anything is closed: what is left of the job may hold that up
+            rank_side.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
     return 0
 
@@ -96,7 +95,7 @@ def _train(training: Training, stack: contextlib.ExitStack) -> None:
         tracker.event("stop", step=training.position.step, complete=False, reason=str(error))
         raise AgreedError(str(error), error.exit_code) from error  # the ranks skip the same steps
     except Exception as error:
-        watched.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
+        rank_side.failed(error)  # now: closing W&B may take 20 s, and the other hosts' ranks wait for this one
         raise
     finally:
         tracker.close(status)
@@ -193,7 +192,7 @@ def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bo
         else:
             told = stopped(training.checkpoints.path, position.step, reason)
         messages.emit("end", status="complete" if complete else "stopped", code=0, reason=reason)
-    watched.left(0)
+    rank_side.left(0)
     return "finished" if complete else "stopped", told
 
 

@@ -132,7 +132,7 @@ def _compiles_unasked(spec: ModelSpec, mix: Mix) -> bool:
     """Whether a layer becomes one graph, and layers of one kind the same.
 
     Row maps of tensor parallelism break it; where experts are watched, each layer has a graph of its own, and torch
-    gives up after 8; and a collective in compiled code is not counted for the watch (cluster/watch/collectives.py).
+    gives up after 8; and a collective in compiled code is not counted for the watch (cluster/watch/heartbeat.py).
     """
     shared = mix.degrees.tensor > 1 or mix.degrees.sequence > 1
     packed = spec.adapter.quantize is not None  # bitsandbytes' own kernels

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmtrain.cluster.watch.explain.recorded import excerpt
+from llmtrain.cluster.watch.explain.facts import excerpt
 from llmtrain.cluster.watch.heartbeat import Heartbeat, read
 from llmtrain.engine import progress
 from llmtrain.engine.progress import DeviceProgress

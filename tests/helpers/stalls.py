@@ -129,7 +129,7 @@ def spins_in_evaluate(rank: int) -> None:
 
 def _as_on_gpus(act: Callable[[], None]) -> None:
     """The ranks compute on devices, as far as the watch knows, and `act` is called when they have met."""
-    from llmtrain.cluster.watch import watched as watch
+    from llmtrain.cluster.watch import rank_side as watch
     from llmtrain.cluster.watch.heartbeat import heart
     from llmtrain.training import run
 
@@ -146,7 +146,7 @@ def _as_on_gpus(act: Callable[[], None]) -> None:
 def never_begins_a_collective(rank: int) -> None:
     """In its first step a rank spins, as in a wait for a device, while the other's device is in a collective."""
     watched(rank)
-    from llmtrain.cluster.watch import watched as watch
+    from llmtrain.cluster.watch import rank_side as watch
     from llmtrain.cluster.watch.heartbeat import heart
 
     def tend() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.cluster.hosts.envfile import read_env_file
-from llmtrain.cluster.hosts.environment import PREFIXES, travelling
+from llmtrain.cluster.hosts.environment import PREFIXES, read_env_file, travelling
 from llmtrain.cluster.hosts.hostfile import read_hostfile, select
 from llmtrain.cluster.launch import supervise
 from llmtrain.cluster.launch.plan import Plan, place_lines

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.cluster.hosts.here import on_visible_devices
-from llmtrain.cluster.hosts.hostfile import Host
+from llmtrain.cluster.hosts.hostfile import Host, on_visible_devices
 
 ROOT = Path(__file__).parents[2]
 EIGHT = Host(name="localhost", slots=8, devices=tuple(range(8)), line=1)

@@ -211,7 +211,7 @@ def test_deepspeed_initialize_is_called_in_one_file() -> None:
 
 def test_collectives_name_their_group_and_count_ranks_within_it() -> None:
     """A site's ranks are not all there are: outside of engine/dist, which makes the first, nothing reaches beyond."""
-    from llmtrain.cluster.watch.collectives import _FUNCTIONS
+    from llmtrain.cluster.watch.heartbeat import _FUNCTIONS
 
     makers = {"new_group", "split_group"}
     reaching = {*_FUNCTIONS, "get_rank", "get_world_size", "get_backend"} - makers
@@ -265,7 +265,7 @@ def test_modules_and_files_that_strings_name_are_there(file: Path) -> None:
 
 
 def test_the_walker_sees_lazy_and_plain_imports_and_strings() -> None:
-    assert "llmtrain.cluster.watch.agent" in {module for module, _ in imported(PACKAGE / "cluster/watch/watched.py")}
+    assert "llmtrain.cluster.watch.agent" in {module for module, _ in imported(PACKAGE / "cluster/watch/rank_side.py")}
     assert "llmtrain.base.errors.UserError" in {module for module, _ in imported(PACKAGE / "cli.py")}
     lazy = {module for module, _ in imported(PACKAGE / "config/deepspeed.py")}
     assert "deepspeed.runtime.config.DeepSpeedConfig" in lazy

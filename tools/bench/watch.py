@@ -109,7 +109,7 @@ def cost_of_a_call() -> float:
     """Microseconds that a collective takes longer because it is counted."""
     import torch
 
-    from llmtrain.cluster.watch.collectives import _counted
+    from llmtrain.cluster.watch.heartbeat import _counted
 
     def plain() -> None:
         pass
@@ -138,7 +138,7 @@ def account(found: dict[str, Any]) -> None:
 def cost_of_hosts(hosts: int) -> None:
     """What the root of the watch does each second: hear every host once, look at everything ten times."""
     from llmtrain.cluster.watch.explain.facts import RankFacts
-    from llmtrain.cluster.watch.judge import Judge, Pauses
+    from llmtrain.cluster.watch.verdict import Judge, Pauses
 
     judge, pauses = Judge(300.0, 0.0), Pauses(300.0)
     reports = []

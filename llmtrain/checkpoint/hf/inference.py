@@ -18,7 +18,7 @@ from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
 from llmtrain.checkpoint.hf.beside import MARK
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
 from llmtrain.checkpoint.listing import find_checkpoints
-from llmtrain.cluster.watch.explain.device import device_fault
+from llmtrain.cluster.watch.explain.device_faults import device_fault
 from llmtrain.config.run import ModelConfig
 from llmtrain.data.tokenize import refuse_code
 from llmtrain.models.adapter import CONFIG, PREFIX, WEIGHTS, need_peft

@@ -8,8 +8,8 @@ from typing import Any
 
 from llmtrain.base import units
 from llmtrain.cluster.doctor.checks import Finding, Level, Survey
+from llmtrain.cluster.hosts.environment import GLOO, NCCL, named_interfaces
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, named
 
 # These name a device of one host, or its own folders: that they differ is right.
 _OWN = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "TORCH_EXTENSIONS_DIR", "CUDA_VISIBLE_DEVICES", "HF_HOME")
@@ -253,7 +253,7 @@ def gloo_choice(facts: Mapping[str, Any]) -> str | None:
     """The interface that gloo takes: GLOO_SOCKET_IFNAME, else that of the host name's address, else loopback."""
     interfaces = {name: addresses for name, addresses in held(facts).items() if addresses}
     if said := facts.get("environment", {}).get(GLOO):
-        return next(iter(named(GLOO, said, interfaces) or ()), None)
+        return next(iter(named_interfaces(GLOO, said, interfaces) or ()), None)
     own = facts.get("names", {}).get("own")
     for name, addresses in interfaces.items():
         if own in addresses or (own and _is_loopback(own) and any(map(_is_loopback, addresses))):
@@ -266,7 +266,7 @@ def nccl_choice(facts: Mapping[str, Any]) -> str | None:
     virbr*, else these."""
     here = [n for n, about in facts.get("interfaces", {}).items() if about["addresses"] and about.get("up")]
     if said := facts.get("environment", {}).get(NCCL):
-        return next(iter(named(NCCL, said, here) or ()), None)
+        return next(iter(named_interfaces(NCCL, said, here) or ()), None)
     last = ("docker", "lo", "virbr")
     order = [n for n in here if n.startswith("ib")] + [n for n in here if not n.startswith(last)]
     order += [name for word in last for name in here if name.startswith(word)]

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.cluster.hosts.trouble import Trouble, from_ssh, noisy, timed_out
+from llmtrain.cluster.hosts.ssh_errors import Trouble, from_ssh, noisy, timed_out
 
 FAN_OUT = 64
 """Hosts asked at the same time, each by a thread and an ssh process."""

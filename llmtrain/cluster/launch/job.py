@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmtrain.base import log
+from llmtrain.base import log, untrusted
 from llmtrain.cluster import messages
 
 TRAIN = ("llmtrain", "train")
@@ -24,6 +24,11 @@ _REST_S = 12.0
 def on_terminal() -> bool:
     """Whether what the job prints, errors too, goes to a terminal."""
     return sys.stdout.isatty() and sys.stderr.isatty()
+
+
+def say(text: str) -> None:
+    """Print a line of launch's own, on standard error."""
+    print(untrusted.shown(text, lines=True), file=sys.stderr, flush=True)
 
 
 class Job:
@@ -55,7 +60,7 @@ class Job:
 
     @property
     def output(self) -> int:
-        """Descriptor of the pipe into which it prints, for `Keeper`; this process reads it."""
+        """Descriptor of the pipe into which it prints, for `Guardian`; this process reads it."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 

@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,9 @@ from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
 from llmtrain.base.redact import redact_argv
 from llmtrain.cluster import messages
-from llmtrain.cluster.doctor.quick import Needs
-from llmtrain.cluster.hosts.envfile import read_env_file
-from llmtrain.cluster.hosts.environment import Travel, deepspeed_env, for_pdsh, path_problem, travelling
-from llmtrain.cluster.hosts.here import is_alone
-from llmtrain.cluster.hosts.hostfile import Host, include_of, render
-from llmtrain.cluster.launch import slurm
+from llmtrain.cluster.doctor.preflight import Needs
+from llmtrain.cluster.hosts.environment import Travel, deepspeed_env, for_pdsh, path_problem, read_env_file, travelling
+from llmtrain.cluster.hosts.hostfile import Host, include_of, is_alone, render
 from llmtrain.cluster.launch.job import TRAIN, on_terminal
 
 # A cut link must not hold pdsh for as long as TCP tries (15 minutes): ssh gives up after 15 s.
@@ -89,19 +86,20 @@ class Plan:
         """This machine is the only host: DeepSpeed starts the ranks without ssh."""
         return is_alone(self.hosts)
 
+    def sending(self, **variables: str) -> Plan:
+        """This plan with further variables that travel openly."""
+        return replace(self, travel=replace(self.travel, open={**self.travel.open, **variables}))
 
-def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequence[str] = (), **extra: str) -> Plan:
-    """The plan for some of the hosts. `words` instead of the command line's; `extra`: variables that `environ` lacks.
 
-    Raises ConfigError.
-    """
+def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequence[str] = ()) -> Plan:
+    """The plan for some of the hosts; `words` in place of the command line's. Raises ConfigError."""
     given = read_env_file(options.env_file) if options.env_file else {}
     ours = {messages.SUPERVISED: "1", messages.LAUNCH: mark}
     ours |= {messages.VERBOSE: "1"} if options.verbose else {}
     ours |= {messages.TERMINAL: "1"} if on_terminal() else {}
     if "WANDB_RUN_ID" not in os.environ:  # a restart before the first checkpoint goes on in the same run, too
-        extra["WANDB_RUN_ID"] = mark
-    travel = travelling(os.environ, {**extra, **given, **ours})
+        given = {"WANDB_RUN_ID": mark, **given}
+    travel = travelling(os.environ, {**given, **ours})
     return Plan(hosts=tuple(hosts), words=tuple(words or options.words), travel=travel, verbose=options.verbose)
 
 
@@ -163,14 +161,6 @@ def write_files(plan: Plan, folder: Path) -> None:
     (folder / "environment").write_text("" if plan.alone else deepspeed_env(plan.travel.open))
 
 
-def slurm_environment(plan: Plan, folder: Path, environ: Mapping[str, str], address: str, port: int) -> dict[str, str]:
-    """Of srun, which hands all of it to the ranks. Writes SLURM_HOSTFILE into `folder`."""
-    path = folder / "ranks"
-    path.write_text(slurm.hostfile(plan.hosts))
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "SLURM_HOSTFILE": str(path)}
-    return {**environ, **plan.travel.open, **plan.travel.private, **meeting}
-
-
 def environment(plan: Plan, folder: Path | str, environ: Mapping[str, str]) -> dict[str, str]:
     """Of DeepSpeed's launcher. Without ssh the ranks inherit it; else it holds nothing that is private."""
     if plan.alone:
@@ -211,7 +201,7 @@ def threads(plan: Plan, cores: Mapping[str, int]) -> int:
     return max(1, min((cores[host.name] // host.slots for host in plan.hosts if host.name in cores), default=1))
 
 
-def describe(plan: Plan, options: Options) -> str:
+def describe(plan: Plan, options: Options, argv: Sequence[str]) -> str:
     """What --dry-run prints. No value of a variable is shown: a name is enough to see whether it travels."""
     hosts = units.counted(len(plan.hosts), "host")
     lines = [f"{hosts}, {units.counted(plan.world_size, 'rank')}"]
@@ -222,11 +212,9 @@ def describe(plan: Plan, options: Options) -> str:
         span = f"{first:{digits}}" + (f" to {first + host.slots - 1:{digits}}" if host.slots > 1 else "")
         lines.append(f"  {host.name:<{width}}  ranks {span}  devices {units.spans(host.devices)}")
         first += host.slots
-    by_slurm = options.launcher == "slurm"
-    argv = slurm.command(plan.hosts, plan.words, "NAME") if by_slurm else command(plan, "FOLDER", "ADDRESS", "PORT")
     shown = shlex.join(redact_argv(argv))
     lines += [f"command: {shown}", f"folder:  {os.getcwd()}"]
-    inherited = plan.alone or by_slurm
+    inherited = plan.alone or options.launcher == "slurm"
     how = "inherited" if inherited else "on DeepSpeed's command line"
     lines.append(f"environment, {how}: {' '.join(sorted(plan.travel.open)) or '(nothing)'}")
     private = "inherited" if inherited else "in a file of mode 0600"

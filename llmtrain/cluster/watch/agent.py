@@ -1,4 +1,4 @@
-"""The watch of a host: a small process beside its ranks. Started by `watched.begin`, it leaves when they have left.
+"""The watch of a host: a small process beside its ranks. Started by `rank_side.begin`, it leaves when they have left.
 
 That of rank 0's host is the root: the others report to it once a second, and it decides. Until the ranks have met, and
 when the root is lost, each decides for its own host. No torch here: it starts in a tenth of a second.
@@ -21,15 +21,13 @@ from llmtrain.base import untrusted
 from llmtrain.base.files import lock_folder
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import link
-from llmtrain.cluster.watch.capture import captured, with_gpus
-from llmtrain.cluster.watch.ending import Process, close_output, end_host, end_ssh, identify, job_of
+from llmtrain.cluster.watch.explain.causes import explain
 from llmtrain.cluster.watch.explain.facts import Explanation, HostFacts, JobFacts, RankFacts
-from llmtrain.cluster.watch.explain.paragraph import explain
 from llmtrain.cluster.watch.folder import AGENT, JOB, RUN, own, read_json, sweep, write_json
-from llmtrain.cluster.watch.judge import Judge, Pauses, Stragglers, Verdict
 from llmtrain.cluster.watch.notes import Notes
-from llmtrain.cluster.watch.observe import HostRanks
-from llmtrain.cluster.watch.proc import oom_kills
+from llmtrain.cluster.watch.observe import HostRanks, captured, with_gpus
+from llmtrain.cluster.watch.processes import Process, close_output, end_host, end_ssh, identify, job_of, oom_kills
+from llmtrain.cluster.watch.verdict import Judge, Pauses, Stragglers, Verdict
 
 _TICK_S, _SOONEST_S = 0.5, 0.1
 """Between two looks at everything. Reports come at any time: of 1,000 hosts, each must not cost a look."""

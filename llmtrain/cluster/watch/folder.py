@@ -16,9 +16,9 @@ from typing import Any
 from llmtrain.base import log, units
 from llmtrain.base.files import lock_folder, replace_file
 from llmtrain.cluster import messages
-from llmtrain.cluster.watch import proc
-from llmtrain.cluster.watch.ending import Process
+from llmtrain.cluster.watch import processes
 from llmtrain.cluster.watch.heartbeat import read
+from llmtrain.cluster.watch.processes import Process
 
 AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
 """How to reach this host's watch; who is in the job; what the job runs."""
@@ -35,7 +35,7 @@ def make_folder() -> Path:
 
     Its last word is the mark of the launch, by which `llmtrain launch` knows its own (launch/reach.py).
     """
-    parent = proc.stat(os.getppid())
+    parent = processes.stat(os.getppid())
     started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
     mark = os.environ.get(messages.LAUNCH, "")
     launch = mark if mark.isalnum() else "byhand"

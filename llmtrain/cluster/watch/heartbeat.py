@@ -7,15 +7,16 @@ A rank writes words of 8 bytes and never waits: entering and leaving a collectiv
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster.watch import proc
+from llmtrain.cluster.watch import processes
 
 PHASES = (
     "start",
@@ -76,7 +77,7 @@ class Beat:
 
     pid: int
     started: int
-    """Clock ticks after the boot, see `proc.Stat.started`."""
+    """Clock ticks after the boot, see `processes.Stat.started`."""
     rank: int
     local_rank: int
     beats: int
@@ -128,7 +129,7 @@ class Heartbeat:
         view = memoryview(memory)
         self._words = view.cast("q")
         self._times = view.cast("d")
-        own = proc.stat(os.getpid())
+        own = processes.stat(os.getpid())
         for name, value in (
             ("pid", os.getpid()),
             ("started", own.started if own else 0),
@@ -292,4 +293,69 @@ def read(page: Path | int) -> Beat | None:
 
 
 heart = Heartbeat()
-"""This process's own; `watched.begin` connects it."""
+"""This process's own; `rank_side.begin` connects it."""
+
+
+_FUNCTIONS = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "_all_gather_base",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "_reduce_scatter_base",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "split_group",
+)
+
+
+def count_collectives(torch: Any) -> None:
+    """Wrap those of the module torch, once a process. Before DeepSpeed starts: it keeps some (comm/torch.py)."""
+    dist = torch.distributed
+    if getattr(dist.all_reduce, "counted", False):
+        return
+    compiling = torch.compiler.is_compiling
+    for name in _FUNCTIONS:
+        plain = getattr(dist, name, None)
+        if plain is not None:
+            setattr(dist, name, _counted(name.removeprefix("_"), plain, compiling))
+    dist.Work.wait = _counted("an asynchronous collective", dist.Work.wait, compiling)
+
+
+def _counted(name: str, plain: Callable[..., Any], compiling: Callable[[], bool]) -> Callable[..., Any]:
+    entry = named(name)
+    enter, leave = heart.enter, heart.leave
+
+    @functools.wraps(plain)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if compiling():  # torch.compile knows the plain function by name, and must see nothing else
+            return plain(*args, **kwargs)
+        enter(entry)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            leave()
+
+    counted.counted = True  # type: ignore[attr-defined]
+    return counted

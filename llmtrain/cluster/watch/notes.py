@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
+
+from llmtrain.base.redact import redact
 
 _WITHIN_S = 9.5
 """That a note may take; W&B needs seconds."""
@@ -60,3 +63,16 @@ class Notes:
         while self._open:
             self.reap()
             time.sleep(0.05)
+
+
+def main() -> int:
+    """Entry point of the process."""
+    asked = json.load(sys.stdin)
+    line = json.dumps({"time_unix_s": time.time(), "kind": asked["kind"], **redact(asked["event"])})
+    with open(Path(asked["run_dir"]) / "events.jsonl", "a") as file:
+        file.write(line + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,16 +7,17 @@ import json
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster.watch import proc
-from llmtrain.cluster.watch.ending import Process
-from llmtrain.cluster.watch.explain.device import telling_line
-from llmtrain.cluster.watch.explain.facts import RankFacts, parse_stacks
+from llmtrain.cluster.gpus import MEMORY_REPORT, Command, KernelLog, memory_fault, read_report
+from llmtrain.cluster.watch import processes
+from llmtrain.cluster.watch.explain.device_faults import telling_line
+from llmtrain.cluster.watch.explain.facts import HostFacts, RankFacts, parse_stacks
 from llmtrain.cluster.watch.folder import RECORD_WANTED, of_rank, read_json, write_json
 from llmtrain.cluster.watch.heartbeat import Beat, read
+from llmtrain.cluster.watch.processes import Process, Stat
 
 STACK_SIGNAL = signal.SIGUSR2
 _SAMPLE_S = 2.0
@@ -171,7 +172,7 @@ class HostRanks:
             report["native"] = bool(crash) and b"\nCurrent thread" not in text
         frames = parse_stacks(text.decode(errors="replace"))
         report["stack"] = [[f.file, f.line, f.function] for f in frames[:40]]
-        report["waits_in"] = proc.waits_in(report["pid"])
+        report["waits_in"] = processes.waits_in(report["pid"])
 
     def _look_for_new(self) -> None:
         for path in sorted(self._folder.glob("rank-*.beat")):
@@ -186,7 +187,7 @@ class HostRanks:
 
     def _facts(self, seen: _Seen, now: float) -> RankFacts:
         beat = seen.beat
-        found = proc.stat(beat.pid)
+        found = processes.stat(beat.pid)
         there = found is not None and found.started == beat.started
         if found is not None and there and found.state in "ZX":
             seen.exit_status = found.exit_status
@@ -227,7 +228,7 @@ class HostRanks:
             done=beat.done,
         )
 
-    def _sample(self, seen: _Seen, found: proc.Stat, idle_s: float, now: float) -> None:
+    def _sample(self, seen: _Seen, found: Stat, idle_s: float, now: float) -> None:
         """What the rank and the processes below it are busy with; asked of a silent one only."""
         if idle_s < _SAMPLE_S:
             seen.use, seen.computes, seen.works = None, True, True
@@ -277,13 +278,13 @@ def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> Non
     write_json(of_rank(folder, rank, "error"), {"error": error, "at": at, "phase": phase})
 
 
-def _used(pid: int, found: proc.Stat) -> _Use:
+def _used(pid: int, found: Stat) -> _Use:
     """`found`: of the process itself."""
-    below_s, moved, resident = 0.0, proc.bytes_moved(pid), found.resident
-    for each in proc.descendants({pid}):
-        below = proc.stat(each)
+    below_s, moved, resident = 0.0, processes.bytes_moved(pid), found.resident
+    for each in processes.descendants({pid}):
+        below = processes.stat(each)
         below_s += below.cpu_s if below else 0.0
-        moved += proc.bytes_moved(each)
+        moved += processes.bytes_moved(each)
     return _Use(own_s=found.cpu_s, below_s=below_s, moved=moved, resident=resident)
 
 
@@ -311,3 +312,28 @@ def _signal(status: int | None) -> str:
 
 def _code(status: int | None) -> int | None:
     return None if status is None or status & 0x7F else status >> 8
+
+
+_LATELY_S = 600.0
+"""A fault of a GPU that the kernel log told so long before the ranks stopped belongs to it."""
+_WITHIN_S = 2.5
+
+
+def captured(ranks: HostRanks, stall_s: float, *, ends: bool) -> dict[str, Any]:
+    """`stacks` of the ranks; of a job on GPUs that `ends` also `xids` and `gpu_health`, as HostFacts has them.
+
+    Takes up to 3 s. A job that only pauses is asked for no more than stacks: what asks the driver may hold a rank up.
+    """
+    if not ends or not ranks.on_device():
+        return {"stacks": ranks.capture()}
+    kernel, memory = KernelLog(_LATELY_S + stall_s, _WITHIN_S), Command(MEMORY_REPORT, _WITHIN_S)
+    stacks = ranks.capture(record=True)
+    faults = {bus: memory_fault(gpu) for bus, gpu in read_report(memory.answer()).items()}
+    health = "; ".join(f"GPU {bus}: {what}" for bus, what in faults.items() if what)
+    return {"stacks": stacks, "xids": kernel.xid_lines(), "gpu_health": health[:500]}
+
+
+def with_gpus(host: HostFacts, answer: dict[str, Any]) -> HostFacts:
+    """`answer`: of `captured`, perhaps on another host."""
+    xids = tuple(str(line) for line in answer.get("xids", ()))
+    return replace(host, xids=xids, gpu_health=str(answer.get("gpu_health", "")))

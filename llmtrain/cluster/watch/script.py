@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from llmtrain.cluster.watch import collectives, watched
+from llmtrain.cluster.watch import heartbeat, rank_side
 from llmtrain.cluster.watch.heartbeat import heart
 
 during = heart.during
@@ -30,19 +30,19 @@ def watch(folder: str, *, stall_timeout_s: float = 300.0, start_timeout_s: float
         stall_timeout_s: seconds without a step, a phase or a collective of any rank that are a fault.
         start_timeout_s: how long the ranks may take to find each other.
     """
-    with watched.outcome_reported():
-        watched.begin(
+    with rank_side.outcome_reported():
+        rank_side.begin(
             stall_timeout_s=stall_timeout_s,
             start_timeout_s=start_timeout_s,
             run_dir=folder,
-            notes="llmtrain.cluster.watch.note",
+            notes="llmtrain.cluster.watch.notes",
         )
         yield
 
 
 def count_collectives(torch: Any) -> None:
     """Call it before DeepSpeed is started, with the module torch: then a report names the collective of each rank."""
-    collectives.count_collectives(torch)
+    heartbeat.count_collectives(torch)
     heart.phase("model")
 
 
@@ -56,11 +56,11 @@ def met(torch: Any) -> None:
         "local_rank": local_rank,
         "device": f"cuda:{torch.cuda.current_device()}" if cuda else "cpu",
         "pid": os.getpid(),
-        "agent": watched.agent_address(),
+        "agent": rank_side.agent_address(),
     }
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, about)
-    watched.met(everyone)
+    rank_side.met(everyone)
     heart.phase("data")
 
 

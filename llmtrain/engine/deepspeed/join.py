@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from llmtrain.cluster.watch import watched
+from llmtrain.cluster.watch import rank_side
 from llmtrain.engine import progress
 from llmtrain.engine.deepspeed.patches import apply_group_timeout
-from llmtrain.engine.dist.connect import connect_all
 from llmtrain.engine.dist.device import own_device
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.dist.rendezvous import meet
+from llmtrain.engine.dist.rendezvous import connect_all, meet
 from llmtrain.engine.malloc import keep_freed_memory
 from llmtrain.models import compiler
 
@@ -49,7 +48,7 @@ def join_process_group(
         # DeepSpeed's shared-memory all-reduce leaves 69 MB a rank in /dev/shm for ever; gloo carries it instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         keep_freed_memory()
-    progress.begin(device, watched.tend)
+    progress.begin(device, rank_side.tend)
     backend = accelerator.communication_backend_name()
     meeting = meet(device=device, backend=backend, settings=settings or {}, limit_s=start_timeout_s)
     # NCCL makes a group's connections at its first use, and asks the store for them: a slow rank counts as elsewhere.

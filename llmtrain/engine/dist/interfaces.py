@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from llmtrain.base.errors import ConfigError
-from llmtrain.cluster.hosts.interfaces import GLOO, NCCL, named
+from llmtrain.cluster.hosts.environment import GLOO, NCCL, named_interfaces
 
 _NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 _ELSEWHERE = "192.0.2.1"  # of a network that only documents use: the route to it is the one out of here
@@ -130,7 +130,7 @@ def _addresses() -> dict[str, list[str]]:
 def _check(variable: str, here: dict[str, list[str]]) -> None:
     """Raises ConfigError when the user's value names nothing that is here."""
     value = os.environ.get(variable)
-    if value and named(variable, value, here) is None:
+    if value and named_interfaces(variable, value, here) is None:
         raise ConfigError(
             f"{variable} is {value!r}, but {socket.gethostname()} has no interface of that name with an address. "
             f"It has {', '.join(here)}. Unset the variable (the one towards MASTER_ADDR is then taken), or name one."

@@ -20,11 +20,11 @@ from rich.console import Console
 from llmtrain.cluster.doctor import checks, compare, fabric, probe, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder, Survey
 from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds
-from llmtrain.cluster.doctor.report import WITHOUT_TERMINAL, Report, compressed, explained, print_report
+from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, Report, compressed, explained, print_report
 from llmtrain.cluster.hosts.hostfile import Host, read_hostfile
 from llmtrain.cluster.hosts.ssh import Answer
-from llmtrain.cluster.hosts.trouble import Trouble
-from llmtrain.cluster.launch import attempts
+from llmtrain.cluster.hosts.ssh_errors import Trouble
+from llmtrain.cluster.launch import launchers
 from llmtrain.commands import doctor
 
 NAMES = ["node-1", "node-2", "node-3"]
@@ -182,7 +182,7 @@ def test_a_measurement_takes_no_port_that_a_launch_may_have_chosen(monkeypatch: 
         return Answer(host, 0, "", "", 0.0, None)
 
     monkeypatch.setattr(fabric, "ask_python", ask)
-    launches = range(*map(int, re.findall(r"range\((\d+), (\d+)\)", attempts._FACTS)[0]))
+    launches = range(*map(int, re.findall(r"range\((\d+), (\d+)\)", launchers._FACTS)[0]))
     for _ in range(50):
         fabric.measure_pairs(healthy(), [[("node-1", "node-2")]], 0.1)
     ports = {int(port) for text in asked for port in re.findall(r'"ports": \[(\d+), (\d+), (\d+)\]', text)[0]}
@@ -401,7 +401,7 @@ def test_doctor_misses_pdsh_before_launch_does(
     """doctor said "all in order", and `launch` on the same hosts that there is no pdsh."""
     (tmp_path / "hosts").write_text("".join(f"{name} slots=8\n" for name in NAMES))
     made = Report(survey=healthy(), findings=(), checked=frozenset(CHECKS) - {"fabric"}, elapsed_s=1.0)
-    monkeypatch.setattr(doctor, "quick", lambda *_, **__: made)
+    monkeypatch.setattr(doctor, "preflight", lambda *_, **__: made)
     monkeypatch.setattr(doctor, "deepspeed_env_problems", list)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from llmtrain.cluster import gpus
-from llmtrain.cluster.doctor import all_reduce, gpu_checks, probe, survey
+from llmtrain.cluster.doctor import checks, fabric, probe, survey
 from llmtrain.cluster.doctor.checks import Finding, Survey
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.engine.dist import fabric
+from llmtrain.engine.dist import all_reduce
 from tests.helpers import gpu_texts as texts
 from tests.helpers.launching import free_port
 from tests.unit.cluster.test_doctor_checks import healthy
@@ -39,7 +39,7 @@ def with_gpus(slots: int = 2, links: str = "26.562 GB/s", xids: tuple[str, ...] 
 
 
 def found(given: Survey) -> list[Finding]:
-    return gpu_checks.all_gpus(given)
+    return checks.all_gpus(given)
 
 
 def test_gpus_in_order_raise_no_alarm() -> None:
@@ -181,23 +181,23 @@ def test_a_machine_without_gpus_is_asked_nothing_more(tmp_path: Path) -> None:
 
 def test_every_gpu_of_a_host_takes_part() -> None:
     given = with_gpus()
-    here = all_reduce._here(given, ["node-1", "node-2", "node-3"])
-    assert here["node-2"] == [(2, 0), (3, 1)] and all_reduce.is_worth_it(given)
-    assert all_reduce._rounds(here) == [[(0, 1), (2, 3), (4, 5)]]
+    here = fabric._here(given, ["node-1", "node-2", "node-3"])
+    assert here["node-2"] == [(2, 0), (3, 1)] and fabric.has_peers(given)
+    assert fabric._rounds(here) == [[(0, 1), (2, 3), (4, 5)]]
     eight = with_gpus(slots=8)
-    (first, *_) = rounds = all_reduce._rounds(all_reduce._here(eight, ["node-1", "node-2"]))
+    (first, *_) = rounds = fabric._rounds(fabric._here(eight, ["node-1", "node-2"]))
     assert len(rounds) == 7 and len(first) == 8 and {n for pair in first for n in pair} == set(range(16))
     for facts in given.facts.values():
         facts["packages"]["cuda"] = None  # a build of torch without it
-    assert all_reduce._here(given, ["node-1", "node-2"]) == {"node-1": [(0, 0)], "node-2": [(1, 0)]}
+    assert fabric._here(given, ["node-1", "node-2"]) == {"node-1": [(0, 0)], "node-2": [(1, 0)]}
 
 
 def test_a_single_host_is_measured_when_it_has_several_gpus() -> None:
     alone = with_gpus(slots=8)
     alone = Survey(**{**vars(alone), "hosts": alone.hosts[:1], "facts": {"node-1": alone.facts["node-1"]}})
-    assert all_reduce.is_worth_it(alone)
+    assert fabric.has_peers(alone)
     alone.facts["node-1"]["devices"]["count"] = 0
-    assert not all_reduce.is_worth_it(alone)
+    assert not fabric.has_peers(alone)
 
 
 def pairs(slow: int | None = None) -> list[list[Any]]:
@@ -212,17 +212,17 @@ def pairs(slow: int | None = None) -> list[list[Any]]:
 
 def test_a_gpu_at_a_quarter_of_its_rate_is_found() -> None:
     about = {"backend": "nccl", "ranks": 8, "steps": [{"bytes": 1 << 30, "seconds": 0.006}], "errors": {}}
-    assert all_reduce.judge({**about, "pairs": pairs()}) == []
-    (slow,) = all_reduce.judge({**about, "pairs": pairs(slow=3)})
+    assert fabric.judge_all_reduce({**about, "pairs": pairs()}) == []
+    (slow,) = fabric.judge_all_reduce({**about, "pairs": pairs(slow=3)})
     assert (slow.host, slow.level) == ("node-2", "red") and "a slow GPU 3: at best 90 GB/s" in slow.what
-    assert all_reduce.summary({**about, "pairs": pairs(slow=3)}) == [
+    assert fabric.all_reduce_summary({**about, "pairs": pairs(slow=3)}) == [
         "all-reduce of 8 ranks (nccl): 1 GiB 6 ms",
         "12 pairs of GPUs of a host: 90 GB/s to 370 GB/s each way (median 370 GB/s)",
     ]
 
 
 def test_sizes_grow_to_1_gib_on_gpus() -> None:
-    assert fabric.SIZES_BYTES["nccl"][-1] == 1 << 30 and fabric.SIZES_BYTES["gloo"][-1] == 32 << 20
+    assert all_reduce.SIZES_BYTES["nccl"][-1] == 1 << 30 and all_reduce.SIZES_BYTES["gloo"][-1] == 32 << 20
 
 
 def test_a_host_starts_a_process_for_each_of_its_ranks(tmp_path: Path) -> None:
@@ -231,8 +231,8 @@ def test_a_host_starts_a_process_for_each_of_its_ranks(tmp_path: Path) -> None:
         "mark": "answer: ", "backend": "gloo", "ranks": ["node-1 GPU 0", "node-1 GPU 1"], "here": [[0, 0], [1, 1]],
         "address": "127.0.0.1", "port": free_port(), "rounds": [[[0, 1]]], "limit_s": 60.0,
     }  # fmt: skip
-    words = [sys.executable, "-m", "llmtrain.engine.dist.fabric", json.dumps(questions)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(fabric.__file__).parents[3])
+    words = [sys.executable, "-m", "llmtrain.engine.dist.all_reduce", json.dumps(questions)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(all_reduce.__file__).parents[3])
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer: ")]
     said = json.loads(line.removeprefix("answer: "))
     assert done.returncode == 0, (said, done.stderr)
@@ -256,7 +256,7 @@ def test_a_driver_that_torchs_build_does_not_run_on_is_named(driver: str, cuda: 
     for facts in given.facts.values():
         facts["devices"] = {**facts["devices"], "count": 2, "driver": driver}
         facts["packages"] = {**facts["packages"], "torch": "2.13.0", "cuda": cuda}
-    told = [finding for finding in gpu_checks.all_gpus(given) if finding.check == "versions"]
+    told = [finding for finding in checks.all_gpus(given) if finding.check == "versions"]
     assert bool(told) == bool(says)
     for finding in told:
         assert says in finding.what and "--index-url https://" in finding.fix and finding.level == "red"

@@ -10,7 +10,7 @@ import pytest
 
 from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.doctor import compare
-from llmtrain.cluster.hosts.interfaces import GLOO, NCCL
+from llmtrain.cluster.hosts.environment import GLOO, NCCL
 from llmtrain.engine.dist import interfaces
 from tests.unit.cluster.test_doctor_checks import NAMES, healthy
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from llmtrain.cluster.hosts.hostfile import Host
-from llmtrain.cluster.launch import attempts, supervise
+from llmtrain.cluster.launch import launchers, supervise
 from llmtrain.cluster.launch.attempts import Launch
 from llmtrain.cluster.launch.job import Job
 from llmtrain.cluster.launch.plan import Options, Run
@@ -55,7 +55,7 @@ print("a line for the user", flush=True)
 def run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """run(script, ...) -> exit code of a launch whose job is `script`."""
     monkeypatch.setattr(supervise, "BACKOFF_S", 0.0)
-    monkeypatch.setattr(attempts, "AGENTS_LEAVE_S", 0.0)
+    monkeypatch.setattr(launchers, "AGENTS_LEAVE_S", 0.0)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     (tmp_path / "runs/run").mkdir(parents=True)
     (tmp_path / "hosts").write_text("localhost slots=1\n")
@@ -65,7 +65,7 @@ def run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def go(script: str, *options: str) -> int:
         path = tmp_path / "job.py"
         path.write_text(JOB + script)
-        monkeypatch.setattr(attempts, "command", lambda *_: [sys.executable, str(path)])
+        monkeypatch.setattr(launchers, "command", lambda *_: [sys.executable, str(path)])
         return launch(["--hostfile", "hosts", *options, "--", str(recipe)])
 
     yield go
@@ -243,7 +243,7 @@ def test_a_host_with_a_broken_gpu_is_not_started_on_again(
         hosts=hosts, words=words, launcher="pdsh", max_restarts=9, min_hosts=2, env_file=None, dry_run=False
     )
     made = Launch(options, "mark", run_of(recipe))
-    monkeypatch.setattr(attempts.Launch, "_answering", lambda self: self._options.hosts)
+    monkeypatch.setattr(made._launcher, "answering", lambda hosts: hosts)
     assert made._prepare_restart(unfit(3), "step 13: gpu_broken", 0.0) is None
     assert [host.name for host in made._hosts] == ["a", "c"]
     assert "on 2 hosts, 4 ranks, without b" in capfd.readouterr().err

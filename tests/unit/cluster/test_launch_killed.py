@@ -22,9 +22,9 @@ pytestmark = pytest.mark.long
 LAUNCH = """
 import sys
 from llmtrain.commands import launch
-from llmtrain.cluster.launch import attempts
-attempts.command = lambda *_: [sys.executable, "job.py"]
-attempts.AGENTS_LEAVE_S = 0.0
+from llmtrain.cluster.launch import launchers
+launchers.command = lambda *_: [sys.executable, "job.py"]
+launchers.AGENTS_LEAVE_S = 0.0
 sys.exit(launch.main(["--hostfile", "hosts", "--", "run.yaml"]))
 """
 # A rank that prints all the time: into a pipe that nobody reads it could not.

@@ -15,7 +15,7 @@ import pytest
 from llmtrain.cluster.watch import link
 from llmtrain.cluster.watch.agent import Agent
 from llmtrain.cluster.watch.explain.facts import RankFacts
-from llmtrain.cluster.watch.judge import Verdict
+from llmtrain.cluster.watch.verdict import Verdict
 
 
 @pytest.fixture

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 
 from llmtrain.cluster import gpus
-from llmtrain.cluster.watch import capture
-from llmtrain.cluster.watch.explain.cause import is_echo
-from llmtrain.cluster.watch.explain.device import device_fault, telling_line, timed_out, with_reason
-from llmtrain.cluster.watch.explain.facts import HostFacts, Recorded
-from llmtrain.cluster.watch.explain.paragraph import explain
-from llmtrain.cluster.watch.explain.recorded import excerpt
+from llmtrain.cluster.watch import observe
+from llmtrain.cluster.watch.explain.causes import explain
+from llmtrain.cluster.watch.explain.device_faults import device_fault, telling_line, timed_out, with_reason
+from llmtrain.cluster.watch.explain.facts import HostFacts, Recorded, excerpt, is_echo
 from tests.helpers import gpu_texts as texts
 from tests.unit.cluster.test_watch_explain import CLOSED, job, waiting
 
@@ -244,23 +242,23 @@ class Ranks:
 
 
 def test_gpus_and_kernel_are_asked_when_the_job_ends(fake_driver: Path) -> None:
-    found = capture.captured(Ranks(), 300.0, ends=True)  # type: ignore[arg-type]
+    found = observe.captured(Ranks(), 300.0, ends=True)  # type: ignore[arg-type]
     assert found["stacks"] == [{"record": True}]
     assert found["xids"] == [texts.xid(79)], "the one of two hours ago belongs to something else"
     assert found["gpu_health"] == "GPU 00000000:2A:00.0: 2 uncorrectable ECC errors since the driver was loaded"
-    host = capture.with_gpus(HostFacts(name="node-2"), found)
+    host = observe.with_gpus(HostFacts(name="node-2"), found)
     assert (host.xids, host.gpu_health) == ((texts.xid(79),), found["gpu_health"])
 
 
 def test_a_pause_asks_for_stacks_alone(fake_driver: Path) -> None:
-    assert capture.captured(Ranks(), 300.0, ends=False) == {"stacks": [{"record": False}]}  # type: ignore[arg-type]
+    assert observe.captured(Ranks(), 300.0, ends=False) == {"stacks": [{"record": False}]}  # type: ignore[arg-type]
 
 
 def test_an_nvidia_smi_that_hangs_is_left_behind(fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (fake_driver / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 300\n")
-    monkeypatch.setattr(capture, "_WITHIN_S", 0.3)
+    monkeypatch.setattr(observe, "_WITHIN_S", 0.3)
     began_s = time.monotonic()
-    assert capture.captured(Ranks(), 300.0, ends=True)["gpu_health"] == ""  # type: ignore[arg-type]
+    assert observe.captured(Ranks(), 300.0, ends=True)["gpu_health"] == ""  # type: ignore[arg-type]
     assert time.monotonic() - began_s < 2
 
 
@@ -268,8 +266,8 @@ KEEPS = """
 import os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from llmtrain.cluster.watch import stderr, watched
-stderr.keep_end(Path(sys.argv[1]), watched._start)
+from llmtrain.cluster.watch import stderr, rank_side
+stderr.keep_end(Path(sys.argv[1]), rank_side._start)
 os.write(2, b"x" * 100_000 + b"\\n")
 subprocess.run(["sh", "-c", "echo of a child >&2"])
 sys.stdin.readline()

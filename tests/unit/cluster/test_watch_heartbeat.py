@@ -11,7 +11,7 @@ import time
 import pytest
 
 from llmtrain.base.files import lock_folder
-from llmtrain.cluster.watch import ending, folder, observe, proc, watched
+from llmtrain.cluster.watch import folder, observe, processes, rank_side
 from llmtrain.cluster.watch.explain.facts import RankFacts
 from llmtrain.cluster.watch.heartbeat import PHASES, Heartbeat, named, read
 from llmtrain.cluster.watch.link import Server, answers, call, wait
@@ -94,23 +94,23 @@ def test_a_heart_that_nobody_watches_beats_all_the_same():
 
 @pytest.fixture
 def sleeper():
-    process = subprocess.Popen(["sleep", "300"], env={**os.environ, ending.MARK: "/marked"})
+    process = subprocess.Popen(["sleep", "300"], env={**os.environ, processes.MARK: "/marked"})
     yield process
     process.kill()
     process.wait()
 
 
 def test_only_the_very_process_is_ended(sleeper):
-    me = ending.identify(sleeper.pid)
-    ending.Process(me.pid, me.started + 1).send(signal.SIGKILL)  # the id was given to another one
+    me = processes.identify(sleeper.pid)
+    processes.Process(me.pid, me.started + 1).send(signal.SIGKILL)  # the id was given to another one
     assert me.alive()
-    assert ending.end_host([ending.Process(me.pid, me.started + 1)], None, "/another") == []
+    assert processes.end_host([processes.Process(me.pid, me.started + 1)], None, "/another") == []
     assert me.alive()
 
 
 def test_an_orphan_is_found_by_its_mark(sleeper):
-    assert ending.end_host([], None, "/marked") == []
-    assert not ending.identify(sleeper.pid) or not ending.identify(sleeper.pid).alive()
+    assert processes.end_host([], None, "/marked") == []
+    assert not processes.identify(sleeper.pid) or not processes.identify(sleeper.pid).alive()
 
 
 def test_only_the_jobs_own_connections_are_hung_up(monkeypatch):
@@ -124,11 +124,11 @@ def test_only_the_jobs_own_connections_are_hung_up(monkeypatch):
     vague = start("python", "deepspeed.launcher.launch", "--world_info", "e30=", "--master_port=29500")
     ssh = [start("ssh", f'export LLMTRAIN_LAUNCH="{mark}";', *job) for mark in ("aaaa", "bbbb")]
     try:
-        while not all(job[0] in proc.words(each.pid) for each in (launcher, *ssh)):
+        while not all(job[0] in processes.words(each.pid) for each in (launcher, *ssh)):
             time.sleep(0.01)
         monkeypatch.setenv("LLMTRAIN_LAUNCH", "aaaa")
-        assert ending.job_of(vague.pid) is None and ending.job_of(launcher.pid) == job
-        ending.end_ssh(job, 0.0)
+        assert processes.job_of(vague.pid) is None and processes.job_of(launcher.pid) == job
+        processes.end_ssh(job, 0.0)
         assert ssh[0].wait(10) == -signal.SIGTERM and ssh[1].poll() is None
     finally:
         for each in (launcher, vague, *ssh):
@@ -138,7 +138,7 @@ def test_only_the_jobs_own_connections_are_hung_up(monkeypatch):
 
 def test_folders_that_somebody_uses_are_not_swept(tmp_path):
     """Its launcher lives, its watch holds it, a rank of it lives: none of these alone is enough to remove it."""
-    me, uid = ending.identify(os.getpid()), os.getuid()
+    me, uid = processes.identify(os.getpid()), os.getuid()
     names = {"launcher": f"{me.pid}-{me.started}", "watch": "1-1", "rank": "1-2", "dead": "1-3", "young": "1-4"}
     folders = {what: tmp_path / f"llmtrain-watch-{uid}-{ids}-29500-byhand" for what, ids in names.items()}
     for what, each in folders.items():
@@ -156,8 +156,8 @@ def test_folders_that_somebody_uses_are_not_swept(tmp_path):
 def test_what_a_rank_has_started_ends_with_it(tmp_path):
     code = "import subprocess, time; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True); time.sleep(300)"
     rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    child = ending.identify(int(rank.stdout.readline()))
-    assert ending.end_host([ending.identify(rank.pid)], None, "/nothing") == []
+    child = processes.identify(int(rank.stdout.readline()))
+    assert processes.end_host([processes.identify(rank.pid)], None, "/nothing") == []
     assert not child.alive() and rank.wait(10) == -signal.SIGKILL
 
 
@@ -186,7 +186,7 @@ def test_a_rank_is_told_running_stopped_and_dead(tmp_path):
             time.sleep(0.02)
         assert state()[0] == "stopped"
         rank.send_signal(signal.SIGKILL)
-        while proc.stat(rank.pid).state != "Z":
+        while processes.stat(rank.pid).state != "Z":
             time.sleep(0.01)
         assert state() == ("dead", "SIGKILL", "backward") and ranks.gone() and not ranks.endings()
         rank.wait()
@@ -286,7 +286,7 @@ def test_the_first_connections_have_a_limit(heart, tmp_path):
 def test_memory_that_fills_is_work(heart, tmp_path, monkeypatch):
     """A model is built, or memory is locked for checkpoints, without a beat and without a byte that moves."""
     ranks = observe.HostRanks(tmp_path, "node-1", 1)
-    seen, found = observe._Seen(0, 0, read(tmp_path / "rank-00003.beat")), proc.stat(os.getpid())
+    seen, found = observe._Seen(0, 0, read(tmp_path / "rank-00003.beat")), processes.stat(os.getpid())
     used = iter([observe._Use(own_s=1.0, below_s=0.0, moved=0, resident=n << 20) for n in (100, 110, 200, 90)])
     monkeypatch.setattr(observe, "_used", lambda *_: next(used))
     works = []
@@ -347,13 +347,13 @@ def test_a_line_that_is_no_json_ends_the_connection():
 )
 def test_only_what_is_said_of_a_lost_peer_is_left_to_the_watch(tmp_path, monkeypatch, error, is_shown):
     """It explains who has gone; any other traceback is the explanation."""
-    monkeypatch.setattr(watched, "_folder", tmp_path)
-    monkeypatch.setattr(watched, "_has_failed", False)
-    monkeypatch.setattr(watched.heart, "is_leaving", lambda: False)
+    monkeypatch.setattr(rank_side, "_folder", tmp_path)
+    monkeypatch.setattr(rank_side, "_has_failed", False)
+    monkeypatch.setattr(rank_side.heart, "is_leaving", lambda: False)
     monkeypatch.delenv("LLMTRAIN_VERBOSE", raising=False)
 
     def end() -> type[BaseException]:
-        with pytest.raises((SystemExit, type(error))) as ended, watched.outcome_reported():
+        with pytest.raises((SystemExit, type(error))) as ended, rank_side.outcome_reported():
             raise error
         return ended.type
 
@@ -364,10 +364,10 @@ def test_only_what_is_said_of_a_lost_peer_is_left_to_the_watch(tmp_path, monkeyp
 
 
 def test_the_reason_that_nccl_gives_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(watched, "_folder", tmp_path)
-    monkeypatch.setattr(watched, "_has_failed", False)
-    monkeypatch.setattr(watched.heart, "is_leaving", lambda: False)
+    monkeypatch.setattr(rank_side, "_folder", tmp_path)
+    monkeypatch.setattr(rank_side, "_has_failed", False)
+    monkeypatch.setattr(rank_side.heart, "is_leaving", lambda: False)
     text = "NCCL error in: NCCLUtils.cpp:94, invalid usage\nncclInvalidUsage: ...\nLast error:\nDuplicate GPU detected"
-    assert not watched.failed(RuntimeError(text))
+    assert not rank_side.failed(RuntimeError(text))
     kept = (tmp_path / "rank-00000.error").read_text()
     assert "invalid usage Duplicate GPU detected" in kept

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmtrain.cluster.watch.explain.facts import RankFacts
-from llmtrain.cluster.watch.judge import Judge, Pauses, Stragglers
+from llmtrain.cluster.watch.verdict import Judge, Pauses, Stragglers
 
 
 class Cluster:

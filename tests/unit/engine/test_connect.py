@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmtrain.engine.dist import connect
+from llmtrain.engine.dist import rendezvous
 from llmtrain.engine.dist.control import AgreedError
 from llmtrain.engine.dist.ranks import Seat
 from llmtrain.engine.dist.rendezvous import Meeting, RendezvousError
@@ -39,7 +39,7 @@ def said(meeting: Meeting, monkeypatch: pytest.MonkeyPatch, text: str, fails: st
     monkeypatch.setattr(dist, "init_process_group", refuse if fails == "nccl" else lambda *_, **__: None)
     monkeypatch.setattr(dist, "new_group", refuse)
     with pytest.raises(RendezvousError) as ended:
-        connect.connect_all(meeting, "nccl", torch.device("cpu"), 5.0)
+        rendezvous.connect_all(meeting, "nccl", torch.device("cpu"), 5.0)
     return ended.value
 
 
@@ -84,5 +84,5 @@ def test_a_rank_that_fails_alone_does_not_wait_for_nccls_peers(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append("destroyed"))
-    connect.leave_all(error)
+    rendezvous.leave_all(error)
     assert bool(left) == leaves

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from llmtrain.base.errors import UserError
-from llmtrain.cluster.doctor import sites as lines
+from llmtrain.cluster.doctor import site_links as lines
 from llmtrain.commands import doctor
 from llmtrain.commands.sites import main, measured
 from tests.helpers.launching import free_port

@@ -6,15 +6,24 @@ Each row looks at the facts and either knows the cause or does not. The first th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llmtrain.cluster.gpus import Xid, read_xids
-from llmtrain.cluster.watch.explain.cause import AGAIN, OTHER_WAY, Cause, is_secondary
-from llmtrain.cluster.watch.explain.device import FAULTS, DeviceFault, device_fault, timed_out
-from llmtrain.cluster.watch.explain.facts import HostFacts, JobFacts, RankFacts
-from llmtrain.cluster.watch.explain.stalls import STALLS, rank_0_only
-from llmtrain.cluster.watch.explain.wording import call, first_words, names, place, rank_list, stands, who
+from llmtrain.cluster.watch.explain.device_faults import FAULTS, DeviceFault, device_fault, timed_out
+from llmtrain.cluster.watch.explain.facts import (
+    AGAIN,
+    OTHER_WAY,
+    Cause,
+    Explanation,
+    HostFacts,
+    JobFacts,
+    RankFacts,
+    is_secondary,
+)
+from llmtrain.cluster.watch.explain.stalls import STALLS, as_waiting, rank_0_only
+from llmtrain.cluster.watch.explain.wording import call, first_words, names, place, rank_list, stands, where, who
 
 
 def _silent_host(facts: JobFacts) -> Cause | None:
@@ -225,3 +234,37 @@ CAUSES: tuple[Callable[[JobFacts], Cause | None], ...] = (
     *(_silent_host, _broken_gpu, _device, _timed_out, _aborted, _dead),
     *STALLS,
 )
+
+
+def numbered(text: str, count: int) -> str:
+    """ "<is|are>" as it stands for so many."""
+    return re.sub(r"<([\w ]+)\|([\w ]+)>", r"\1" if count == 1 else r"\2", text)
+
+
+def explain(facts: JobFacts) -> Explanation:
+    """One paragraph. Always finds words, also for what the table does not know."""
+    facts = as_waiting(facts)
+    cause = next(found for row in CAUSES if (found := row(facts)) is not None)
+    host = cause.host or (cause.ranks[0].host if len({r.host for r in cause.ranks}) == 1 else "")
+    odd = {r.rank for r in cause.ranks}
+    others = [
+        r
+        for r in facts.ranks
+        if r.rank not in odd and r.state not in ("dead", "left", "unknown") and r.host != cause.host
+    ]
+    parts = [numbered(cause.says, len(cause.ranks))]
+    if waiting := where(others):
+        parts.append(f"{'The others' if odd else 'The ranks'}: {waiting}.")
+    parts.append(numbered(cause.remedy, len(cause.ranks)))
+    began = f"no progress for {facts.stalled_s:.0f} s" if facts.trigger == "pause" else "fault"
+    return Explanation(
+        what=facts.trigger,
+        cause=cause.name,
+        host=host,
+        ranks=sorted(odd),
+        step=facts.step,
+        signature=f"step {facts.step + 1}: {cause.name}{': ' + cause.detail if cause.detail else ''}",
+        text=f"{began} after step {facts.step}: " + " ".join(parts),
+        unfit=cause.unfit,
+        again=cause.again,
+    )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from llmtrain.cluster.watch.explain.device_faults import device_fault, timed_out
 
 
 @dataclass(frozen=True)
@@ -190,3 +194,90 @@ def parse_stacks(text: str) -> tuple[Frame, ...]:
         return ()
     current = [frames for head, frames in blocks if head.startswith("Current thread") and frames]
     return tuple(current[-1] if current else blocks[-1][1])
+
+
+def excerpt(trace: Mapping[str, Any]) -> list[Recorded]:
+    """Of the recorder's JSON (torch's `_dump_nccl_trace_json`): one for each process group with collectives in it.
+
+    Messages between two ranks are left out: their numbers are not the same on all ranks of a group.
+    """
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in trace.get("entries", ()):
+        if not entry["is_p2p"]:
+            groups.setdefault(str(entry["process_group"][0]), []).append(entry)
+    found = []
+    for group, entries in groups.items():
+        about = trace["pg_config"].get(group, {})
+        open_ = [entry for entry in entries if entry["state"] != "completed"]
+        oldest = min(open_, key=_number) if open_ else None
+        found.append(
+            Recorded(
+                group=group,
+                ranks=tuple(ast.literal_eval(about.get("ranks") or "[]")),
+                begun=max(map(_number, entries)),
+                pending=0 if oldest is None else _number(oldest),
+                name="" if oldest is None else str(oldest["profiling_name"]).removeprefix("nccl:"),
+            )
+        )
+    return found
+
+
+def _number(entry: Mapping[str, Any]) -> int:
+    return int(entry["collective_seq_id"])
+
+
+AGAIN = "The same command continues from the newest checkpoint."
+OTHER_WAY = (
+    "The ranks took different paths through the code: look for a condition that depends on the rank or on its "
+    "data around that line."
+)
+_SECONDARY = re.compile(
+    r"Connection (closed|reset)|Broken pipe|Connection refused|remote peer|[Tt]imed? ?out|NCCL|remote process exited|"
+    r"Application timeout|Socket Timeout|recvValue failed|failed to recv|EOFError|DistNetworkError|DistBackendError"
+)
+"""What a rank says when another one has gone: the other is the cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """What a row of the table knows."""
+
+    name: str
+    ranks: Sequence[RankFacts]
+    """Those that differ."""
+    says: str
+    """One or two sentences: what is wrong and why. `<is|are>`: for one of `ranks`, for several."""
+    remedy: str
+    host: str = ""
+    """The host that differs, where it is not that of `ranks`."""
+    detail: str = ""
+    """What tells two faults of this kind apart; part of the signature."""
+    unfit: bool = False
+    again: bool = True
+    """As of `Explanation`."""
+
+
+def live(facts: JobFacts) -> list[RankFacts]:
+    """Those of which is known what they do."""
+    return [r for r in facts.ranks if r.state not in ("dead", "left", "unknown")]
+
+
+def is_echo(error: str) -> bool:
+    """Whether an exception of this text comes of another rank's end.
+
+    NCCL hands on what its calls of CUDA have met: that is this rank's own, whatever else the text says.
+    """
+    return bool(_SECONDARY.search(error)) and device_fault(error) is None
+
+
+def is_secondary(rank: RankFacts) -> bool:
+    """It died because another one had gone: an error of communication, or the launcher's SIGTERM."""
+    return rank.signal in ("SIGTERM", "SIGINT", "SIGHUP") or is_echo(rank.error) or timed_out(rank.said) is not None
+
+
+def minority(ranks: Sequence[RankFacts], key: Callable[[RankFacts], object]) -> list[RankFacts]:
+    """Those whose key fewest ranks share; of equally many, those that have done least."""
+    groups: dict[object, list[RankFacts]] = {}
+    for rank in ranks:
+        groups.setdefault(key(rank), []).append(rank)
+    return min(groups.values(), key=lambda group: (len(group), group[0].collectives))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from llmtrain.base import units
-from llmtrain.cluster.watch.explain.cause import OTHER_WAY, Cause, live, minority
-from llmtrain.cluster.watch.explain.facts import JobFacts, RankFacts
-from llmtrain.cluster.watch.explain.recorded import never_began
-from llmtrain.cluster.watch.explain.wording import call, stands, who
+from llmtrain.cluster.watch.explain.facts import OTHER_WAY, Cause, JobFacts, RankFacts, Recorded, live, minority
+from llmtrain.cluster.watch.explain.wording import call, rank_list, stands, who
 
 _SAME_BATCHES = "The ranks do not do equally many steps or micro-batches: each must see the same number of batches."
 _OF_A_SAVE = ("compare", "save", "export")
@@ -296,6 +295,63 @@ def _in_file(rank: RankFacts) -> bool:
         rank.stack[0].function in _FILE_CALLS
         or rank.stack[0].file.endswith(("llmtrain/checkpoint/durable.py", "/shutil.py", "/pathlib.py"))
     )
+
+
+def as_waiting(facts: JobFacts) -> JobFacts:
+    """The facts with each rank inside of the collective in which its device is, as without a device it would be."""
+    return replace(facts, ranks=tuple(map(_as_waiting, facts.ranks)))
+
+
+def _as_waiting(rank: RankFacts) -> RankFacts:
+    pending = _pending(rank)
+    if rank.inside or pending is None:
+        return rank
+    return replace(
+        rank, inside=True, collective=f"{pending.name} of group {pending.group}", collectives=pending.pending
+    )
+
+
+def _pending(rank: RankFacts) -> Recorded | None:
+    return next((group for group in rank.recorded if group.pending), None)
+
+
+def never_began(facts: JobFacts) -> Cause | None:
+    """Ranks that have not handed over the collective in which the devices of others of its group wait."""
+    those = {rank.rank: rank for rank in live(facts)}
+    for waiting in those.values():
+        group = _pending(waiting)
+        if group is None:
+            continue
+        missing = [
+            those[member]
+            for member in group.ranks
+            if member in those and those[member].recorded and _begun(those[member], group.group) < group.pending
+        ]
+        absent = [rank for rank in missing if _pending(rank) is None]  # the others of them wait for somebody, too
+        if not absent:
+            continue
+        first = absent[0]
+        inside = [r for r in those.values() if (found := _pending(r)) and _key(found) == _key(group)]
+        wait = "device of {} waits" if len(inside) == 1 else "devices of {} wait"
+        return Cause(
+            name="behind",
+            ranks=absent,
+            detail=group.name,
+            says=f"{who(absent)} <has|have> never begun {group.name} #{group.pending} of process group {group.group}, "
+            f"in which the {wait.format(rank_list(inside))} (NCCL's flight recorder): <it is|they are> in "
+            f"{first.phase}{stands(first)}, for {first.idle_s:.0f} s.",
+            remedy="That line waits for its device, for a file or for something outside the job, or took another "
+            "path through the code.",
+        )
+    return None
+
+
+def _key(group: Recorded) -> tuple[str, int]:
+    return group.group, group.pending
+
+
+def _begun(rank: RankFacts, group: str) -> int:
+    return next((each.begun for each in rank.recorded if each.group == group), 0)
 
 
 STALLS = (

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from llmtrain.base import units
 from llmtrain.cluster.watch.explain.facts import Frame, HostFacts, RankFacts
 
-_WRAPS = "llmtrain/cluster/watch/collectives.py"
+_WRAPS = "llmtrain/cluster/watch/heartbeat.py"
 """Around every collective."""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from llmtrain.cluster import messages
 from llmtrain.cluster.hosts.environment import remove
-from llmtrain.cluster.launch import reach
+from llmtrain.cluster.launch import remote
 
 AGENTS_LEAVE_S = 12.0
 """For the watches of the hosts, when the ranks have left: after a fault they tell W&B."""
@@ -26,20 +26,20 @@ _SAVES_S = 1800.0
 """For the ranks to save and leave: nobody is there who could end by hand one that does not."""
 
 
-class Keeper:
+class Guardian:
     """Of one attempt. Use as a context manager around all of it: at its end there is nothing left to keep."""
 
     def __init__(self, hosts: Sequence[str], mark: str, folder: str, secret: str | None, output: int) -> None:
         """`folder`: of launch's own files; `secret`: of `deliver`; `output`: descriptor of what the job prints."""
         self._process = subprocess.Popen(
-            (sys.executable, "-m", "llmtrain.cluster.launch.keeper", str(output)),
+            (sys.executable, "-m", "llmtrain.cluster.launch.guardian", str(output)),
             stdin=subprocess.PIPE,
             pass_fds=(output,),
             start_new_session=True,  # what is sent to launch's whole group does not reach it
         )
         self._tell(hosts=list(hosts), mark=mark, folder=folder, secret=secret)
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> Guardian:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,12 +65,12 @@ def take_over(known: dict[str, Any], output: int) -> None:
     hosts, mark = known["hosts"], known["mark"]
     ranks = known.get("ranks", [])
     if ranks:
-        reached = reach.signal_ranks(hosts, mark, ranks, signal.SIGTERM)
+        reached = remote.signal_ranks(hosts, mark, ranks, signal.SIGTERM)
         _say(f"launch was killed: {reached} of {len(ranks)} ranks were asked to save and leave")
         printing = threading.Thread(target=_hand_on, args=(output,), daemon=True)
         printing.start()
         printing.join(_SAVES_S)
-    for line in reach.end_all(hosts, mark, AGENTS_LEAVE_S if ranks else 0.0):
+    for line in remote.end_all(hosts, mark, AGENTS_LEAVE_S if ranks else 0.0):
         _say(f"warning: {line}")
     if known["secret"] is not None:
         remove(hosts, known["secret"])

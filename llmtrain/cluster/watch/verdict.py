@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from llmtrain.cluster.watch.explain.cause import is_secondary
-from llmtrain.cluster.watch.explain.facts import HostFacts, RankFacts
+from llmtrain.cluster.watch.explain.facts import HostFacts, RankFacts, is_secondary
 
 SILENT_S = 10.0
 """A host that is not heard for so long is lost, unless steps are done without it."""

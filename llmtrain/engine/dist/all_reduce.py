@@ -1,4 +1,4 @@
-"""An all-reduce of growing size: `python -m llmtrain.engine.dist.fabric QUESTIONS`, started by doctor on each host.
+"""An all-reduce of growing size: `python -m llmtrain.engine.dist.all_reduce QUESTIONS`, started by doctor on each host.
 
 QUESTIONS is JSON: mark, backend, ranks (their names, in order), here (this host's: [rank, device] each), address and
 port of rank 0, rounds (of pairs of ranks to be measured one by one), limit_s. The answer is one line, mark and then
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from llmtrain.base.errors import UserError
 from llmtrain.cluster.doctor.survey import read_marked
-from llmtrain.cluster.watch.explain.device import with_reason
+from llmtrain.cluster.watch.explain.device_faults import with_reason
 from llmtrain.engine.dist.interfaces import choose_interfaces
 
 _SMALL = (4 << 10, 256 << 10, 4 << 20, 32 << 20)
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 def _each_of(ask: dict[str, Any]) -> dict[str, Any]:
     """A process for each rank of this host, side by side; what the first of them says, or the first error."""
     alone = [{**ask, "here": [one], "local_size": len(ask["here"])} for one in ask["here"]]
-    words = [[sys.executable, "-m", "llmtrain.engine.dist.fabric", json.dumps(each)] for each in alone]
+    words = [[sys.executable, "-m", "llmtrain.engine.dist.all_reduce", json.dumps(each)] for each in alone]
     started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in words]
     answers = []
     for (rank, _), process in zip(ask["here"], started, strict=True):

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from llmtrain.cluster.hosts.here import is_here
+from llmtrain.cluster.hosts.hostfile import is_here
 from llmtrain.cluster.hosts.ssh import Answer, on_hosts
 
 _REACH_S = 15.0

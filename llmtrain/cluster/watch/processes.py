@@ -1,8 +1,4 @@
-"""Ending a job on this host: its processes, and no others.
-
-A process is known by its id and the time of its start, so that an id that was given anew is never hit. Ours are the
-ranks, all below them, and whatever carries the job's mark in its environment (a data worker whose rank is dead).
-"""
+"""What Linux tells of processes in /proc, read without psutil: the watch does it twice a second for every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +9,120 @@ import time
 from dataclasses import dataclass
 
 from llmtrain.cluster import messages
-from llmtrain.cluster.watch import proc
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Stat:
+    """The fields of /proc/PID/stat that we use."""
+
+    state: str
+    """R running, S sleeping, D waiting for a disk or a file server, T stopped, t traced, Z ended, X going."""
+    parent: int
+    cpu_s: float
+    """Processor time of all its threads."""
+    started: int
+    """Clock ticks after the boot: with the process id, the identity of a process."""
+    resident: int
+    """Bytes of memory that it holds."""
+    exit_status: int
+    """As waitpid gives it, of a process that has ended and was not waited for yet."""
+
+
+def stat(pid: int) -> Stat | None:
+    """None when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    fields = text[text.rfind(b")") + 2 :].split()  # the name before it may hold spaces and brackets
+    try:
+        return Stat(
+            state=fields[0].decode(),
+            parent=int(fields[1]),
+            cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
+            started=int(fields[19]),
+            resident=int(fields[21]) * _PAGE,
+            exit_status=int(fields[49]),
+        )
+    except (IndexError, ValueError):
+        return None
+
+
+def bytes_moved(pid: int) -> int:
+    """Bytes that a process has read and written, caches included; 0 where that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/io", "rb") as file:
+            lines = file.read().split(b"\n")
+        return int(lines[0].split()[1]) + int(lines[1].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def pids() -> list[int]:
+    """Processes that this one can see."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def words(pid: int) -> list[str]:
+    """The command line; empty for a process that has ended or that is another user's."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def has_variable(pid: int, name: str, value: str) -> bool:
+    """Whether a process was started with this environment variable (ours only: the kernel guards others')."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return f"{name}={value}".encode() in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def descendants(roots: set[int]) -> set[int]:
+    """All processes below the given ones, without them."""
+    children: dict[int, list[int]] = {}
+    for pid in pids():
+        found = stat(pid)
+        if found is not None:
+            children.setdefault(found.parent, []).append(pid)
+    below: set[int] = set()
+    queue = list(roots)
+    while queue:
+        for child in children.get(queue.pop(), []):
+            if child not in below and child not in roots:
+                below.add(child)
+                queue.append(child)
+    return below
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has ended on this machine because memory ran out; 0 where it does not count them."""
+    try:
+        with open("/proc/vmstat", "rb") as file:
+            for line in file:
+                if line.startswith(b"oom_kill "):
+                    return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def waits_in(pid: int) -> str:
+    """The kernel function in which a process waits, where the kernel tells; else ""."""
+    try:
+        with open(f"/proc/{pid}/wchan") as file:
+            found = file.read().strip()
+    except OSError:
+        return ""
+    return "" if found == "0" else found
+
 
 MARK = "LLMTRAIN_WATCH"
 """Environment variable of every process of a job: the folder of its heartbeats on this host."""
@@ -34,7 +143,7 @@ class Process:
 
     def alive(self) -> bool:
         """Whether it is there and not only a zombie."""
-        found = proc.stat(self.pid)
+        found = stat(self.pid)
         return found is not None and found.started == self.started and found.state not in "ZX"
 
     def send(self, number: int) -> None:
@@ -46,7 +155,7 @@ class Process:
 
 def identify(pid: int) -> Process | None:
     """None when there is no such process."""
-    found = proc.stat(pid)
+    found = stat(pid)
     return None if found is None else Process(pid, found.started)
 
 
@@ -58,14 +167,14 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str, within_s
     deadline = time.monotonic() + within_s
     began = time.monotonic()
     known: set[Process] = set(ranks)
-    ours = launcher is not None and _is_launcher(proc.words(launcher.pid))
+    ours = launcher is not None and _is_launcher(words(launcher.pid))
     while True:
         known |= _family(known, mark)
         alive = [process for process in known if process.alive()]
         if not alive or time.monotonic() > deadline:
             break
         for process in alive:
-            gentle = any(os.path.basename(word) in _GENTLE for word in proc.words(process.pid)[:2])
+            gentle = any(os.path.basename(word) in _GENTLE for word in words(process.pid)[:2])
             waits = gentle and time.monotonic() - began < _GENTLE_S
             process.send(signal.SIGTERM if waits else signal.SIGKILL)
         time.sleep(0.1)
@@ -76,8 +185,8 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str, within_s
 
 def _family(known: set[Process], mark: str) -> set[Process]:
     """What runs below the known processes or carries the mark; without this process."""
-    below = proc.descendants({process.pid for process in known if process.alive()})
-    marked = {pid for pid in proc.pids() if proc.has_variable(pid, MARK, mark)}
+    below = descendants({process.pid for process in known if process.alive()})
+    marked = {pid for pid in pids() if has_variable(pid, MARK, mark)}
     found = (identify(pid) for pid in (below | marked) - {os.getpid()})
     return {process for process in found if process is not None}
 
@@ -109,8 +218,8 @@ def end_ssh(job: tuple[str, ...], wait_s: float) -> None:
 def _connections(job: tuple[str, ...]) -> list[Process]:
     launch = os.environ.get(messages.LAUNCH, "")  # it stands in the command too: two may have chosen one port
     found = []
-    for pid in proc.pids():
-        said = proc.words(pid)
+    for pid in pids():
+        said = words(pid)
         text = " ".join([*said, ""])
         if said and os.path.basename(said[0]) == "ssh" and launch in text and all(f"{word} " in text for word in job):
             found.append(identify(pid))
@@ -122,7 +231,7 @@ def job_of(launcher: int) -> tuple[str, ...] | None:
 
     None when it is not DeepSpeed's launcher as `deepspeed` starts it: with fewer of them other jobs would be hit too.
     """
-    said = proc.words(launcher)
+    said = words(launcher)
     found = [next((word for word in said if word.startswith(start)), "") for start in _JOB]
     return tuple(found) if _is_launcher(said) and all(found) else None
 

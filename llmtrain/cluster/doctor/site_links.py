@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llmtrain.base.errors import UserError
 from llmtrain.base.files import replace_file
-from llmtrain.cluster.doctor import wire
+from llmtrain.cluster.doctor import tcp_rates
 
 _TOKEN = "llmtrain sites measure"
 _WINDOW_S, _LONGEST_WINDOW_S = 1.5, 6.0
@@ -36,7 +36,7 @@ class Measured:
     both_down: float
 
 
-class Answering(wire.Host):
+class Answering(tcp_rates.Host):
     """The side that answers, until it is closed."""
 
     def __init__(self, host: str, port: int, limit_s: float) -> None:
@@ -58,7 +58,7 @@ class Answering(wire.Host):
         self.listener.close()
 
 
-class _Asking(wire.Host):
+class _Asking(tcp_rates.Host):
     def __init__(self, host: str, port: int) -> None:
         """The side that measures. It listens nowhere."""
         self.me = ""
@@ -69,9 +69,9 @@ class _Asking(wire.Host):
         trip_s = self.ping("")
         window_s = min(_LONGEST_WINDOW_S, max(_WINDOW_S, _TRIPS * trip_s))
         with self.rising("", window_s) as line:
-            up = wire.sent(line, window_s)
+            up = tcp_rates.sent(line, window_s)
         with self.connect("", 1.0, "down", window_s=window_s) as line:
-            down = wire.fetched(line, window_s)
+            down = tcp_rates.fetched(line, window_s)
         both = self.both("", window_s)
         found = Measured(
             site=site, trip_s=trip_s, up=up, down=down, both_up=both["both_up"], both_down=both["both_down"]

@@ -1,0 +1,233 @@
+"""The two ways to start a job's ranks on its hosts: DeepSpeed's launcher over pdsh, and Slurm's srun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from llmtrain.base.errors import ConfigError
+from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, Needs, preflight, print_report
+from llmtrain.cluster.hosts.environment import SECRETS_VARIABLE, deliver, remove
+from llmtrain.cluster.hosts.hostfile import Host, is_here
+from llmtrain.cluster.hosts.ssh import on_hosts
+from llmtrain.cluster.launch import remote, slurm
+from llmtrain.cluster.launch.guardian import AGENTS_LEAVE_S, Guardian
+from llmtrain.cluster.launch.job import Job, say
+from llmtrain.cluster.launch.plan import (
+    Plan,
+    address_of_first,
+    check,
+    check_programs,
+    command,
+    environment,
+    threads,
+    write_files,
+)
+
+_ANSWER_S = 10.0
+_SRUN_LEAVES_S, _POLL_S = 10.0, 0.2
+
+
+class Launcher(ABC):
+    """Starts the ranks of a job, asks them to save and leave, ends them, finds the hosts that still answer."""
+
+    def check(self, plan: Plan) -> None:  # noqa: B027  # some take any plan
+        """Raises ConfigError for a plan that it cannot start."""
+
+    @abstractmethod
+    def command(self, plan: Plan) -> list[str]:
+        """Its command, for --dry-run: with names in place of the values that only a start has."""
+
+    @abstractmethod
+    def start(self, plan: Plan) -> AbstractContextManager[Job]:
+        """The started job; nothing of it is left on any host that answers when the context ends. Raises ConfigError."""
+
+    def met(self, ranks: Sequence[dict[str, Any]]) -> None:  # noqa: B027  # some find the ranks without
+        """Takes the ranks of the message `place`."""
+
+    @abstractmethod
+    def ask_to_leave(self, plan: Plan, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
+        """Asks the ranks to save and leave, with this signal where it can choose one."""
+
+    @abstractmethod
+    def end(self, plan: Plan, job: Job) -> None:
+        """Ends all processes of the job at once."""
+
+    @abstractmethod
+    def answering(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
+        """The hosts on which it can still start something."""
+
+
+class Pdsh(Launcher):
+    """DeepSpeed's launcher: pdsh and ssh to other hosts, neither of them where this machine is the only host."""
+
+    def __init__(self, mark: str, needs: Needs | None = None) -> None:
+        self._mark, self._needs = mark, needs
+        self._examined = False
+        self._guardian: Guardian | None = None
+
+    def check(self, plan: Plan) -> None:
+        check(plan)
+
+    def command(self, plan: Plan) -> list[str]:
+        return command(plan, "FOLDER", "ADDRESS", "PORT")
+
+    @contextlib.contextmanager
+    def start(self, plan: Plan) -> Iterator[Job]:
+        check_programs(plan)
+        cores, port = _cores_and_port(plan)
+        if not os.environ.get("OMP_NUM_THREADS"):
+            plan = plan.sending(OMP_NUM_THREADS=str(threads(plan, cores)))
+        address = "127.0.0.1" if plan.alone else self._examine(plan, port) or address_of_first(plan.hosts)
+        secret = None
+        if plan.travel.private and not plan.alone:
+            secret = deliver(plan.names, plan.travel.private)
+            plan = plan.sending(**{SECRETS_VARIABLE: secret})
+        with contextlib.ExitStack() as kept:
+            try:
+                folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="llmtrain-launch-")))
+                write_files(plan, folder)
+                argv = command(plan, folder, address, port)
+                with Job(argv, environment(plan, folder, os.environ)) as job:
+                    guardian = Guardian(plan.names, self._mark, str(folder), secret, job.output)
+                    self._guardian = kept.enter_context(guardian)
+                    yield job
+            finally:
+                # The agents of a complete job leave at once; after a fault one may still be reporting to W&B.
+                for line in remote.end_all(plan.names, self._mark, AGENTS_LEAVE_S):
+                    say(f"warning: {line}")
+                if secret is not None:
+                    remove(plan.names, secret)
+
+    def met(self, ranks: Sequence[dict[str, Any]]) -> None:
+        if self._guardian is not None:
+            self._guardian.met(ranks)
+
+    def ask_to_leave(self, plan: Plan, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
+        reached = remote.signal_ranks(plan.names, self._mark, ranks, number)
+        if reached < len(ranks):
+            say(f"warning: {reached} of {len(ranks)} ranks were reached; the others learn of it at the next step")
+
+    def end(self, plan: Plan, job: Job) -> None:
+        remote.end_all(plan.names, self._mark)
+
+    def answering(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
+        others = [host.name for host in hosts if not is_here(host.name)]
+        answers = on_hosts(others, ("true",), timeout_s=_ANSWER_S) if others else {}
+        return tuple(host for host in hosts if host.name not in answers or answers[host.name].code == 0)
+
+    def _examine(self, plan: Plan, port: int) -> str | None:
+        """The first host's address as the others know it, found by doctor's preflight before the first start.
+
+        Raises ConfigError when doctor would fail.
+        """
+        if self._examined:  # the hosts were in order, and `answering` finds those that have gone since
+            return None
+        self._examined = True
+        report = preflight(plan.hosts, self._needs, port=port)
+        if report.findings:
+            width = None if sys.stderr.isatty() else WITHOUT_TERMINAL
+            print_report(report, Console(stderr=True, width=width, highlight=False))
+        if not report.ok:
+            raise ConfigError("nothing was started: fix what is marked FAIL, and check with `llmtrain doctor`")
+        return report.address
+
+
+class Slurm(Launcher):
+    """srun, within an allocation; all that it starts is a job step of this name."""
+
+    def __init__(self, mark: str) -> None:
+        self._step = f"llmtrain-{mark}"
+
+    def command(self, plan: Plan) -> list[str]:
+        return slurm.command(plan.hosts, plan.words, "NAME")
+
+    @contextlib.contextmanager
+    def start(self, plan: Plan) -> Iterator[Job]:
+        slurm.check_programs()
+        port = _facts_here()["port"] if is_here(plan.names[0]) else random.randrange(20000, 30000)
+        with tempfile.TemporaryDirectory(prefix="llmtrain-launch-") as made:
+            ranks = Path(made) / "ranks"
+            ranks.write_text(slurm.hostfile(plan.hosts))
+            meeting = {"MASTER_ADDR": address_of_first(plan.hosts), "MASTER_PORT": str(port)}
+            env = {**os.environ, **plan.travel.open, **plan.travel.private, **meeting, "SLURM_HOSTFILE": str(ranks)}
+            with Job(slurm.command(plan.hosts, plan.words, self._step), env) as job:
+                yield job
+
+    def ask_to_leave(self, plan: Plan, job: Job, ranks: Sequence[dict[str, Any]], number: int) -> None:
+        # In a thread: it may take a minute, and a second Ctrl-C must be heard meanwhile.
+        threading.Thread(target=self._ask, args=(job,), name="ask", daemon=True).start()
+
+    def _ask(self, job: Job) -> None:
+        problem = slurm.ask_to_leave(self._step)
+        if problem is not None and job.code() is None:
+            say(f"warning: the ranks were not asked to save and leave: {problem}")
+
+    def end(self, plan: Plan, job: Job) -> None:
+        # Two of them within a second make srun end its tasks; SIGKILL would leave that to Slurm's own timeouts.
+        job.signal(signal.SIGINT)
+        time.sleep(0.2)
+        job.signal(signal.SIGINT)
+        until = time.monotonic() + _SRUN_LEAVES_S
+        while job.code() is None and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
+    def answering(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
+        return slurm.answering(hosts)
+
+
+def launcher_of(name: str, mark: str, needs: Needs | None = None) -> Launcher:
+    """The launcher of `--launcher`. `mark`: of this launch; `needs`: of its run, for the preflight."""
+    return Slurm(mark) if name == "slurm" else Pdsh(mark, needs)
+
+
+_FACTS = (
+    "import json, os, random, socket\n"
+    "s = socket.socket()\n"
+    # Below the ports that the kernel gives to outgoing connections: nobody takes it between now and the start.
+    "for port in random.sample(range(20000, 30000), 100):\n"
+    "    try: s.bind(('', port)); break\n"
+    "    except OSError: pass\n"
+    "print(json.dumps({'port': s.getsockname()[1], 'cores': len(os.sched_getaffinity(0))}))"
+)
+
+
+def _cores_and_port(plan: Plan) -> tuple[dict[str, int], int]:
+    """The cores of each host, and a free port of the first one. Raises ConfigError, which names hosts that fail."""
+    if plan.alone:
+        found = _facts_here()
+        return {plan.names[0]: found["cores"]}, found["port"]
+    answers = on_hosts(plan.names, (sys.executable, "-c", _FACTS), timeout_s=30.0)
+    problems = []
+    facts = {}
+    for name, answer in answers.items():
+        try:
+            facts[name] = json.loads(answer.stdout)
+        except ValueError:
+            why = answer.stderr.strip().rpartition("\n")[2] or f"code {answer.code}"
+            said = f"{answer.trouble.text}: {answer.trouble.remedy}" if answer.trouble else None
+            problems.append(f"  {name}: {said or f'{sys.executable} does not run there ({why})'}")
+    if problems:
+        head = f"{len(problems)} of {len(plan.hosts)} hosts cannot be used"
+        raise ConfigError("\n".join([head, *problems]))
+    return {name: int(found["cores"]) for name, found in facts.items()}, int(facts[plan.names[0]]["port"])
+
+
+def _facts_here() -> dict[str, int]:
+    done = subprocess.run((sys.executable, "-c", _FACTS), capture_output=True, text=True, check=True)
+    return {str(name): int(value) for name, value in json.loads(done.stdout).items()}
