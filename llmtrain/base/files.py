@@ -7,14 +7,26 @@ import os
 from pathlib import Path
 
 
-def lock_folder(folder: Path) -> int:
+def lock_folder(folder: Path, *, wait: bool = False, shared: bool = False) -> int:
     """Hold a folder until the returned descriptor is closed or this process ends: flock, so no lock can go stale.
 
-    Raises BlockingIOError while another process holds it, and any other OSError when it cannot be opened or locked.
+    `shared`: beside others that ask for no more. Raises BlockingIOError while another process holds it, unless it is to
+    `wait` for that, and any other OSError when it cannot be opened or locked.
     """
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return _locked(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), wait, shared)
+
+
+def lock_file(path: Path) -> int:
+    """Wait until a file, made where it is missing, is held as `lock_folder` holds a folder. Raises OSError.
+
+    Linux passes locks of files on to an NFS server, those of folders not: all hosts that share one wait for each other.
+    """
+    return _locked(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), wait=True)
+
+
+def _locked(handle: int, wait: bool, shared: bool = False) -> int:
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         os.close(handle)
         raise

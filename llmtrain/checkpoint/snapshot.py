@@ -14,14 +14,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import llmtrain
 from llmtrain.base import log
+from llmtrain.base.child import child_environment
 from llmtrain.checkpoint.durable import DurableFile
 from llmtrain.checkpoint.format import Piece, keys
 from llmtrain.engine.api import StateTensor
@@ -213,14 +212,13 @@ class WriterProcess:
     def __init__(self, image: HostImage, table: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
         handles = [theirs.fileno(), image.handle]
-        env = {**os.environ, "PYTHONPATH": _search_path()}
         command = [sys.executable, "-m", "llmtrain.checkpoint.writer"]
         numbers = map(str, (*handles, image.bytes, os.getpid()))
         # Signals to a process group or tree are for the rank to answer: it will still want its last checkpoint.
         # What is blocked here stays blocked in the child, from its first instruction on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
         try:
-            self._process = subprocess.Popen([*command, *numbers], pass_fds=handles, env=env)
+            self._process = subprocess.Popen([*command, *numbers], pass_fds=handles, env=child_environment())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
@@ -254,9 +252,3 @@ class WriterProcess:
     def _died(self) -> WriterDied:
         code = self._process.wait()
         return WriterDied(f"the checkpoint writer (process {self._process.pid}) ended with {code}")
-
-
-def _search_path() -> str:
-    """So that the child finds this package, installed or not."""
-    package = str(Path(llmtrain.__file__).parents[1])
-    return os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,1 +1,1 @@
-"""Several hosts: before a run, during it and after it. No torch here."""
+"""The hosts of a job: checks before a run, its launch, its watch. No torch here."""

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver tells of the GPUs of a host: its lines in the kernel log, nvidia-smi's report, its NVLinks.
+"""NVIDIA's reports on the GPUs of a host: the driver's lines in the kernel log, nvidia-smi's report, NVLinks.
 
 Imported by the watch; piped into a host's Python by doctor, before probe.py. So: standard library only, Python 3.8 on.
 """
@@ -21,9 +21,9 @@ _MOST_BYTES = 4 << 20
 _DAY_S = 86400.0
 _REPORT = ("nvidia-smi", "-q")
 MEMORY_REPORT = (*_REPORT, "-d", "ECC,PAGE_RETIREMENT,ROW_REMAPPER")
-"""The part of the report that says whether a GPU's memory is in order."""
+"""The part of the report that has the errors of a GPU's memory."""
 _SECTIONS = ("MIG Mode", "ECC Errors", "Retired Pages", "Remapped Rows", "Fabric", "FB Memory Usage", "Processes")
-"""Of the whole report, what doctor looks at."""
+"""Sections of the whole report that doctor reads."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Xid:
 
     @property
     def unfit(self) -> bool:
-        """The GPU or its link is broken, or stays unusable until a reset: no program of the user's does that."""
+        """True if the GPU or its link is broken, or unusable until a reset: no program of the user's does that."""
         return _XIDS.get(self.number, ("", False))[1]
 
     def __str__(self) -> str:
@@ -72,19 +72,19 @@ _XIDS: Mapping[int, tuple[str, bool]] = {
     143: ("it could not be started", True),
     **dict.fromkeys(range(144, 151), ("an error of an NVLink", True)),
 }
-"""Number -> what it means; whether the host is unfit for work (NVIDIA's document "XID Errors")."""
+"""Number -> (meaning, True if the host is unfit for work), after NVIDIA's document "XID Errors"."""
 
 
 def read_xids(lines: Iterable[str]) -> list[Xid]:
-    """The faults in lines of a kernel log, each GPU's of a kind once, in the order in which they came."""
+    """The faults in lines of a kernel log, in their order; a repeated fault of a GPU counts once."""
     found = (_XID.search(line) for line in lines)
     return list(dict.fromkeys(Xid(match["bus"], int(match["number"])) for match in found if match))
 
 
 def read_report(text: str) -> dict[str, dict[str, Any]]:
-    """nvidia-smi -q: by PCI address, its sections as nested dicts. A section of which it says "N/A" is that text.
+    """Parse `nvidia-smi -q`: PCI address -> sections as nested dicts; a section that is "N/A" is that text.
 
-    Of what a section has several of (processes), each key's values are a list: {"Processes": {"Type": ["C", "C"]}}.
+    A key that stands several times in a section (processes) has a list of values: {"Processes": {"Type": ["C", "C"]}}.
     """
     gpus: dict[str, dict[str, Any]] = {}
     own: dict[str, Any]
@@ -113,7 +113,7 @@ def read_report(text: str) -> dict[str, dict[str, Any]]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """The values of a key of `read_report`, which are one or several."""
+    """The values of a key of `read_report`: one or several."""
     return list(value) if isinstance(value, list) else [value]
 
 
@@ -126,7 +126,7 @@ def section(gpu: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def memory_fault(gpu: Mapping[str, Any]) -> str:
-    """What is wrong with a GPU's memory, by its report; empty when nothing is."""
+    """The faults of a GPU's memory in its report; empty without any."""
     words = []
     volatile = section(gpu, "ECC Errors", "Volatile")
     broken = sum(int(v) for k, v in volatile.items() if "Uncorrectable" in k and str(v).isdigit())
@@ -141,7 +141,7 @@ def memory_fault(gpu: Mapping[str, Any]) -> str:
 
 
 def read_links(text: str) -> list[tuple[int, int]]:
-    """nvidia-smi nvlink -s: of each GPU in order, its NVLinks that are up, and all that it names."""
+    """Parse `nvidia-smi nvlink -s`: (NVLinks that are up, all NVLinks) of each GPU in order."""
     found: list[tuple[int, int]] = []
     for line in text.splitlines():
         if line.startswith("GPU "):
@@ -153,7 +153,7 @@ def read_links(text: str) -> list[tuple[int, int]]:
 
 
 class Command:
-    """A command, started now and read later: nvidia-smi takes a second, and for ever where a GPU has gone."""
+    """A command, started now and read later: nvidia-smi takes a second, and never ends where a GPU has gone."""
 
     def __init__(self, argv: tuple[str, ...], within_s: float) -> None:
         self._until_s = time.monotonic() + within_s
@@ -168,7 +168,7 @@ class Command:
             )
 
     def answer(self) -> str:
-        """Its output when it ends within its time; else nothing: one that stays in the kernel is left behind."""
+        """Its output if it ends in time, else an empty string; a process that hangs in the kernel is left behind."""
         if self._process is None or self._process.stdout is None:
             return ""
         handle, said = self._process.stdout.fileno(), bytearray()
@@ -188,7 +188,7 @@ class Command:
 
 
 class KernelLog:
-    """What the driver has told of faults in the last `seconds`."""
+    """The driver's fault reports in the kernel log of the last `seconds`."""
 
     def __init__(self, seconds: float, within_s: float) -> None:
         self._lines: list[str] | None = None
@@ -199,13 +199,13 @@ class KernelLog:
             self._journal = Command(words, within_s)
 
     def xid_lines(self) -> list[str]:
-        """Oldest first, no more than 50; none where this user may not read them."""
+        """The newest 50, oldest first; none where this user may not read them."""
         lines = self._lines if self._lines is not None else self._journal.answer().splitlines()
         return [line for line in lines if _XID.search(line)][-50:]
 
 
 def _kernel_log(seconds: float) -> list[str]:
-    """Messages of the kernel, of which it keeps "priority,number,microseconds,...;text". Raises OSError."""
+    """Kernel messages of the last `seconds`, without their "priority,number,microseconds,...;". Raises OSError."""
     since_us = (time.monotonic() - seconds) * 1e6
     handle = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     found: list[str] = []
@@ -228,7 +228,7 @@ def _kernel_log(seconds: float) -> list[str]:
 
 
 def look_gpus(ask: Mapping[str, Any]) -> dict[str, Any]:
-    """Doctor's facts of the GPUs, in their order; empty without nvidia-smi: no more is asked of a machine then."""
+    """Facts of the GPUs for doctor, in their order; empty without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return {}
     within_s = 9.0

@@ -25,16 +25,16 @@ from typing import Any
 MARK = "llmtrain:: "
 SUPERVISED = "LLMTRAIN_SUPERVISED"
 LAUNCH = "LLMTRAIN_LAUNCH"
-"""Environment variable of every process of a launch, on every host: a word that no other launch has."""
+"""Environment variable of every process of a launch, on every host: the mark that no other launch has."""
 TERMINAL = "LLMTRAIN_TERMINAL"
 """1 where the supervisor has a terminal, on which it shows the progress itself."""
 VERBOSE = "LLMTRAIN_VERBOSE"
-"""1: ranks that fail because another one is gone show their tracebacks, too."""
+"""1: ranks that fail because a peer is gone show their tracebacks, too."""
 KINDS = ("wait", "place", "progress", "checkpoint", "fault", "end")
 
 
 def emit(kind: str, **fields: Any) -> None:
-    """Tell the supervisor, if there is one. One write, so that lines of several ranks do not mix."""
+    """Send a message to the supervisor, if there is one. One write: lines of several ranks must not mix."""
     assert kind in KINDS, kind
     if not supervised():
         return
@@ -48,7 +48,7 @@ def emit(kind: str, **fields: Any) -> None:
 
 @contextlib.contextmanager
 def waiting(every_s: float = 30.0) -> Iterator[None]:
-    """Tell the supervisor at these intervals that the ranks cannot meet yet, for as long as the block runs."""
+    """Send `wait` every `every_s` seconds while the block runs."""
     done = threading.Event()
 
     def tell() -> None:
@@ -65,19 +65,19 @@ def waiting(every_s: float = 30.0) -> Iterator[None]:
 
 
 def supervised() -> bool:
-    """Whether a supervisor hears."""
+    """True if a supervisor reads this process's messages."""
     return os.environ.get(SUPERVISED) == "1"
 
 
 def show_progress() -> Callable[[str, float | None], None] | None:
-    """What shows progress on the supervisor's terminal; None where it has none."""
+    """The function that shows progress on the supervisor's terminal; None where it has none."""
     if not supervised() or os.environ.get(TERMINAL) != "1":
         return None
     return lambda text, share: emit("progress", text=text, share=share)
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """The message that a line of a job's output holds, if it holds one: pdsh puts "host: " before a line."""
+    """The message in a line of a job's output, or None. pdsh puts "host: " before a line."""
     _, mark, rest = line.partition(MARK)
     if not mark:
         return None

@@ -6,24 +6,21 @@ The lock is flock on the folder itself (checkpoint/rundir.py).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from pathlib import Path
 
 from llmtrain.base import untrusted
 from llmtrain.base.errors import ConfigError
+from llmtrain.base.files import lock_folder
 
 
 def refuse_if_in_use(run_dir: str) -> None:
     """Raises ConfigError when a launch holds the run's folder. It makes and keeps nothing."""
     with contextlib.suppress(OSError):  # it is not there, or has no locks: whoever takes it will tell
-        handle = os.open(run_dir, os.O_RDONLY)
         try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.close(lock_folder(Path(run_dir), shared=True))
         except BlockingIOError:
             raise ConfigError(in_use(Path(run_dir), "train.run_dir")) from None
-        finally:
-            os.close(handle)
 
 
 def in_use(folder: Path, key: str) -> str:

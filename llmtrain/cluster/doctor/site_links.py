@@ -68,17 +68,11 @@ class _Asking(tcp_rates.Host):
         """Raises OSError, ValueError."""
         trip_s = self.ping("")
         window_s = min(_LONGEST_WINDOW_S, max(_WINDOW_S, _TRIPS * trip_s))
-        with self.rising("", window_s) as line:
-            up = tcp_rates.sent(line, window_s)
-        with self.connect("", 1.0, "down", window_s=window_s) as line:
-            down = tcp_rates.fetched(line, window_s)
-        both = self.both("", window_s)
-        found = Measured(
-            site=site, trip_s=trip_s, up=up, down=down, both_up=both["both_up"], both_down=both["both_down"]
-        )
-        if not all((up, down, found.both_up, found.both_down)):
+        found = self.rates("", window_s)
+        del found["idle"]
+        if not all(found.values()):
             raise OSError("nothing came within the time")
-        return found
+        return Measured(site=site, trip_s=trip_s, **found)
 
 
 def measure(sites: Sequence[str]) -> list[Measured]:

@@ -127,18 +127,22 @@ class Host:
             time.sleep(0.1)
 
     def measure(self, peer: str) -> Facts:
-        """One pair: round trip in seconds, rates in bit/s: up (to the peer) and down alone, then both at once."""
+        """Round trip of a peer in seconds and its `rates`, once its pair has its turn. Raises OSError, ValueError."""
         with self.connect(peer, self.ask["patience_s"], "pair") as held:
             held.settimeout(self.ask["pair_limit_s"])
             if read_line(held) != "go":
                 raise OSError("the other host did not come to this pair in time")
             found: Facts = {"trip_s": self.ping(peer)}
             window_s = min(1.5, max(self.ask["window_s"], 12 * found["trip_s"]))
-            with self.rising(peer, window_s) as up:
-                found["up"] = sent(up, window_s)
-            with self.connect(peer, 1.0, "down", window_s=window_s) as down:
-                found["down"] = fetched(down, window_s)
-            return {**found, **self.both(peer, window_s)}
+            return {**found, **self.rates(peer, window_s)}
+
+    def rates(self, peer: str, window_s: float) -> Facts:
+        """bit/s up (to the peer) and down, each alone, then both at once. Raises OSError, ValueError."""
+        with self.rising(peer, window_s) as up:
+            found: Facts = {"up": sent(up, window_s)}
+        with self.connect(peer, 1.0, "down", window_s=window_s) as down:
+            found["down"] = fetched(down, window_s)
+        return {**found, **self.both(peer, window_s)}
 
     def both(self, peer: str, window_s: float) -> Facts:
         """Both directions at once: the connections stand before the first byte of either is sent."""

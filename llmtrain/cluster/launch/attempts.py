@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import ConfigError
-from llmtrain.base.redact import redact
 from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.launch.job import Job, say
 from llmtrain.cluster.launch.launchers import launcher_of
 from llmtrain.cluster.launch.plan import Options, Plan, Run, host_of_rank, make_plan, place_lines
 from llmtrain.cluster.launch.supervise import FAULT_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, Attempt, Supervisor
+from llmtrain.cluster.watch.notes import write_event
 
 _POLL_S = 0.2
 _LEAVES_S = 60.0
@@ -218,10 +217,8 @@ class Launch:
 
     def _event(self, kind: str, **fields: Any) -> None:
         """One line in the run's events.jsonl, if its folder is here."""
-        line = json.dumps({"time_unix_s": time.time(), "kind": kind, **redact(fields)})
         try:
-            with open(self._run_dir / "events.jsonl", "a") as file:
-                file.write(line + "\n")
+            write_event(self._run_dir, kind, fields)
         except OSError as error:
             say(f"warning: events.jsonl of {self._run_dir} cannot be written here ({error.strerror})")
 

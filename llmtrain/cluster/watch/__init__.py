@@ -1,1 +1,1 @@
-"""During a run: each rank says what it does, and a small process on each host reads it."""
+"""During a run: each rank leaves a heartbeat, and an agent process on each host reads it."""

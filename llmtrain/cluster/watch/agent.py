@@ -1,7 +1,7 @@
-"""The watch of a host: a small process beside its ranks. Started by `rank_side.begin`, it leaves when they have left.
+"""The agent: a small process on each host that watches its ranks. `rank_side.begin` starts it; it ends after them.
 
-That of rank 0's host is the root: the others report to it once a second, and it decides. Until the ranks have met, and
-when the root is lost, each decides for its own host. No torch here: it starts in a tenth of a second.
+The agent on rank 0's host is the root: the others report to it once a second, and it decides. Until the ranks have met,
+and when the root is lost, each decides for its own host. No torch here: it starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ from llmtrain.cluster.watch.processes import Process, close_output, end_host, en
 from llmtrain.cluster.watch.verdict import Judge, Pauses, Stragglers, Verdict
 
 _TICK_S, _SOONEST_S = 0.5, 0.1
-"""Between two looks at everything. Reports come at any time: of 1,000 hosts, each must not cost a look."""
+"""Longest and shortest pause between two rounds of `Agent.run`; the shortest bounds the work of a root with 1,000
+hosts."""
 _REPORT_S = 1.0
 _ROOT_LOST_S = 12.0
-"""Later than the root gives up a host (judge.SILENT_S): what the root says comes first."""
+"""Silence that counts as the loss of the root: longer than verdict.SILENT_S, so that the root's decision comes
+first."""
 _UNREACHED_S = 30.0
 _LOST_S, _BUSY_S = 4.0, 30.0
-"""That `deepspeed` may wait for the end of a host that is lost, and of one that is slow to end."""
+"""Time for the ssh connections of `deepspeed` to end by themselves: where a host is lost, and where all answer."""
 _PEERS = 8
-"""Other hosts that each is told of."""
+"""Peers whose addresses the root sends to each agent."""
 _ANSWERS_S = 5.0  # for the stacks of other hosts, and their GPUs' state
 _ENDED_S = 5.0
-"""For the other hosts to end their ranks."""
+"""Time for the other hosts to end their ranks."""
 
 
 class Agent:
-    """One host's watch."""
+    """Watches the ranks of one host."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         """Raises OSError."""
@@ -68,7 +70,7 @@ class Agent:
         self.root_heard_s = self.reported_s = self.called_s = 0.0
         self.oom_before = oom_kills()
         self.about: dict[str, Any] = {}
-        """What the job runs; empty until that is known."""
+        """Facts about the run (`rank_side.describe`); empty until they are known."""
         self.told_of_removal = False
         self._settle()
 
@@ -77,7 +79,7 @@ class Agent:
         return self.job is not None and bool(self.job["is_root"])
 
     def run(self) -> None:
-        """Until the ranks of this host have left, and for the root those of all hosts."""
+        """Watch until the ranks of this host have ended; as the root, until those of all hosts have."""
         now = 0.0
         while True:
             lines = [*self.server.lines.values(), *([self.line] if self.line else [])]
@@ -111,7 +113,8 @@ class Agent:
             self.notes.reap()
 
     def _check_folder(self) -> None:
-        """Something outside may remove it: heartbeats that are open stay readable, and the rest is made anew."""
+        """Notice that something outside has removed the folder: open heartbeats stay readable, the rest is made
+        again."""
         self.about = self.about or read_json(self.folder / RUN) or {}
         removed = not os.fstat(self.lock).st_nlink
         if (removed or self.ranks.nameless()) and not self.told_of_removal:
@@ -126,7 +129,7 @@ class Agent:
                 self._settle()
 
     def _settle(self) -> None:
-        """Hold the folder, and leave in it how to reach this watch. Raises OSError."""
+        """Lock the folder and write the agent's address into it. Raises OSError."""
         own(self.folder)
         self.lock = lock_folder(self.folder)
         write_json(self.folder / AGENT, {"port": self.server.port, "token": self.server.token, "pid": os.getpid()})
@@ -136,7 +139,7 @@ class Agent:
         return self.ranks.gone() and (launcher_gone or self.ranks.complete() or self.told_of_removal)
 
     def _still_needed(self, reports: list[dict[str, Any]], now: float) -> bool:
-        """A death is to be explained first; and the root stays until all hosts' ranks have left."""
+        """True if a death is still to be explained, or, for the root, ranks of other hosts have not ended."""
         dead = any(report["state"] == "dead" for report in reports) and not self.judge.ended
         return dead or (self.is_root and self.judge.waits(now))
 
@@ -153,7 +156,7 @@ class Agent:
                 self.own.pop(int(report["rank"]), None)
 
     def _meet(self, now: float) -> None:
-        """Learn from this host's rank who is in the job."""
+        """Read the hosts of the job, once local rank 0 has written them."""
         self.job = read_json(self.folder / JOB)
         if self.job is None or self.is_root:
             return
@@ -161,7 +164,7 @@ class Agent:
         self.met_s = now
 
     def _listen(self, now: float) -> None:
-        """The root hears the others."""
+        """As the root: take in the other hosts' reports, and once a second send them the addresses of peers."""
         self.server.accept(now)
         self._take_in(now)  # stacks among it come too late
         if now - self.reported_s >= _REPORT_S:
@@ -171,7 +174,7 @@ class Agent:
                 line.send({"do": "go on", "peers": peers})
 
     def _take_in(self, now: float) -> dict[str, Any]:
-        """What the others have sent: their reports go to the judge; returns what they have `captured`, by host."""
+        """Pass the other hosts' reports to the judge; returns their answers of `captured`, by host."""
         answers = {}
         for host, line in list(self.server.lines.items()):
             for message in line.receive():
@@ -189,7 +192,7 @@ class Agent:
         return answers
 
     def _report(self, reports: list[dict[str, Any]], finished: bool, now: float) -> dict[str, Any] | None:
-        """The others report to the root; returns its order to end."""
+        """Report to the root; returns its order to end, if one has come."""
         if self.job is None:
             return None
         root = self.job["root"]
@@ -217,7 +220,7 @@ class Agent:
         return order
 
     def _call_root(self, now: float) -> None:
-        """Once it was reached, the root's host is expected to give signs of life."""
+        """Connect to the root. From the first connection on, its silence counts as the loss of its host."""
         assert self.job is not None
         root, ranks = self.job["root"], self.job["hosts"]
         first = self.line is None
@@ -238,13 +241,13 @@ class Agent:
             self.root_heard_s = now
 
     def _decides(self, now: float) -> bool:
-        """Whether it is for this watch to act: the root's is heard as long as there is one."""
+        """True if this agent acts on its own verdict: it is the root, or the root is not heard."""
         if self.is_root or self.job is None:
             return True
         return self.line is None or self.line.closed or now - self.root_heard_s > _ROOT_LOST_S
 
     def _act(self, verdict: Verdict) -> None:
-        """Explain and end the job."""
+        """Explain the fault and end the job."""
         if verdict.trigger == "leave":
             _say(f"{verdict.text}; the other ranks are ended")
             self._end_everywhere(lost=False)
@@ -259,7 +262,7 @@ class Agent:
         self.notes.finish()
 
     def _facts(self, verdict: Verdict) -> JobFacts:
-        """Ask all hosts for the stacks of their ranks, and put everything together."""
+        """Collect the stacks of the ranks of all hosts, and all other facts."""
         ends = verdict.trigger != "pause"
         if self.is_root:
             for line in self.server.lines.values():
@@ -291,12 +294,12 @@ class Agent:
         )
 
     def _unheard(self) -> list[RankFacts]:
-        """For the root: the ranks of all hosts, of which nothing is known as long as their watch has not called."""
+        """As the root: the ranks of all hosts as unknown, for those whose agent has not connected yet."""
         hosts = self.job["hosts"] if self.job is not None and self.is_root else {}
         return [RankFacts(rank=rank, host=host, state="unknown") for host, there in hosts.items() for rank in there]
 
     def _second_opinion(self, hosts: tuple[HostFacts, ...]) -> tuple[HostFacts, ...]:
-        """The root is not heard: is it lost, or is this host cut off? Then no third one answers either."""
+        """Decide if a silent root is lost or this host is cut off: then no peer answers either."""
         others = [(str(address), int(port)) for host, address, port in self.peers if host != self.host]
         if any(h.silent_s > 0 for h in hosts) and others and not any(link.answers(*other) for other in others[:3]):
             return tuple(replace(h, silent_s=_ROOT_LOST_S if h.name == self.host else 0.0, closed=False) for h in hosts)
@@ -311,7 +314,7 @@ class Agent:
         self.notes.write("fault", _event(explanation, facts), self.about)
 
     def _end_everywhere(self, lost: bool) -> None:
-        """All hosts at once; returns when this one is done and the others have had their time.
+        """End the job on all hosts at once; returns when this host is done and the others have had their time.
 
         `lost`: a host does not answer.
         """
@@ -347,7 +350,7 @@ class Agent:
             self.notes.write("straggler", event)
 
     def _tell_pauses(self, now: float) -> None:
-        """A job that does not move is explained long before it is ended for it."""
+        """Explain a job without progress long before it is ended for that."""
         change, lasted_s = self.pauses.feed(self.judge.stalled_s(now))
         if change == "begins":
             facts = self._facts(Verdict("pause", stalled_s=lasted_s))
@@ -362,7 +365,7 @@ class Agent:
             self.notes.write("pause_over", {"lasted_s": round(lasted_s, 1)})
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Close the connections and remove the folder."""
         if self.line is not None:
             self.line.flush()
             self.line.close()

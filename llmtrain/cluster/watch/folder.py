@@ -1,4 +1,4 @@
-"""The folder in which the ranks of a host and their watch meet: heartbeats, stacks, who is in the job."""
+"""The folder that the ranks of a host share with their agent: heartbeats, stacks, the hosts of the job."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from llmtrain.cluster.watch.heartbeat import read
 from llmtrain.cluster.watch.processes import Process
 
 AGENT, JOB, RUN = "agent.json", "job.json", "run.json"
-"""How to reach this host's watch; who is in the job; what the job runs."""
+"""Files: the agent's address; the hosts of the job; facts about the run."""
 RECORD_WANTED = "record.wanted"
-"""There once the watch wants every rank's excerpt of NCCL's flight recorder."""
+"""Made when the agent wants every rank's excerpt of NCCL's flight recorder."""
 _STALE_S = 600.0
 _LEAST_FREE = 1 << 20
-"""Bytes in /dev/shm, of which heartbeats take 4 KiB a rank."""
+"""Free bytes in /dev/shm below which another folder is taken; heartbeats need 4 KiB a rank."""
 _NAME = re.compile(r"llmtrain-watch-\d+-(?P<pid>\d+)-(?P<started>\d+)-.*")
 
 
 def make_folder() -> Path:
-    """One for each launcher process and port of this host; its ranks come to the same one. Raises OSError.
+    """Make the folder for this launcher process and port; all ranks of the host get the same one. Raises OSError.
 
-    Its last word is the mark of the launch, by which `llmtrain launch` knows its own (launch/reach.py).
+    Its name ends with the mark of the launch, by which `llmtrain launch` finds it (launch/remote.py).
     """
     parent = processes.stat(os.getppid())
     started, port = parent.started if parent else 0, os.environ.get("MASTER_PORT", "0")
@@ -62,7 +62,7 @@ def of_rank(folder: Path, rank: int, what: str) -> Path:
 
 
 def own(folder: Path) -> None:
-    """Make the folder unless it is there. Raises OSError, also when it is not for this user alone."""
+    """Make the folder unless it exists. Raises OSError, also when it is not for this user alone."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or folder.is_symlink() or found.st_mode & 0o077:
@@ -70,10 +70,10 @@ def own(folder: Path) -> None:
 
 
 def sweep(this: Path) -> None:
-    """Remove the folders of watches that were killed: launcher and ranks are dead, and nobody holds the lock.
+    """Remove the folders of agents that were killed: launcher and ranks are dead, and nobody holds the lock.
 
-    Neither alone would tell. A watch may be killed and its ranks live; and containers that share /dev/shm do not see
-    each other's processes.
+    Neither alone is enough: ranks may outlive a killed agent, and containers that share /dev/shm do not see each
+    other's processes.
     """
     for folder in this.parent.glob(f"llmtrain-watch-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ def sweep(this: Path) -> None:
 
 
 def _is_used(folder: Path) -> bool:
-    """Whether the launcher is there, whose id and start stand in the folder's name, or a rank that beats in it."""
+    """True if the launcher that the folder's name identifies, or a rank with a heartbeat in it, is alive."""
     launcher = _NAME.fullmatch(folder.name)
     beats = [beat for path in folder.glob("rank-*.beat") if (beat := read(path)) is not None]
     processes = [Process(beat.pid, beat.started) for beat in beats]
@@ -92,12 +92,12 @@ def _is_used(folder: Path) -> bool:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """A reader finds the old content or the new. Raises OSError."""
+    """Replace a file: a reader finds the old content or the new. Raises OSError."""
     replace_file(path, json.dumps(value).encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None where there is no such file, or no object in it."""
+    """The object in a file; None without one."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

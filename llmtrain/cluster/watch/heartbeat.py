@@ -1,7 +1,7 @@
-"""What a rank is doing, in one page of memory that it shares with the watch of its host.
+"""The heartbeat of a rank: one page of memory that it shares with the agent of its host.
 
 A rank writes words of 8 bytes and never waits: entering and leaving a collective costs 0.65 microseconds
-(tools/bench/watch.py). The watch reads the page whenever it likes, also when the rank hangs or is dead.
+(tools/bench/watch.py). The agent reads the page at any time, also when the rank hangs or is dead.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PHASES = (
     "export",
     "end",
 )
-"""What a rank can be in the middle of. `data` to `step` are a training step, in this order for each micro-batch.
-`connect`: the ranks have met, and their process groups make their connections. `compile`: torch.compile is at work."""
+"""Phases of a rank. `data` to `step` are a training step, in this order for each micro-batch. `connect`: the ranks have
+met, and their process groups connect. `compile`: torch.compile is at work."""
 
 _MAGIC = int.from_bytes(b"llmbeat1", "little")
 _WORDS = (
@@ -81,7 +81,7 @@ class Beat:
     rank: int
     local_rank: int
     beats: int
-    """Grows with everything that the rank does."""
+    """Counts everything that the rank does."""
     step: int
     """Optimizer steps done."""
     phase: str
@@ -90,9 +90,9 @@ class Beat:
     stopping: bool
     """It was asked to stop, and will at the next step boundary."""
     collectives: int
-    """Entered so far."""
+    """Collectives entered so far."""
     inside: bool
-    """It is in the last of them."""
+    """True while the rank is in the last of them."""
     collective: str
     """Name of the last one."""
     timed_steps: int
@@ -100,27 +100,27 @@ class Beat:
     beat_s: float
     """time.monotonic() of the last beat."""
     own_s: float
-    """Time of those steps that was not spent inside collectives."""
+    """Seconds of those steps outside of collectives."""
     on_device: bool
-    """It computes on a device of its own: then a busy processor may be one that only waits for the device."""
+    """The rank computes on a device: a busy processor may only poll it."""
     given: int
-    """Marks that it has put into its device's queue: one for each micro-batch."""
+    """Marks put into the device's queue: one for each micro-batch."""
     done: int
-    """Those that the device has reached."""
+    """Marks that the device has reached."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Heartbeat:
-    """The writing side. Until it is connected it beats for nobody: the callers need not know."""
+    """The writing side. Before `connect` it writes into private memory, so that callers need no check."""
 
     def __init__(self) -> None:
         # Private: ranks that are forked from one process would count each other's collectives.
         self._use(mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), rank=0, local_rank=0)
 
     def connect(self, path: Path, *, rank: int, local_rank: int) -> None:
-        """Beat into a new file that the watch reads, from nothing. Raises OSError."""
+        """Write into a new file that the agent reads, with all counts at 0. Raises OSError."""
         self._use(_shared(path), rank=rank, local_rank=local_rank)
         os.rename(path.with_suffix(".new"), path)  # a reader finds a whole page or none
 
@@ -143,17 +143,17 @@ class Heartbeat:
         self._words[_AT["magic"]] = _MAGIC
 
     def phase(self, name: str) -> None:
-        """From now on the rank is in this phase."""
+        """Enter a phase."""
         self._words[_PHASE] = _PHASE_AT[name]
         self.beat()
 
     def in_phase(self) -> str:
-        """The phase that the rank is in."""
+        """The current phase."""
         return PHASES[self._words[_PHASE]]
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """In this phase while the block runs, then in the one before again; unless the block raises."""
+        """Be in this phase while the block runs, then in the one before again; unless the block raises."""
         before = self._words[_PHASE]
         self.phase(name)
         yield
@@ -161,17 +161,17 @@ class Heartbeat:
         self.beat()
 
     def at_step(self, step: int) -> None:
-        """So many optimizer steps are done, before this launch."""
+        """Set the number of optimizer steps that were done before this launch."""
         self._words[_STEP] = step
 
     def begin_step(self) -> None:
-        """The clock of the rank's own time runs from here ..."""
+        """Start timing a step."""
         self._step_began_s = time.monotonic()
         self._waited_before_s = self._times[_WAITED_S]
         self.phase("data")
 
     def end_step(self, step: int) -> tuple[float, float]:
-        """... to here: evaluation and saves are not in it. `step`: optimizer steps done.
+        """Stop timing the step; evaluation and saves are outside of it. `step`: optimizer steps done.
 
         Returns: (seconds of the step, those of them inside collectives).
         """
@@ -184,7 +184,7 @@ class Heartbeat:
         return step_s, waited_s
 
     def enter(self, name: bytes) -> None:
-        """A collective begins. `name`: `named(...)`. Collectives that others call count once."""
+        """Enter a collective; one inside another does not count. `name`: `named(...)`."""
         words = self._words
         words[_INSIDE] += 1
         if words[_INSIDE] > 1:
@@ -195,7 +195,7 @@ class Heartbeat:
         self._entered_s = self._times[_BEAT_S] = time.monotonic()
 
     def leave(self) -> None:
-        """It has ended."""
+        """Leave the collective."""
         words, times = self._words, self._times
         words[_INSIDE] -= 1
         if words[_INSIDE] > 0:
@@ -210,34 +210,34 @@ class Heartbeat:
         return waited_s
 
     def on_device(self) -> None:
-        """The rank computes on a device; from now on `gave` and `device_did` tell of it."""
+        """Declare that the rank computes on a device, whose progress `gave` and `device_did` count."""
         self._words[_AT["on_device"]] = 1
 
     def gave(self) -> None:
-        """One more mark stands in the device's queue."""
+        """Count a mark put into the device's queue."""
         self._words[_GIVEN] += 1
 
     def device_did(self, count: int) -> None:
-        """The device has reached so many more marks. May be called from another thread than the rest."""
+        """Count marks that the device has reached. May be called from another thread than the rest."""
         self._words[_DONE] += count
         self.beat()
 
     def stopping(self) -> None:
-        """The rank was asked to stop. Safe in a signal handler."""
+        """Record that the rank was asked to stop. Safe in a signal handler."""
         self._words[_AT["stopping"]] = 1
 
     def left(self, code: int) -> None:
-        """The rank ends by itself, with this exit code."""
+        """Record that the rank exits by itself, with this code."""
         self._words[_PHASE] = _PHASE_AT["end"]
         self._words[_AT["left"]] = code
         self.beat()
 
     def is_leaving(self) -> bool:
-        """Whether `left` was called."""
+        """True after `left`."""
         return self._words[_AT["left"]] != _RUNNING
 
     def beat(self) -> None:
-        """The rank has done something."""
+        """Count an action of the rank."""
         self._words[_BEATS] += 1
         self._times[_BEAT_S] = time.monotonic()
 
@@ -264,7 +264,7 @@ def _shared(path: Path) -> mmap.mmap:
 
 
 def read(page: Path | int) -> Beat | None:
-    """The state of a rank; None when there is none (yet). `page`: a descriptor outlives the name of the file."""
+    """The state of a rank; None without a valid page. `page`: a descriptor outlives the name of the file."""
     try:
         raw = os.pread(page, _SIZE, 0) if isinstance(page, int) else page.read_bytes()
     except OSError:
@@ -293,7 +293,7 @@ def read(page: Path | int) -> Beat | None:
 
 
 heart = Heartbeat()
-"""This process's own; `rank_side.begin` connects it."""
+"""This process's heartbeat; `rank_side.begin` connects it."""
 
 
 _FUNCTIONS = (
@@ -331,7 +331,13 @@ _FUNCTIONS = (
 
 
 def count_collectives(torch: Any) -> None:
-    """Wrap those of the module torch, once a process. Before DeepSpeed starts: it keeps some (comm/torch.py)."""
+    """Count torch.distributed's collectives in this heartbeat. Once a process, before DeepSpeed starts: it keeps some
+    of them.
+
+    DeepSpeed's communication ends in torch.distributed's functions (comm/torch.py), so that wrapping these counts both.
+    A stack alone would not distinguish two ranks that wait in the same line at different rounds; the count does. torch
+    is passed in: the watch does not import it.
+    """
     dist = torch.distributed
     if getattr(dist.all_reduce, "counted", False):
         return

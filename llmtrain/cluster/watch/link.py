@@ -1,4 +1,4 @@
-"""JSON lines over TCP between the watches of a job's hosts. A line that is no JSON or too long ends the connection."""
+"""JSON lines over TCP between the agents of a job's hosts. A line that is no JSON or too long ends the connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HELLO_S = 5.0
 
 
 class Line:
-    """One connection. No method waits for the other side, and none raises: `closed` tells."""
+    """One connection. No method waits for the peer or raises; `closed` is True once it has ended."""
 
     def __init__(self, connected: socket.socket) -> None:
         """Raises OSError when the other side has gone already."""
@@ -86,7 +86,7 @@ class Line:
 
 
 class Server:
-    """Where the other hosts' watches call. Who does not know the token is hung up on."""
+    """Listens for agents of other hosts; drops connections without the token."""
 
     def __init__(self) -> None:
         """Raises OSError."""
@@ -99,12 +99,12 @@ class Server:
         self.token = secrets.token_hex(16)
         self._strangers: list[tuple[Line, float]] = []
         self.lines: dict[str, Line] = {}
-        """By host name."""
+        """Connections by host name."""
         self.peers: dict[str, tuple[str, str, int]] = {}
-        """Host name, address and port of those that have called."""
+        """Host name, address and port of each agent that has connected."""
 
     def accept(self, now: float) -> None:
-        """Take up who calls. The first message is {"token", "host"}."""
+        """Accept connections. The first message must be {"token", "host"}."""
         while True:
             try:
                 connected, _ = self._socket.accept()
@@ -137,14 +137,14 @@ class Server:
 
 
 def call(address: str, port: int, hello: dict[str, Any], timeout_s: float) -> Line:
-    """Connect and say hello. Raises OSError."""
+    """Connect and send the first message. Raises OSError."""
     line = Line(socket.create_connection((address, port), timeout=timeout_s))
     line.send(hello)
     return line
 
 
 def answers(address: str, port: int, timeout_s: float = 1.0) -> bool:
-    """Whether a watch listens there."""
+    """True if an agent listens there."""
     try:
         with socket.create_connection((address, port), timeout=timeout_s):
             return True
@@ -153,7 +153,7 @@ def answers(address: str, port: int, timeout_s: float = 1.0) -> bool:
 
 
 def wait(lines: Sequence[Line], seconds: float, others: Sequence[int] = ()) -> None:
-    """Until one of them, or one of the file descriptors `others`, has something to read, or the time is over."""
+    """Wait until a line, or a file descriptor of `others`, has something to read, or the time is over."""
     poll = select.poll()
     for handle in (*(line.fileno() for line in lines if not line.closed), *others):
         poll.register(handle, select.POLLIN)

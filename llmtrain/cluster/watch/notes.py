@@ -1,4 +1,5 @@
-"""Events that a watch writes down, by a process each: neither a full disk nor W&B holds up what it does."""
+"""Writes an agent's events to events.jsonl, each in a process of its own: no full disk and no W&B holds up the
+agent."""
 
 from __future__ import annotations
 
@@ -15,19 +16,20 @@ from typing import Any
 from llmtrain.base.redact import redact
 
 _WITHIN_S = 9.5
-"""That a note may take; W&B needs seconds."""
+"""Limit of one process; W&B needs seconds."""
 
 
 class Notes:
-    """The notes of one run."""
+    """The event-writing processes of one agent."""
 
     def __init__(self, run_dir: str, module: str) -> None:
-        """`module`: the program that writes a note; it reads one JSON object from its standard input."""
+        """`module`: the program that writes an event; it reads one JSON object from its standard input."""
         self._run_dir, self._module = run_dir, module
         self._open: list[tuple[subprocess.Popen[bytes], float]] = []
 
     def write(self, kind: str, event: dict[str, Any], run: dict[str, Any] | None = None) -> None:
-        """Begin to write an event to events.jsonl, and with `run` (watch.folder.RUN) to tell W&B of the fault."""
+        """Start to write an event to events.jsonl; with `run` (watch.folder.RUN) the program reports the fault to W&B,
+        too."""
         if not os.path.isdir(self._run_dir):
             return
         content = {"run_dir": self._run_dir, "kind": kind, "event": event, "run": run or {}}
@@ -47,7 +49,7 @@ class Notes:
         self._open.append((process, time.monotonic()))
 
     def reap(self) -> None:
-        """End those that are done or had their time, with all that they started. Call it often."""
+        """Kill those that are done or over their time, with all that they started. Call it often."""
         still = []
         for process, began_s in self._open:
             if process.poll() is None and time.monotonic() - began_s < _WITHIN_S:
@@ -59,18 +61,23 @@ class Notes:
         self._open = still
 
     def finish(self) -> None:
-        """Wait for them, and leave none."""
+        """Wait until all have ended."""
         while self._open:
             self.reap()
             time.sleep(0.05)
 
 
-def main() -> int:
-    """Entry point of the process."""
-    asked = json.load(sys.stdin)
-    line = json.dumps({"time_unix_s": time.time(), "kind": asked["kind"], **redact(asked["event"])})
-    with open(Path(asked["run_dir"]) / "events.jsonl", "a") as file:
+def write_event(run_dir: Path, kind: str, event: dict[str, Any]) -> None:
+    """Append a line to events.jsonl of a run, without secrets. Raises OSError."""
+    line = json.dumps({"time_unix_s": time.time(), "kind": kind, **redact(event)})
+    with open(run_dir / "events.jsonl", "a") as file:
         file.write(line + "\n")
+
+
+def main() -> int:
+    """Write the event that standard input holds (`Notes.write`), for scripts that use the watch alone (script.py)."""
+    asked = json.load(sys.stdin)
+    write_event(Path(asked["run_dir"]), asked["kind"], asked["event"])
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the watch of a host sees of its own ranks: their heartbeats, what the kernel says of them, their stacks."""
+"""Observes the ranks of a host from outside: their heartbeats, their processes, their stacks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from llmtrain.cluster.watch.processes import Process, Stat
 STACK_SIGNAL = signal.SIGUSR2
 _SAMPLE_S = 2.0
 _BUSY_SHARE, _BUSY_BYTES = 0.1, 256 << 10
-"""Of a processor, and bytes, in a sample: what an idle rank's threads do is far below."""
+"""Share of a processor, and bytes, in a sample from which a rank is busy: an idle rank's threads use far less."""
 _GROWS_BYTES = 16 << 20
-"""Memory that a process takes in a sample. Unlike a busy processor, that cannot go on for ever."""
+"""Memory growth in a sample that counts as work: unlike a busy processor, it cannot go on for ever."""
 _COMPUTES = ("start", "export", "compile")
-"""Phases that the processor paces, of whatever device the rank is."""
+"""Phases that advance with the processor, whatever the rank's device is."""
 _OWN_PACE = ("model", "resume", "save", "end")
-"""Phases without a pace: they may take as long as files move or memory fills; without a device, as it computes."""
+"""Phases of any length: they advance while files move or memory fills; without a device, while the rank computes."""
 _STACK_S, _RECORD_S = 1.0, 2.0
 _CRASHES = {
     "Fatal Python error: Segmentation fault": "SIGSEGV",
@@ -37,13 +37,13 @@ _CRASHES = {
     "Fatal Python error: Floating-point exception": "SIGFPE",
     "Fatal Python error: Illegal instruction": "SIGILL",
 }
-"""What faulthandler writes first."""
+"""First line of faulthandler's dump -> signal."""
 _D_STATE_S = 5.0
 
 
 @dataclass(frozen=True)
 class _Use:
-    """What a rank and the processes below it have used so far."""
+    """Resources that a rank and the processes below it have used so far."""
 
     own_s: float
     below_s: float
@@ -53,36 +53,36 @@ class _Use:
 
 @dataclass
 class _Seen:
-    """One rank, as it was seen so far."""
+    """One rank, as last observed."""
 
     page: int
-    """Descriptor of its heartbeat, and of its stacks: who removes the files from outside does not blind the watch."""
+    """Descriptors of its heartbeat and of its stacks: they outlive the names of the files."""
     stack: int
     beat: Beat
     pidfd: int | None = None
-    """Readable when the process ends: its parent leaves but a moment to read how."""
+    """Readable when the process ends: its parent leaves only a moment to read the exit status."""
     exit_status: int | None = None
     sampled_s: float = 0.0
     use: _Use | None = None
     computes: bool = False
-    """Its own processor time grows: it computes, or waits for a device."""
+    """Its own processor time grows: it computes, or polls its device."""
     works: bool = False
-    """What no wait does: files move, memory fills, or a process below it computes."""
+    """No waiting rank does this: files move, memory fills, or a process below it computes."""
 
 
 class HostRanks:
     """The ranks whose heartbeats lie in a folder."""
 
     def __init__(self, folder: Path, host: str, local_size: int, connects_s: float = 0.0) -> None:
-        """`connects_s`: how long a rank may make its first connections in silence before that counts as a stall."""
+        """`connects_s`: silence of a rank during its first connections that does not count as a stall."""
         self._folder, self._host, self._local_size = folder, host, local_size
         self._connects_s = connects_s
         self._seen: dict[int, _Seen] = {}
         self._written: dict[int, int] = {}
-        """Bytes of each rank's stacks that were there before the last question."""
+        """Size of each rank's stacks before the last request."""
 
     def observe(self, now: float) -> list[dict[str, Any]]:
-        """A report of each rank, as `judge.Judge.hear` takes it. `now`: time.monotonic()."""
+        """A report of each rank, as `Judge.hear` takes it. `now`: time.monotonic()."""
         if len(self._seen) < self._local_size:
             self._look_for_new()
         reports = []
@@ -98,29 +98,29 @@ class HostRanks:
         return [seen.pidfd for seen in self._seen.values() if seen.pidfd is not None]
 
     def nameless(self) -> bool:
-        """Something has removed a heartbeat's file; what is open is read all the same."""
+        """True if something has removed a heartbeat's file; an open one is still read."""
         return any(not os.fstat(seen.page).st_nlink for seen in self._seen.values())
 
     def processes(self) -> list[Process]:
         return [Process(seen.beat.pid, seen.beat.started) for seen in self._seen.values()]
 
     def complete(self) -> bool:
-        """Every rank of this host has been seen."""
+        """True if every rank of this host has been observed."""
         return len(self._seen) >= self._local_size
 
     def gone(self) -> bool:
-        """No rank that was seen is there any more."""
+        """True if no observed rank runs any more."""
         return not any(process.alive() for process in self.processes())
 
     def on_device(self) -> bool:
-        """Whether a rank of this host computes on a device."""
+        """True if a rank of this host computes on a device."""
         return any(seen.beat.on_device for seen in self._seen.values())
 
     def capture(self, *, record: bool = False) -> list[dict[str, Any]]:
         """The reports, with the Python stack of every rank that can answer. Takes about a second.
 
-        `record`: with NCCL's flight recorder too, of ranks on devices, within two seconds. Only for a job that is to be
-        ended: a rank answers in Python, and asks the driver.
+        `record`: with NCCL's flight recorder, too, of ranks on devices, within two seconds. Only for a job that is to
+        be ended: a rank answers in Python, and calls the driver.
         """
         self._take_stacks()
         if record:
@@ -229,7 +229,7 @@ class HostRanks:
         )
 
     def _sample(self, seen: _Seen, found: Stat, idle_s: float, now: float) -> None:
-        """What the rank and the processes below it are busy with; asked of a silent one only."""
+        """Sample the resources that a silent rank and the processes below it use."""
         if idle_s < _SAMPLE_S:
             seen.use, seen.computes, seen.works = None, True, True
             return
@@ -247,10 +247,11 @@ class HostRanks:
         seen.sampled_s, seen.use = now, use
 
     def _active(self, seen: _Seen, facts: RankFacts) -> bool:
-        """Whether silence is no stall: work without a pace goes on, or the rank waits for others to join at all.
+        """True if silence is no stall: the rank does work of unknown length, or waits for others to join.
 
         A rank that waits for its device keeps its own processor busy (CUDA polls while it synchronizes, and so do
-        NCCL's threads), so there that says nothing: its heart beats when the device does (engine/progress.py).
+        NCCL's threads), so that counts for nothing there: its heart beats when the device makes progress
+        (engine/progress.py).
         """
         if facts.state != "running" or facts.inside:
             return False
@@ -265,7 +266,7 @@ class HostRanks:
         return seen.works and seen.beat.timed_steps == 0  # modules are imported, ops are built
 
     def _error(self, rank: int) -> tuple[str, str, str]:
-        """The exception of a rank, where, and in which phase."""
+        """(exception, file:line, phase) of a rank that failed; empty strings for any other."""
         try:
             raw = json.loads(of_rank(self._folder, rank, "error").read_text())
             return str(raw["error"]), str(raw["at"]), str(raw["phase"])
@@ -274,12 +275,12 @@ class HostRanks:
 
 
 def write_error(folder: Path, rank: int, error: str, at: str, phase: str) -> None:
-    """The exception that ends a rank; before it leaves. Raises OSError."""
+    """Write down the exception that ends a rank, before it exits. Raises OSError."""
     write_json(of_rank(folder, rank, "error"), {"error": error, "at": at, "phase": phase})
 
 
 def _used(pid: int, found: Stat) -> _Use:
-    """`found`: of the process itself."""
+    """Resources used by a process, whose /proc stat is `found`, and by those below it."""
     below_s, moved, resident = 0.0, processes.bytes_moved(pid), found.resident
     for each in processes.descendants({pid}):
         below = processes.stat(each)
@@ -315,14 +316,15 @@ def _code(status: int | None) -> int | None:
 
 
 _LATELY_S = 600.0
-"""A fault of a GPU that the kernel log told so long before the ranks stopped belongs to it."""
+"""Seconds before a stall in which a GPU fault in the kernel log still belongs to it."""
 _WITHIN_S = 2.5
 
 
 def captured(ranks: HostRanks, stall_s: float, *, ends: bool) -> dict[str, Any]:
-    """`stacks` of the ranks; of a job on GPUs that `ends` also `xids` and `gpu_health`, as HostFacts has them.
+    """This host's facts for an explanation: `stacks`; of a job on GPUs that `ends` also `xids` and `gpu_health`
+    (HostFacts).
 
-    Takes up to 3 s. A job that only pauses is asked for no more than stacks: what asks the driver may hold a rank up.
+    Takes up to 3 s. A job that only pauses is asked for stacks alone: questions to the driver may hold a rank up.
     """
     if not ends or not ranks.on_device():
         return {"stacks": ranks.capture()}
@@ -334,6 +336,6 @@ def captured(ranks: HostRanks, stall_s: float, *, ends: bool) -> dict[str, Any]:
 
 
 def with_gpus(host: HostFacts, answer: dict[str, Any]) -> HostFacts:
-    """`answer`: of `captured`, perhaps on another host."""
+    """`host` with the GPU facts of its answer of `captured`."""
     xids = tuple(str(line) for line in answer.get("xids", ()))
     return replace(host, xids=xids, gpu_health=str(answer.get("gpu_health", "")))

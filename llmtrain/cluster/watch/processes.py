@@ -1,4 +1,9 @@
-"""What Linux tells of processes in /proc, read without psutil: the watch does it twice a second for every rank."""
+"""Linux processes: facts from /proc, and ending those of a job on this host, and no others.
+
+/proc is read without psutil: the agent does it twice a second for every rank. A process is identified by its id and the
+time of its start, so that a reused id is never hit. A job's processes are its ranks, all below them, and all with the
+job's mark in their environment (a data worker whose rank is dead).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Stat:
-    """The fields of /proc/PID/stat that we use."""
+    """The fields of /proc/PID/stat that the watch uses."""
 
     state: str
     """R running, S sleeping, D waiting for a disk or a file server, T stopped, t traced, Z ended, X going."""
@@ -24,7 +29,7 @@ class Stat:
     cpu_s: float
     """Processor time of all its threads."""
     started: int
-    """Clock ticks after the boot: with the process id, the identity of a process."""
+    """Clock ticks after the boot: together with the process id, the identity of a process."""
     resident: int
     """Bytes of memory that it holds."""
     exit_status: int
@@ -32,7 +37,7 @@ class Stat:
 
 
 def stat(pid: int) -> Stat | None:
-    """None when there is no such process."""
+    """The stat of a process; None when there is none of this id."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -63,7 +68,7 @@ def bytes_moved(pid: int) -> int:
 
 
 def pids() -> list[int]:
-    """Processes that this one can see."""
+    """Ids of the processes that this one can see."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
@@ -77,7 +82,7 @@ def words(pid: int) -> list[str]:
 
 
 def has_variable(pid: int, name: str, value: str) -> bool:
-    """Whether a process was started with this environment variable (ours only: the kernel guards others')."""
+    """True if a process was started with this environment variable; those of other users cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return f"{name}={value}".encode() in file.read().split(b"\0")
@@ -103,7 +108,7 @@ def descendants(roots: set[int]) -> set[int]:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has ended on this machine because memory ran out; 0 where it does not count them."""
+    """Processes that this machine's kernel has killed for lack of memory; 0 where it does not count them."""
     try:
         with open("/proc/vmstat", "rb") as file:
             for line in file:
@@ -115,7 +120,7 @@ def oom_kills() -> int:
 
 
 def waits_in(pid: int) -> str:
-    """The kernel function in which a process waits, where the kernel tells; else ""."""
+    """The kernel function in which a process waits; empty where the kernel does not show it."""
     try:
         with open(f"/proc/{pid}/wchan") as file:
             found = file.read().strip()
@@ -127,7 +132,7 @@ def waits_in(pid: int) -> str:
 MARK = "LLMTRAIN_WATCH"
 """Environment variable of every process of a job: the folder of its heartbeats on this host."""
 _GENTLE = ("wandb-core",)
-"""These remove their sockets when they are asked to go."""
+"""Programs that remove their sockets when they are asked to end."""
 _GENTLE_S = 2.0
 _LAUNCHER_LEAVES_S = 40.0
 _LAUNCHER = "deepspeed.launcher.launch"
@@ -136,25 +141,25 @@ _JOB = ("--world_info=", "--master_addr=", "--master_port=")
 
 @dataclass(frozen=True)
 class Process:
-    """One process, for ever."""
+    """A process, identified for good."""
 
     pid: int
     started: int
 
     def alive(self) -> bool:
-        """Whether it is there and not only a zombie."""
+        """True if it runs; a zombie does not."""
         found = stat(self.pid)
         return found is not None and found.started == self.started and found.state not in "ZX"
 
     def send(self, number: int) -> None:
-        """Signal it, if it is still itself."""
+        """Signal it, if its id is still its own."""
         if self.alive():
             with contextlib.suppress(OSError):
                 os.kill(self.pid, number)
 
 
 def identify(pid: int) -> Process | None:
-    """None when there is no such process."""
+    """The process of this id; None without one."""
     found = stat(pid)
     return None if found is None else Process(pid, found.started)
 
@@ -162,7 +167,7 @@ def identify(pid: int) -> Process | None:
 def end_host(ranks: list[Process], launcher: Process | None, mark: str, within_s: float = 8.0) -> list[int]:
     """End all processes of the job on this host; returns the ids of those that stay (in a system call, say).
 
-    DeepSpeed's launcher sees its ranks dead and leaves with their exit code; if it does not, it is ended.
+    DeepSpeed's launcher sees its ranks dead and exits with their code; if it does not, it is killed.
     """
     deadline = time.monotonic() + within_s
     began = time.monotonic()
@@ -184,7 +189,7 @@ def end_host(ranks: list[Process], launcher: Process | None, mark: str, within_s
 
 
 def _family(known: set[Process], mark: str) -> set[Process]:
-    """What runs below the known processes or carries the mark; without this process."""
+    """All processes below the known ones or with the mark, without this one."""
     below = descendants({process.pid for process in known if process.alive()})
     marked = {pid for pid in pids() if has_variable(pid, MARK, mark)}
     found = (identify(pid) for pid in (below | marked) - {os.getpid()})
@@ -203,8 +208,8 @@ def _end_launcher(launcher: Process) -> None:
 def end_ssh(job: tuple[str, ...], wait_s: float) -> None:
     """End the ssh connections with which `deepspeed` started the job's launchers on other hosts, if they stay.
 
-    One to a host that does not answer would stay for as long as TCP tries: pdsh, and `deepspeed` with it, would wait.
-    Ended so, pdsh leaves with the exit code of the other hosts. `job`: see `job_of`.
+    A connection to a host that does not answer would stay for as long as TCP tries, and pdsh and `deepspeed` would wait
+    for it. pdsh then exits with the code of the other hosts. `job`: of `job_of`.
     """
     deadline = time.monotonic() + wait_s
     while connections := _connections(job):
@@ -227,9 +232,9 @@ def _connections(job: tuple[str, ...]) -> list[Process]:
 
 
 def job_of(launcher: int) -> tuple[str, ...] | None:
-    """The arguments that every process that starts this job has: its hosts, and the port that is its alone.
+    """The arguments that every process that starts this job has: its hosts, and a port that no other job has.
 
-    None when it is not DeepSpeed's launcher as `deepspeed` starts it: with fewer of them other jobs would be hit too.
+    None unless it is DeepSpeed's launcher as `deepspeed` starts it: fewer arguments would hit other jobs, too.
     """
     said = words(launcher)
     found = [next((word for word in said if word.startswith(start)), "") for start in _JOB]
@@ -241,7 +246,7 @@ def _is_launcher(words: list[str]) -> bool:
 
 
 def close_output() -> None:
-    """Write no more to what may be the output of an ssh connection, which stays as long as somebody can."""
+    """Redirect output to /dev/null: an ssh connection stays open as long as a process can write to it."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

@@ -1,8 +1,8 @@
-"""The watch of a job, as its ranks see it: they leave heartbeats, and a small process on each host reads them.
+"""The rank's side of the watch: its heartbeat, its exceptions, and the start of the host's agent.
 
-`begin` before torch is imported, `met` when the ranks know each other, `describe` when the run is known, then
-`left` or `failed` at the end. Without DeepSpeed's launcher (LOCAL_SIZE) there is no watch, and all of them do nothing.
-No failure of the watch ends a run.
+`begin` before torch is imported, `met` when the ranks know each other, `describe` when the run is known, then `left` or
+`failed` at the end. Without DeepSpeed's launcher (LOCAL_SIZE) there is no watch, and none of these does anything. No
+failure of the watch ends a run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmtrain.base import log
+from llmtrain.base.child import child_environment
 from llmtrain.base.errors import UserError
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import stderr
@@ -41,9 +42,9 @@ _has_failed = False
 
 
 def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes: str) -> None:
-    """Leave heartbeats from now on; local rank 0 starts the watch of this host. Call it before anything is slow.
+    """Start the heartbeat; local rank 0 starts the agent of this host. Call it before anything slow.
 
-    `notes`: the module that the watch starts to write down a fault, a pause or a straggler (notes.py).
+    `notes`: the module with which the agent writes down a fault, a pause or a straggler (notes.py).
     """
     global _folder, _stack_file, _has_failed
     _has_failed = False
@@ -74,12 +75,12 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes
 
 
 def _on_gpu() -> bool:
-    """Whether this rank is to compute on one, as far as can be known before torch is imported."""
+    """True if this rank will compute on a GPU, as far as can be known before torch is imported."""
     return os.path.exists("/dev/nvidiactl") and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
 
 
 def agent_address() -> dict[str, Any] | None:
-    """On local rank 0: how to reach the watch of its host. None elsewhere, and when it has not started."""
+    """The address of this host's agent, on local rank 0; None elsewhere, and when the agent has not started."""
     agent = None
     if _folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         deadline = time.monotonic() + _AGENT_STARTS_S
@@ -91,10 +92,10 @@ def agent_address() -> dict[str, Any] | None:
 
 
 def met(everyone: list[dict[str, Any]]) -> None:
-    """The watches of the hosts now find each other.
+    """Give the agent the hosts of the job, and the supervisor the ranks.
 
     Args:
-        everyone: of each rank its rank, host, local_rank, device, pid, and as `agent` what `agent_address` gave there.
+        everyone: rank, host, local_rank, device and pid of each rank, and as `agent` its `agent_address`.
     """
     if log.rank() == 0:
         keys = ("rank", "host", "local_rank", "device", "pid")
@@ -114,15 +115,15 @@ def met(everyone: list[dict[str, Any]]) -> None:
 
 
 def describe(**about_run: Any) -> None:
-    """What a report of a fault says of the run: `tracking` and `run_id` for W&B, `experts`, `zero_stage`."""
+    """Set the facts about the run for fault reports: `tracking` and `run_id` for W&B, `experts`, `zero_stage`."""
     if _folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         _write(_folder / RUN, about_run)
 
 
 def tend(flight_recorder: Callable[[], Mapping[str, Any]]) -> None:
-    """Call it a few times a second, on a GPU: answers the watch, should it ask for NCCL's flight recorder.
+    """Answer the agent's request for NCCL's flight recorder. Call it a few times a second, on a GPU.
 
-    `flight_recorder`: its content, as torch's `_dump_nccl_trace_json` tells it.
+    `flight_recorder`: returns its content, as torch's `_dump_nccl_trace_json` gives it.
     """
     stderr.mend()
     if _folder is None or not (_folder / RECORD_WANTED).exists():
@@ -133,14 +134,14 @@ def tend(flight_recorder: Callable[[], Mapping[str, Any]]) -> None:
 
 
 def left(code: int) -> None:
-    """This rank ends by itself, with this exit code: from now on it only leaves. Nothing after a 0 is a fault."""
+    """The rank is exiting with this code. After a 0 nothing counts as a fault."""
     heart.left(code)
     faulthandler.unregister(STACK_SIGNAL)
 
 
 @contextlib.contextmanager
 def outcome_reported() -> Iterator[None]:
-    """Around everything that this rank does: the watch, and the supervisor, learn how it ends."""
+    """Report to the agent and to the supervisor how the rank ends. Wraps everything that a rank does."""
     try:
         yield
         left(0)
@@ -170,7 +171,7 @@ def outcome_reported() -> Iterator[None]:
 
 
 def failed(error: BaseException) -> bool:
-    """This rank ends by an exception that is a bug. Its words are kept for the others; whether the watch has them."""
+    """Report an exception that is a bug and ends this rank. True if the agent has received it."""
     global _has_failed
     if _folder is None or heart.is_leaving() or isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
         return False
@@ -187,12 +188,12 @@ def failed(error: BaseException) -> bool:
 
 
 def _words(error: BaseException) -> str:
-    """The last line of its traceback; of NCCL's the reason, too, which stands below."""
+    """The last line of its traceback; for NCCL's errors with the reason, which stands below."""
     return f"{type(error).__name__}: {with_reason(str(error))}".removesuffix(": ")[:500]
 
 
 def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str, notes: str) -> None:
-    """The watch of this host. Raises OSError."""
+    """Start the agent of this host. Raises OSError."""
     settings = {
         "folder": str(folder),
         "launcher": os.getppid(),
@@ -213,9 +214,9 @@ def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str, not
 
 
 def _start(words: list[str], standard_input: int) -> None:
-    """A process that is no child of ours: whoever ends this rank and all below it leaves it alone. Raises OSError."""
-    package = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    """Start a process that is no child of this one: killing this rank's process tree leaves it alone. Raises
+    OSError."""
+    environment = child_environment()
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -226,7 +227,7 @@ def _start(words: list[str], standard_input: int) -> None:
             os.dup2(standard_input, 0)
             os.closerange(3, 1024)  # a pipe of the user's would otherwise stay open as long as the process
             os.chdir("/")
-            os.execve(sys.executable, words, {**os.environ, "PYTHONPATH": path})
+            os.execve(sys.executable, words, environment)
         finally:
             os._exit(127)
     os.waitpid(child, 0)

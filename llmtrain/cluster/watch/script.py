@@ -1,6 +1,6 @@
-"""The watch for a training script of one's own that DeepSpeed's launcher starts; docs/watch.md shows one.
+"""The watch for your own training script that DeepSpeed's launcher starts; docs/watch.md shows one.
 
-Everything else of llmtrain is left out. A script that runs without the launcher runs as it would without these calls.
+It uses nothing else of llmtrain. Without the launcher a script runs as if these calls were not there.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from llmtrain.cluster.watch import heartbeat, rank_side
 from llmtrain.cluster.watch.heartbeat import heart
 
 during = heart.during
-"""`with during("save")`: what a rank does between steps, one of heartbeat.PHASES such as save or evaluate."""
+"""`with during("save")`: a phase between steps, one of heartbeat.PHASES such as save or evaluate."""
 
 
 @contextlib.contextmanager
 def watch(folder: str, *, stall_timeout_s: float = 300.0, start_timeout_s: float = 300.0) -> Iterator[None]:
-    """Around everything that a rank does, from before torch is imported: a job that fails or hangs is explained.
+    """Explain a job that fails or hangs. Wraps everything that a rank does, from before torch is imported.
 
     Then all its processes on all hosts are ended. Leaving it by an exception, or by sys.exit with another code than 0,
     is a failure.
@@ -41,13 +41,14 @@ def watch(folder: str, *, stall_timeout_s: float = 300.0, start_timeout_s: float
 
 
 def count_collectives(torch: Any) -> None:
-    """Call it before DeepSpeed is started, with the module torch: then a report names the collective of each rank."""
+    """Count each rank's collectives, so that a report names them. Call it with the module torch before DeepSpeed
+    starts."""
     heartbeat.count_collectives(torch)
     heart.phase("model")
 
 
 def met(torch: Any) -> None:
-    """Call it on every rank after deepspeed.initialize: the watches of several hosts find each other."""
+    """Connect the agents of several hosts. Call it on every rank after deepspeed.initialize."""
     cuda = torch.cuda.is_available()
     rank, local_rank = torch.distributed.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
     about = {
@@ -66,7 +67,7 @@ def met(torch: Any) -> None:
 
 @contextlib.contextmanager
 def step(number: int) -> Iterator[None]:
-    """Around an optimizer step, without the wait for its data; `number`: of steps that are done with it."""
+    """Wraps an optimizer step, without the wait for its data. `number`: optimizer steps done after it."""
     heart.begin_step()
     heart.phase("forward")
     yield

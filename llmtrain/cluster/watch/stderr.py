@@ -1,7 +1,7 @@
-"""The end of what a rank and its libraries print on standard error, kept for the watch.
+"""Keeps the end of what a rank and its libraries print on standard error, for the watch.
 
-NCCL's watchdog ends a rank from a thread without Python, and its reason stands there only. A process hands everything
-on as it comes: a thread of the rank would die with it, and the last words with the thread.
+NCCL's watchdog ends a rank from a thread without Python, and gives its reason there only. A separate process passes
+everything on as it comes: a thread would die with the rank, and lose the end.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _KEPT_BYTES = 64 << 10
 _STARTS_S = 5.0
 
 _own: int | None = None
-"""Descriptor of standard error as it was."""
+"""Descriptor of the original standard error."""
 
 
 def keep_end(path: Path, start: Callable[[list[str], int], None]) -> None:
-    """From now on what this process and its children print on standard error goes through one that keeps its end.
+    """Pass standard error of this process and its children through a process that keeps its end.
 
     Args:
         path: the file for it; it holds at most the last 64 KiB.
-        start: starts a process that is no child of ours, with a word list and a descriptor for its standard input.
+        start: starts a process that is no child of this one, from a word list and a descriptor for its standard input.
 
     Raises:
         OSError: it could not be started; standard error stays as it was.
@@ -50,7 +50,8 @@ def keep_end(path: Path, start: Callable[[list[str], int], None]) -> None:
 
 
 def mend() -> None:
-    """If that process is gone, print as before: no rank may end of words that nobody reads. Call it now and then."""
+    """Print directly again if that process is gone: output that nobody reads must not end a rank. Call it now and
+    then."""
     global _own
     if _own is None:
         return
@@ -63,7 +64,7 @@ def mend() -> None:
 
 
 def main(path: Path) -> int:
-    """Entry point of the process: from standard input to standard error, until nobody prints any more."""
+    """Entry point of the process: copies standard input to standard error until its last writer closes it."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     end, heard = bytearray(), True

@@ -1,4 +1,4 @@
-"""Whether a job goes on: decided from what its hosts report, with no clock and no process of its own."""
+"""Decides from its hosts' reports if a job goes on. Pure logic: times are passed in."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Literal
 from llmtrain.cluster.watch.explain.facts import HostFacts, RankFacts, is_secondary
 
 SILENT_S = 10.0
-"""A host that is not heard for so long is lost, unless steps are done without it."""
+"""Silence after which a host is lost, unless steps are done meanwhile."""
 _MORE_NEWS_S = 1.5
-"""After a first dead rank: what else has happened is on its way."""
+"""Time after a first dead rank for reports of what else has happened."""
 _STEPS_WITHOUT_S = 8.0
 _OTHERS_LEAVE_S = 30.0
 _ALL_LEAVE_S = 600.0  # what follows a run's last word (closing W&B, ending libraries) has no pace, but is no hours
-"""Ranks that stay when one has left with a mistake of the user's or by a signal to the job are then ended."""
+"""Time for all ranks to leave: after one that met a user's mistake or a signal to the job; after the end of the run."""
 
 
 @dataclass
 class Host:
-    """What is known of a host, and since when (seconds of the judge's clock)."""
+    """State of a host by its reports. Times are seconds of the judge's clock."""
 
     name: str
     heard_s: float
@@ -29,7 +29,7 @@ class Host:
     closed: bool = False
     oom_kills: int = 0
     finished: bool = False
-    """All its ranks have left, and so has its watch."""
+    """All its ranks have left, and its agent, too."""
 
     @property
     def waited_for(self) -> bool:
@@ -38,16 +38,16 @@ class Host:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The job is to be ended."""
+    """A decision to end the job, or to report its pause."""
 
     trigger: str
-    """dead_rank | silent_host | stall | leave: the last one is no fault, see `text`."""
+    """dead_rank | silent_host | stall | pause | leave: the last one is no fault, see `text`."""
     stalled_s: float = 0.0
     text: str = ""
 
 
 class Judge:
-    """`hear` what a host says, `decide` now and then. All times come from one monotonic clock."""
+    """Takes the reports of hosts (`hear`) and decides now and then (`decide`). All times are of one monotonic clock."""
 
     def __init__(self, stall_s: float, now: float, silent_s: float = SILENT_S) -> None:
         self._stall_s, self._silent_s = stall_s, silent_s
@@ -64,7 +64,7 @@ class Judge:
         return list(self._hosts.values())
 
     def hear(self, name: str, message: dict[str, Any], now: float) -> None:
-        """A host's report: `ranks` as RankFacts.to_json with `beats` and `active` beside them, `oom_kills`.
+        """Take a host's report: `ranks` as RankFacts.to_json with `beats` and `active` beside them, `oom_kills`.
 
         Raises TypeError, KeyError, ValueError when it is no such report.
         """
@@ -86,21 +86,24 @@ class Judge:
             host.finished = True
 
     def expect(self, name: str, ranks: list[RankFacts], now: float) -> None:
-        """A host of which nothing but signs of life will be heard."""
+        """Add a host from which only signs of life will come."""
         self._hosts[name] = Host(name, now, {r.rank: r for r in ranks})
 
     def heard(self, name: str, now: float) -> None:
-        """A sign of life."""
+        """Take a sign of life."""
         self._hosts[name].heard_s, self._hosts[name].closed = now, False
 
     def close(self, name: str, now: float) -> None:
-        """The connection to a host's watch has ended without a message. `hear` takes it back."""
+        """Record that the connection to a host's agent has ended without a message; `hear` takes that back."""
         host = self._hosts.get(name)
         if host is not None and not host.finished and not host.closed:
             host.closed, host.heard_s = True, now
 
     def decide(self, now: float) -> Verdict | None:
-        """Call every few seconds; a longer gap means that this machine slept, and nothing is held against it."""
+        """Return a verdict if the job is to be ended.
+
+        Call it every few seconds: after a longer gap this machine has slept, and no host counts as silent.
+        """
         if now - self._looked_s > SILENT_S / 2:
             self._progress_s = now
             for host in self._hosts.values():
@@ -120,16 +123,16 @@ class Judge:
 
     @property
     def ended(self) -> bool:
-        """Rank 0 has said the end of the run, after all that the ranks do together: nothing that comes is a fault."""
+        """True if rank 0 has ended the run, after all that the ranks do together: nothing later is a fault."""
         return any(r.rank == 0 and r.code == 0 and r.state != "dead" for h in self.hosts for r in h.ranks.values())
 
     def waits(self, now: float) -> bool:
-        """Whether ranks are expected to leave yet; after the end of the run not those of a host that is silent."""
+        """True if ranks are still expected to leave; after the end of the run those of a silent host are not."""
         heard = [h for h in self.hosts if not self.ended or not (h.closed or now - h.heard_s > self._silent_s)]
         return any(host.waited_for for host in heard)
 
     def stalled_s(self, now: float) -> float:
-        """Seconds since any rank made progress; 0 while there is none that could."""
+        """Seconds since any rank made progress; 0 if none could."""
         some = any(_lives(rank) for host in self._hosts.values() for rank in host.ranks.values())
         return now - self._progress_s if some else 0.0
 
@@ -137,7 +140,7 @@ class Judge:
         return sorted((r for host in self._hosts.values() for r in host.ranks.values()), key=lambda r: r.rank)
 
     def host_facts(self, now: float) -> tuple[HostFacts, ...]:
-        """Silent are those that would be lost by now or nearly so."""
+        """Facts of all hosts; silent are those that are lost, or nearly so."""
         return tuple(
             HostFacts(
                 name=host.name,
@@ -196,12 +199,14 @@ def _lives(rank: RankFacts) -> bool:
 
 
 def _changed(before: str, state: str) -> bool:
-    """Into a system call and out of it (running, disk) a rank that waits goes, too: a page of memory, its stack."""
+    """True if a change of state is progress; running <-> disk is none: a waiting rank's page faults and stacks do
+    that."""
     return before != state and {before, state} != {"running", "disk"}
 
 
 class Pauses:
-    """When a job has not moved for so long that its user wants to know why, and when it moves again."""
+    """Finds when a job has made no progress for so long that its user wants the reason, and when it makes some
+    again."""
 
     SHARE, LEAST_S, MOST_S = 0.2, 5.0, 60.0
 
@@ -210,7 +215,7 @@ class Pauses:
         self._lasted_s = 0.0
 
     def feed(self, stalled_s: float) -> tuple[Literal["begins", "over", ""], float]:
-        """What is new, and for how many seconds there was no progress."""
+        """("begins", "over" or "", seconds without progress)."""
         before, self._lasted_s = self._lasted_s, stalled_s if stalled_s > self._after_s else 0.0
         if self._lasted_s:
             return ("" if before else "begins"), self._lasted_s
@@ -218,7 +223,7 @@ class Pauses:
 
 
 class Stragglers:
-    """Ranks whose own time a step is above that of the others, over many steps."""
+    """Finds ranks whose own time per step is above that of the others, over many steps."""
 
     WINDOW_STEPS, WINDOW_S, WINDOWS = 20, 10.0, 3
     MARGIN, MARGIN_S = 0.25, 0.02
@@ -230,7 +235,7 @@ class Stragglers:
         self._named: set[int] = set()
 
     def feed(self, own: dict[int, tuple[int, float]], now: float) -> dict[int, tuple[float, float]]:
-        """`own`: by rank, (steps timed, seconds of its own in them) since the launch.
+        """`own`: by rank, (steps timed, its own seconds in them) since the launch.
 
         Returns the ranks that are newly found slow in three windows in a row: (its seconds a step, the others' median).
         """

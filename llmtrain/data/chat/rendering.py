@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import llmtrain
 from llmtrain.base import untrusted
+from llmtrain.base.child import child_environment
 from llmtrain.data.chat.messages import Conversation
 
 CPU_SECONDS = 10
@@ -179,12 +179,6 @@ def first_line(error: BaseException) -> str:
 
 def _encoded(message: dict[str, Any]) -> bytes:
     return json.dumps(message, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n"
-
-
-def child_environment(**more: str) -> dict[str, str]:
-    """The environment of a module of llmtrain that is started by its name, wherever llmtrain lies."""
-    search = [str(Path(llmtrain.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(filter(None, search))}
 
 
 # --- the process, from outside --------------------------------------------------------------------

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
+from llmtrain.base.child import child_environment
 from llmtrain.base.errors import DataError
-from llmtrain.data.chat.rendering import child_environment
 from llmtrain.data.prepare.sources import Unit
 from llmtrain.data.prepare.worker import WorkerSettings
 

@@ -7,7 +7,6 @@ has needs no network again. The other ranks of a launch find the note of the fir
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ import psutil
 
 from llmtrain.base import log, units, untrusted
 from llmtrain.base.errors import UserError
-from llmtrain.base.files import replace_file
+from llmtrain.base.files import lock_folder, replace_file
 from llmtrain.storage.hub.names import COMMIT, Repository
 from llmtrain.storage.hub.trouble import explain
 
@@ -89,19 +88,18 @@ def known_files(repository: Repository, commit: str) -> list[str]:
 
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """One process of this host, or of all hosts that share the cache. flock: a killed holder holds nothing."""
-    try:
+    """One process of this host, or of all hosts that share the cache."""
+    handle = None
+    # A cache that cannot be written may still have everything. On a file system without locks huggingface_hub is safe
+    # without, only slower.
+    with contextlib.suppress(OSError):
         lock.mkdir(parents=True, exist_ok=True)
-        handle = os.open(lock, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # a cache that cannot be written may still have everything
-        yield
-        return
+        handle = lock_folder(lock, wait=True)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: huggingface_hub is safe without, only slower
-            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
 
 
 # --- which commit, and which files it has ---------------------------------------------------------

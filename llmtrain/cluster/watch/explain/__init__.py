@@ -1,1 +1,1 @@
-"""From facts of a job that does not go on to one paragraph that says why. Nothing is asked or written here."""
+"""Explains in one paragraph why a job does not go on, from its facts. Nothing is asked or written here."""

@@ -1,7 +1,7 @@
-"""The table of causes: why a job does not go on, read from what its hosts have reported.
+"""Table of causes: why a job does not go on, from what its hosts have reported.
 
-Each row looks at the facts and either knows the cause or does not. The first that knows is right, so what is certain
-(a dead host) stands before what is likely (an expert without tokens).
+Each row is a function of the facts that returns a cause or None. The first cause counts, so certain ones (a dead host)
+stand before likely ones (an expert without tokens).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _silent_host(facts: JobFacts) -> Cause | None:
 
 
 def _broken_gpu(facts: JobFacts) -> Cause | None:
-    """The driver has written to a host's kernel log that a GPU or a link is broken; whatever the ranks say of it."""
+    """The driver reports a broken GPU or link in a host's kernel log; that counts more than the ranks' own errors."""
     if any(r.state == "dead" and r.error and not is_secondary(r) and not device_fault(r.error) for r in facts.ranks):
         return None  # an error of the program's own
     for host in facts.hosts:
@@ -135,7 +135,7 @@ def _timed_out(facts: JobFacts) -> Cause | None:
 
 
 def _aborted(facts: JobFacts) -> Cause | None:
-    """gloo ends a rank whose collective does not fit that of the others, in a thread of its own; NCCL would wait.
+    """gloo ends a rank whose collective does not match the others', from a thread of its own; NCCL would wait.
 
     It aborts where the message is too long for the buffer, and may crash where it is not.
     """
@@ -159,7 +159,7 @@ def _aborted(facts: JobFacts) -> Cause | None:
 
 
 def _dead(facts: JobFacts) -> Cause | None:
-    """The rank that died first for a reason of its own; the others then die of its absence."""
+    """The rank that died first for a reason of its own; the others died because it was gone."""
     dead = [r for r in facts.ranks if r.state == "dead"]
     if not dead:
         return None
@@ -237,12 +237,13 @@ CAUSES: tuple[Callable[[JobFacts], Cause | None], ...] = (
 
 
 def numbered(text: str, count: int) -> str:
-    """ "<is|are>" as it stands for so many."""
+    """Choose singular or plural in each "<is|are>"."""
     return re.sub(r"<([\w ]+)\|([\w ]+)>", r"\1" if count == 1 else r"\2", text)
 
 
 def explain(facts: JobFacts) -> Explanation:
-    """One paragraph. Always finds words, also for what the table does not know."""
+    """One paragraph: the ranks that differ, where they are, why, a remedy. There is always one, also for an unknown
+    cause."""
     facts = as_waiting(facts)
     cause = next(found for row in CAUSES if (found := row(facts)) is not None)
     host = cause.host or (cause.ranks[0].host if len({r.host for r in cause.ranks}) == 1 else "")

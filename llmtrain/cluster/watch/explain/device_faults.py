@@ -1,7 +1,7 @@
-"""The table of faults of a device and of its libraries: a text of CUDA, cuBLAS or NCCL -> what it means, what to do.
+"""Table of device faults: a text of CUDA, cuBLAS or NCCL -> its meaning, a remedy.
 
 A text is the message of an exception or a line of standard error: NCCL's watchdog ends a rank from a thread without
-Python, and says why nowhere else.
+Python, and gives its reason nowhere else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class DeviceFault:
     """A row of the table."""
 
     name: str
-    """Of the cause."""
+    """Name of the cause."""
     pattern: str
     """Regular expression that is found in the text."""
     means: str
@@ -25,7 +25,7 @@ class DeviceFault:
     unfit: bool = False
     """The host is at fault: a restart should leave it out."""
     again: bool = True
-    """Another start may do better."""
+    """Another start may succeed."""
 
     def matches(self, text: str) -> bool:
         return re.search(self.pattern, text) is not None
@@ -137,12 +137,12 @@ FAULTS = (
         remedy=_LOOK,
     ),
 )
-"""The first that matches is right: what is told apart stands before what is general."""
+"""The first match counts: special texts stand before general ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedOut:
-    """What NCCL's watchdog says of a collective that took too long."""
+    """NCCL's watchdog's report of a collective that took too long."""
 
     number: int
     """Its number in its process group."""
@@ -159,12 +159,12 @@ _ENDS = re.compile(r"\s*(?:(?:\[rank\d+\]:)?\[[EF]\d+ [^\]]*\]|what\(\):|.*NCCL 
 
 
 def device_fault(text: str) -> DeviceFault | None:
-    """The row for a text; None when it tells of no fault of a device or its libraries."""
+    """The row that matches a text; None if it reports no fault of a device or its libraries."""
     return next((row for row in FAULTS if row.matches(text)), None)
 
 
 def timed_out(text: str) -> TimedOut | None:
-    """None when the text is not the watchdog's."""
+    """The watchdog's report in a text; None without one."""
     match = _TIMED_OUT.search(text)
     if match is None:
         return None
@@ -172,15 +172,15 @@ def timed_out(text: str) -> TimedOut | None:
 
 
 def with_reason(message: str) -> str:
-    """The first line of an exception's message; of NCCL's the reason, too: it stands after a line "Last error:"."""
+    """The first line of an exception's message; for NCCL with the reason, which stands after a line "Last error:"."""
     first, *more = message.strip().splitlines() or [""]
     return " ".join([first, *(line for before, line in pairwise([first, *more]) if before.startswith("Last error"))])
 
 
 def telling_line(output: str) -> str:
-    """The line of a rank's standard error that tells of such a fault; empty if none does.
+    """The first line of a rank's standard error that reports such a fault; empty without one.
 
-    The first one: what follows it is its consequence. Only lines that end something count, no warnings.
+    Later ones are its consequences. Only lines that end something count, no warnings.
     """
     for line in output.splitlines():
         if match := _ENDS.match(line):

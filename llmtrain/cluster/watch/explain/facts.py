@@ -1,4 +1,4 @@
-"""What is known of a job when it is to be explained: gathered on every host, read by paragraph.py and its tables."""
+"""Facts of a job that does not go on: collected on every host, read by the tables of causes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmtrain.cluster.watch.explain.device_faults import device_fault, timed_out
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of Python that a rank is in."""
+    """A frame of a rank's Python stack."""
 
     file: str
     line: int
@@ -22,29 +22,29 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What NCCL's flight recorder has of one process group on one rank."""
+    """NCCL's flight recorder on one rank, for one process group."""
 
     group: str
     """Its name, the same on all its ranks."""
     ranks: tuple[int, ...]
     """Global ranks of its members."""
     begun: int
-    """Number of the newest collective that this rank has handed to its device; 0: none that is still recorded."""
+    """Number of the newest collective that this rank has handed to its device; 0: none is recorded."""
     pending: int = 0
-    """Number of the oldest one that has not ended on the device; 0: all have."""
+    """Number of the oldest collective that has not ended on the device; 0: all have."""
     name: str = ""
-    """Name of that one."""
+    """Name of the pending collective."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Recorded:
-        """Of what `vars` gives. Raises TypeError, KeyError, ValueError."""
+        """Parse what `vars` gave. Raises TypeError, KeyError, ValueError."""
         numbers = {key: int(raw[key]) for key in ("begun", "pending")}
         return cls(group=str(raw["group"]), ranks=tuple(map(int, raw["ranks"])), name=str(raw["name"]), **numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """One rank."""
+    """Facts of one rank."""
 
     rank: int
     host: str
@@ -59,11 +59,11 @@ class RankFacts:
     collective: str = ""
     """The last collective that it entered."""
     collectives: int = 0
-    """How many it has entered."""
+    """Number of collectives that it has entered."""
     inside: bool = False
     """It is still in that collective."""
     idle_s: float = 0.0
-    """Seconds since it did anything that its heartbeat shows."""
+    """Seconds since its heartbeat last changed."""
     cpu_busy: bool = False
     """It uses its processor, or its files move."""
     stopping: bool = False
@@ -83,19 +83,19 @@ class RankFacts:
     waits_in: str = ""
     """The kernel function in which it waits."""
     on_device: bool = False
-    """It computes on a device: then it keeps its processor busy also while it only waits for that."""
+    """It computes on a device: then a busy processor may only poll it."""
     given: int = 0
-    """Micro-batches that it has handed to its device."""
+    """Micro-batches handed to its device."""
     done: int = 0
-    """Those that the device has done."""
+    """Micro-batches that the device has finished."""
     said: str = ""
-    """The line of its standard error that tells of a fault below Python, of a rank that a signal ended."""
+    """The line of its standard error that reports a fault below Python, for a rank that a signal ended."""
     recorded: tuple[Recorded, ...] = ()
-    """Of NCCL's flight recorder, asked at a stall."""
+    """NCCL's flight recorder, read at a stall."""
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> RankFacts:
-        """Of what `to_json` gave, on another host of the job. Raises TypeError, KeyError, ValueError."""
+        """Parse what `to_json` gave on another host of the job. Raises TypeError, KeyError, ValueError."""
         known = {item.name for item in fields(cls)}
         given = {key: value for key, value in raw.items() if key in known}
         given["stack"] = tuple(Frame(str(f), int(n), str(w)) for f, n, w in raw.get("stack", ()))
@@ -109,35 +109,35 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """One host."""
+    """Facts of one host."""
 
     name: str
     silent_s: float = 0.0
-    """Seconds since its watch was last heard; 0 while it is there."""
+    """Seconds since its agent was last heard; 0 while it is."""
     closed: bool = False
-    """Its watch has ended without a message, but the connection was closed: the host's kernel still answered."""
+    """Its agent has ended without a message, and the connection was closed: the host's kernel still answered."""
     oom_kills: int = 0
-    """Processes that its kernel has ended for lack of memory since the job began."""
+    """Processes that its kernel has killed for lack of memory since the job began."""
     xids: tuple[str, ...] = ()
-    """Lines of its kernel log in which the NVIDIA driver told of a fault lately."""
+    """Lines of its kernel log with recent faults that the NVIDIA driver reports."""
     gpu_health: str = ""
-    """What nvidia-smi says of errors of its GPUs' memory; empty when all is well or nothing was asked."""
+    """nvidia-smi's errors of its GPUs' memory; empty without any, or when it was not asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """Everything that the table of causes may look at."""
+    """All facts that the table of causes reads."""
 
     trigger: str
     """dead_rank | silent_host | stall | pause: the last one may pass."""
     ranks: tuple[RankFacts, ...]
     hosts: tuple[HostFacts, ...]
     here: str = ""
-    """The host on which these facts were put together: that of rank 0, once the ranks have met."""
+    """The host that collected the facts: that of rank 0, once the ranks have met."""
     stalled_s: float = 0.0
-    """How long no rank has made progress."""
+    """Seconds without progress of any rank."""
     alike: bool = True
-    """All ranks do the same collectives in the same order: not so in a pipeline."""
+    """All ranks do the same collectives in the same order; False for a pipeline."""
     experts: bool = False
     """The model is a mixture of experts."""
     zero_stage: int = 0
@@ -150,12 +150,12 @@ class JobFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What the user reads, what events.jsonl holds, what the supervisor gets."""
+    """The explanation for the user, for events.jsonl and for the supervisor."""
 
     what: str
     """The trigger."""
     cause: str
-    """Its short name in the table of causes."""
+    """Short name of the cause in the table."""
     host: str
     """The host that differs; "" where none does."""
     ranks: list[int] = field(default_factory=list)
@@ -167,9 +167,9 @@ class Explanation:
     text: str = ""
     """The paragraph."""
     unfit: bool = False
-    """The fault is one of the host itself: a restart should leave it out until somebody has looked at it."""
+    """The host itself is at fault: a restart should leave it out until it is repaired."""
     again: bool = True
-    """Another start may do better; False: it would meet the same fault."""
+    """Another start may succeed; False: it would meet the same fault."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -197,9 +197,9 @@ def parse_stacks(text: str) -> tuple[Frame, ...]:
 
 
 def excerpt(trace: Mapping[str, Any]) -> list[Recorded]:
-    """Of the recorder's JSON (torch's `_dump_nccl_trace_json`): one for each process group with collectives in it.
+    """Summarize the recorder's JSON (torch's `_dump_nccl_trace_json`): one `Recorded` for each process group in it.
 
-    Messages between two ranks are left out: their numbers are not the same on all ranks of a group.
+    Point-to-point messages are left out: their numbers differ between the ranks of a group.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in trace.get("entries", ()):
@@ -235,48 +235,48 @@ _SECONDARY = re.compile(
     r"Connection (closed|reset)|Broken pipe|Connection refused|remote peer|[Tt]imed? ?out|NCCL|remote process exited|"
     r"Application timeout|Socket Timeout|recvValue failed|failed to recv|EOFError|DistNetworkError|DistBackendError"
 )
-"""What a rank says when another one has gone: the other is the cause."""
+"""Errors of a rank whose peer has gone: the peer is the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """What a row of the table knows."""
+    """The cause that a row of the table has found."""
 
     name: str
     ranks: Sequence[RankFacts]
-    """Those that differ."""
+    """The ranks that differ."""
     says: str
-    """One or two sentences: what is wrong and why. `<is|are>`: for one of `ranks`, for several."""
+    """One or two sentences: the fault and its reason. `<is|are>`: for one rank, for several."""
     remedy: str
     host: str = ""
     """The host that differs, where it is not that of `ranks`."""
     detail: str = ""
-    """What tells two faults of this kind apart; part of the signature."""
+    """Distinguishes two faults of this kind; part of the signature."""
     unfit: bool = False
     again: bool = True
-    """As of `Explanation`."""
+    """Both as in `Explanation`."""
 
 
 def live(facts: JobFacts) -> list[RankFacts]:
-    """Those of which is known what they do."""
+    """The ranks whose activity is known."""
     return [r for r in facts.ranks if r.state not in ("dead", "left", "unknown")]
 
 
 def is_echo(error: str) -> bool:
-    """Whether an exception of this text comes of another rank's end.
+    """True if an exception with this text is an echo of another rank's end.
 
-    NCCL hands on what its calls of CUDA have met: that is this rank's own, whatever else the text says.
+    NCCL passes on the errors of its CUDA calls: those are this rank's own, whatever else the text says.
     """
     return bool(_SECONDARY.search(error)) and device_fault(error) is None
 
 
 def is_secondary(rank: RankFacts) -> bool:
-    """It died because another one had gone: an error of communication, or the launcher's SIGTERM."""
+    """True if it died because a peer had gone: an error of communication, or the launcher's SIGTERM."""
     return rank.signal in ("SIGTERM", "SIGINT", "SIGHUP") or is_echo(rank.error) or timed_out(rank.said) is not None
 
 
 def minority(ranks: Sequence[RankFacts], key: Callable[[RankFacts], object]) -> list[RankFacts]:
-    """Those whose key fewest ranks share; of equally many, those that have done least."""
+    """The ranks with the rarest key; of equally rare ones, those with the fewest collectives."""
     groups: dict[object, list[RankFacts]] = {}
     for rank in ranks:
         groups.setdefault(key(rank), []).append(rank)

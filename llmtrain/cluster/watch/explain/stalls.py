@@ -1,4 +1,4 @@
-"""The part of the table of causes for a job whose processes are all there, but that does not go on."""
+"""The part of the table of causes for a job whose processes are all alive, but that makes no progress."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _left_early(facts: JobFacts) -> Cause | None:
 
 
 def _disk(facts: JobFacts) -> Cause | None:
-    """One rank waits for a file: the kernel says so, or its stack ends in one."""
+    """A rank waits for a file: the kernel reports it, or its stack ends in a file call."""
     free = [r for r in facts.ranks if r.state in ("running", "disk") and not r.inside]
     at = [r for r in free if r.state == "disk" or _in_file(r)]
     if not at or len(at) == len(live(facts)) > 1:
@@ -65,7 +65,7 @@ def _disk(facts: JobFacts) -> Cause | None:
 
 
 def _connecting(facts: JobFacts) -> Cause | None:
-    """The ranks have met, and their process groups do not come to be."""
+    """The ranks have met, but their process groups do not connect."""
     stuck = [r for r in live(facts) if r.phase == "connect" and not r.inside]
     if not stuck:
         return None
@@ -80,7 +80,7 @@ def _connecting(facts: JobFacts) -> Cause | None:
 
 
 def _unheard(facts: JobFacts) -> Cause | None:
-    """A host was lost before its watch had called the root, or cannot call it; its ranks may be what all wait for."""
+    """A host was lost before its agent had connected to the root, or cannot connect; all may wait for its ranks."""
     unheard = [r for r in facts.ranks if r.state == "unknown"]
     those = live(facts)
     if not unheard or not all(r.inside or r.on_device for r in those):
@@ -99,7 +99,7 @@ def _unheard(facts: JobFacts) -> Cause | None:
 def rank_0_only(facts: JobFacts) -> Cause | None:
     """Rank 0 enters a collective of a save that the others never reach, or the others wait while it saves alone.
 
-    Before a save the ranks compare what they hold alike.
+    Before a save the ranks compare their replicas.
     """
     those = live(facts)
     zero = next((r for r in those if r.rank == 0), None)
@@ -152,7 +152,8 @@ def _uneven(facts: JobFacts) -> Cause | None:
 
 
 def _expert(facts: JobFacts) -> Cause | None:
-    """ZeRO 3 gathers an expert's parameters when it is used; an expert without tokens on one rank is used by others."""
+    """ZeRO 3 gathers an expert's parameters when it is used: an expert with tokens on some ranks only is gathered by
+    those."""
     those = live(facts)
     if (
         not facts.alike
@@ -194,7 +195,7 @@ def _mismatch(facts: JobFacts) -> Cause | None:
 
 
 def _one_computes(facts: JobFacts) -> Cause | None:
-    """All but a few wait in a collective: those few are what they wait for."""
+    """All but a few ranks wait in a collective: the few hold them up."""
     those = live(facts)
     free = [r for r in those if not r.inside]
     if not free or len(free) == len(those) > 1:
@@ -241,7 +242,8 @@ def _network(facts: JobFacts) -> Cause | None:
 
 
 def _behind(facts: JobFacts) -> Cause | None:
-    """On a GPU a rank hands its collectives over and goes on, so none is inside one: who has handed over fewest?"""
+    """The ranks with the fewest collectives are behind: on a GPU a rank hands them over and goes on, so none is inside
+    one."""
     those = live(facts)
     fewest = min((r.collectives for r in those), default=0)
     behind = [r for r in those if r.collectives == fewest]
@@ -259,7 +261,7 @@ def _behind(facts: JobFacts) -> Cause | None:
 
 
 def _devices_wait(facts: JobFacts) -> Cause | None:
-    """None is inside a call, and no counts differ: all wait for what they have handed to their devices."""
+    """No rank is inside a collective, and no counts differ: all wait for their devices."""
     those = live(facts)
     if not all(r.on_device for r in those) or any(r.inside for r in those):
         return None
@@ -290,7 +292,8 @@ _FILE_CALLS = ("read", "write", "readinto", "fsync", "open", "pread", "copyfileo
 
 
 def _in_file(rank: RankFacts) -> bool:
-    """Its innermost line of Python is a call on files. C functions are no frames: the caller's name has to tell."""
+    """True if its innermost line of Python is a call on files. C functions have no frames: the caller's name must
+    do."""
     return bool(rank.stack) and (
         rank.stack[0].function in _FILE_CALLS
         or rank.stack[0].file.endswith(("llmtrain/checkpoint/durable.py", "/shutil.py", "/pathlib.py"))
@@ -298,7 +301,7 @@ def _in_file(rank: RankFacts) -> bool:
 
 
 def as_waiting(facts: JobFacts) -> JobFacts:
-    """The facts with each rank inside of the collective in which its device is, as without a device it would be."""
+    """The facts with each rank inside the collective that its device is in, as it would be without a device."""
     return replace(facts, ranks=tuple(map(_as_waiting, facts.ranks)))
 
 
@@ -316,7 +319,7 @@ def _pending(rank: RankFacts) -> Recorded | None:
 
 
 def never_began(facts: JobFacts) -> Cause | None:
-    """Ranks that have not handed over the collective in which the devices of others of its group wait."""
+    """Ranks that have not handed over the collective in which the devices of peers of its group wait."""
     those = {rank.rank: rank for rank in live(facts)}
     for waiting in those.values():
         group = _pending(waiting)
@@ -371,4 +374,4 @@ STALLS = (
     _devices_wait,
     _unknown,
 )
-"""The first that knows is right, so what is certain stands before what is likely."""
+"""The first cause counts: certain ones stand before likely ones."""

@@ -1,4 +1,4 @@
-"""How facts are told: who, where, in which line."""
+"""Words for facts: ranks, hosts, places in the code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmtrain.base import units
 from llmtrain.cluster.watch.explain.facts import Frame, HostFacts, RankFacts
 
 _WRAPS = "llmtrain/cluster/watch/heartbeat.py"
-"""Around every collective."""
+"""The file whose wrapper is around every collective."""
 
 
 def place(frame: Frame) -> str:
@@ -17,7 +17,7 @@ def place(frame: Frame) -> str:
 
 
 def short(file: str) -> str:
-    """From the package on; for others the last two parts."""
+    """The path from the package's folder on; for other files the last two parts."""
     for package in ("llmtrain/", "deepspeed/", "torch/", "transformers/"):
         _, mark, tail = file.rpartition(f"/{package}")
         if mark:
@@ -26,7 +26,7 @@ def short(file: str) -> str:
 
 
 def own_line(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost line that is not of a library: what the user can read."""
+    """The innermost line that is not a library's: one that the user can read."""
     ours = [f for f in stack if "/llmtrain/" in f.file or not re.search(r"/lib(64)?/python[\d.]+/", f.file)]
     around = [f for f in ours if not f.file.endswith(_WRAPS)]
     return next(iter(around or ours or stack), None)
@@ -83,5 +83,5 @@ def names(hosts: Sequence[HostFacts]) -> str:
 
 
 def first_words(error: str) -> str:
-    """The error without what differs between two of a kind: addresses, ports, numbers of processes."""
+    """The error without the parts that differ between two of a kind: addresses, ports, process ids."""
     return re.sub(r"0x[0-9a-f]+|\[[^]]*\]:?\d*|\b\d{4,}\b", "#", error.splitlines()[0] if error else "")[:160]
