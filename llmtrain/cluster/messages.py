@@ -1,11 +1,11 @@
-"""What a running job tells the program that supervises it: one line of JSON on standard output for each.
+"""Messages of a running job to the program that supervises it: one line of JSON on standard output for each.
 
 Nothing is printed unless LLMTRAIN_SUPERVISED is 1, so a user who starts a job by hand sees no such line.
 
     kind        fields
-    wait        the ranks cannot meet yet, for something is fetched; again and again while it is
+    wait        the ranks cannot meet yet: something is being fetched; repeated meanwhile
     place       ranks: list of {rank, host, local_rank, device, pid}; once, when the ranks have met
-    progress    text ("": no more), share (0 to 1, or None): in place of lines on standard output, where TERMINAL is 1
+    progress    text ("": ended), share (0 to 1, or None): in place of lines on standard output, where TERMINAL is 1
     checkpoint  step: of a checkpoint that is complete
     fault       what, host, ranks, step, cause, signature, text: see `Explanation` in `watch.explain.facts`
     end         status: complete | stopped | refused | failed (the hosts' fault, not the user's), code: of the process,

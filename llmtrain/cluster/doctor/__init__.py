@@ -1,1 +1,1 @@
-"""Before a run: what each host is like, what of it is wrong, and the network between them."""
+"""Before a run: facts of each host, the faults among them, the network between the hosts."""

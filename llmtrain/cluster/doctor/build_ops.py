@@ -31,7 +31,8 @@ for name in ask["ops"]:
 
 
 def build(survey: Survey, ssh_port: int | None = None) -> tuple[list[str], list[Finding]]:
-    """Build what the run needs and is not there, on all hosts at once. One line for each host on which it went well."""
+    """Build the ops that the run needs and that are missing, on all hosts at once. One line for each host that
+    succeeded."""
     wanted: dict[str, tuple[list[str], Mapping[str, float]]] = {}
     for host, facts in survey.facts.items():
         ops = facts.get("ops")

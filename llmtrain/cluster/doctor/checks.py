@@ -1,4 +1,5 @@
-"""Facts of each host -> findings about that host. Pure functions: what doctor knows is in a Survey."""
+"""Facts of each host -> findings about that host, its GPUs and InfiniBand ports. Pure functions: all facts are in a
+Survey."""
 
 from __future__ import annotations
 
@@ -36,11 +37,12 @@ CHECKS = (
 Level = Literal["red", "yellow"]
 RANK_MEMORY_BYTES = GIB
 SHM_A_RANK_BYTES = 128 << 20
-"""What NCCL, DeepSpeed's own all-reduce (69 MB a rank) and the loader's workers take; docker gives 64 MiB in all."""
+"""Shared memory that NCCL, DeepSpeed's own all-reduce (69 MB) and the loader's workers take; docker gives 64 MiB in
+all."""
 SKEW_S = 5.0
-"""Times in logs and events of hosts that differ by more cannot be put in order."""
+"""Clock difference from which on logs and events of hosts cannot be put in order."""
 STALE_S = 600.0
-"""No op of DeepSpeed takes longer to compile."""
+"""Age of a build's lock from which on the build is dead: no op of DeepSpeed takes longer to compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +68,14 @@ class Folder:
     path: str
     """Absolute."""
     files: tuple[str, ...] = ()
-    """Files in it that the run reads. Empty: it has to be there, and each host may have other files."""
+    """Files in it that the run reads. Empty: it has to exist, and each host may have other files."""
     on_hub: bool = False
-    """The path is a name on the Hub, which a folder of that name would win over: it must not be there."""
+    """The path is a name on the Hub and must not exist: a folder of that name would win over the repository."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Everything that was asked and answered."""
+    """All questions to the hosts, and their answers."""
 
     hosts: tuple[Host, ...]
     alone: bool = False
@@ -85,32 +87,32 @@ class Survey:
     folder: str
     """The working folder, on each host."""
     run_dir: str | None = None
-    """The folder of the run, or of its checkpoints, or the nearest one above it that is there."""
+    """The folder of the run, or of its checkpoints, or the nearest existing one above it."""
     own_folders: bool = False
-    """Each host may have one of its own there: checkpoint.dir is set."""
+    """Each host may have its own: checkpoint.dir is set."""
     port: int = 0
-    """Of the rendezvous, on the first host; 0: not asked."""
+    """Port of the rendezvous, on the first host; 0: not asked."""
     folders: tuple[Folder, ...] = ()
-    """That the run reads on each host."""
+    """Folders that the run reads on each host."""
     ops: tuple[str, ...] = ()
-    """DeepSpeed ops that the run compiles if they are not there."""
+    """DeepSpeed ops that the run compiles if they are missing."""
     troubles: Mapping[str, Trouble] = field(default_factory=dict)
     facts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """What probe.py says, by host; hosts that could not be asked are missing."""
+    """Output of probe.py, by host; hosts that could not be asked are missing."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Hosts that ran the probe without its facts coming back, and what they said instead."""
+    """Hosts that ran the probe without returning facts, and what they printed."""
     skew_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Between which bounds each host's clock is ahead of this one's."""
+    """Bounds of each host's clock difference to this host's; positive: ahead."""
     nonce: Mapping[str, bool] = field(default_factory=dict)
-    """Whether a host, other than the writer, sees the file that the first host wrote into the run's folder."""
+    """True for a host that sees the file which the first host wrote into the run's folder."""
 
     def on(self, host: str, command: str) -> str:
-        """What the user types for a command on a host."""
+        """The command as the user types it to run it on a host."""
         return command if self.alone else f"ssh {host} {shlex.quote(command)}"
 
 
 def each_host(survey: Survey) -> list[Finding]:
-    """What is wrong with a host by itself, in the order of the hosts."""
+    """Findings about single hosts, in the order of the hosts."""
     found = []
     for host in survey.hosts:
         found += list(_reached(host, survey))
@@ -313,14 +315,14 @@ _OF_ONE_HOST: Sequence[Callable[[Host, dict[str, Any], Survey], Iterator[Finding
 
 
 _LEAST_DRIVER = {"12": 525, "13": 580}
-"""By CUDA's major version: NVIDIA's table of compatibility, Linux."""
+"""Least driver by CUDA's major version: NVIDIA's table of compatibility, Linux."""
 _MIB = 1 << 20
 _IDLE_BYTES = GIB
-"""What a driver and its daemons take of a GPU's memory is below this."""
+"""GPU memory in use that does not count: a driver and its daemons take less."""
 
 
 def all_gpus(survey: Survey) -> list[Finding]:
-    """What is wrong with the GPUs of each host that are to be used, and with its InfiniBand."""
+    """Findings about the GPUs of each host that are to be used, and about its InfiniBand ports."""
     found = []
     for host in survey.hosts:
         facts = survey.facts.get(host.name, {})
@@ -340,7 +342,7 @@ def all_gpus(survey: Survey) -> list[Finding]:
 
 
 def _driver(host: Host, survey: Survey, devices: Mapping[str, Any], packages: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether torch's build and the driver fit together."""
+    """Compare torch's build with the driver."""
     torch, cuda, driver = packages.get("torch"), packages.get("cuda"), devices.get("driver")
     if not devices.get("count") or not torch:
         return
@@ -359,7 +361,7 @@ def _driver(host: Host, survey: Survey, devices: Mapping[str, Any], packages: Ma
 
 
 def _chosen(host: Host, gpus: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Those that the hostfile gives to ranks, with their numbers."""
+    """The GPUs that the hostfile gives to ranks, with their numbers."""
     return [(index, gpu) for index, gpu in enumerate(gpus) if index in host.devices]
 
 
@@ -410,7 +412,7 @@ def _links(host: Host, links: Sequence[Sequence[int]]) -> Iterator[Finding]:
 
 
 def _kernel_log(host: Host, lines: Sequence[str], survey: Survey) -> Iterator[Finding]:
-    """Yellow: it tells of the past day, and what still holds shows in the report."""
+    """Yellow: it covers the past day, and faults that still hold show in the report."""
     xids = sorted(read_xids(lines), key=lambda xid: not xid.unfit)
     if xids:
         more = f" and {len(xids) - 3} more" if len(xids) > 3 else ""
@@ -420,7 +422,7 @@ def _kernel_log(host: Host, lines: Sequence[str], survey: Survey) -> Iterator[Fi
 
 
 def _ports(host: Host, ports: Mapping[str, Mapping[str, Any]], survey: Survey) -> Iterator[Finding]:
-    """Ports of InfiniBand cards: NCCL takes all that are up, and the slowest holds up the rest."""
+    """Ports of InfiniBand cards: NCCL takes all that are up, and the slowest holds up the others."""
     up = {name: port for name, port in ports.items() if port["state"] == "ACTIVE"}
     elsewhere = any(
         port["state"] == "ACTIVE"

@@ -17,13 +17,13 @@ _OWN_ENDS = ("_SOCKET_IFNAME", "_CACHE", "_DIR")
 
 
 def all_hosts(survey: Survey) -> list[Finding]:
-    """What is wrong between the hosts."""
+    """Findings about differences between the hosts."""
     checks = (_versions, _code, _config, _folders, _environment, _shared, _names, _same_machine, _interfaces)
     return [finding for check in checks for finding in check(survey)]
 
 
 def odd_ones(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The value that most have (on a tie the first host's), and the hosts that have another."""
+    """The most common value (on a tie the first host's), and the hosts with another."""
     if not values:
         return None, []
     counted = Counter(values.values())
@@ -33,7 +33,7 @@ def odd_ones(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
 
 
 def _look(survey: Survey, name: str) -> dict[str, dict[str, Any]]:
-    """One look's facts by host, of the hosts that have them."""
+    """One question's facts by host, of the hosts that have them."""
     return {
         host.name: survey.facts[host.name][name] for host in survey.hosts if name in survey.facts.get(host.name, {})
     }
@@ -141,7 +141,7 @@ def _folders(survey: Survey) -> Iterator[Finding]:
 
 
 def _some(names: Sequence[str], count: int | None = None) -> str:
-    """The first two of them, and how many more there are."""
+    """The first two names, and the number of the others."""
     more = (len(names) if count is None else count) - 2
     first = ", ".join(names[:2]) if more > 0 else " and ".join(names)
     return first + (f" and {units.counted(more, 'more file')}" if more > 0 else "")
@@ -233,7 +233,7 @@ def _same_machine(survey: Survey) -> Iterator[Finding]:
 
 
 def right_interfaces(survey: Survey) -> dict[str, str]:
-    """For each host the interface whose address the other hosts know it by; without those where that cannot be told."""
+    """The interface of each host whose address the others know it by; hosts without a known one are missing."""
     alone = len(survey.hosts) == 1
     votes: dict[str, Counter[str]] = {host.name: Counter() for host in survey.hosts}
     for viewer, names in _look(survey, "names").items():

@@ -1,4 +1,5 @@
-"""The network between the hosts, measured: which pair, which host, which link is not like the others."""
+"""The network between the hosts, measured: TCP rates of each pair of hosts, an all-reduce of every GPU of every
+host."""
 
 from __future__ import annotations
 
@@ -22,18 +23,21 @@ from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh import FAN_OUT, Answer, on_hosts
 
 ALL_PAIRS_TO = FAN_OUT
-"""Hosts of which every pair is measured. More are measured in groups of so many, each host in SAMPLE pairs."""
+"""Number of hosts up to which every pair is measured. More are measured in groups of so many, each host in SAMPLE
+pairs."""
 SAMPLE = 6
 SLOW = 0.5
-"""A rate below this part of what is usual is slow."""
+"""A rate below this fraction of the usual one is slow."""
 LATE = 4.0
 """A round trip of more than so many usual ones, and a millisecond, is late."""
 HALF = 0.65
-"""Both directions at once carry this part of the two alone, or less: half duplex has 0.5, full duplex 1."""
+"""A link is half duplex if both directions at once carry this fraction of the two alone, or less: half duplex has 0.5,
+full duplex 1."""
 IDLE = 0.2
-"""With less processor time to spare, a rate that is not far below the others says nothing of the network."""
+"""With a smaller fraction of idle processor time, a rate that is not far below the others tells nothing of the
+network."""
 LONG_STEP_S = 10.0
-"""Seconds of sending in an optimizer step above which the processors mostly wait."""
+"""Seconds of sending in an optimizer step from which on the processors mostly wait."""
 SLOW_LINK = 1e8
 """bit/s below which a link is slow for any run; a billion gradients in bf16 take 5 minutes and more."""
 WINDOW_S, LONG_WINDOW_S = 0.24, 0.6
@@ -44,7 +48,7 @@ _START_S = 12.0
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What one pair of hosts was measured to do."""
+    """The measurements of one pair of hosts."""
 
     first: str
     second: str
@@ -57,7 +61,7 @@ class Pair:
     """bit/s while both directions are used."""
     both_down: float = 0.0
     idle: float = 1.0
-    """Part of the first host's processor time that was free meanwhile: without any, `both` tells of them, not of the
+    """Fraction of idle processor time of the first host meanwhile: near 0 the processors limit `both`, not the
     network."""
     error: str | None = None
 
@@ -68,7 +72,7 @@ class Pair:
 
     @property
     def duplex(self) -> float:
-        """Rate of both directions at once, as a part of the two alone."""
+        """Rate of both directions at once, as a fraction of the two alone."""
         return (self.both_up + self.both_down) / max(1.0, self.up + self.down)
 
     def other(self, host: str) -> str:
@@ -81,11 +85,11 @@ class Fabric:
 
     pairs: tuple[Pair, ...]
     all_reduce: Mapping[str, Any] = field(default_factory=dict)
-    """What all_reduce.py measured."""
+    """Result of `measure_all_reduce`."""
 
 
 def groups(hosts: Sequence[str], seed: int = 0) -> list[list[str]]:
-    """All hosts; or, of more than ALL_PAIRS_TO, random groups of at most so many."""
+    """All hosts; if there are more than ALL_PAIRS_TO, random groups of at most so many."""
     if len(hosts) <= ALL_PAIRS_TO:
         return [list(hosts)]
     names = list(hosts)
@@ -95,7 +99,7 @@ def groups(hosts: Sequence[str], seed: int = 0) -> list[list[str]]:
 
 
 def rounds(hosts: Sequence[str], most: int | None = None) -> list[list[tuple[str, str]]]:
-    """Every pair once (a round robin), in rounds in which no host stands twice; the first `most` rounds of that."""
+    """Every pair once (a round robin), in rounds in which no host stands twice. `most`: only so many rounds."""
     names: list[str | None] = list(hosts)
     if len(names) % 2:
         names.append(None)
@@ -111,7 +115,7 @@ def rounds(hosts: Sequence[str], most: int | None = None) -> list[list[tuple[str
 def measure_pairs(
     survey: Survey, plan: Sequence[Sequence[tuple[str, str]]], window_s: float, ssh_port: int | None = None
 ) -> list[Pair]:
-    """Go through the rounds on all their hosts at once: about a second a round, and bounded if a host does not play."""
+    """Measure the rounds with all their hosts at once: about a second a round, bounded if a host does not take part."""
     names = list(dict.fromkeys(name for each in plan for pair in each for name in pair))
     base = random.randint(30001, 31990)  # below are those that launches choose: one may be about to start beside us
     limit_s = _START_S + len(plan) * (_PAIR_S + 8 * window_s)
@@ -143,14 +147,14 @@ def measure_pairs(
 
 
 def addresses(survey: Survey, names: Sequence[str]) -> dict[str, str]:
-    """By which the other hosts know each of these."""
+    """The address of each host by which the others know it."""
     rights = right_interfaces(survey)
     found = {name: held(survey.facts[name]).get(rights.get(name, ""), []) for name in names}
     return {name: addresses[0] if addresses else name for name, addresses in found.items()}
 
 
 def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
-    """Each pair's better measurement: what was slow once only was busy, not slow."""
+    """The better of two measurements of each pair: one that was slow only once was busy, not slow."""
     repeated = {(pair.first, pair.second): pair for pair in again}
     found = []
     for pair in first:
@@ -177,7 +181,7 @@ def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
 
 
 def examine(survey: Survey, ssh_port: int | None = None) -> tuple[Fabric, list[Finding]]:
-    """Measure all pairs, those that look odd a second time."""
+    """Measure all pairs, and those that look odd a second time."""
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     if len(names) < 2:
         return Fabric(pairs=()), []
@@ -220,9 +224,11 @@ def _broken(pairs: Sequence[Pair]) -> Iterator[Finding]:
 
 
 def without_doubt(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings that stay where the all-reduce worked: a pair that our measurement alone could not connect is no bar to
-    a run. Its ranks connect from one of the two hosts to the other, at ports of their own, and a firewall on one host
-    lets them out."""
+    """The findings where the all-reduce worked: a pair that only this measurement could not connect becomes yellow.
+
+    It is no bar to a run, whose ranks connect from one of the two hosts to the other, at ports of their own, and a
+    firewall on one host lets them out.
+    """
     found = []
     for each in findings:
         if each.what.startswith(_UNMEASURED):
@@ -233,7 +239,7 @@ def without_doubt(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def too_slow(pairs: Sequence[Pair], sent_bytes: float | None, patience_s: float) -> list[Finding]:
-    """The slowest pair, held against what a run sends in a step; without a run, against SLOW_LINK.
+    """The finding about the slowest pair, compared with what a run sends in a step; without a run, with SLOW_LINK.
 
     Red where the sending alone takes longer than the run waits for progress: it would be ended at its first step.
     """
@@ -322,7 +328,7 @@ def _both(pair: Pair) -> str:
 
 
 def bits(rate: float) -> str:
-    """bit/s as people write them: 94 Mbit/s."""
+    """Format bit/s: 94 Mbit/s."""
     for limit, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
         if rate >= limit:
             return f"{rate / limit:.3g} {unit}"
@@ -348,17 +354,19 @@ _IN_FOLDER = 'cd "$1" && shift && PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" e
 
 
 def has_peers(survey: Survey) -> bool:
-    """Whether there is more than one rank to try: several hosts, or one with several GPUs."""
+    """True if there is more than one rank to try: several hosts, or one with several GPUs."""
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     return len(names) > 1 or any(len(each) > 1 for each in _here(survey, names).values())
 
 
 def measure_all_reduce(survey: Survey, module: str, ssh_port: int | None = None) -> dict[str, Any]:
-    """backend, ranks (their number), steps (bytes and seconds), pairs (names and bytes a second), errors (by host).
+    """Try the collectives that a run would use: an all-reduce of all ranks, then each pair of a host's GPUs.
 
-    With the backend that a run would take: a rank for each GPU that the hostfile names, or one for each host without.
-    Sizes grow while they are quick. Of more than 64 hosts so many take part. `module`: the program that each host
-    runs, which gets its questions as JSON and prints `mark` and its answer.
+    A rank for each GPU that the hostfile names, or one for each host without GPUs. Sizes grow while they are quick. Of
+    more than 64 hosts so many take part. `module`: the program that each host runs, which gets its questions as JSON
+    and prints `mark` and its answer.
+
+    Returns: backend, ranks (a number), steps (bytes and seconds), pairs (names and bytes a second), errors (by host).
     """
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     names = [names[0], *random.Random(0).sample(names[1:], min(len(names), ALL_PAIRS_TO) - 1)]
@@ -411,14 +419,14 @@ def _here(survey: Survey, names: Sequence[str]) -> dict[str, list[tuple[int, int
 
 
 def _rounds(here: Mapping[str, Sequence[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-    """Every pair of ranks of a host once; all hosts at once, and no rank twice in a round."""
+    """Every pair of ranks of a host once, on all hosts at once, and no rank twice in a round."""
     of_hosts = [rounds([str(rank) for rank, _ in own]) for own in here.values() if len(own) > 1]
     together = zip_longest(*of_hosts, fillvalue=())
     return [[(int(a), int(b)) for own in each for a, b in own] for each in together]
 
 
 def _read(answer: Answer) -> tuple[dict[str, Any], str]:
-    """What the program said on a host, and why it failed there."""
+    """(the program's answer on a host, the reason of its failure there or "")."""
     found = read_marked(answer.stdout, _MARK)
     said = found or {}
     if answer.code == 0 and found is not None and not said.get("error"):
@@ -434,7 +442,7 @@ def all_reduce_worked(found: Mapping[str, Any]) -> bool:
 
 
 def judge_all_reduce(found: Mapping[str, Any]) -> list[Finding]:
-    """Red for the hosts on which it failed, and for a GPU without a good way to any other of its host."""
+    """Red for hosts on which it failed, and for a GPU without a fast link to any other of its host."""
     findings = []
     for host, why in found["errors"].items():
         what = f"an all-reduce of {found['ranks']} ranks with {found['backend']} failed: {why[:300]}"

@@ -1,4 +1,5 @@
-"""Whether the hosts are in order, without a measurement between them: of `llmtrain doctor`, and of launch's start."""
+"""The preflight: all that doctor checks without a measurement between the hosts, and its report. Every launch begins
+with it."""
 
 from __future__ import annotations
 
@@ -30,22 +31,22 @@ _OWN_FOLDERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a run needs of its hosts."""
+    """The requirements of a run on its hosts."""
 
     files: tuple[str, ...]
-    """Alike on all of them: its YAML and its DeepSpeed JSON."""
+    """Equal on all hosts: its YAML and its DeepSpeed JSON."""
     folders: tuple[Folder, ...] = ()
-    """That its ranks read, and what in them."""
+    """Folders that its ranks read, and the files in them."""
     folder: str
-    """Of its checkpoints."""
+    """Folder of its checkpoints."""
     own_folders: bool
-    """Each host may have one of its own there."""
+    """Each host may have its own there."""
     sent_bytes: float | None = None
-    """That each host sends to others in an optimizer step, about; None: not known here."""
+    """Bytes that each host sends to others in an optimizer step, about; None: not known here."""
     patience_s: float = 300.0
-    """Without progress on any rank, after which the run is ended."""
+    """Seconds without progress on any rank after which the run is ended."""
     ops: tuple[str, ...]
-    """DeepSpeed ops that it compiles at its start."""
+    """DeepSpeed ops that the run compiles at its start."""
 
 
 def preflight(
@@ -94,18 +95,18 @@ def preflight(
 
 
 def in_order(findings: Sequence[Finding], hosts: Sequence[Host]) -> tuple[Finding, ...]:
-    """Red ones first, then in the order of the hosts."""
+    """Red findings first, then in the order of the hosts."""
     order = {host.name: index for index, host in enumerate(hosts)}
     key = lambda each: (each.level != "red", order.get(each.host, 0), CHECKS.index(each.check))  # noqa: E731
     return tuple(sorted(findings, key=key))
 
 
 _MANY = 32
-"""From this number of hosts on, hosts whose cells are all equal share a line."""
+"""Number of hosts from which on equal rows share a line."""
 _WIDE = 163
-"""Columns of a terminal on which the whole table fits."""
+"""Width of a terminal, in columns, on which the whole table fits."""
 WITHOUT_TERMINAL = 168
-"""Columns of what is not printed on one."""
+"""Width of output that goes to no terminal."""
 _MARKS = {"red": ("FAIL", "bold red"), "yellow": ("warn", "yellow"), "ok": ("ok", "green"), "": ("-", "dim")}
 
 
@@ -116,25 +117,25 @@ class Report:
     survey: Survey
     findings: tuple[Finding, ...]
     checked: frozenset[str]
-    """Which of CHECKS were asked."""
+    """The CHECKS that were made."""
     elapsed_s: float
     fabric: Mapping[str, Any] = field(default_factory=dict)
-    """What was measured between the hosts; empty when nothing was."""
+    """Measurements between the hosts; empty without any."""
     notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """No red cell."""
+        """True if no cell is red."""
         return not any(finding.level == "red" for finding in self.findings)
 
     @cached_property
     def interfaces(self) -> dict[str, str]:
-        """For each host the interface by which the others reach it, where that could be told."""
+        """The interface of each host by which the others reach it, where it is known."""
         return right_interfaces(self.survey)
 
     @property
     def address(self) -> str | None:
-        """The IPv4 address of the first host as the others know it: what rank 0 listens on."""
+        """The IPv4 address of the first host as the others know it: rank 0 listens on it."""
         first = self.survey.hosts[0].name
         for host in reversed(self.survey.hosts):
             known = self.survey.facts.get(host.name, {}).get("names", {}).get("addresses", {}).get(first)
@@ -144,12 +145,12 @@ class Report:
 
     @cached_property
     def _levels(self) -> dict[tuple[str, str], str]:
-        """The worst of each cell."""
+        """The worst level of each cell."""
         ordered = sorted(self.findings, key=lambda finding: finding.level == "red")
         return {(finding.host, finding.check): finding.level for finding in ordered}
 
     def cell(self, host: str, check: str) -> str:
-        """red, yellow, ok, or nothing where it is not known."""
+        """ "red", "yellow", "ok", or "" where it is not known."""
         if (host, check) in self._levels:
             return self._levels[host, check]
         if check not in self.checked:
@@ -162,7 +163,7 @@ class Report:
         return "ok" if host in self.survey.facts else ""
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for programs. Values of secrets are not in it."""
+        """The whole report for programs, without values of secrets."""
         return {
             "ok": self.ok,
             "elapsed_s": round(self.elapsed_s, 3),
@@ -183,7 +184,7 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The table, a fix for each cell that is not in order, and one line that says how it stands.
+    """Print the table, a fix for each cell that is not in order, and one line of summary.
 
     On a narrow terminal the table has only the columns in which something is not in order.
     """
@@ -207,7 +208,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _table(report: Report, checks: Sequence[str]) -> Table:
-    """One line for each host; of many hosts, one for all that are equal."""
+    """One line for each host; with many hosts one for all that are equal."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for host in report.survey.hosts:
         cells = tuple(report.cell(host.name, check) for check in checks)
@@ -225,7 +226,7 @@ def _table(report: Report, checks: Sequence[str]) -> Table:
 
 
 def explained(findings: Iterable[Finding]) -> list[Text]:
-    """Two lines for each finding; hosts of which the same is to be said share them."""
+    """Two lines for each finding; hosts with the same finding share them."""
     alike: dict[tuple[str, str, str, str], list[str]] = {}
     for each in findings:
         # The fix names its host: with the name taken out, equal fixes are equal.

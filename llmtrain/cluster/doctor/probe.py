@@ -1,4 +1,4 @@
-"""What a host is like, as one JSON object. Piped into a host's Python over ssh: nothing need be installed there.
+"""The facts of a host as one JSON object. Piped into a host's Python over ssh: nothing need be installed there.
 
 Standard library only, and Python 3.8 on. `program` of survey.py puts cluster/gpus.py before it, whose `look_gpus` is
 one of the questions, and appends the call of `main`.
@@ -28,14 +28,14 @@ from typing import Any
 
 MARK = "llmtrain-facts "
 BUILD_LOCK = "llmtrain-build.lock"
-"""In torch's folder of extensions: locked by whoever of ours builds an op there (engine/deepspeed/op_builds.py)."""
+"""The lock, in torch's folder of extensions, of a build of ops by llmtrain (engine/deepspeed/op_builds.py)."""
 INFINIBAND = "/sys/class/infiniband"
 LIMIT_S = 12.0
-"""For all questions together: what a dead file server keeps is left out, and its name told."""
+"""Limit of all questions together: one that a dead file server holds up is left out and reported."""
 SAMPLED = 64
-"""Files of a folder of which content is read; of the others the size counts."""
+"""Files of a folder whose content is read; of the others the size counts."""
 WHOLE, BLOCK = 4 << 20, 64 << 10
-"""Bytes of a file that is read whole; of each place that is read of a larger one."""
+"""Bytes of the largest file that is read whole; of each place that is read in a larger one."""
 Facts = dict  # Python 3.8 knows no dict[str, ...] at run time
 
 
@@ -130,8 +130,11 @@ def look_config(ask: Facts) -> Facts:
 
 
 def look_folders(ask: Facts) -> Facts:
-    """Facts of each folder that the run reads, by its path: if it is there, which of its files are not, and marks of
-    the others, by which two hosts' folders are told apart without reading them."""
+    """Facts of each folder that the run reads, by its path: if it exists, the files that are missing, hashes of the
+    others.
+
+    The hashes tell two hosts' folders apart without reading all of them.
+    """
     found = {}
     for path, names in ask.get("folders_read", {}).items():
         paths = [os.path.join(path, name) for name in names]
@@ -164,8 +167,8 @@ def size_of(path: str) -> int | None:
 
 
 def sample(path: str) -> str:
-    """A hash of a file's content: all of a small one, of a larger one its beginning, middle and end. Empty: it cannot
-    be read."""
+    """A hash of a file's content: all of a small one, the beginning, middle and end of a larger one. Empty:
+    unreadable."""
     total = hashlib.sha256()
     try:
         with open(path, "rb") as file:
@@ -179,7 +182,7 @@ def sample(path: str) -> str:
 
 
 def look_environment(ask: Facts) -> Facts:
-    """What ssh's shell gives to a command. Values of secrets stay here: only whether they are the same travels."""
+    """The environment that ssh's shell gives to a command. Of secrets only a hash leaves the host."""
     found = {}
     for name, value in os.environ.items():
         if name.startswith(tuple(ask["variables"])):
@@ -190,7 +193,7 @@ def look_environment(ask: Facts) -> Facts:
 
 
 def nearest(path: str) -> str:
-    """The folder itself, or the nearest one above it that exists."""
+    """The folder itself, or its nearest existing parent."""
     path = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
@@ -212,7 +215,7 @@ def look_disk(ask: Facts) -> Facts:
 
 
 def try_to_write(folder: str) -> str | None:
-    """Why no file can be made in a folder; None when one could."""
+    """Try to make a file in a folder: None, or the reason why not."""
     name = os.path.join(folder, f".llmtrain-doctor-{os.getpid()}-{time.time_ns()}")
     try:
         with open(name, "xb") as file:
@@ -226,7 +229,7 @@ def try_to_write(folder: str) -> str | None:
 
 
 def look_memory(ask: Facts) -> Facts:
-    """Bytes of memory in all and free for programs; a container's limit counts where it is lower."""
+    """Bytes of memory, total and free for programs; a container's limit counts where it is lower."""
     fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", read("/proc/meminfo"), re.M))
     total, free = int(fields["MemTotal"]) << 10, int(fields["MemAvailable"]) << 10
     limit, used = read("/sys/fs/cgroup/memory.max").strip(), read("/sys/fs/cgroup/memory.current").strip()
@@ -260,7 +263,7 @@ def look_limits(ask: Facts) -> Facts:
 
 
 def look_infiniband(ask: Facts) -> Facts:
-    """The ports of its cards, RoCE too: {"mlx5_0/1": {"state": "ACTIVE", "physical": "LinkUp", ...}}."""
+    """The ports of the host's cards, RoCE too: {"mlx5_0/1": {"state": "ACTIVE", "physical": "LinkUp", ...}}."""
     found = {}
     for folder in sorted(glob.glob(INFINIBAND + "/*/ports/*")):
         names = ("state", "phys_state", "rate", "link_layer")
@@ -290,7 +293,8 @@ def look_nonce(ask: Facts) -> Facts:
 
 
 def users_of(path: str) -> list[int]:
-    """Processes that have a file open, of those that this user may look at: as a build has its lock while it lives."""
+    """Ids of the processes that have a file open, as far as this user may see: a build has its lock open while it
+    lives."""
     wanted = os.stat(path)
     found = []
     for folder in glob.glob("/proc/[0-9]*/fd"):
@@ -304,7 +308,7 @@ def users_of(path: str) -> list[int]:
 
 
 def is_held(folder: str) -> bool:
-    """Whether a run of ours builds an op in it: also in a container, or on a host, whose processes are not seen."""
+    """True if llmtrain builds an op in it: also in a container, or on a host, whose processes are not seen."""
     try:
         handle = os.open(os.path.join(folder, BUILD_LOCK), os.O_RDWR)
     except OSError:
@@ -319,7 +323,7 @@ def is_held(folder: str) -> bool:
 
 
 def look_ops(ask: Facts) -> Facts:
-    """DeepSpeed's compiled ops: which lie ready, and which are locked by a build that no process here is at."""
+    """DeepSpeed's compiled ops: those that are ready, and locks that no process here works behind."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser(
         os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch_extensions")
     )
@@ -347,7 +351,7 @@ def look_ops(ask: Facts) -> Facts:
 
 
 def look_port(ask: Facts) -> Facts:
-    """Whether the rendezvous port is free: on the first host alone, where the store will listen."""
+    """Try the rendezvous port, on the first host alone: the store will listen there."""
     if ask["host"] != ask["first"] or not ask.get("port"):
         return {}
     with socket.socket() as listener:
@@ -360,7 +364,7 @@ def look_port(ask: Facts) -> Facts:
 
 
 def look_interfaces(ask: Facts) -> Facts:
-    """IPv4 addresses by interface, whether it is up, its speed in Mbit/s as its driver says."""
+    """IPv4 addresses by interface, its state (up or not), its speed in Mbit/s as its driver reports it."""
     found: Facts = {name: {"addresses": []} for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         space = array.array("B", bytes(40 * 256))
@@ -385,7 +389,7 @@ def address(name: str) -> str | None:
 
 
 def look_names(ask: Facts) -> Facts:
-    """Which IPv4 address each host's name has here. Side by side: a name server may take seconds to say no."""
+    """The IPv4 address of each host's name on this host. In parallel: a name server may take seconds to fail."""
     found, waiting = {}, list(ask["hosts"])
 
     def work() -> None:
@@ -407,7 +411,7 @@ def look_names(ask: Facts) -> Facts:
 
 
 def main(ask: Facts) -> None:
-    """Answer every question that can be answered in time, then print one line."""
+    """Answer all questions that can be answered in time, then print one line."""
     began = time.time()
     out: Facts = {}
     errors: Facts = {}

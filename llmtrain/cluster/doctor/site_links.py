@@ -1,4 +1,4 @@
-"""Round trip and rate between sites: one side answers, the other measures, over plain TCP. Standard library only."""
+"""Round trip and rate between sites over plain TCP: one side answers, the other measures. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from llmtrain.cluster.doctor import tcp_rates
 _TOKEN = "llmtrain sites measure"
 _WINDOW_S, _LONGEST_WINDOW_S = 1.5, 6.0
 _TRIPS = 30
-"""Round trips in a window: the first third of it, which does not count, has ten, and a connection's window opened."""
+"""Round trips in a window: its first third, which does not count, has ten, in which TCP's window opens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One line between two sites."""
+    """The measurements of the line between two sites."""
 
     site: str
     """HOST:PORT of the other side."""
@@ -37,7 +37,7 @@ class Measured:
 
 
 class Answering(tcp_rates.Host):
-    """The side that answers, until it is closed."""
+    """The answering side, until it is closed."""
 
     def __init__(self, host: str, port: int, limit_s: float) -> None:
         """Raises OSError: it cannot listen there."""
@@ -52,7 +52,7 @@ class Answering(tcp_rates.Host):
             super().serve()
 
     def wait(self) -> None:
-        """Until the time is over."""
+        """Block until the time is over."""
         time.sleep(max(0.0, self.until - time.monotonic()))
         self.listener.shutdown(socket.SHUT_RDWR)  # a close alone waits for the thread in accept()
         self.listener.close()
@@ -60,7 +60,7 @@ class Answering(tcp_rates.Host):
 
 class _Asking(tcp_rates.Host):
     def __init__(self, host: str, port: int) -> None:
-        """The side that measures. It listens nowhere."""
+        """The measuring side. It listens nowhere."""
         self.me = ""
         self.ask = {"token": _TOKEN, "ports": [port], "addresses": {"": host}}
 

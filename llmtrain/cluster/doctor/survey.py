@@ -1,6 +1,6 @@
-"""Ask all hosts at once what they are like: probe.py through ssh, twice bounded, by time and by fan-out.
+"""Asks all hosts at once for their facts: probe.py through ssh, bounded in time and in hosts at a time.
 
-A hostfile that names this machine alone needs no ssh, here as for a launch.
+A hostfile that names this machine alone needs no ssh, as for a launch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _START = (
 
 
 def in_parallel(hosts: Sequence[str], work: Callable[[str], Any], fan_out: int = FAN_OUT) -> dict[str, Any]:
-    """What `work` returns for each host, at most `fan_out` of them at a time."""
+    """Results of `work` for each host, at most `fan_out` of them at a time."""
     with ThreadPoolExecutor(max(1, min(fan_out, len(hosts))), "survey") as pool:
         try:
             return dict(zip(hosts, pool.map(work, hosts), strict=True))
@@ -47,7 +47,8 @@ def in_parallel(hosts: Sequence[str], work: Callable[[str], Any], fan_out: int =
 
 
 def program(module: Path, questions: Mapping[str, Any], *before: Path) -> str:
-    """The text of a program for `python -`: files that need only the standard library, and the call of `module`'s."""
+    """The text of a program for `python -`: files that need only the standard library, and a call of `module`'s
+    main."""
     # A json.py or random.py in the home folder, where ssh starts it, is nobody's business.
     head = 'import sys\nif sys.path[:1] == [""]:\n    del sys.path[0]\n'
     future = "from __future__ import annotations\n"
@@ -73,7 +74,7 @@ def look(
     timeout_s: float = 25.0,
     ssh_port: int | None = None,
 ) -> Survey:
-    """Ask the hosts everything that one host can be asked.
+    """Ask the hosts everything that a single host can answer.
 
     Args:
         files: whose checksums must agree: the run's YAML and its DeepSpeed JSON.
@@ -164,7 +165,7 @@ def read_marked(text: str, mark: str) -> dict[str, Any] | None:
 
 
 def _read_back(survey: Survey, nonce: str, path: str, timeout_s: float, ssh_port: int | None) -> Survey:
-    """Whether the other hosts see the first one's file; then the file goes."""
+    """Find the hosts that see the first one's file, then remove it."""
     first, *others = [host.name for host in survey.hosts if host.name in survey.facts]
     answers = on_hosts(others, ("cat", path), timeout_s=timeout_s, port=ssh_port)
     on_hosts([first], ("rm", "-f", path), timeout_s=timeout_s, port=ssh_port)

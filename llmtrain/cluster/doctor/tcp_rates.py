@@ -1,4 +1,4 @@
-"""Latency and rate between hosts over plain TCP. Piped into each host's Python over ssh, as probe.py is.
+"""Round trip and rate between hosts over plain TCP. Piped into each host's Python over ssh, as probe.py is.
 
 Standard library only, and Python 3.8 on. Every host goes through its pairs in the order of the plan, so that no host is
 in two measurements at a time; the first of a pair measures, the second answers.
@@ -24,7 +24,7 @@ Facts = dict  # Python 3.8 knows no dict[str, ...] at run time
 
 
 class Host:
-    """This host's part of the measurement."""
+    """One host's part of the measurement."""
 
     def __init__(self, ask: Facts) -> None:
         self.ask = ask
@@ -40,7 +40,7 @@ class Host:
         return max(0.05, self.until - time.monotonic())
 
     def listen(self) -> socket.socket:
-        """On the first of the agreed ports that is free."""
+        """Listen on the first of the agreed ports that is free. Raises OSError."""
         last = OSError("no port")
         for port in self.ask["ports"]:
             listener = socket.socket()
@@ -60,7 +60,7 @@ class Host:
             threading.Thread(target=self.answer, args=(link,), daemon=True).start()
 
     def answer(self, link: socket.socket) -> None:
-        """One connection of a peer. Its first line says what it is for; a stranger's is closed."""
+        """Serve one connection of a peer. Its first line gives its purpose; one without the token is closed."""
         with contextlib.suppress(OSError, ValueError, KeyError), link:
             link.settimeout(5.0)
             head = json.loads(read_line(link))
@@ -83,7 +83,7 @@ class Host:
                 send(link, head["window_s"])
 
     def hold(self, link: socket.socket, peer: str) -> None:
-        """The peer measures while this connection is open, once it is its turn."""
+        """Let the peer measure while this connection is open, once it is its turn."""
         link.settimeout(1.0)
         with self.turn:
             self.turn.wait_for(lambda: self.turn_of == peer, self.left_s())
@@ -103,7 +103,7 @@ class Host:
             self.turn_of = ""
 
     def connect(self, peer: str, patience_s: float, kind: str, **words: Any) -> socket.socket:
-        """A connection to the peer's program. Raises OSError when there is none within the time."""
+        """Connect to the peer's program. Raises OSError if that fails within the time."""
         until = time.monotonic() + patience_s
         head = {"token": self.ask["token"], "kind": kind, "from": self.me, **words}
         while True:
@@ -145,7 +145,7 @@ class Host:
         return {**found, **self.both(peer, window_s)}
 
     def both(self, peer: str, window_s: float) -> Facts:
-        """Both directions at once: the connections stand before the first byte of either is sent."""
+        """Measure both directions at once: the connections stand before the first byte of either is sent."""
         found: Facts = {"both_up": 0.0}
         with self.rising(peer, window_s) as up, self.connect(peer, 1.0, "down", window_s=window_s) as down:
 
@@ -163,7 +163,7 @@ class Host:
         return found
 
     def rising(self, peer: str, window_s: float) -> socket.socket:
-        """A connection on which the peer waits for what we send. Raises OSError."""
+        """A connection on which the peer is ready to receive. Raises OSError."""
         link = self.connect(peer, 1.0, "up", window_s=window_s)
         if read_line(link) != "go":
             link.close()
@@ -171,7 +171,7 @@ class Host:
         return link
 
     def ping(self, peer: str) -> float:
-        """The shortest round trip: the rest is how busy the processors are."""
+        """The shortest round trip: longer ones show busy processors."""
         trips: list = []
         with self.connect(peer, 1.0, "ping") as link:
             until = time.monotonic() + 0.5
@@ -185,25 +185,25 @@ class Host:
 
 
 def sent(link: socket.socket, window_s: float) -> float:
-    """Bits a second that the peer says it received."""
+    """bit/s that the peer reports to have received."""
     return float(json.loads(send(link, window_s) or read_line(link)))
 
 
 def fetched(link: socket.socket, window_s: float) -> float:
-    """Bits a second that came after our word to begin."""
+    """bit/s received after the signal to begin."""
     link.sendall(b"x")
     return receive(link, window_s)
 
 
 def processor_times() -> list:
-    """Clock ticks in which this machine's processors had nothing to do, and all ticks."""
+    """[idle, all] clock ticks of this machine's processors."""
     with open("/proc/stat") as file:
         ticks = [int(word) for word in file.readline().split()[1:]]
     return [ticks[3] + ticks[4], sum(ticks[:8])]
 
 
 def read_line(link: socket.socket) -> str:
-    """Up to a line end, which is not returned; whatever there was at the connection's end."""
+    """Read up to a line end, which is not returned, or to the connection's end."""
     line = b""
     while not line.endswith(b"\n"):
         byte = link.recv(1)
@@ -214,7 +214,7 @@ def read_line(link: socket.socket) -> str:
 
 
 def send(link: socket.socket, window_s: float) -> str:
-    """Send until the peer has measured enough: it says something, or closes. What it said."""
+    """Send until the peer has measured enough: it answers, or closes. Returns its answer."""
     chunk = memoryview(bytes(CHUNK))
     link.setblocking(False)
     ready = select.poll()  # not select.select, which knows 1,024 files
@@ -239,7 +239,7 @@ def send(link: socket.socket, window_s: float) -> str:
 
 
 def receive(link: socket.socket, window_s: float) -> float:
-    """Bits a second that arrive in the last two thirds of a window which the first byte opens."""
+    """bit/s received in the last two thirds of a window that the first byte opens."""
     buffer = bytearray(CHUNK)
     link.settimeout(window_s + 3.0)
     if not link.recv_into(buffer):
@@ -262,13 +262,13 @@ def receive(link: socket.socket, window_s: float) -> float:
 
 
 def drop(link: socket.socket) -> None:
-    """What still waits to be sent is thrown away at the close, and does not disturb the next measurement."""
+    """Discard unsent data at the close, so that it does not disturb the next measurement."""
     with contextlib.suppress(OSError):
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def main(ask: Facts) -> None:
-    """Go through the pairs, then print one line: what was measured here, by peer."""
+    """Measure all pairs, then print one line: the measurements of this host, by peer."""
     out: Facts = {}
     try:
         host = Host(ask)

@@ -1,1 +1,1 @@
-"""How the hosts of a job are named and reached, and which environment arrives there."""
+"""Hosts of a job: their names, ssh to them, the environment that arrives there."""

@@ -1,8 +1,11 @@
-"""Which environment variables reach the ranks of other hosts: openly in DeepSpeed's command line, or privately.
+"""Environment variables: the user's --env-file, those that reach the ranks of other hosts, secrets.
 
-DeepSpeed hands on four prefixes and `.deepspeed_env`, unescaped, in the argv of pdsh and ssh: W&B's and Hugging Face's
+DeepSpeed passes on four prefixes and `.deepspeed_env`, unescaped, in the argv of pdsh and ssh: W&B's and Hugging Face's
 variables stay behind, a token is in `ps` on every host, and `$(...)` runs. Here an allow-list travels, escaped, and
 secrets travel in a file of mode 0600 through ssh's standard input.
+
+An --env-file is a strict part of what a POSIX shell reads: `. FILE` gives the same values. Nothing is expanded and
+nothing runs: what a shell would expand is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ _STAY = frozenset(("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "WANDB_SERVICE", SECRE
 # Read before `load_secrets` can set them: by Python itself and by the dynamic linker.
 _EARLY = ("PYTHON", "LD_", "PATH")
 _MAX_OPEN_BYTES = 8 << 10
-"""Longer values go the private way: the kernel takes 128 KiB for one command line, and the hosts' names share it."""
+"""Longer values travel privately: the kernel takes 128 KiB for one command line, and the hosts' names share it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +49,13 @@ class Travel:
     """The variables that go to the hosts."""
 
     open: dict[str, str]
-    """Through DeepSpeed's command line: everyone who is logged in on a host can read them."""
+    """Through DeepSpeed's command line: all users of a host can read them."""
     private: dict[str, str]
     """Through `deliver`: secrets, and values that no command line can carry."""
 
 
 def travelling(environ: Mapping[str, str], extra: Mapping[str, str] | None = None) -> Travel:
-    """Which variables travel: those of `environ` that are on the allow-list, and all of `extra` (an --env-file).
+    """Choose the variables that travel: those of `environ` on the allow-list, and all of `extra` (an --env-file).
 
     `extra` wins. Raises ConfigError naming those that cannot travel.
     """
@@ -75,7 +78,7 @@ def travelling(environ: Mapping[str, str], extra: Mapping[str, str] | None = Non
 
 
 def _unfit(value: str) -> str | None:
-    """Why a line of DeepSpeed's environment file cannot carry `value`."""
+    """The reason why a line of DeepSpeed's environment file cannot carry `value`; None if it can."""
     if re.search(r"[\r\n\0]", value):
         return "its value has more than one line"
     if len(value.encode("utf-8", "surrogateescape")) > _MAX_OPEN_BYTES:
@@ -105,10 +108,10 @@ def deepspeed_env(variables: Mapping[str, str]) -> str:
 
 
 def for_pdsh(word: str) -> str:
-    """What to give `deepspeed` as a script's argument when it launches over pdsh, so that `word` arrives.
+    """Quote a script's argument for `deepspeed` over pdsh, so that `word` arrives.
 
     DeepSpeed puts words that have a blank between double quotes, escaping only those within (multinode_runner.py
-    `parse_user_args`), and hands on all others as they are to pdsh and the host's shell.
+    `parse_user_args`), and passes all others on as they are to pdsh and the host's shell.
     """
     if " " in word:
         quoted = re.sub(r"([\\$`])", r"\\\1", word)
@@ -118,7 +121,8 @@ def for_pdsh(word: str) -> str:
 
 
 def path_problem(path: str) -> str | None:
-    """Why `path` cannot be the working directory or the Python of a launch over pdsh: DeepSpeed quotes neither."""
+    """The reason why `path` cannot be the working directory or the Python of a launch over pdsh, which quotes
+    neither."""
     odd = re.search(r"[^\w@+=:,./-]", path)
     if odd is None:
         return None
@@ -165,7 +169,7 @@ def deliver(
 
 
 def remove(hosts: Sequence[str], path: str, *, timeout_s: float = 15.0, port: int | None = None) -> list[str]:
-    """Remove what `deliver` wrote. The hosts on which it may still lie, because they do not answer."""
+    """Remove what `deliver` wrote; returns the hosts on which it may still lie because they do not answer."""
     name = path.rpartition("/")[2]
     assert re.fullmatch("[0-9a-f]{32}", name), path
     answers = on_hosts(hosts, ("/bin/sh", "-c", _REMOVE, "sh", name), timeout_s=timeout_s, port=port)
@@ -173,7 +177,8 @@ def remove(hosts: Sequence[str], path: str, *, timeout_s: float = 15.0, port: in
 
 
 def load_secrets() -> list[str]:
-    """Put what `deliver` wrote into this process's environment; the names. Nothing happens without LLMTRAIN_SECRETS.
+    """Put what `deliver` wrote into this process's environment; returns the names. Does nothing without
+    LLMTRAIN_SECRETS.
 
     To be called before anything reads the environment. Raises ConfigError when the file is not there, or when others
     could have read or written it.
@@ -309,7 +314,7 @@ def _assignment(text: str) -> tuple[str, str, str | None]:
 
 
 def _why_not(name: str, rest: str) -> str:
-    """Why `rest` is no value, without showing it."""
+    """The reason why `rest` is no value, without showing it."""
     quote = rest[:1]
     if quote in ("'", '"'):
         if quote == '"' and re.match(r'"(?:[^"\\$`]|\\.)*[$`]', rest):
@@ -323,7 +328,7 @@ def _why_not(name: str, rest: str) -> str:
 
 
 def deepspeed_env_problems(environ: Mapping[str, str] | None = None, folder: str | Path = ".") -> list[str]:
-    """What is wrong with the files that DeepSpeed reads for itself before a launch over pdsh: ~ and then `folder`.
+    """Problems of the files that DeepSpeed itself reads before a launch over pdsh: in ~ and then in `folder`.
 
     Its reader takes every line for NAME=VALUE (deepspeed/launcher/runner.py `main`) and puts them into the command line
     of every host, where `ps` shows them and a shell expands them.

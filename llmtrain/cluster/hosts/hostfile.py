@@ -1,4 +1,4 @@
-"""The hostfile: which hosts take part, and how many ranks each of them starts.
+"""The hostfile: the hosts of a job and their number of ranks; the names that are this machine.
 
 DeepSpeed's own reader (deepspeed/launcher/runner.py `_parse_hostfile`) searches for a pattern and ignores the rest of a
 line, so it takes `slots=4x`, `-oProxyCommand=...` (ssh runs it) and `node[0-3]` (pdsh expands it, DeepSpeed does not).
@@ -22,7 +22,7 @@ from llmtrain.base import units
 from llmtrain.base.errors import ConfigError
 
 MAX_SLOTS = 1024
-"""More ranks than any host has devices or cores: a larger number is a slip of the finger."""
+"""Most ranks of a host: no host has so many devices or cores, and a larger number is a typing error."""
 MAX_BYTES = 4 << 20
 """A hostfile of 10,000 hosts has 0.3 MB; more is another file."""
 _SHOWN = 100
@@ -58,7 +58,7 @@ class Host:
     devices: tuple[int, ...]
     """Numbers of the devices that they use, ascending: 0 to slots - 1 unless --include or --exclude chose others."""
     line: int
-    """Where it stands in the hostfile, from 1."""
+    """Line number in the hostfile, from 1."""
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
@@ -103,7 +103,7 @@ def _parse(raw: bytes) -> tuple[list[Host], list[str]]:
 
 
 def _decoded(line: bytes, number: int) -> tuple[str, str | None]:
-    """The text of one line, or what keeps it from being text."""
+    """(text of one line, None), or ("", problem)."""
     if number == 1 and line.startswith(b"\xef\xbb\xbf"):
         return "", "a byte order mark before the first character: save the file as UTF-8 without BOM"
     try:
@@ -154,7 +154,7 @@ def _slots(word: str) -> tuple[int, str | None]:
 
 
 def name_problem(name: str) -> str | None:
-    """Why `name` cannot stand for a host in ssh, pdsh and DeepSpeed; None when it can.
+    """The reason why `name` cannot stand for a host in ssh, pdsh and DeepSpeed; None when it can.
 
     A name of letters, digits, `-`, `_` and dots, or an IPv4 address. pdsh and --include give `:`, `,`, `@`, `[` and `^`
     meanings of their own, so IPv6 addresses and user@host cannot travel through them.
@@ -182,7 +182,7 @@ def name_problem(name: str) -> str | None:
 
 
 def _shown(text: str) -> str:
-    """`text` quoted and cut, with nothing in it that a terminal would obey."""
+    """`text` quoted and shortened, without control characters for a terminal."""
     return ascii(text) if len(text) <= 80 else f"{text[:80]!a}..."
 
 
@@ -251,14 +251,14 @@ def render(hosts: Sequence[Host]) -> str:
 
 
 def include_of(hosts: Sequence[Host]) -> str:
-    """What --include has to say beside `render(hosts)`: empty when every host uses all the devices from 0 on."""
+    """The value of --include beside `render(hosts)`: empty when every host uses all the devices from 0 on."""
     if all(host.devices == tuple(range(len(host.devices))) for host in hosts):
         return ""
     return "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in hosts)
 
 
 def is_alone(hosts: Sequence[Host]) -> bool:
-    """This machine is the only host.
+    """True if this machine is the only host.
 
     With others beside it, DeepSpeed's launcher (pdsh) reaches this machine through ssh too.
     """
@@ -285,8 +285,10 @@ def on_visible_devices(host: Host, environ: Mapping[str, str]) -> Host:
 
 
 def refuse_missing_hostfile() -> None:
-    """`deepspeed --hostfile FILE` with a file that is not there warns, and trains on this host alone; the rank that it
-    has started finds the command among its ancestors. Raises ConfigError."""
+    """Refuse a run that `deepspeed --hostfile FILE` has started on this host alone because there is no FILE.
+
+    DeepSpeed only warns of that. The rank finds the command among its ancestors. Raises ConfigError.
+    """
     parent = psutil.Process().parent()
     for _ in range(4):
         try:
@@ -308,7 +310,7 @@ def refuse_missing_hostfile() -> None:
 
 
 def is_here(name: str) -> bool:
-    """Whether `name`, of a hostfile, is the machine that this runs on: its name, or one whose addresses are all its."""
+    """True if `name`, of a hostfile, is this machine: its host name, or one whose addresses are all its own."""
     if name.lower().removesuffix(".") in ("localhost", socket.gethostname().lower()):
         return True
     addresses = _addresses(name)

@@ -1,6 +1,7 @@
-"""One command on many hosts at once, through ssh: bounded in time, output and processes; every trouble told apart.
+"""Runs one command on many hosts at once through ssh: bounded in time, output and processes, with the reason of each
+failure.
 
-DeepSpeed asks one host, hides what ssh says and reports any failure as "not reachable" (launcher/runner.py).
+DeepSpeed asks one host, hides ssh's messages and reports any failure as "not reachable" (launcher/runner.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from llmtrain.cluster.hosts.ssh_errors import Trouble, from_ssh, noisy, timed_ou
 FAN_OUT = 64
 """Hosts asked at the same time, each by a thread and an ssh process."""
 MAX_BYTES = 1 << 20
-"""What is kept of each stream of each host; the rest is read and dropped."""
+"""Bytes kept of each stream of each host; the rest is read and dropped."""
 CONNECT_TIMEOUT_S = 10
 _GRACE_S = 0.5
 
@@ -35,7 +36,7 @@ __all__ = ["Answer", "Trouble", "on_hosts"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What one host said."""
+    """The answer of one host."""
 
     host: str
     code: int | None
@@ -43,7 +44,7 @@ class Answer:
     stdout: str
     """The command's own output, without what start files print. Bytes that are not UTF-8 are kept as surrogates."""
     stderr: str
-    """Of ssh and the command together."""
+    """Standard error of ssh and the command together."""
     elapsed_s: float
     trouble: Trouble | None
     """None, or why the command did not run or end. Only `noise` may stand beside a code: the command ran, but start
@@ -138,9 +139,9 @@ def _options(timeout_s: float, port: int | None) -> list[str]:
 
 
 def remote_line(command: Sequence[str], mark: str, timeout_s: float) -> str:
-    """What the host's login shell, of whatever kind, is given: `command` between two marks.
+    """The command line for the host's login shell, of whatever kind: `command` between two marks.
 
-    The host has a time limit of its own: an ssh that is ended here ends nothing there.
+    The host has a time limit of its own: killing ssh here ends nothing there.
     """
     limit_s = math.ceil(timeout_s) + 1
     words = " ".join(shlex.quote(word) for word in command)
@@ -150,7 +151,7 @@ def remote_line(command: Sequence[str], mark: str, timeout_s: float) -> str:
 
 @contextlib.contextmanager
 def _standard_input(text: str) -> Iterator[int]:
-    """A file that holds `text`, in memory only: secrets come this way."""
+    """A file in memory that holds `text`: it may be secret."""
     handle = os.memfd_create("input")
     try:
         with open(handle, "wb", closefd=False) as file:
@@ -163,7 +164,7 @@ def _standard_input(text: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _process(argv: list[str], source: int) -> Iterator[subprocess.Popen[bytes]]:
-    """An ssh in a session of its own: no terminal to ask on, and one signal ends its ProxyCommand as well."""
+    """ssh in its own session: no terminal to ask on, and one signal ends its ProxyCommand, too."""
     process = subprocess.Popen(
         argv, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -184,7 +185,7 @@ def _process(argv: list[str], source: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class _Talk:
-    """What comes from one ssh, and where in it the command's own output lies."""
+    """The output of one ssh, and the part of it that is the command's own."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark.encode()
@@ -226,7 +227,7 @@ class _Talk:
             os.close(gone)
 
     def _read(self, file: int, kept: bytearray, to_end: bool = False) -> bool:
-        """Take what lies in a pipe; False at its end."""
+        """Read what lies in a pipe; False at its end."""
         while True:
             try:
                 chunk = os.read(file, 1 << 16)
@@ -245,7 +246,7 @@ class _Talk:
 
     @property
     def began(self) -> bool:
-        """Whether the host got as far as our command."""
+        """True if the host has started our command."""
         return self._mark in self.out
 
     def _ended(self) -> re.Match[bytes] | None:
@@ -261,7 +262,7 @@ class _Talk:
         return self.text(inside), int(ended[1]) if ended else None
 
     def noise(self) -> str:
-        """What came before our command: start files that print. Everything, when it never began."""
+        """Output before our command: start files that print. All output, if it never began."""
         return self.text(bytes(self.out).partition(self._mark + b"\n")[0]).strip()
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Why a host did not answer: ssh's exit code and words, told apart, each with a line to paste.
+"""Reasons why a host did not answer, by ssh's exit code and messages, each with a remedy to paste.
 
-ssh says all of this in English whatever the locale is: it translates nothing and never loads LC_MESSAGES.
+ssh's messages are English whatever the locale is: it translates nothing and never loads LC_MESSAGES.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SSH_FAILED = 255
 
 @dataclass(frozen=True)
 class Trouble:
-    """What keeps a host from being used."""
+    """A reason why a host cannot be used."""
 
     kind: Kind
     """resolve: the name has no address. refused: nothing listens. unreachable: no route, or no reply to connecting.
     timeout: connected, and not ready within the limit. host_key: unknown or changed. key: ours is refused. prompt: ssh
     would have to ask for a password or a passphrase. noise: start files print. died: the connection broke."""
     text: str
-    """One sentence, with what ssh said."""
+    """One sentence, with ssh's message."""
     remedy: str
     """A command, or what to do."""
 
@@ -46,7 +46,7 @@ _PATTERNS: tuple[tuple[Kind, str], ...] = (
 
 
 def from_ssh(host: str, code: int | None, stderr: str, noise: str, *, began: bool, port: int | None) -> Trouble:
-    """Why ssh to `host` ended without the closing mark. `began`: the host had started our command."""
+    """The reason why ssh to `host` ended without the closing mark. `began`: the host had started our command."""
     last = _last_line(stderr)
     if began:
         why = f"the connection to {host} broke while the command ran ({last or f'ssh ended with code {code}'})"
@@ -135,7 +135,7 @@ def _agent_has_keys() -> bool:
 
 
 def _quick(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    """A command of OpenSSH that asks nothing of the network."""
+    """Run a command of OpenSSH that uses no network."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
@@ -155,7 +155,7 @@ def timed_out(host: str, timeout_s: float, noise: str, *, reached: bool) -> Trou
 
 
 def noisy(host: str, noise: str, dropped: bool) -> Trouble:
-    """The command ran, but other text came with it."""
+    """The command ran, but other text came before it."""
     if dropped and not noise:
         return Trouble("noise", f"{host} printed more than is kept", f"see what it prints: ssh {host} true")
     why = f"start files on {host} print on standard output: {_last_line(noise)}"

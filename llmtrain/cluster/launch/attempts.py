@@ -1,4 +1,4 @@
-"""The attempts of one `llmtrain launch`: start the job, watch it, find the hosts that are left, start it again."""
+"""The attempts of one `llmtrain launch`: start the job, follow it, find the hosts that are left, start it again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from llmtrain.cluster.watch.notes import write_event
 
 _POLL_S = 0.2
 _LEAVES_S = 60.0
-"""From the last word of a job, a fault or its end, until it is ended by force; closing W&B may take 20 s."""
+"""Time after a job's fault or end message until it is ended by force; closing W&B may take 20 s."""
 _MEETS_S = 120.0
-"""Beyond fault.start_timeout_s: imports on a cold file system."""
+"""Added to fault.start_timeout_s: imports on a cold file system."""
 _WAIT_SPARE_S, _WAIT_NEEDED_S = 30.0, 600.0
-"""After a fault, for hosts that do not answer: when --min-hosts allows to go on without them, and when not."""
+"""Longest wait after a fault for hosts that do not answer: when --min-hosts allows going on without them, and when
+not."""
 
 
 class Launch:
@@ -38,14 +39,14 @@ class Launch:
         self._run_dir = Path(run.folder)
         self._supervisor = Supervisor(options.max_restarts)
         self._unfit: set[str] = set()
-        """Hosts that a fault has shown to be broken: none of them is started on again."""
+        """Hosts that a fault has shown to be broken: no further attempt uses them."""
         self._signals: list[int] = []
-        """Signals that the user sent, in their order."""
+        """Signals from the user, in their order."""
         self._words = options.words
         self._live: log.LiveLine | None = None
 
     def run(self) -> int:
-        """Until the job is complete, asked to leave, refused, or not to be restarted. Raises UserError."""
+        """Run attempts until the job is complete, asked to leave, refused, or not to be restarted. Raises UserError."""
         # nohup, and a shell that starts it in the background, have some of them ignored: so they stay.
         heard = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._on_signal) for number in heard}
@@ -85,7 +86,7 @@ class Launch:
         return code
 
     def _attempt(self) -> tuple[Attempt, int]:
-        """Start the job and watch it to its end; nothing of it is left on any host that answers."""
+        """Start the job and follow it to its end; nothing of it is left on any host that answers."""
         plan = make_plan(self._options, self._hosts, self._mark, self._words)
         resumes_at = self._newest()
         with self._launcher.start(plan) as job:
@@ -93,7 +94,7 @@ class Launch:
             return attempt, self._watch(plan, attempt, job)
 
     def _watch(self, plan: Plan, attempt: Attempt, job: Job) -> int:
-        """Hear the job until its end; returns the exit code of what started it."""
+        """Follow the job to its end; returns the exit code of the process that started it."""
         heard = 0
         by_force = False
         while (code := job.code()) is None:
@@ -116,9 +117,9 @@ class Launch:
         return code
 
     def _answer_signal(self, plan: Plan, attempt: Attempt, job: Job, count: int) -> bool:
-        """The first signal asks for a save, a Ctrl-C after it for the end. Whether the job is to be ended by force.
+        """Ask for a save at the first signal, end the job at a Ctrl-C after it. True if it is to be ended by force.
 
-        Slurm may send SIGTERM more than once: that hurries nobody.
+        A repeated SIGTERM changes nothing: Slurm may send several.
         """
         attempt.asked = self._signals[0]
         if count > 1 and self._signals[count - 1] != signal.SIGINT:
@@ -145,7 +146,7 @@ class Launch:
             say("\n".join(place_lines(plan, attempt.ranks)))
 
     def _prepare_restart(self, attempt: Attempt, signature: str, wait_s: float) -> str | None:
-        """Wait, find the hosts, choose those with which the run can go on; a sentence if there are none."""
+        """Wait, find the hosts, choose those with which the run can go on; returns the reason if there are none."""
         say(f"launch: restart {self._supervisor.restarts} of {self._options.max_restarts} in {wait_s:.0f} s")
         self._sleep(wait_s)
         if attempt.fault and attempt.fault.get("unfit"):
@@ -181,7 +182,7 @@ class Launch:
         return None
 
     def _answering(self) -> tuple[Host, ...]:
-        """The hosts that answer, in the hostfile's order; those that were dropped before may have come back."""
+        """The hosts that answer, in the hostfile's order; hosts that were dropped before may have come back."""
         hosts = self._options.hosts
         began = time.monotonic()
         while True:
@@ -193,7 +194,7 @@ class Launch:
             self._sleep(2.0)
 
     def _solvable(self, found: tuple[Host, ...]) -> tuple[tuple[Host, ...] | None, str]:
-        """As many of the hosts as the configuration has an answer for; else why there is none."""
+        """As many of the hosts as the configuration is valid for; else the reason."""
         why = ""
         for count in range(len(found), self._options.min_hosts - 1, -1):
             try:
@@ -210,7 +211,7 @@ class Launch:
             time.sleep(_POLL_S)
 
     def _newest(self) -> int:
-        """Step of the newest complete checkpoint that is seen from here; 0 if there is none."""
+        """Step of the newest complete checkpoint that this host can see; 0 if there is none."""
         complete = (self._run_dir / "checkpoints").glob("step-*/manifest.json")
         steps = (path.parent.name.removeprefix("step-") for path in complete)
         return max((int(step) for step in steps if step.isdecimal()), default=0)
@@ -224,7 +225,7 @@ class Launch:
 
 
 def _not_started(step: int, why: str) -> Attempt:
-    """A restart for which the hosts were not ready after all."""
+    """A restart whose hosts were not ready after all."""
     attempt = Attempt(began_s=time.monotonic(), resumes_at=step)
     attempt.fault = {"step": step, "signature": f"not started: {why}", "text": why}
     return attempt

@@ -1,6 +1,6 @@
-"""Should `llmtrain launch` be killed, its ranks save and leave: a small process beside it that learns of its end.
+"""The guardian: if `llmtrain launch` is killed, this process beside it asks the ranks to save and leave.
 
-Nothing else would tell the ranks before they print into a pipe that nobody reads, and then rank 0 would die of it.
+Without it rank 0 would die as soon as it prints into a pipe that nobody reads.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from llmtrain.cluster.hosts.environment import remove
 from llmtrain.cluster.launch import remote
 
 AGENTS_LEAVE_S = 12.0
-"""For the watches of the hosts, when the ranks have left: after a fault they tell W&B."""
+"""Time for the agents to end after the ranks: after a fault they report to W&B."""
 _SAVES_S = 1800.0
-"""For the ranks to save and leave: nobody is there who could end by hand one that does not."""
+"""Time for the ranks to save and leave; nobody is left to end a rank that hangs."""
 
 
 class Guardian:
-    """Of one attempt. Use as a context manager around all of it: at its end there is nothing left to keep."""
+    """Guards one attempt. A context manager around all of it."""
 
     def __init__(self, hosts: Sequence[str], mark: str, folder: str, secret: str | None, output: int) -> None:
-        """`folder`: of launch's own files; `secret`: of `deliver`; `output`: descriptor of what the job prints."""
+        """`folder`: launch's own files; `secret`: path from `deliver`; `output`: descriptor of the job's output."""
         self._process = subprocess.Popen(
             (sys.executable, "-m", "llmtrain.cluster.launch.guardian", str(output)),
             stdin=subprocess.PIPE,
@@ -50,7 +50,7 @@ class Guardian:
         self._process.wait()
 
     def met(self, ranks: Sequence[dict[str, Any]]) -> None:
-        """The ranks of the message `place`."""
+        """Pass on the ranks of the message `place`."""
         self._tell(ranks=[{"pid": each["pid"], "rank": each["rank"]} for each in ranks])
 
     def _tell(self, **facts: Any) -> None:
@@ -61,7 +61,7 @@ class Guardian:
 
 
 def take_over(known: dict[str, Any], output: int) -> None:
-    """launch has been killed: what a first Ctrl-C does, then what launch does at its end."""
+    """Act for a killed launch: a first Ctrl-C's request to the ranks, then launch's own clean-up."""
     hosts, mark = known["hosts"], known["mark"]
     ranks = known.get("ranks", [])
     if ranks:
@@ -78,7 +78,7 @@ def take_over(known: dict[str, Any], output: int) -> None:
 
 
 def _hand_on(output: int) -> None:
-    """What the job prints, until nothing of it is left that could."""
+    """Print the job's output until no process is left that could write any."""
     with open(output, "rb") as stream:
         for raw in stream:
             if messages.parse(raw.decode("utf-8", "replace")) is None:
@@ -92,7 +92,7 @@ def _say(text: str) -> None:
 
 
 def main(output: int) -> int:
-    """Entry point of the process: one JSON object a line on standard input, and its end when launch has ended."""
+    """Entry point of the process: reads JSON lines from standard input, which ends when launch has ended."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends with launch, and not before
     known: dict[str, Any] = {}

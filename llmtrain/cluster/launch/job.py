@@ -1,4 +1,4 @@
-"""The process that starts a job (DeepSpeed's launcher, or srun), in a session of its own; its output, line by line."""
+"""The process that starts a job (DeepSpeed's launcher, or srun), in its own session, and its output line by line."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from llmtrain.base import log, untrusted
 from llmtrain.cluster import messages
 
 TRAIN = ("llmtrain", "train")
-"""What a rank runs, after `python -m` and before --config: of a clone or of an installed wheel, as it comes."""
+"""Arguments of `python -m` for a rank, before --config; the same for a clone and for an installed wheel."""
 _REST_S = 12.0
-"""After the process has ended: the watch of a host may hold its output a little longer, and tell of a fault."""
+"""Time after the end of the process: a host's agent may hold its output a little longer, and report a fault."""
 
 
 def on_terminal() -> bool:
-    """Whether what the job prints, errors too, goes to a terminal."""
+    """True if the job's output, errors included, goes to a terminal."""
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
@@ -32,7 +32,7 @@ def say(text: str) -> None:
 
 
 class Job:
-    """A started job. Ctrl-C on the terminal does not reach it: what is to happen is decided by the supervisor.
+    """A started job. Ctrl-C on the terminal does not reach it: launch decides what follows.
 
     Use as a context manager: what is left of the process and its session is killed at the end.
     """
@@ -65,7 +65,7 @@ class Job:
         return self._process.stdout.fileno()
 
     def _read(self) -> None:
-        """Hand on what is for the user, keep what is for the supervisor."""
+        """Print the lines for the user, queue the messages for the supervisor."""
         assert self._process.stdout is not None
         for raw in self._process.stdout:
             message = messages.parse(raw.decode("utf-8", "replace"))
@@ -91,7 +91,7 @@ class Job:
     def code(self) -> int | None:
         """Exit code, once it has ended; negative: the signal that ended it.
 
-        It is collected by `__exit__` and no sooner: its id, which `kill` uses, cannot become another process's.
+        `__exit__` reaps the process and nothing before it: its id, which `kill` uses, cannot become another process's.
         """
         if self._process.returncode is not None:
             return self._process.returncode
@@ -101,12 +101,12 @@ class Job:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def rest(self) -> list[dict[str, Any]]:
-        """After the end of the process: the messages that were still on their way."""
+        """The messages that were still on their way at the end of the process."""
         self._reader.join(_REST_S)
         return self.take(0.0)
 
     def signal(self, number: int) -> None:
-        """To the process alone."""
+        """Signal the process alone."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, number)
 

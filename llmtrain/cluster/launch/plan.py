@@ -1,4 +1,4 @@
-"""What a launch will start: the command for DeepSpeed's launcher, the environment, the ranks of each host."""
+"""The plan of a start: the hosts and their ranks, the environment, the command of DeepSpeed's launcher."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from llmtrain.cluster.launch.job import TRAIN, on_terminal
 _SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=2"
 NO_PDSH = ("no program `pdsh` on PATH, with which DeepSpeed starts other hosts", "apt-get install pdsh")
 _MAX_COMMAND = (128 << 10) - 1
-"""Bytes that Linux takes in one argument (MAX_ARG_STRLEN), and pdsh and sshd make one of the whole command."""
+"""Longest argument that Linux takes (MAX_ARG_STRLEN); pdsh and sshd make one argument of the whole command."""
 _STARTS = ("--no_local_rank", "--module")
 """DeepSpeed's flags for `python -m`; a rank knows its number by LOCAL_RANK."""
 _SPARE = 512
-"""Of the command, for what is not known yet: address, port, threads, the secrets' file."""
+"""Bytes of the command kept free for values that are not known yet: address, port, threads, the secrets' file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is known of the run that a launch starts."""
+    """Facts about the run that launch needs."""
 
     folder: str
     resume: str
@@ -60,7 +60,7 @@ class Run:
     start_timeout_s: float
     needs: Needs | None
     resolve: Callable[[Sequence[str], int], None]
-    """Raises ConfigError where the words of its command line have no answer for so many ranks."""
+    """Raises ConfigError if its command line is not valid for so many ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Plan:
 
     hosts: tuple[Host, ...]
     words: tuple[str, ...]
-    """Of `llmtrain train`: --config RUN.yaml and the overrides."""
+    """Arguments of `llmtrain train`: --config RUN.yaml and the overrides."""
     travel: Travel
     verbose: bool = False
 
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def alone(self) -> bool:
-        """This machine is the only host: DeepSpeed starts the ranks without ssh."""
+        """True if this machine is the only host: DeepSpeed starts the ranks without ssh."""
         return is_alone(self.hosts)
 
     def sending(self, **variables: str) -> Plan:
@@ -104,7 +104,7 @@ def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequenc
 
 
 def check(plan: Plan) -> None:
-    """Raises ConfigError for what DeepSpeed's launcher over pdsh would break on."""
+    """Raises ConfigError for a plan that would break DeepSpeed's launcher over pdsh."""
     if plan.alone:
         return
     problems = [path_problem(path) for path in (os.getcwd(), sys.executable)]
@@ -124,7 +124,8 @@ def check(plan: Plan) -> None:
 
 
 def command_length(plan: Plan) -> int:
-    """Bytes of the command that DeepSpeed's launcher has pdsh run on a host (multinode_runner.py, PDSHRunner)."""
+    """Length in bytes of the command that DeepSpeed's launcher has pdsh run on a host (multinode_runner.py,
+    PDSHRunner)."""
     world = json.dumps({host.name: list(host.devices) for host in plan.hosts})
     exports = len(os.fsencode(deepspeed_env(plan.travel.open))) + len('export ""; ') * len(plan.travel.open)
     words = [os.getcwd(), sys.executable, "-u -m deepspeed.launcher.launch --node_rank=0", *_STARTS, *TRAIN]
@@ -140,7 +141,7 @@ def check_programs(plan: Plan) -> None:
 
 
 def command(plan: Plan, folder: Path | str, address: str, port: int | str) -> list[str]:
-    """DeepSpeed's launcher; `folder` is to hold what `write_files` writes."""
+    """The command of DeepSpeed's launcher; `folder` is to hold the files of `write_files`."""
     only = include_of(plan.hosts)
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", f"{folder}/hosts", "--no_ssh_check"),
@@ -162,7 +163,7 @@ def write_files(plan: Plan, folder: Path) -> None:
 
 
 def environment(plan: Plan, folder: Path | str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Of DeepSpeed's launcher. Without ssh the ranks inherit it; else it holds nothing that is private."""
+    """The environment of DeepSpeed's launcher. Without ssh the ranks inherit it; else it holds nothing private."""
     if plan.alone:
         return {**environ, **plan.travel.open, **plan.travel.private, "DS_ENV_FILE": f"{folder}/environment"}
     kept = {name: value for name, value in environ.items() if name not in plan.travel.private}
@@ -202,7 +203,7 @@ def threads(plan: Plan, cores: Mapping[str, int]) -> int:
 
 
 def describe(plan: Plan, options: Options, argv: Sequence[str]) -> str:
-    """What --dry-run prints. No value of a variable is shown: a name is enough to see whether it travels."""
+    """The text of --dry-run. It shows no value of a variable: the name is enough to see if it travels."""
     hosts = units.counted(len(plan.hosts), "host")
     lines = [f"{hosts}, {units.counted(plan.world_size, 'rank')}"]
     width = max(len(host.name) for host in plan.hosts)
@@ -225,7 +226,7 @@ def describe(plan: Plan, options: Options, argv: Sequence[str]) -> str:
 
 
 def place_lines(plan: Plan, ranks: list[dict[str, Any]]) -> list[str]:
-    """The final map: one line for each rank, with the hostfile's name beside the host's own where they differ."""
+    """The placement: one line for each rank, with the hostfile's name beside the host's own where they differ."""
     lines = []
     for each in ranks:
         name = host_of_rank(plan.hosts, each["rank"]) or each["host"]

@@ -1,6 +1,6 @@
-"""Processes of a launch on its hosts: signal the ranks, end whatever is left. Never by name: by a mark of this launch.
+"""Signals and ends the processes of a launch on its hosts. They are found by the launch's mark, never by name.
 
-DeepSpeed's own way is `pkill -f`, which ends every DeepSpeed job of the user on those hosts (multinode_runner.py), and
+DeepSpeed itself uses `pkill -f`, which ends every DeepSpeed job of the user on those hosts (multinode_runner.py), and
 its launcher passes signals on to one rank after another, up to 30 s apart (launch.py).
 """
 
@@ -43,7 +43,7 @@ for base in /dev/shm "${TMPDIR:-/tmp}"; do rm -rf "$base/llmtrain-watch-$(id -u)
 
 
 def signal_ranks(hosts: Sequence[str], mark: str, ranks: Iterable[dict[str, Any]], number: int) -> int:
-    """Send a signal to every rank at once, `ranks` being those of the message `place`; how many got it."""
+    """Send a signal to all ranks of the message `place` at once; returns the number that got it."""
     text = "".join(f"{int(each['pid'])} {int(each['rank'])}\n" for each in ranks)
     here, answers = _everywhere(hosts, _SIGNAL, (mark, str(number)), text, _REACH_S)
     said = [here, *(answer.stdout for answer in answers)]
@@ -71,7 +71,7 @@ def end_all(hosts: Sequence[str], mark: str, grace_s: float = 0.0) -> list[str]:
 def _everywhere(
     hosts: Sequence[str], script: str, arguments: Sequence[str], text: str, timeout_s: float
 ) -> tuple[str, list[Answer]]:
-    """Run a script here and on all other hosts; what it printed here, and the others' answers."""
+    """Run a script here and on all other hosts: (its output here, the answers of the others)."""
     command = ("/bin/sh", "-c", script, "sh", *arguments)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None

@@ -1,6 +1,6 @@
-"""Slurm: the hosts from what it tells a job, and srun instead of ssh. As a program: what srun starts for each rank.
+"""Slurm: the hosts from its variables, srun in place of ssh. As a program: the task that srun starts for each rank.
 
-Nothing of a host is asked here: Slurm has started this on all of them, or it has not.
+No host is asked anything here: Slurm has started this on all of them, or it has not.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _wrong(nodelist: str, why: str) -> ConfigError:
 
 
 def tasks_per_node(text: str, nodes: int) -> list[int]:
-    """`8(x4),4` -> 8 8 8 8 4. Raises ConfigError unless it tells of `nodes` nodes."""
+    """`8(x4),4` -> 8 8 8 8 4. Raises ConfigError unless it is about `nodes` nodes."""
     counts: list[int] = []
     for part in text.split(","):
         matched = _TASKS.fullmatch(part)
@@ -105,7 +105,7 @@ def hosts_of(environ: Mapping[str, str]) -> tuple[Host, ...]:
 
 
 def command(hosts: Sequence[Host], words: Sequence[str], step: str) -> list[str]:
-    """srun, for a process per rank. It hands words and environment on as they are: no shell, no ssh.
+    """The srun command for a process per rank. srun passes words and environment on as they are: no shell, no ssh.
 
     `step`: a name by which `ask_to_leave` finds the ranks.
 
@@ -123,7 +123,7 @@ def command(hosts: Sequence[Host], words: Sequence[str], step: str) -> list[str]
 
 
 def ask_to_leave(step: str) -> str | None:
-    """SIGTERM to the ranks of this job's step of that name; why not, when it could not be sent.
+    """Send SIGTERM to the ranks of this job's step of that name; returns the reason if that failed, else None.
 
     Not through srun, which takes SIGTERM for an order to end them with SIGKILL (Slurm's srun_job.c, _srun_signal_mgr).
     """
@@ -152,7 +152,7 @@ def _slurm(*words: str) -> str:
 
 
 def hostfile(hosts: Sequence[Host]) -> str:
-    """For SLURM_HOSTFILE: a line for each rank."""
+    """Content of SLURM_HOSTFILE: a line for each rank."""
     return "".join(f"{host.name}\n" * host.slots for host in hosts)
 
 

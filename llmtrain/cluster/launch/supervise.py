@@ -1,4 +1,5 @@
-"""What a supervisor knows of a job and decides when it has ended. No process, file or clock here: they are given."""
+"""Decides from its messages how a job has ended, and if it is restarted. Pure logic: processes, files, time are passed
+in."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from typing import Any, Literal
 from llmtrain.base import units
 
 FAULT_CODE = 1
-"""Exit code of a launch that ended by a fault and was not, or could not be, restarted."""
+"""Exit code of a launch that ended by a fault without a restart."""
 PREEMPTED_CODE = 75
-"""The job was asked to leave from outside: it has saved, and the same command continues (EX_TEMPFAIL of sysexits.h)."""
+"""The job was asked to leave from outside: it has saved, and the same command resumes it (EX_TEMPFAIL of
+sysexits.h)."""
 INTERRUPTED_CODE = 130
 """Ctrl-C."""
 
@@ -23,28 +25,28 @@ Kind = Literal["complete", "stopped", "preempted", "refused", "fault"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one attempt ended."""
+    """The end of one attempt."""
 
     kind: Kind
     code: int
-    """What the launch exits with if this was the last attempt."""
+    """Exit code of the launch if this was the last attempt."""
     step: int = 0
     """Optimizer steps done, as far as is known."""
     signature: str = ""
-    """Of a fault: the same again if the same thing has happened at the same step."""
+    """Identifies a fault: equal if the same thing has happened at the same step."""
     text: str = ""
 
 
 @dataclass
 class Attempt:
-    """What has been heard of one start of the job."""
+    """One start of the job, as far as its messages report it."""
 
     began_s: float
-    """Later, where something had to be fetched first."""
+    """Start of the attempt; moved on while something had to be fetched first."""
     resumes_at: int = 0
     """Step of the newest checkpoint that was there at its start."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """Of the `place` message; empty until the ranks have met."""
+    """Ranks of the message `place`; empty until they have met."""
     met_s: float | None = None
     checkpoint: int | None = None
     """Step of the newest checkpoint that this attempt has completed."""
@@ -52,12 +54,12 @@ class Attempt:
     fault: dict[str, Any] | None = None
     end: dict[str, Any] | None = None
     last_word_s: float | None = None
-    """When the fault, or the end, was told."""
+    """Time of the fault or end message."""
     asked: int | None = None
     """The signal with which the user asked for the end."""
 
     def hear(self, message: dict[str, Any], now: float) -> None:
-        """A message of the job."""
+        """Take a message of the job."""
         kind = message["kind"]
         if kind == "wait":
             self.began_s = now
@@ -75,15 +77,15 @@ class Attempt:
 
     @property
     def newest(self) -> int:
-        """Step from which another attempt would go on."""
+        """Step from which another attempt would resume."""
         return self.resumes_at if self.checkpoint is None else self.checkpoint
 
     def good_until_s(self) -> float:
-        """The time up to which nothing is lost."""
+        """Time up to which no work is lost."""
         return max(self.saved_s or 0.0, self.met_s or 0.0, self.began_s)
 
     def outcome(self, code: int) -> Outcome:
-        """`code`: with which DeepSpeed's launcher, or srun, has ended; negative: the signal that ended it."""
+        """The outcome. `code`: exit code of DeepSpeed's launcher or srun; negative: the signal that ended it."""
         end = self.end or {}
         status, step = end.get("status"), self.newest
         if status == "complete":
@@ -117,7 +119,7 @@ class Attempt:
         return self._unexplained(code, reason)
 
     def _unexplained(self, code: int, reason: str) -> Outcome:
-        """It ended, and neither the job nor its watch has said why."""
+        """The outcome of a job that ended without a reason from itself or its watch."""
         where = "after the ranks had met" if self.ranks else "before the ranks had met"
         why = reason or _KILLED.get(128 - code if code < 0 else code, "nothing was said of a cause")
         return Outcome(
@@ -131,13 +133,13 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What follows the end of an attempt."""
+    """The decision after the end of an attempt."""
 
     restart: bool
     wait_s: float = 0.0
     """Before the restart."""
     code: int = 0
-    """Of the launch, if there is none."""
+    """Exit code of the launch, if there is no restart."""
     text: str = ""
 
 
@@ -155,13 +157,13 @@ class Supervisor:
         self._good_until_s: float | None = None
 
     def met(self, now: float) -> None:
-        """The ranks of a restarted attempt have met: what was lost by the fault before it is now known."""
+        """The ranks of a restarted attempt have met: the time lost by the fault before it is now known."""
         if self._good_until_s is not None:
             self.lost_s += now - self._good_until_s
             self._good_until_s = None
 
     def after(self, attempt: Attempt, outcome: Outcome) -> Decision:
-        """An attempt has ended."""
+        """Decide what follows an attempt."""
         if outcome.kind != "fault":
             return Decision(restart=False, code=outcome.code, text=outcome.text)
         if attempt.fault is not None and attempt.fault.get("again") is False:

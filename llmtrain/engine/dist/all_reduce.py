@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def _each_of(ask: dict[str, Any]) -> dict[str, Any]:
-    """A process for each rank of this host, side by side; what the first of them says, or the first error."""
+    """Start a process for each rank of this host; returns the answer of the first of them, or the first error."""
     alone = [{**ask, "here": [one], "local_size": len(ask["here"])} for one in ask["here"]]
     words = [[sys.executable, "-m", "llmtrain.engine.dist.all_reduce", json.dumps(each)] for each in alone]
     started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in words]
@@ -66,7 +66,8 @@ def _alone(ask: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(ask: dict[str, Any]) -> dict[str, Any]:
-    """As one rank of `ask["ranks"]`: the answer. Raises RuntimeError: ranks are missing, or sums are wrong."""
+    """Take part as one rank of `ask["ranks"]`; returns the answer. Raises RuntimeError: ranks are missing, or sums are
+    wrong."""
     (rank, number), world_size = ask["here"][0], len(ask["ranks"])
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(ask.get("local_size", 1)),
@@ -132,7 +133,8 @@ def _pairs(ask: dict[str, Any], rank: int, device: torch.device) -> list[list[fl
 
 
 def _store(ask: dict[str, Any], rank: int, world_size: int) -> dist.TCPStore:
-    """Rank 0 serves it; it knows who did not come. Raises RuntimeError."""
+    """Open the store, which rank 0 serves, and wait until all ranks have. Raises RuntimeError, which names the
+    missing."""
     limit = timedelta(seconds=ask["limit_s"])
     store = dist.TCPStore(ask["address"], ask["port"], world_size, rank == 0, timeout=limit, wait_for_workers=False)
     store.set(f"here/{rank}", socket.gethostname())

@@ -1,8 +1,8 @@
-"""Stop and save requests from outside (signals, a vanished launcher) and how the ranks agree on them.
+"""Stop and save requests from outside (signals, a vanished launcher), and the agreement of all ranks on them.
 
-DeepSpeed's launcher signals its ranks one after another, up to 30 s apart, and kills each 30 s after its
-signal (launcher/launch.py). So a rank never acts on a signal alone: it raises a flag, the flags of all ranks
-are joined at the next step boundary, and then all save and leave together, well before the first kill.
+DeepSpeed's launcher signals its ranks one after another, up to 30 s apart, and kills each 30 s after its signal
+(launcher/launch.py). So a rank never acts on a signal alone: it raises a flag, the flags of all ranks are joined at the
+next step boundary, and then all save and leave together, well before the first kill.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StopRequests:
             signal.signal(number, handler)
 
     def take_save(self) -> bool:
-        """Whether a save was asked for since the last call."""
+        """True if a save was asked for since the last call."""
         asked, self.save_now = self.save_now, False
         return asked
 
@@ -70,7 +70,7 @@ class StopRequests:
             self._stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
     def _acknowledge(self, number: int) -> None:
-        """At once, once, from rank 0; a supervisor has said so itself."""
+        """Print an answer at once, on rank 0 and only once; a supervisor prints its own."""
         if self.stop_reason is None and log.rank() == 0 and not messages.supervised():
             line = "\r\x1b[K" if os.isatty(2) else ""  # takes the place of a live line
             what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -79,7 +79,7 @@ class StopRequests:
                 os.write(2, f"{line}{what}: the run finishes this step, saves and leaves\n".encode())
 
     def _watch(self) -> None:
-        """Look once a second for what sends no signal."""
+        """Look once a second for requests that send no signal."""
         ancestors: list[psutil.Process] = []
         if "LOCAL_SIZE" in os.environ:  # `deepspeed` killed with SIGKILL leaves its ranks running
             ancestors = [process for process in psutil.Process().parents()[:2] if process.pid != 1]
@@ -101,10 +101,10 @@ class StopRequests:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What all ranks know about one step."""
+    """The sums over all ranks for one step."""
 
     weight: int
-    """What the summed loss of the global batch is divided by."""
+    """Divisor of the global batch's summed loss."""
     stop: bool
     """A rank was asked to stop."""
     time_up: bool
@@ -116,7 +116,7 @@ class Agreement:
     save_failed: int = 0
     """Ranks for which it failed."""
     paces: tuple[int, ...] = ()
-    """Of each rank, nanoseconds for a sequence (training/pace.py), 0: not known; empty where shares stay equal."""
+    """Nanoseconds for a sequence on each rank (training/pace.py), 0: not known; empty where shares stay equal."""
 
 
 class Agree:
@@ -162,7 +162,7 @@ class Agree:
 
 
 def from_rank_0(ranks: Ranks, make: Callable[[], T]) -> T:
-    """What rank 0 makes, on all ranks."""
+    """The value that rank 0 makes, on all ranks."""
     box: list[Any] = [make() if ranks.rank == 0 else None]
     dist.broadcast_object_list(box, group=ranks.control, group_src=0)
     made: T = box[0]
@@ -195,7 +195,7 @@ class AgreedError(UserError):
 
 @contextlib.contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
-    """If one rank meets a UserError in here, all ranks end with it; alone it would leave the others in a collective.
+    """End all ranks with a UserError that one of them meets in here; alone it would leave the others in a collective.
 
     Raises:
         AgreedError: on every rank.

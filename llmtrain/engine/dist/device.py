@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and whether this machine's driver and torch can use it."""
+"""The device of a rank, and the check that this machine's driver and torch can use it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def own_device() -> torch.device:
 
 
 def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") -> int:
-    """Which of the `visible` devices a rank takes, as one of `ranks` on its host. Raises ConfigError.
+    """The index of a rank's device among `visible` ones, as one of `ranks` on its host. Raises ConfigError.
 
-    A scheduler may show each task its own device only (srun --gpus-per-task=1, Kubernetes): then that is the one.
-    That two ranks do not share one is seen when they meet (rendezvous.py).
+    A scheduler may show each task its own device only (srun --gpus-per-task=1, Kubernetes): then it is that one. The
+    rendezvous finds two ranks that share a device.
     """
     if local_rank < visible:
         return local_rank
@@ -62,7 +62,7 @@ def device_index(local_rank: int, ranks: int, visible: int, kind: str = "cuda") 
 
 
 def _renumber(accelerator: Any, local_rank: int, index: int) -> None:
-    """Let DeepSpeed mean device `index` by its number `local_rank`, for good.
+    """Make DeepSpeed use device `index` by the number `local_rank`, for good.
 
     It takes LOCAL_RANK for the device's number in its engine, in zero.Init, in pipelines and in ZeRO 3's first steps
     (runtime/engine.py:1017 and 1943, zero/partition_parameters.py:1138, pipe/module.py:215, zero/utils.py:85). The
@@ -93,17 +93,17 @@ def _refuse_idle_gpus() -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """As its driver names it; "cpu" without one."""
+    """The driver's name of the device; "cpu" without one."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def device_id(device: torch.device) -> str:
-    """What no other device of this host has: a GPU's UUID; empty for the CPU."""
+    """An id that no other device of this host has: a GPU's UUID; empty for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def use_deterministic_kernels() -> None:
-    """Only kernels that add in a fixed order, from now on. CUBLAS_WORKSPACE_CONFIG must be set before cuBLAS starts.
+    """Use only kernels that add in a fixed order. CUBLAS_WORKSPACE_CONFIG must be set before cuBLAS starts.
 
     An operation that has no such kernel raises torch's RuntimeError, which names it.
     """

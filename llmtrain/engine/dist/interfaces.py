@@ -1,4 +1,4 @@
-"""Which network interface the collectives use, where the user has not said it."""
+"""Chooses the network interface of the collectives, where the user has not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that a command starts on this machine: they cannot outlive it, and the first that fails is heard."""
+"""Ranks that a command starts on this machine: they end with it, and their first failure is reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ranks:
         shows: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """`shows`: what rank 0 prints is the command's own; of all others it is kept for `wait`'s messages.
+        """`shows`: rank 0 prints as the command itself; the output of the others is kept for `wait`'s messages.
 
         `timeout_s`: for all ranks to end, None for ever.
         """
@@ -80,7 +80,7 @@ class Ranks:
         self.close()
 
     def wait(self) -> None:
-        """Until all have ended well.
+        """Wait until all have ended well.
 
         Raises:
             UserError: what a rank met is the user's to mend.
@@ -131,7 +131,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def failure_told(folder: Path) -> Iterator[None]:
-    """Around everything that a rank does: what goes wrong is left in the folder for the command, and the rank ends."""
+    """Leave a failure in the folder for the command, then end. Wraps everything that a rank does."""
     try:
         yield
     except BaseException as error:
@@ -144,7 +144,7 @@ def failure_told(folder: Path) -> Iterator[None]:
 
 
 def _end_with_parent() -> Callable[[], Any] | None:
-    """What a new process calls to ask the kernel to kill it when the command dies, however it dies (Linux)."""
+    """A function for a new process: the kernel then kills it when the command dies, however it dies (Linux)."""
     try:
         control = ctypes.CDLL(None).prctl
     except (OSError, AttributeError):
@@ -155,7 +155,7 @@ def _end_with_parent() -> Callable[[], Any] | None:
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """SIGTERM as Ctrl-C: what is open in here is closed, and no process is left."""
+    """Treat SIGTERM as Ctrl-C: contexts inside are closed, and no process is left."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Which process is a rank."""
+    """The process of a rank: its host, device and id."""
 
     rank: int
     host: str
     local_rank: int
     """Index among the ranks of its host."""
     device: str
-    """As its driver names it."""
+    """The driver's name of it."""
     pid: int
 
 
@@ -36,6 +36,6 @@ class Ranks:
     control: Any
     """gloo group over the site for small host-side messages: reading its results never waits for the device."""
     seats: tuple[Seat, ...] = ()
-    """Where each rank runs, in order of rank."""
+    """The process of each rank, in order of rank."""
     store: dist.Store | None = None
     """Keys and values that all ranks see, served by rank 0's process."""

@@ -1,4 +1,5 @@
-"""How the ranks of a run meet: on one store, within a limit, and with words for whoever is missing or different.
+"""Rendezvous of the ranks on one store, with a limit and an error that names missing or different ranks; process
+groups.
 
 torch's own start tells little: for a rank that does not come, every other rank waits 10 or 30 minutes. And gloo takes
 the address of the host name, which on many machines is 127.0.0.1: of two such hosts one dies, and the other waits.
@@ -53,14 +54,14 @@ class RendezvousError(UserError):
 
 
 class RanksDiffer(RendezvousError):
-    """They have, but do not run the same."""
+    """The ranks have met, but do not run the same thing."""
 
     passing = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """What the ranks know of each other once they have met."""
+    """Facts about all ranks once they have met."""
 
     store: dist.TCPStore
     """Keys and values that all ranks see; served by rank 0."""
@@ -143,7 +144,7 @@ def _serve(world_size: int) -> dist.TCPStore:
 
 
 def _user_of(port: int) -> str:
-    """Who listens there, as far as this user may know."""
+    """The process that listens there, as far as this user may see it."""
     with contextlib.suppress(psutil.Error, OSError):
         for each in psutil.net_connections("tcp"):
             if each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN and each.pid:
@@ -198,7 +199,8 @@ def _why_unreachable(host: str) -> str:
 
 
 def _gather(store: dist.TCPStore, about: dict[str, Any], world_size: int, limit_s: float) -> list[dict[str, Any]]:
-    """Rank 0: wait for the others, judge, and tell them. The seats in order of rank; raises RendezvousError."""
+    """As rank 0: wait for the others, compare them, send the verdict. The seats in order of rank; raises
+    RendezvousError."""
     expected = _launched_hosts()
     came: dict[int, dict[str, Any]] = {0: about}
     deadline, tell = time.monotonic() + limit_s, time.monotonic() + _TELL_S
@@ -236,7 +238,7 @@ def _gather(store: dist.TCPStore, about: dict[str, Any], world_size: int, limit_
 
 
 def _follow(store: dist.TCPStore, about: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
-    """Any other rank: come, and hear the verdict. The seats in order of rank; raises RendezvousError."""
+    """As any other rank: report to rank 0, and read the verdict. The seats in order of rank; raises RendezvousError."""
     seat = Seat(**about["seat"])
     if store.add(_key("came", seat.rank), 1) > 1:
         problem = (
@@ -268,9 +270,9 @@ def _key(what: str, rank: int | None = None) -> str:
 
 @functools.cache
 def _launch() -> str:
-    """What the ranks of this launch have in common and those of another do not, which may come to the same port.
+    """Identity of this launch: another one may come to the same port.
 
-    The mark of `llmtrain launch`; on a single host DeepSpeed's launcher, the parent of all ranks. Else nothing.
+    The mark of `llmtrain launch`; on a single host DeepSpeed's launcher, the parent of all ranks. Else empty.
     """
     found = os.environ.get(messages.LAUNCH, "")
     if not found and os.environ.get("CROSS_SIZE") == "1" and _launched_hosts():
@@ -288,7 +290,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _launched_hosts() -> dict[int, str]:
-    """Host of each rank as DeepSpeed's launcher, the parent of this process, was told; empty without it."""
+    """Host of each rank by the arguments of DeepSpeed's launcher, the parent of this process; empty without it."""
     with contextlib.suppress(psutil.Error, ValueError, AttributeError):
         for word in psutil.Process(os.getppid()).cmdline():
             if word.startswith("--world_info="):
@@ -311,7 +313,7 @@ def _missing(came: Mapping[int, Any], world_size: int, expected: Mapping[int, st
 
 
 def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """What is not the same on all ranks, in one message; empty when all is."""
+    """Values that differ between ranks, in one message; empty if none do."""
     for what, remedy in (
         ("versions", "Install the same versions on all hosts"),
         ("settings", "Give all hosts the same YAML, JSON and command line"),
@@ -326,7 +328,7 @@ def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shared_devices(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """Ranks of one host on one GPU, where NCCL would refuse its start with words of its own; empty without any."""
+    """Ranks of one host on one GPU, which NCCL would refuse with an error of its own; empty without any."""
     by_device: dict[tuple[str, str], list[int]] = {}
     for each in everyone:
         if each["device_id"]:
@@ -383,7 +385,7 @@ def _tell_interfaces(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: float) -> Any:
-    """The process group of all ranks, and a gloo group of the same, which is returned. Raises RendezvousError."""
+    """Make the process group of all ranks, and a gloo group of the same, which is returned. Raises RendezvousError."""
     limit, world_size = timedelta(seconds=limit_s), len(meeting.seats)
     rank = int(os.environ["RANK"])
     # As DeepSpeed would (comm/torch.py): a rank alone has no peer, and with a device every later group costs a split.
@@ -401,12 +403,12 @@ def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: f
 
 
 def another_group(ranks: Ranks, limit_s: float) -> Ranks:
-    """The same ranks with a gloo group of their own, for another thread's collectives. All ranks call it together."""
+    """`ranks` with another gloo group, for another thread's collectives. All ranks call it together."""
     return replace(ranks, control=host_group(None, limit_s))
 
 
 def _not_connected(who: str, backend: str, said: str) -> RendezvousError:
-    """`said`: by `backend`, "nccl" or "gloo"."""
+    """An error for a failed connection. `said`: message of `backend`, "nccl" or "gloo"."""
     name, variable = ("NCCL", NCCL) if backend == "nccl" else (backend, GLOO)
     head = f"{who} has met the others at {os.environ['MASTER_ADDR']}, but {name} cannot connect it to them"
     fault = device_fault(said)
