@@ -6,7 +6,7 @@ from typing import Any
 
 from llmtrain.config.problems import Problems
 
-_WAYS = ("parameters", "uniform", "time")
+_WAYS = ("parameters", "uniform")
 
 
 def read_partition(tree: dict[str, Any], path: str, stages: int, problems: Problems) -> str | tuple[int, ...]:

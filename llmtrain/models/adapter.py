@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 ALL = "all-linear"
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-"""What follows a map's path in the names of its adapter's tensors."""
+"""Suffixes that an adapter's tensors have after the path of their linear map."""
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 """The files of a PEFT folder, and what the names of its tensors begin with."""
 _OTHERS = ("bias", "rank_pattern", "alpha_pattern", "trainable_token_indices")
@@ -47,7 +47,7 @@ _OTHERS = ("bias", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 
 
 def scale(adapter: AdapterConfig) -> float:
-    """What B A x is multiplied with."""
+    """Factor on B A x."""
     assert adapter.r is not None
     return adapter.alpha / (math.sqrt(adapter.r) if adapter.rslora else adapter.r)
 

@@ -1,8 +1,8 @@
-"""Which of torch's attention kernels may run.
+"""The choice of torch's attention kernels.
 
-torch puts them in order itself, and on Hopper and Blackwell takes cuDNN's first where its version is right
-(2.11 and later, ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention). One case is left to us:
-with a mask tensor and some lengths, cuDNN's gradient of the queries is NaN (pytorch issue 196678, torch 2.11 to 2.13).
+torch puts them in order itself, and on Hopper and Blackwell takes cuDNN's first where its version is right (2.11 and
+later, ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention). One case is left to us: with a mask
+tensor and some lengths, cuDNN's gradient of the queries is NaN (pytorch issue 196678, torch 2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _WINDOWED = ("sliding", "chunked", "compressed", "window")
-"""What the names of layers say that look at a window only (transformers' layer_types)."""
+"""Words in transformers' layer_types of layers with windowed attention."""
 
 
 def gets_mask(config: PreTrainedConfig, length: int, *, documents: bool) -> bool:
-    """Whether transformers gives torch's attention a mask tensor, in any layer; without one it is just causal.
+    """True if transformers gives torch's attention a mask tensor, in any layer; without one it is just causal.
 
     Args:
         config: the model's transformers configuration.

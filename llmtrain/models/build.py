@@ -1,4 +1,4 @@
-"""From the model section of a run to a transformers model: its configuration, the model, its skeleton."""
+"""A transformers model from a run's model section: its configuration, the model, its skeleton."""
 
 from __future__ import annotations
 

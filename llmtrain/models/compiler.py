@@ -36,13 +36,13 @@ def trouble(device: torch.device) -> str | None:
 
 
 def do_without(device: torch.device, reason: str) -> None:
-    """From now on `trouble` of this kind of device is `reason`."""
+    """Record `reason` as the `trouble` of this kind of device."""
     _answers[device.type] = reason
     warn_once(f"torch.compile is not used on this device ({device.type}), which takes longer: {reason}")
 
 
 def _attempt(kind: str) -> str | None:
-    """What goes wrong when a small function is compiled for a kind of device."""
+    """The error of compiling a small function for a kind of device; None if it works."""
     try:
         share_cores()
         # Not from the cache: the compiler that filled it may be gone, or be another host's with the same home.

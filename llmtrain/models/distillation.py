@@ -18,16 +18,16 @@ from torch import Tensor
 from llmtrain.models.loss import IGNORE, HeadForm, Vocabulary, in_chunks, scaled_gradients
 
 FIGURES = 4
-"""Of a distillation: loss, divergence, next-token loss, entropy of the teacher."""
+"""A distillation's loss, divergence, next-token loss, entropy of the teacher."""
 _TABLES = 8
 """A chunk has about so many [tokens, vocabulary] in fp32 at one time, so it has so many times fewer tokens than the one
 of the next-token loss, which has one."""
 
 TeacherLogits = Callable[[slice], Tensor]
-"""From some of a micro-batch's N tokens to the teacher's logits of them, fp32 [tokens, V], of the whole vocabulary."""
+"""Gives the teacher's logits of some of a micro-batch's N tokens, fp32 [tokens, V], of the whole vocabulary."""
 
 NOTHING = -1e4
-"""In place of the logarithm of no mass: its exponential is 0 in fp32, and so is its product with that."""
+"""Stands for log(0): its exponential is 0 in fp32, and so is its product with that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ def _apart_in_events(
 
 
 def top_words(values_CV: Tensor, k: int, temperature: float) -> TopWords:
-    """From a teacher's logits over the whole vocabulary, fp32."""
+    """The teacher's log-probabilities, from its fp32 logits over the whole vocabulary."""
     log_p_CV = _log_softmax(values_CV, temperature, None)
     logs_Ck, words_Ck = log_p_CV.topk(k, dim=1)
     log_rest_C1 = _log_of_sum(log_p_CV.scatter(1, words_Ck, -math.inf), None)

@@ -38,7 +38,7 @@ class ExpertBlock:
 
     @property
     def are_modules(self) -> bool:
-        """Whether each expert is a module of its own, in a list."""
+        """True if each expert is a module of its own, in a list."""
         return any(isinstance(part, nn.ModuleList) for part in self.experts)
 
 
@@ -58,7 +58,7 @@ def expert_blocks(hf: nn.Module) -> list[ExpertBlock]:
 
 
 def _experts_in(module: nn.Module) -> int:
-    """How many experts' matrices a module holds; 0 if it holds no experts."""
+    """Number of experts whose matrices a module holds; 0 if it holds none."""
     if isinstance(module, nn.ModuleList):
         kinds = {type(child) for child in module}
         return len(module) if len(kinds) == 1 and any(True for _ in module.parameters()) else 0
@@ -95,7 +95,7 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def experts_per_token(config: PreTrainedConfig) -> int | None:
-    """How many experts work on a token, or None if the configuration does not say."""
+    """Number of experts that compute a token, or None if the configuration does not say."""
     text = config.get_text_config()
     names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
     return next((int(k) for k in (getattr(text, name, None) for name in names) if isinstance(k, int)), None)
@@ -155,7 +155,7 @@ def set_leaf_modules(hf: nn.Module, blocks: list[ExpertBlock]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingFigures:
-    """What the routers did in training since the last look, over all ranks."""
+    """Statistics of the routers in training since the last call, over all ranks."""
 
     aux_loss: float
     """Mean over micro-batches of the load-balancing loss, before its coefficient."""
@@ -241,7 +241,7 @@ class Routing:
 
     @torch.no_grad()
     def _count(self, tokens_LE: Tensor, part: Tensor) -> None:
-        """On the device: nothing is read here."""
+        """Sums stay on the device: nothing is read here."""
         if self._tokens_LE is None or self._aux_sum is None:
             self._tokens_LE = torch.zeros_like(tokens_LE, dtype=torch.float64)
             self._aux_sum = torch.zeros_like(part, dtype=torch.float64)

@@ -90,7 +90,7 @@ def frozen_names(hf: nn.Module, model: ModelConfig, places: Places | None = None
 
 
 def frozen_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """What belongs to the module's weights and does not train, by name. The module was given to `freeze`."""
+    """Tensors of the module's weights that do not train, by name. `freeze` has seen the module."""
     passing = {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules(remove_duplicate=remove_duplicate)

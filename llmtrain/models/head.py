@@ -93,7 +93,7 @@ class Head:
         return nll.new_zeros(labels.numel()).index_copy(0, rows, nll).view(labels.shape)
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """What a model that gives scores says of texts that end here: fp32 [...], for a `Loss`.
+        """Scores of texts that end here, by a model with a score head: fp32 [...], for a `Loss`.
 
         Args:
             hidden: [..., H], chosen places of what the loss was given.
@@ -102,7 +102,7 @@ class Head:
         return scores.squeeze(-1)
 
     def scores_at(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """The same, fp32 [A], at `places` (int64 [A]) of whole rows [B, T], flattened.
+        """Scores, fp32 [A], at `places` (int64 [A]) of whole rows [B, T], flattened.
 
         Ranks that share the rows get the same: what is made of it goes through `once`.
 
@@ -118,7 +118,7 @@ class Head:
         return shared.of_all(own.where(part % shared.degree == shared.rank, 0.0)).sum(0)
 
     def own(self, rows: Tensor) -> Tensor:
-        """Of whole rows [B, T, ...] those columns that the hidden state is of: [B, t, ...]."""
+        """Slice whole rows [B, T, ...] to this rank's columns [B, t, ...]."""
         shared = self.shared_rows
         return rows if shared is None else rows.chunk(shared.degree, dim=1)[shared.rank]
 
@@ -205,4 +205,4 @@ class Head:
 
 
 Loss = Callable[[Head, Tensor], Tensor]
-"""From a head and the decoder's output [B, T, H] to sums over the micro-batch, the loss first."""
+"""Gives sums over the micro-batch, the loss first, from a head and the decoder's output [B, T, H]."""

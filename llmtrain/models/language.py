@@ -33,7 +33,7 @@ class LanguageModel(nn.Module):
         self.routing: Routing | None = None
         """Watches the routers of a mixture of experts."""
         self.notes: list[str] = []
-        """What the log says of how this model was built."""
+        """Lines for the log about the way this model was built."""
         self.balance: Tensor | None = None
         """After a forward pass in training: this rank's part of the load-balancing loss, if it is to be added."""
         if hf.base_model is hf:
@@ -51,7 +51,7 @@ class LanguageModel(nn.Module):
         return self.hf.config
 
     def local_parameters(self) -> list[LocalParameter]:
-        """What this rank holds of each Hugging Face tensor; a tied one appears once."""
+        """This rank's part of each Hugging Face tensor; a tied one appears once."""
         return [local_parameter(name, tensor) for name, tensor in named_tensors(self.hf)]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -60,7 +60,7 @@ class LanguageModel(nn.Module):
         return shapes or {held.name: held.shape for held in self.local_parameters()}
 
     def forward(self, inputs: Tensor, loss: Loss, positions: Tensor | None = None) -> Tensor:
-        """What `loss` gives.
+        """The result of `loss`.
 
         Args:
             inputs: [B, T].
@@ -78,7 +78,7 @@ class LanguageModel(nn.Module):
             return self.decoded(input_ids=inputs, **given)
 
     def decoded(self, **given: Any) -> Tensor:
-        """What transformers' decoder gives. In training its routers, if it has some, are watched."""
+        """The output of transformers' decoder. In training its routers, if it has some, are watched."""
         routing = self.routing if self.training else None
         with contextlib.nullcontext() if routing is None else routing.watching():
             hidden_BTH = self.hf.base_model(**given, **self._plainly()).last_hidden_state
@@ -91,7 +91,7 @@ class LanguageModel(nn.Module):
             return self.hf(input_ids=inputs, **self._plainly()).logits
 
     def _plainly(self) -> dict[str, Any]:
-        """What keeps transformers from returning more than the hidden state or the logits."""
+        """Keyword arguments of forward that switch off the cache and the routers' logits."""
         has_routers = hasattr(self.config, "output_router_logits")
         return {"use_cache": False, **({"output_router_logits": False} if has_routers else {})}
 

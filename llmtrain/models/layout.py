@@ -1,4 +1,4 @@
-"""What the files of a Hugging Face folder call the parameters of a model, and which part of one each tensor is.
+"""Names of a model's parameters in the files of a Hugging Face folder, and the part of one that each tensor is.
 
 transformers 5 keeps the experts of a layer as one parameter and renames others, but its files stay as they were (one
 tensor for each expert). The rules are transformers' own: it is asked to turn the model's tensors into the file's, on
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the parameters of a model are in one folder."""
+    """Places of a model's parameters in one folder."""
 
     parts: dict[str, list[tuple[str, Part]]]
     """Parameter -> (tensor of a file, what it is), in the order of the elements."""
@@ -77,14 +77,14 @@ class FolderLayout:
 
         self.skeleton = skeleton
         self.shapes = tensor_shapes(skeleton)
-        """Of every parameter, by the model's name, those that do not train included; a tied one is there once."""
+        """Shape of every parameter by the model's name, frozen ones included; a tied one is there once."""
         self.frozen = set(frozen_tensors(skeleton))
-        """Those that do not train."""
+        """Names of the parameters that do not train."""
         every = dict(named_tensors(skeleton, remove_duplicate=False))
         first = {id(parameter): name for name, parameter in named_tensors(skeleton)}
         self._tied = {name: first[id(p)] for name, p in every.items() if name not in self.shapes}
         self.tied = len(self._tied)
-        """How many names share the parameter of another."""
+        """Number of names that share the parameter of another."""
         state = skeleton.state_dict()
         self._known = {name: torch.empty(value.shape, device="meta") for name, value in state.items()}
         mapping: list[Any] = get_model_conversion_mapping(self.skeleton)

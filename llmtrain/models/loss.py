@@ -28,7 +28,7 @@ IGNORE = -100
 
 @dataclass(frozen=True, kw_only=True)
 class HeadForm:
-    """What a model does to its logits after the matrix product."""
+    """Operations on the logits after the head's matrix product."""
 
     scale: float = 1.0
     """Factor on the logits (Cohere's logit_scale, 1 / Granite's logits_scaling)."""
@@ -37,7 +37,7 @@ class HeadForm:
 
     @classmethod
     def of(cls, config: object) -> HeadForm:
-        """From the field names that transformers configs use."""
+        """Reads the field names that transformers' configurations use."""
         scale = getattr(config, "logit_scale", None) or 1.0
         divisor = getattr(config, "logits_scaling", None) or 1.0
         return cls(scale=scale / divisor, softcap=getattr(config, "final_logit_softcapping", None))
@@ -60,7 +60,7 @@ class Vocabulary(Protocol):
 
     @property
     def count(self) -> int:
-        """How many words it has."""
+        """Its number of vocabulary entries."""
 
     def take_largest(self, values: Tensor) -> None:
         """Put the largest of all ranks into each element."""
@@ -70,14 +70,14 @@ class Vocabulary(Protocol):
 
 
 class _Labels(NamedTuple):
-    """What the labels [N] say of each token, as [N, 1]."""
+    """The labels [N] by token, as [N, 1]."""
 
     counts: Tensor
-    """Whether the token counts; or the factor on its gradient, 0 where it does not."""
+    """True if the token counts; or the factor on its gradient, 0 where it does not."""
     word: Tensor
     """Its label's column among this rank's logits, 0 where there is none."""
     mine: Tensor
-    """Whether there is one."""
+    """True if this rank has the label's logit."""
 
     @classmethod
     def of(cls, labels_N: Tensor, vocabulary: Vocabulary | None) -> _Labels:
@@ -125,7 +125,7 @@ def _in_place(
 def _fused(
     logits_CV: Tensor, labels: _Labels, form: HeadForm, vocabulary: Vocabulary | None, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The same in two compiled kernels; the gradient has the logits' dtype."""
+    """As `_in_place`, in two compiled kernels; the gradient has the logits' dtype."""
     most_C1, sum_C1, chosen_C1 = _compiled(_softmax_sums)(logits_CV, labels.word, form)
     if vocabulary is not None:
         own_C1 = most_C1.clone()
@@ -160,7 +160,7 @@ def _softmax_sums(logits_CV: Tensor, word_C1: Tensor, form: HeadForm) -> tuple[T
 def _logits_gradient(
     logits_CV: Tensor, word_C1: Tensor, most_C1: Tensor, share_C1: Tensor, factor_C1: Tensor, form: HeadForm
 ) -> Tensor:
-    """Of the loss to the logits: `share` times the exponentials, less `factor` at `word`. Computed in fp32."""
+    """The loss's gradient to the logits: `share` times the exponentials, less `factor` at `word`. Computed in fp32."""
     values_CV = form.apply(_widened(logits_CV))
     grad_CV = (values_CV - most_C1).exp() * share_C1
     words_1V = torch.arange(logits_CV.shape[1], device=logits_CV.device).unsqueeze(0)
@@ -181,12 +181,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _elementwise(device: torch.device) -> _Elementwise:
-    """What is faster there."""
+    """The faster way on the device."""
     return _fused if device.type == "cuda" and compiler.trouble(device) is None else _in_place
 
 
 def has_one_shape(device: torch.device) -> bool:
-    """Whether kernels are compiled there for the shape of a whole chunk."""
+    """True if kernels are compiled there for the shape of a whole chunk."""
     return _elementwise(device) is _fused
 
 
@@ -198,7 +198,7 @@ def _add_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:
-    """From a chunk's gradient of the logits: fills its rows of the hidden state's, adds to the head's (fp32)."""
+    """Uses a chunk's gradient of the logits: fills its rows of the hidden state's, adds to the head's (fp32)."""
     if grad_bias is not None:
         grad_bias += grad_CV.sum(0, dtype=torch.float32)
     low_CV = grad_CV.to(weight.dtype)
@@ -220,7 +220,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @functools.cache
 def _adds_in_fp32(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a kind of device adds a product to an fp32 sum without rounding it first; tried once.
+    """True if a kind of device adds a product to an fp32 sum without rounding it first; tried once.
 
     torch has this for CUDA only, and its rules for the sum's dtype have changed between versions.
     """
@@ -263,11 +263,11 @@ def scaled_gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tens
 
 
 _Wanted = tuple[bool, bool, bool]
-"""Whether hidden state, weight and bias of the head want a gradient."""
+"""True for each of hidden state, weight and bias of the head that wants a gradient."""
 
 
 OfChunk = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
-"""From the logits of some tokens [C, V], in the head's dtype, which it may change, and which of the N they are: what
+"""Takes the logits of some tokens [C, V], in the head's dtype, which it may change, and which of the N they are: what
 is kept of each token, fp32 [C, K], and the gradient of the logits, None where none is wanted."""
 
 

@@ -1,4 +1,4 @@
-"""What a form of parallelism says of each parameter that a rank holds. Nothing else knows its shards."""
+"""The description of each parameter that a rank holds, by its form of parallelism. Nothing else knows its shards."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class LocalParameter:
     parameter: Tensor
     """As the module holds it; under ZeRO 3 a parameter is partitioned, `ds_shape` is the shape of the shard."""
     shape: tuple[int, ...]
-    """Of the whole Hugging Face tensor."""
+    """Shape of the whole Hugging Face tensor."""
     region: Region
-    """Where the elements of the row-major flat parameter lie in the flat Hugging Face tensor."""
+    """Positions of the row-major flat parameter's elements in the flat Hugging Face tensor."""
     copy: tuple[int, int] = (0, 1)
     """This is copy (index, of) among the ranks of other tensor-parallel and pipeline positions: a norm that every
     tensor-parallel rank holds, an embedding tied over two stages. Data-parallel replicas do not count here."""
@@ -50,13 +50,13 @@ class LocalParameter:
 
     @property
     def trains(self) -> bool:
-        """Whether the optimizer has it; what it does not have models/frozen.py tells."""
+        """True if the optimizer has it; models/frozen.py lists the others."""
         return isinstance(self.parameter, nn.Parameter) and self.parameter.requires_grad
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What a parameter says of itself that is not the whole of a Hugging Face tensor, or not its only copy."""
+    """Attribute of a parameter that is not the whole of a Hugging Face tensor, or not its only copy."""
 
     shape: tuple[int, ...]
     region: Region

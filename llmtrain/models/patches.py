@@ -22,10 +22,10 @@ ATTENTION_KERNELS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-"""What torch's scaled_dot_product_attention becomes, for model.keep_attention: torch has no public name of these."""
+"""Ops that torch's scaled_dot_product_attention becomes, for model.keep_attention; torch has no public name."""
 
 VARLEN = "varlen"
-"""What transformers calls the attention of models/varlen.py: the value of `model.attention`."""
+"""Name of models/varlen.py's attention in transformers: the value of `model.attention`."""
 
 _PACKED_SINCE = (5, 23)
 """transformers 5.17 makes masks from distances in the row, also within documents, and has no function for them."""

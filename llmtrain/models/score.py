@@ -25,7 +25,7 @@ _SUFFIX = "ForSequenceClassification"
 
 
 def gives_scores(config: PreTrainedConfig) -> bool:
-    """Whether a model of this configuration gives one score for a text."""
+    """True if a model of this configuration gives one score for a text."""
     names = getattr(config, "architectures", None)
     listed = names if isinstance(names, list) else []  # whatever a file has there
     return any(str(name).endswith(_SUFFIX) for name in listed) and config.num_labels == 1

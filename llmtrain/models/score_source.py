@@ -29,7 +29,7 @@ class ScoredSource:
         self.base, self.origin = base, base.origin
         self._drawn = RandomSource(layout.skeleton, seed, device)
         self.new = WEIGHT not in base.order()
-        """Whether the head is drawn."""
+        """True if the head's values are drawn."""
         self._surplus = _head_names(layout.skeleton)
 
     def order(self) -> list[str]:
@@ -60,7 +60,7 @@ def language_model(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 def _head_names(hf: PreTrainedModel) -> set[str]:
-    """Of the tensors that the language model of the same decoder has beside it: its head's."""
+    """Names of the head's tensors that the language model of the same decoder has."""
     language = language_model(hf)
     own = {name for name, _ in hf.named_parameters()}
     head = language.get_output_embeddings()

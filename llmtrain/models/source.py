@@ -1,4 +1,4 @@
-"""Where the values of parameters come from: random numbers, a Hugging Face folder, or a checkpoint.
+"""Sources of parameters' values: random numbers, a Hugging Face folder, or a checkpoint.
 
 Whatever the source, the engine asks for slices of flat tensors by Hugging Face name, so no rank ever needs
 the whole model, and the result does not depend on the number of ranks.

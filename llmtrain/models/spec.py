@@ -37,9 +37,9 @@ class ModelFacts:
     """Weights that are multiplied with the activations of a token: all matrices but the embedding, with a tied head
     counted once, and of the experts only those that a token meets."""
     frozen_matmul_parameters: int
-    """Those of them that do not train."""
+    """Names of the parameters that do not train."""
     forward_matmul_parameters: int
-    """Those of them that no gradient passes either: in layers below everything that trains."""
+    """Frozen ones that no gradient passes either: in layers below everything that trains."""
     trained: int
     """Parameters that train."""
     layers: int
@@ -89,7 +89,7 @@ class ModelSpec:
 
     @property
     def scores(self) -> bool:
-        """Whether it gives a score for a text, in place of likelihoods."""
+        """True if it gives a score for a text, in place of likelihoods."""
         return gives_scores(self.config)
 
     @cached_property
@@ -103,7 +103,7 @@ class ModelSpec:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor by its Hugging Face name, those that do not train included; a tied one is there once."""
+        """Shape of every tensor by its Hugging Face name, frozen ones included; a tied one is there once."""
         return {held.name: held.shape for held in (local_parameter(*item) for item in named_tensors(self.adapted))}
 
     @cached_property
@@ -215,7 +215,7 @@ class ModelSpec:
 
     @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the adapter's tensors by name."""
+        """Shapes of the adapter's tensors by name."""
         own = self.shapes.keys() - tensor_shapes(self.skeleton).keys()
         return {name: shape for name, shape in self.shapes.items() if name in own}
 
@@ -236,6 +236,6 @@ def _unless_flash(attention: str) -> str:
 
 
 def _attention_width(config: PreTrainedConfig) -> int:
-    """Of a layer with these settings; a state-space model has no heads."""
+    """Features of all heads of a layer with these settings; 0 for a state-space model, which has no heads."""
     heads = getattr(config, "num_attention_heads", None) or 0
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))

@@ -39,7 +39,7 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, inputs: Tensor, positions: Tensor | None) -> TeacherLogits:
-        """What gives the logits of this rank's columns [B, t] of the tokens [B, T], which count as B x t.
+        """Gives the logits of this rank's columns [B, t] of the tokens [B, T], which count as B x t.
 
         `positions`: [B, T], beginning anew with each document that a row holds; None: a row is one sequence.
         """
@@ -54,7 +54,7 @@ class Teacher:
 
 
 def teacher_model(objective: ObjectiveConfig, student: ModelConfig) -> ModelConfig:
-    """Of the teacher, which computes attention as the student does."""
+    """The teacher as a model section; it computes attention as the student does."""
     return ModelConfig(pretrained=objective.teacher, revision=objective.teacher_revision, attention=student.attention,
                        loss_chunk_tokens=student.loss_chunk_tokens)  # fmt: skip
 

@@ -34,7 +34,7 @@ class Documents:
 
     @classmethod
     def of(cls, positions: Tensor, device: torch.device) -> Documents:
-        """From positions [B, T] in host memory, which begin at 0 with each document and each row."""
+        """Make the bounds from positions [B, T] in host memory, which begin at 0 with each document and row."""
         tokens = positions.numel()
         starts = (positions.flatten() == 0).nonzero().flatten()
         bounds = torch.full((tokens + 1,), tokens, dtype=torch.int32)
@@ -232,7 +232,7 @@ def _flash_backward(
 def _one_by_one(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The same for a device without such a kernel."""
+    """Attention within documents for a device without such a kernel."""
     out, grouped = torch.empty_like(query), query.shape[1] != key.shape[1]
     for at in _slices(bounds):
         q, k, v = (each[at].transpose(0, 1).unsqueeze(0) for each in (query, key, value))

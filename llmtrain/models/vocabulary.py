@@ -89,7 +89,7 @@ class GrownSource(SafetensorsSource):
         return torch.cat(spans) if spans else super().read(name, 0, 0)
 
     def _mean(self, name: str) -> Tensor:
-        """Of the folder's rows, flat; summed in fp64, so that its rounding is one."""
+        """Mean of the folder's rows, flat; summed in fp64 and rounded once."""
         shape = super().shape(name)
         width = numel(shape[1:])
         total, rows = torch.zeros(width, dtype=torch.float64), max(1, _CHUNK // width)

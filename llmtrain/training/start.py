@@ -33,7 +33,7 @@ from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weight
 from llmtrain.models import compiler
 from llmtrain.models.experts import experts_per_token
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.run.forms import build_model
+from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.objective import Objective

@@ -409,7 +409,7 @@ CASES = [
     ),
     Wrong(
         "a way to balance stages that there is not",
-        ('pipeline.partition = "best"', "parameters, uniform, time", "list of layer counts"),
+        ('pipeline.partition = "best"', "parameters, uniform", "list of layer counts"),
         ds={"pipeline": {"stages": 2, "partition": "best"}},
     ),
     Wrong(

@@ -502,7 +502,7 @@ def test_evaluation_is_weighted_by_tokens_whatever_the_split(pools, small_data, 
 def born_partitioned(case: Case) -> tuple[int, int]:
     """(elements that this rank holds after building under ZeRO 3, elements of the model)."""
     from llmtrain.models.parallel.mesh import mesh_of
-    from llmtrain.models.run.forms import build_model
+    from llmtrain.models.run.build_for_rank import build_model
     from llmtrain.models.spec import ModelSpec
     from tests.helpers.training import joined, resolved_run
 

@@ -138,7 +138,7 @@ def test_muon_on_stages_whose_groups_differ(pools, small_data):
 def held(case: Case) -> tuple[list[str], int, tuple[int, ...]]:
     """(names, elements of all parameters and buffers, layers of the stages) of this rank."""
     from llmtrain.models.parallel.mesh import mesh_of
-    from llmtrain.models.run.forms import build_model
+    from llmtrain.models.run.build_for_rank import build_model
     from llmtrain.models.spec import ModelSpec
 
     ranks = joined()
@@ -163,14 +163,12 @@ def test_a_rank_holds_its_stage_alone(pools, small_data):
 
 
 @pytest.mark.parametrize(
-    ("partition", "want"), [("parameters", (1, 2, 1)), ("uniform", (1, 2, 1)), ((1, 1, 2), (1, 1, 2)), ("time", None)]
+    ("partition", "want"), [("parameters", (1, 2, 1)), ("uniform", (1, 2, 1)), ((1, 1, 2), (1, 1, 2))]
 )
 def test_how_layers_are_shared(pools, small_data, partition, want):
     shares = pools(3).run(held, Case(data=small_data, stage=1, pipeline=3, partition=partition))
     assert len({share[2] for share in shares}) == 1
-    counts = shares[0][2]
-    assert sum(counts) == 4 and min(counts) >= 1
-    assert want is None or counts == want
+    assert shares[0][2] == want
 
 
 def refusal(case: Case) -> str:
@@ -322,7 +320,7 @@ def test_a_folder_is_loaded_stage_by_stage_and_proved(pools, small_data, tmp_pat
 
 def announced(case: Case) -> list[str]:
     from llmtrain.models.parallel.mesh import mesh_of
-    from llmtrain.models.run.forms import build_model
+    from llmtrain.models.run.build_for_rank import build_model
     from llmtrain.models.spec import ModelSpec
 
     ranks = joined()

@@ -128,7 +128,7 @@ def ours(task: Attempt) -> Any:
     from llmtrain.engine.deepspeed.join import join_process_group
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.parallel.mesh import mesh_of
-    from llmtrain.models.run.forms import build_model
+    from llmtrain.models.run.build_for_rank import build_model
     from llmtrain.models.spec import ModelSpec
 
     model = ModelConfig(

@@ -96,7 +96,7 @@ def rank_main(rank: int, stages: int, micro_batches: int, port: int, forward_s: 
     from llmtrain.engine.deepspeed.join import join_process_group
     from llmtrain.engine.weights import fill_parameters
     from llmtrain.models.parallel.mesh import mesh_of
-    from llmtrain.models.run.forms import build_model
+    from llmtrain.models.run.build_for_rank import build_model
     from llmtrain.models.spec import ModelSpec
 
     ranks = join_process_group(120.0)
@@ -162,7 +162,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
-    from llmtrain.models.parallel.balance import bubble_share
+    from llmtrain.models.parallel.pipeline import bubble_share
 
     args = arguments(argv)
     print("| stages | micro-batches | bubble measured | (S - 1) / (M + S - 1) | ratio |\n|---|---|---|---|---|")

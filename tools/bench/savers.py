@@ -40,7 +40,7 @@ from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.parallel.mesh import mesh_of
-from llmtrain.models.run.forms import build_model
+from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.spec import ModelSpec
 
 _BLOCK = 16 << 20

@@ -67,7 +67,7 @@ def build_engine(
         # correction would shrink every early update (by 15 % over the first three steps, measured).
         if torch.is_tensor(state.get("step")):
             state["step"].zero_()
-    if mix.degrees.pipeline > 1:  # imported by the runs that have stages: see models/run/forms.py
+    if mix.degrees.pipeline > 1:  # imported by the runs that have stages: see models/run/build_for_rank.py
         from llmtrain.engine.deepspeed.pipeline import PipelineZeroEngine
 
         return PipelineZeroEngine(engine, ranks, mesh, _layout_keys(exact))

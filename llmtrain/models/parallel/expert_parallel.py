@@ -306,7 +306,7 @@ def _name_parameters(block: Any, spec: Any, before: dict[str, tuple[int, ...]], 
 
 
 def _name_frozen(block: Any, spec: Any, frozen: dict[str, Tensor]) -> None:
-    """The same of what does not train: AutoEP takes the bias of a score along, under a name of its own."""
+    """Frozen tensors likewise: AutoEP takes the bias of a score along, under a name of its own."""
     prefix, here = spec.moe_module_name, frozen_tensors(block)
     path, renamed = spec.e_score_correction_bias_path, "router.e_score_correction_bias"
     theirs = {name: renamed if name == f"{path}.e_score_correction_bias" else name for name in frozen}

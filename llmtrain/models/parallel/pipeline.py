@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,24 +17,229 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ResolvedRun
 from llmtrain.models.adapter import put_around
-from llmtrain.models.build import DTYPES
+from llmtrain.models.build import DTYPES, materialise
 from llmtrain.models.frozen import named_tensors
 from llmtrain.models.head import Head, Loss
-from llmtrain.models.parallel.balance import Weights, balanced, explain, given, uniform
+from llmtrain.models.language import documents_in_rows
 from llmtrain.models.parallel.deepspeed_private import overrides, set_bounds
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
-from llmtrain.models.parallel.stage import Part, Stage, build_stage
-from llmtrain.models.parallel.stage_times import Measure, fastest_pass, seconds_of
 from llmtrain.models.parallel.tensor import shard_model, share_adapter
 from llmtrain.models.parameters import LocalParameter, local_parameter
-from llmtrain.models.score import SCORE
+from llmtrain.models.score import SCORE, at_the_last_place
 from llmtrain.models.score_source import language_model
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
+from llmtrain.models.structure.decoder_parts import AbsentAfter, AbsentBefore, AbsentLayer, Anatomy, anatomy_of
 from llmtrain.models.structure.projections import projections
+
+# Which layers stand on which pipeline stage, and how long stages wait for each other. Standard library only.
+
+
+_KEY = "pipeline.partition"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Parameters of the parts of a model."""
+
+    before: float
+    """The embedding's, on the first stage only."""
+    layers: tuple[float, ...]
+    after: float
+    """Final norm's and head's, on the last stage only; a tied head counts here as well."""
+
+
+def bubble_share(stages: int, micro_batches: int) -> float:
+    """Share of a step's time in which a stage waits, when all stages take equally long: (S - 1) / (M + S - 1).
+
+    The schedule is 1F1B (Narayanan et al., arXiv 1806.03377): a step takes as long as M + S - 1 micro-batches.
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def explain(layers: Sequence[int], micro_batches: int) -> str:
+    """One line for a person about stages, micro-batches and the bubble. `layers`: of each stage."""
+    stages = len(layers)
+    share = bubble_share(stages, micro_batches)
+    line = (
+        f"pipeline of {stages} stages with {' + '.join(map(str, layers))} decoder layers, {micro_batches} "
+        f"micro-batches a step (train.accumulation): each stage waits {share:.0%} of the time, "
+        f"({stages} - 1) / ({micro_batches} + {stages} - 1), if all take equally long"
+    )
+    if share > 0.2:
+        enough = 4 * (stages - 1)  # (S - 1) / (4 (S - 1) + S - 1) = 1/5
+        line += f"; with {enough} micro-batches it would be 20%"
+    return line
+
+
+def given(counts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
+    """The user's layer counts per stage. Raises ModelError when they cannot be."""
+    _check_stages(layers, stages)
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+        raise ModelError(
+            f"{_KEY} = {list(counts)}: one count for each of the {stages} stages is needed, at least 1 each, {layers} "
+            f"(the model's layers) in all; these are {len(counts)} with {sum(counts)} in all. For example "
+            f"{list(uniform(layers, stages))}."
+        )
+    return tuple(counts)
+
+
+def uniform(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers as evenly as they go: the middle gets one more first, the stage with the head last."""
+    _check_stages(layers, stages)
+    each, more = divmod(layers, stages)
+    middle = sorted(range(stages), key=lambda stage: (abs(2 * stage - stages + 1), stage))
+    return tuple(each + (stage in middle[:more]) for stage in range(stages))
+
+
+def balanced(weights: Weights, stages: int) -> tuple[int, ...]:
+    """Layer counts for which the heaviest stage is as light as can be, and the others as equal as that allows."""
+    _check_stages(len(weights.layers), stages)
+    heaviest, _ = _best(weights, stages, lambda so_far, own: max(so_far, own))
+    _, counts = _best(weights, stages, lambda so_far, own: so_far + own * own if own <= heaviest else math.inf)
+    return counts
+
+
+def _best(weights: Weights, stages: int, join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+    """The counts with the least cost; `join`: cost of the stages before, weight of a stage -> cost of them all."""
+    layers = len(weights.layers)
+    sums = [0.0, *accumulate(weights.layers)]
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # layers that are placed: cost, counts
+    for stage in range(stages):
+        left = stages - stage - 1
+        ends = (weights.before if stage == 0 else 0.0) + (weights.after if left == 0 else 0.0)
+        best = {
+            stop: min(
+                (join(cost, sums[stop] - sums[first] + ends), (*counts, stop - first))
+                for first, (cost, counts) in best.items()
+                if first < stop
+            )
+            for stop in range(stage + 1 if left else layers, layers - left + 1)
+        }
+    return best[layers]
+
+
+def _check_stages(layers: int, stages: int) -> None:
+    if stages > layers:
+        raise ModelError(
+            f"pipeline.stages = {stages}: each stage needs at least one decoder layer, and the model has {layers}. Use "
+            f"at most {layers} stages."
+        )
+
+
+# A pipeline stage: the transformers model itself with the parts of other stages taken out.
+#
+# So masks, rotary embeddings and whatever else transformers hands to a layer are made by its own code on every
+# stage.
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Entrance(AbsentLayer):
+    """The last absent layer before a stage's own: here the received hidden state enters.
+
+    What the model makes of its input embeddings (a scale, positions, a projection) was added on the first stage;
+    whatever comes out of the absent parts here is put aside.
+    """
+
+    received: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """[B, T, H]"""
+        received, self.received = self.received, None
+        assert received is not None
+        return super().forward(received)
+
+
+class Stage(nn.Module):
+    """Decoder layers and ends of one stage."""
+
+    def __init__(self, hf: PreTrainedModel, entrance: Entrance | None) -> None:
+        super().__init__()
+        self.hf = hf
+        self._entrance = (entrance,)  # no submodule a second time
+        self.conclude: Callable[[Tensor], Tensor] | None = None
+        """The last stage's loss of the hidden state."""
+        self.wants_logits = False
+        """True if the last stage's `conclude` gets transformers' own logits instead."""
+
+    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        """Tokens or hidden states, with positions [B, T] if there are documents in the rows; the same comes out."""
+        first, positions = given if isinstance(given, tuple) else (given, None)
+        kwargs: dict[str, Any] = {"use_cache": False}
+        if positions is not None:
+            kwargs["position_ids"] = positions
+        (entrance,) = self._entrance
+        if entrance is None:
+            kwargs["input_ids"] = first
+        else:
+            entrance.received = first
+            # Of its shape only: some models scale the embeddings in place (CTRL), and would scale what was received.
+            kwargs["inputs_embeds"] = torch.zeros_like(first)
+        with documents_in_rows(positions):
+            if self.wants_logits:
+                with at_the_last_place(self.hf.config):
+                    out = self.hf(**kwargs).logits
+            else:
+                out = self.hf.base_model(**kwargs).last_hidden_state
+        if self.conclude is not None:
+            return self.conclude(out)
+        return out if positions is None else (out, positions)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parts of the model that a stage has."""
+
+    layers: range
+    first: bool
+    """The embedding, and what else makes the first hidden state."""
+    last: bool
+    """Final norm and head."""
+
+
+def build_stage(
+    hf: PreTrainedModel,
+    anatomy: Anatomy,
+    part: Part,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    shard: Callable[[nn.Module], None] | None = None,
+) -> Stage:
+    """Turn the model's skeleton into a stage; what is left of it gets uninitialised memory on the device.
+
+    `shard` gives memory to a tensor-parallel rank's shard instead.
+    """
+    entrance = _cut(hf, anatomy, part, dtype)
+    if shard is not None:
+        shard(hf)
+    materialise(hf, device, dtype)
+    hf.config.use_cache, hf.config.dtype = False, dtype
+    return Stage(hf, entrance)
+
+
+def _cut(hf: PreTrainedModel, anatomy: Anatomy, part: Part, dtype: torch.dtype) -> Entrance | None:
+    """Take the other stages' parts out of a model. Returns where the hidden state enters; None on the first stage."""
+    as_tuple = anatomy.layers_return_tuples
+    absent: dict[str, nn.Module] = {
+        layer.path: AbsentLayer(as_tuple) for index, layer in enumerate(anatomy.layers) if index not in part.layers
+    }
+    entrance = None
+    if not part.first:
+        entrance = absent[anatomy.layers[part.layers.start - 1].path] = Entrance(as_tuple)
+        absent |= {before.path: AbsentBefore(before.width, dtype) for before in anatomy.before}
+    if not part.last:
+        absent |= {path: AbsentAfter() for path in (*anatomy.after, anatomy.head)}
+    for path, module in absent.items():
+        hf.set_submodule(path, module)
+    return entrance
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -89,11 +296,11 @@ class PipelineLanguageModel(PipelineModule):
         self._parameters_here = parameters
         self._shapes = shapes
         self.factor: Callable[[], float] = lambda: 1.0
-        """On the summed loss of a micro-batch, in training."""
+        """Factor on the summed loss of a micro-batch, in training."""
         self.losses: deque[Loss] = deque()
-        """Of the micro-batches whose forward pass has not begun; on the last stage."""
+        """Micro-batches whose forward pass has not begun; on the last stage."""
         self.sums: list[Tensor] = []
-        """What they gave since the list was emptied; on the last stage."""
+        """Their sums since the list was emptied; on the last stage."""
 
     @overrides(PipelineModule)
     def _partition_layers(self, method: list[int] = ()) -> None:  # type: ignore[assignment]
@@ -112,7 +319,7 @@ class PipelineLanguageModel(PipelineModule):
         return self.stage.hf.config
 
     def local_parameters(self) -> list[LocalParameter]:
-        """What this rank holds of each Hugging Face tensor."""
+        """This rank's part of each Hugging Face tensor."""
         return self._parameters_here
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -149,10 +356,7 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
         set_up_layers(hf, [hf.get_submodule(anatomy.layers[index].path) for index in part.layers], model, section)
         return stage
 
-    def measure(hf: PreTrainedModel, part: Part) -> float:
-        return fastest_pass(build(hf, part), part, resolved.batch, model.loss_chunk_tokens)
-
-    counts = layer_counts(resolved.pipeline_partition, mesh, hf, anatomy, measure)
+    counts = layer_counts(resolved.pipeline_partition, degrees.pipeline, hf, anatomy)
     ends = hf.get_submodule(anatomy.embedding), hf.get_submodule(anatomy.head)
     index = mesh.place.pipeline
     first = sum(counts[:index])
@@ -177,19 +381,13 @@ def build_pipeline(resolved: ResolvedRun, spec: ModelSpec, device: torch.device,
     return pipeline
 
 
-def layer_counts(
-    asked: str | tuple[int, ...], mesh: Mesh, hf: PreTrainedModel, anatomy: Anatomy, measure: Measure
-) -> tuple[int, ...]:
-    """Decoder layers of each stage, as `pipeline.partition` asks for. The same on all ranks."""
-    stages = mesh.degrees.pipeline
+def layer_counts(asked: str | tuple[int, ...], stages: int, hf: PreTrainedModel, anatomy: Anatomy) -> tuple[int, ...]:
+    """Decoder layers of each stage, by `pipeline.partition`. Raises ModelError."""
     if not isinstance(asked, str):
         return given(asked, len(anatomy.layers), stages)
     if asked == "uniform":
         return uniform(len(anatomy.layers), stages)
-    if asked == "parameters":
-        return balanced(parameters_of(hf, anatomy), stages)
-    uniform(len(anatomy.layers), stages)  # stages that cannot be are refused before the measurement
-    return balanced(seconds_of(measure, hf, anatomy, mesh), stages)
+    return balanced(parameters_of(hf, anatomy), stages)
 
 
 def parameters_of(hf: PreTrainedModel, anatomy: Anatomy) -> Weights:

@@ -145,7 +145,7 @@ def exchange_heads(hf: PreTrainedModel, exchange: Exchange) -> None:
 def _attend(
     inner: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """What transformers' attention functions are for a module with an exchange; others do not notice."""
+    """Attention functions for modules with an exchange; other modules keep transformers' own."""
     exchange: Exchange | None = getattr(module, "llmtrain_exchange", None)
     if exchange is None or not exchange.active:
         return inner(module, query, key, value, *args, **kwargs)

@@ -6,10 +6,12 @@ import functools
 import math
 import types
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from deepspeed.module_inject.layers import set_autotp_mode
 from torch import Tensor, nn
 
@@ -21,13 +23,12 @@ from llmtrain.models.experts import avoid_grouped_product
 from llmtrain.models.frozen import frozen_tensors, tensor_shapes
 from llmtrain.models.parallel.mesh import Mesh
 from llmtrain.models.parallel.tensor_layers import Column, Row, Span, copied, gathered, summed
-from llmtrain.models.parallel.vocabulary import VocabularyShard, shard_embedding
 from llmtrain.models.parameters import Shard, set_shard
 from llmtrain.models.score_source import language_model
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.structure.anatomy import Anatomy, anatomy_of
+from llmtrain.models.structure.decoder_parts import Anatomy, anatomy_of
 from llmtrain.models.structure.projections import Projections, projections
-from llmtrain.models.structure.rehearsal import divide_heads
+from llmtrain.models.structure.sharding_proof import divide_heads
 from llmtrain.storage.region import Region, shard, whole
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ def _replace_parameters(
 
 
 def _drops(modules: Iterable[nn.Module]) -> bool:
-    """Whether any module drops something at random. transformers keeps the rates of attention as plain attributes."""
+    """True if any module has dropout. transformers keeps the rates of attention as plain attributes."""
     for module in modules:
         if isinstance(module, nn.Dropout) and module.p > 0:
             return True
@@ -319,7 +320,7 @@ def _drops(modules: Iterable[nn.Module]) -> bool:
 
 
 def _sum_of(grad: Tensor, group: Any) -> Tensor:
-    """Of the parts that the ranks have of a gradient."""
+    """Sum the ranks' parts of a gradient."""
     grad = grad.clone()
     dist.all_reduce(grad, group=group)
     return grad
@@ -337,8 +338,8 @@ def _gather_around(module: nn.Module, group: Any) -> None:
 
 
 def _sum_around(experts: nn.Module, group: Any) -> None:
-    """What experts give from a share of their width is a part of a sum, and so are the gradients of their inputs and
-    of the router's weights."""
+    """Sum over the ranks the output of experts that each have a share of the width, and the gradients of their inputs
+    and of the router's weights."""
     own = experts.forward
 
     def forward(experts: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -352,3 +353,70 @@ def _sum_around(experts: nn.Module, group: Any) -> None:
 def _read(value: Any, group: Any) -> Any:
     differentiable = torch.is_tensor(value) and value.requires_grad and torch.is_grad_enabled()
     return copied(value, group) if differentiable else value
+
+
+# A vocabulary sharded over a tensor-parallel group: rows of the embedding and of the head, and the loss.
+#
+# The method is Megatron-LM's (arXiv 1909.08053, section 3), in the chunks of models/loss.py: a rank has the logits
+# of its own words, and the group sums what the softmax needs, two numbers a token.
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """This rank's rows: words [first, first + count) of `total`. The first ranks may have one more than the others."""
+
+    group: Any
+    first: int
+    count: int
+    total: int
+
+    @classmethod
+    def of(cls, total: int, group: Any) -> VocabularyShard:
+        """That of this rank."""
+        rank, degree = dist.get_rank(group), dist.get_world_size(group)
+        counts = _counts(total, degree)
+        return cls(group, sum(counts[:rank]), counts[rank], total)
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Logits [..., V] from the shards; no gradient goes through them."""
+        own = F.linear(hidden, weight, bias).detach()
+        counts = _counts(self.total, dist.get_world_size(self.group))
+        parts = [own.new_empty(*own.shape[:-1], counts[0]) for _ in counts]
+        dist.all_gather(parts, F.pad(own, (0, counts[0] - self.count)), group=self.group)
+        return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], dim=-1)
+
+    def shared(self, hidden: Tensor) -> Tensor:
+        """The hidden state, which all ranks have alike, for `chunked_nll_sum` of models/loss.py from their shards."""
+        return copied(hidden, self.group)
+
+    def take_largest(self, values: Tensor) -> None:
+        """Put the largest of all ranks into each element."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+
+    def add_up(self, values: Tensor) -> None:
+        """Put the sum over all ranks into each element."""
+        dist.all_reduce(values, group=self.group)
+
+
+def _counts(total: int, degree: int) -> list[int]:
+    each, more = divmod(total, degree)
+    return [each + (rank < more) for rank in range(degree)]
+
+
+def shard_embedding(embedding: nn.Embedding, vocabulary: VocabularyShard) -> None:
+    """Let an embedding whose weight is a shard look up all words: every rank adds its own, the others add zeros.
+
+    The module's own forward stays in between: some scale what they look up (Gemma 3).
+    """
+    own = embedding.forward
+    padding = embedding.padding_idx
+    if padding is not None:
+        here = vocabulary.first <= padding < vocabulary.first + vocabulary.count
+        embedding.padding_idx = padding - vocabulary.first if here else None
+
+    def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
+        row = input - vocabulary.first
+        elsewhere = (row < 0) | (row >= vocabulary.count)
+        return summed(own(row.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0), vocabulary.group)
+
+    embedding.forward = types.MethodType(forward, embedding)  # type: ignore[method-assign]

@@ -46,7 +46,7 @@ class Span:
         return self._read[1]
 
     def leave(self) -> None:
-        """What follows is replicated again."""
+        """Sum the ranks' outputs, so that what follows is replicated again."""
         self._read = None
         if self._outside is not None:
             _common_stream(self._outside)
@@ -54,7 +54,7 @@ class Span:
 
 
 def copied(replicated: Tensor, group: Any) -> Tensor:
-    """The same values; each rank's gradient is a part of the whole one, which their sum gives."""
+    """Identity forward; sums the ranks' gradients, each a part of the whole one, backward."""
     return _Copied.apply(replicated, group)
 
 

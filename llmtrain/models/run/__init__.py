@@ -1,1 +1,1 @@
-"""From a resolved run: what is wrong with its model, and this rank's module."""
+"""A resolved run's model: the refusals, and this rank's module."""

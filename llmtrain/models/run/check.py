@@ -1,4 +1,4 @@
-"""What is wrong with a run's model, as far as it can be known without a device and without other ranks."""
+"""The refusals of a run's model that need no device and no other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llmtrain.models.frozen import frozen_names, tensor_shapes
 from llmtrain.models.head import Head
 from llmtrain.models.language import LanguageModel, compare_losses, documents_in_rows
 from llmtrain.models.loss import IGNORE
-from llmtrain.models.parallel import balance
+from llmtrain.models.parallel import pipeline
 from llmtrain.models.patches import attention_is, loads_as_causal_model, takes_flash_attention
 from llmtrain.models.score import gives_scores
 from llmtrain.models.source import refuse_other_shapes
@@ -41,7 +41,8 @@ _SHAPES = re.compile(
     r"must match|cannot be multiplied|is invalid for input of size|[Ss]izes of tensors|expected size"
     r"|k not in range"
 )
-"""What torch says of sizes that do not fit. All else that may go wrong on the meta device is no news of the model."""
+"""Beginnings of torch's errors about sizes that do not fit. Other errors on the meta device say
+nothing about the model."""
 
 
 @contextlib.contextmanager
@@ -177,7 +178,7 @@ def _check_length(hf: PreTrainedModel, length: int, key: str, places: Places, pr
 
 
 def _has_table(hf: PreTrainedModel, longest: int) -> bool:
-    """Whether positions are looked up in a table of about that many rows: learned, or computed once."""
+    """True if positions are looked up in a table of about that many rows: learned, or computed once."""
     words = hf.get_input_embeddings()
     tables: list[torch.Tensor] = [
         module.weight for module in hf.modules() if isinstance(module, nn.Embedding) and module is not words
@@ -201,9 +202,9 @@ def _check_stages(hf: PreTrainedModel, asked: str | tuple[int, ...], stages: int
     check_stages(hf.config)
     layers = len(decoder_layers(hf))
     if isinstance(asked, tuple):
-        balance.given(asked, layers, stages)
+        pipeline.given(asked, layers, stages)
     else:
-        balance.uniform(layers, stages)
+        pipeline.uniform(layers, stages)
 
 
 def _check_copy(hf: PreTrainedModel, key: str, chunk: int) -> None:

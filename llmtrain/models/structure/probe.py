@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MOST = 100_000_000  # parameters of a small copy: 0.4 GB, nothing written yet
 _NAME = "llmtrain_probe"
-"""Of the attention function that watches."""
+"""Name of the attention function that watches."""
 
 
 @dataclass(kw_only=True)

@@ -1,9 +1,9 @@
-"""How the linear maps of a decoder layer can be sharded, found by what depends on what, not by their names.
+"""The sharding of a decoder layer's linear maps, found by what depends on what, not by their names.
 
 One layer of a small copy runs with its graph cut behind every module that has parameters. What a map reads then tells
 what it is: the hidden state, which all ranks hold (its outputs can be sharded: "column"), or what such maps or the
 attention made (its inputs are sharded: "row"). Which output of a fused map belongs to which head, or to which input of
-the next map, is read from gradients. rehearsal.py then plays the ranks, and the whole layer has to come out the same.
+the next map, is read from gradients. sharding_proof.py then plays the ranks, and the layer must come out the same.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.structure.anatomy import Anatomy, layer_paths, probe_tokens
-from llmtrain.models.structure.layer_graph import LayerGraph
-from llmtrain.models.structure.mlps import mlps_of
+from llmtrain.models.build import decoder_layers
+from llmtrain.models.experts import expert_blocks
+from llmtrain.models.structure.dataflow import LayerGraph
+from llmtrain.models.structure.decoder_parts import Anatomy, layer_paths, probe_tokens
 from llmtrain.models.structure.probe import Attended, Call, Watch, attention_seen, probe_copy, run_copy
-from llmtrain.models.structure.rehearsal import InnerNorm, Map, rehearse
+from llmtrain.models.structure.sharding_proof import InnerNorm, Map, rehearse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Projections:
-    """What a tensor-parallel group shards, for all layers of a model, by module paths. Experts are in the anatomy."""
+    """Modules that a tensor-parallel group shards, for all layers, by path. Experts are in the anatomy."""
 
     maps: tuple[Map, ...]
     norms: tuple[InnerNorm, ...]
@@ -50,7 +52,7 @@ class Projections:
 
 @dataclass(frozen=True)
 class _OfLayer:
-    """The same of one layer of the small copy, by paths within it."""
+    """`Projections` of one layer of the small copy, by paths within it."""
 
     maps: list[Map]
     norms: list[InnerNorm]
@@ -59,7 +61,7 @@ class _OfLayer:
     """Empty: it is whole on each rank."""
     numbers: tuple[str, ...]
     whole: str
-    """Why."""
+    """The reason why attention is whole."""
 
 
 def projections(hf: PreTrainedModel, anatomy: Anatomy) -> Projections:
@@ -208,7 +210,7 @@ def _of_whole_model(
 
 
 def _alike(path: str, layer: nn.Module) -> list[str]:
-    """The same place within a layer of the full model: numbers of a module list (experts, heads) in a path are any."""
+    """The place within a layer of the full model: numbers of a module list (experts, heads) in a path are any."""
     paths = [""]
     for name in path.split("."):
         found = []
@@ -234,3 +236,68 @@ def _full_sections(entry: Map, module: Any) -> tuple[int, ...] | None:
     if sum(full) != total:
         raise ModelError(f"model: {entry.path} has {total} outputs, which are no multiple of its {len(full)} parts.")
     return full
+
+
+# The MLPs of a decoder, found by what its modules do in a forward pass, not by their names.
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def dense_mlps(hf: PreTrainedModel) -> list[nn.Module]:
+    """Every dense MLP of the decoder; the model may be on the meta device.
+
+    Raises:
+        ModelError: there are none.
+    """
+    small = probe_copy(hf)
+    paths = _layer_paths(small)
+    with torch.no_grad(), Watch(small, paths) as watch:
+        run_copy(small, torch.arange(12).unsqueeze(0) + 3)
+    kinds = {
+        (path, type(small.get_submodule(f"{call.path}.{path}"))): None
+        for call in watch.calls
+        for path in mlps_of(small.get_submodule(call.path), call)
+    }
+    if not kinds:
+        raise ModelError(
+            f"model.mlp_tile_tokens: {type(hf).__name__} has no MLP module that could work on slices of the sequence "
+            "(experts need all tokens at once; some models compute their MLP among other things). Set it to null."
+        )
+    every = dict(hf.named_modules())
+    places = ((every.get(f"{layer}.{path}"), kind) for layer in _layer_paths(hf) for path, kind in kinds)
+    return [module for module, kind in places if module is not None and type(module) is kind]
+
+
+def _layer_paths(hf: nn.Module) -> list[str]:
+    layers = set(decoder_layers(hf))
+    return [path for path, module in hf.named_modules() if module in layers]
+
+
+def mlps_of(layer: nn.Module, call: Call) -> list[str]:
+    """Paths within a layer of a small copy, which `call` ran.
+
+    An MLP maps [B, T, H] to [B, T, H] token by token, through at least two matrices, and holds no experts.
+    """
+    experts = {block.module for block in expert_blocks(layer)}
+    with torch.no_grad(), Watch(layer, [path for path, _ in layer.named_modules() if path]) as watch:
+        layer(*call.args, **call.kwargs)
+    calls = {inner.path: inner for inner in watch.calls}
+    found: list[str] = []
+    for path, module in layer.named_modules():
+        inside = any(path.startswith(f"{mlp}.") for mlp in found)
+        if path in calls and not inside and experts.isdisjoint(module.modules()) and _is_mlp(module, calls[path]):
+            found.append(path)
+    return found
+
+
+def _is_mlp(module: nn.Module, call: Call) -> bool:
+    given, result = call.hidden, call.result
+    if given is None or result is None or len(call.args) != 1 or call.kwargs or call.output is not result:
+        return False
+    if given.shape != result.shape or sum(p.dim() == 2 for p in module.parameters()) < 2:
+        return False
+    with torch.no_grad():  # not compared with the result, to which some layers add in place
+        parts = torch.cat([module(part) for part in given.split(5, dim=1)], dim=1)
+        return torch.allclose(parts, module(given), rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The same model, small: a transformers config with the structure of another and tiny sizes.
+"""A small copy of a model: a transformers config with the structure of another and tiny sizes.
 
 Kept: ties, biases, norms, activation, kinds of layers, rotary kind and share, heads per key/value head, whether the
 heads fill the hidden size, expert layers, caps and scales. Made small: layers, heads, widths, experts, vocabulary,

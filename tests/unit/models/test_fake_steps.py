@@ -25,9 +25,9 @@ from llmtrain.config.load import resolve
 from llmtrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
 from llmtrain.models import language, loss
 from llmtrain.models.build import decoder_layers
-from llmtrain.models.run import forms
+from llmtrain.models.run import build_for_rank
 from llmtrain.models.spec import ModelSpec
-from llmtrain.models.structure import mlps
+from llmtrain.models.structure import projections
 from tests.helpers.families import summed_loss
 from tests.helpers.launching import REPO
 from tests.runs.test_bench import load
@@ -111,16 +111,16 @@ def step_counted(
         train=TrainConfig(micro_batch=micro_batch, accumulation=1, max_steps=1),
     )
     resolved = resolve(run, 1, "one process")
-    find = mlps.dense_mlps
+    find = projections.dense_mlps
 
     def find_really(*args: Any) -> Any:  # it looks at the numbers of a small copy
         with unset_fake_temporarily():
             return find(*args)
 
-    monkeypatch.setattr(mlps, "dense_mlps", find_really)
+    monkeypatch.setattr(projections, "dense_mlps", find_really)
     with FakeTensorMode():
         spec = ModelSpec.of(model)
-        module: Any = forms.build_model(resolved, spec, torch.device("cpu"), None)  # type: ignore[arg-type]
+        module: Any = build_for_rank.build_model(resolved, spec, torch.device("cpu"), None)  # type: ignore[arg-type]
         parameters = list(module.parameters())
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)

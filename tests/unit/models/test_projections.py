@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.structure.anatomy import anatomy_of
+from llmtrain.models.structure.decoder_parts import anatomy_of
 from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
 from llmtrain.models.structure.projections import Projections, projections
-from llmtrain.models.structure.rehearsal import Map, rehearse
+from llmtrain.models.structure.sharding_proof import Map, rehearse
 from tests.helpers.families import FAMILIES, FROZEN, HYBRID, VARIANTS
 from tests.helpers.renamed import renamed
-from tests.unit.models.test_anatomy import meta
+from tests.unit.models.test_decoder_parts import meta
 
 MAPS: dict[str, dict[str, Any]] = {
     "gpt2": {"attn.c_attn": ("column", (32, 32, 32)), "attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"},

@@ -9,8 +9,8 @@ from llmtrain.base.errors import ModelError
 from llmtrain.config.run import ModelConfig
 from llmtrain.models.build import construct, load_config, restore_buffers, skeleton
 from llmtrain.models.language import LanguageModel
-from llmtrain.models.structure.mlps import dense_mlps
-from llmtrain.models.tiled import tile_mlps
+from llmtrain.models.parallel.layers import tile_mlps
+from llmtrain.models.structure.projections import dense_mlps
 from tests.helpers.families import FAMILIES, summed_loss
 
 DENSE = [family for family in FAMILIES if family not in ("opt", "mixtral")]

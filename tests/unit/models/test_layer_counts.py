@@ -8,7 +8,7 @@ import random
 import pytest
 
 from llmtrain.base.errors import ModelError
-from llmtrain.models.parallel.balance import Weights, balanced, bubble_share, explain, given, uniform
+from llmtrain.models.parallel.pipeline import Weights, balanced, bubble_share, explain, given, uniform
 
 
 def stage_weights(weights: Weights, counts: tuple[int, ...]) -> list[float]:

@@ -1,4 +1,4 @@
-"""From a resolved run to this rank's module, in the form of parallelism that the run asks for."""
+"""This rank's module of a resolved run, in the form of parallelism that the run asks for."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _check_trained(language: LanguageModel | PipelineLanguageModel, run: RunConf
 
 @contextlib.contextmanager
 def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
-    """What is wrong with the family is told with the key that asks to divide it, and with the way around."""
+    """Turn errors about a family into ones that name the key that asks to divide it, and a remedy."""
     try:
         yield
     except ModelError as error:
@@ -122,8 +122,11 @@ def _divided(spec: ModelSpec, key: str, degree: int) -> Iterator[None]:
 def _own_part(
     spec: ModelSpec, mix: Mix, exact: dict[str, Any], device: torch.device, mesh: Mesh
 ) -> tuple[PreTrainedModel, str]:
-    """What this rank has without a pipeline: its shards of every parameter, or all of them whole, or under ZeRO 3 born
-    partitioned. Shared experts and maps to be packed may be on the meta device. And a note for the user, or ""."""
+    """This rank's model without a pipeline, and a note for the user, or "".
+
+    It has the rank's shards of every parameter, or all of them whole, or under ZeRO 3 born partitioned. Shared experts
+    and maps to be packed may be on the meta device.
+    """
     if mix.degrees.tensor > 1:
         from llmtrain.models.parallel.tensor import sharded_model
 

@@ -33,7 +33,7 @@ class Map:
     """Outputs of the parts of a fused map, each of which is sharded; None: they are one part."""
     bias: bool
     inside: bool = False
-    """What it reads is whole, and its gradient is summed over the ranks elsewhere (Projections.entries)."""
+    """True if its input is whole, with a gradient that is summed over the ranks elsewhere (Projections.entries)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class InnerNorm:
 
 
 class _Meeting:
-    """Where the ranks, which are threads, exchange tensors."""
+    """Exchange of tensors among the ranks, which are threads."""
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
@@ -57,7 +57,7 @@ class _Meeting:
         self._held: list[Any] = [None] * degree
 
     def all(self, rank: int, mine: Tensor) -> list[Tensor]:
-        """What each rank brought."""
+        """Each rank's tensor."""
         self._held[rank] = mine
         self.barrier.wait(_SECONDS)
         brought = list(self._held)

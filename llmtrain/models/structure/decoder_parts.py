@@ -19,9 +19,42 @@ from torch import Tensor, nn
 from llmtrain.base.errors import ModelError
 from llmtrain.models.frozen import named_tensors
 from llmtrain.models.loss import HeadForm
-from llmtrain.models.structure.absent import AbsentAfter, AbsentBefore, AbsentLayer
 from llmtrain.models.structure.probe import Watch, attention_seen, probe_copy, run_copy
 from llmtrain.models.structure.shrink import check_same_structure
+
+# Stand-ins for the parts of a decoder that a rank does not have: transformers' own forward then runs without them.
+
+
+class AbsentLayer(nn.Module):
+    """In the place of a decoder layer: hands the hidden state on."""
+
+    def __init__(self, as_tuple: bool) -> None:
+        super().__init__()
+        self._as_tuple = as_tuple
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden_states,) if self._as_tuple else hidden_states
+
+
+class AbsentBefore(nn.Module):
+    """In the place of what makes the first hidden state (embeddings, their norm, a projection): zeros of its shape."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._width, self._dtype = width, dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The first tensor given is [B, T] or [B, T, any]. Returns [B, T, width]."""
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return first.new_zeros((*first.shape[:2], self._width), dtype=self._dtype)
+
+
+class AbsentAfter(nn.Module):
+    """In the place of the final norm or projection: hands the hidden state on."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -62,7 +95,7 @@ class Anatomy:
     layers: tuple[Layer, ...]
     layers_return_tuples: bool
     after: tuple[str, ...]
-    """From the last layer to the head, in the order of running (final norm, projection); the head is not among them."""
+    """Modules between the last layer and the head, in order of running (final norm, projection)."""
     head: str
     tied: bool
     """Head and embedding are one parameter."""
@@ -173,7 +206,7 @@ def _check_parameters(hf: nn.Module, layer_list: str, others: list[str]) -> None
 
 
 class _Found:
-    """What a run of the small copy shows."""
+    """Observations of a run of the small copy."""
 
     def __init__(self, small: PreTrainedModel, layer_list: str) -> None:
         self._small, self._parts, self._ids = small, _parts(small, layer_list), probe_tokens(small)
@@ -324,7 +357,7 @@ def _layers(hf: PreTrainedModel, layer_list: str, sliding: list[bool]) -> Iterat
 
 
 def _experts(hf: nn.Module, path: str) -> str | None:
-    """Of the layer at `path`; a convolution has one such parameter."""
+    """Path of the experts in the layer at `path`, or None; a convolution has one such parameter only."""
     for inner, module in hf.get_submodule(path).named_modules():
         counts = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
         if inner and len(counts) >= 2 and len(set(counts)) == 1:

@@ -1,4 +1,4 @@
-"""What depends on what within one decoder layer: its graph, cut behind every module that has parameters."""
+"""The dependencies within one decoder layer: its graph, cut behind every module that has parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmtrain.base.errors import ModelError
 from llmtrain.models.structure.probe import Attended, Call, with_hidden
 
 _SMALL = 1e-3
-"""How far an index read from gradients may be from a whole number."""
+"""Largest distance of an index read from gradients to a whole number."""
 
 
 @dataclass(eq=False)
@@ -29,9 +29,9 @@ class Node:
     in_list: bool
     """It is an item of a module list."""
     inputs: list[Tensor]
-    """What it got: experts get the router's weights, too."""
+    """Its inputs: experts get the router's weights, too."""
     leaves: list[Tensor] = field(default_factory=list)
-    """What it gave, as a new beginning of the graph."""
+    """Its output, as a new leaf of the graph."""
     role: str = ""
     """"column", "row", "inner" (acts on a shard of the features), "stream" (on what all ranks hold), or in low-rank
     attention "entry" (a whole map of whose output the heads read a part as it is), "behind" (acts on what an entry
@@ -154,7 +154,7 @@ class LayerGraph:
         return {index for (index, _), grad in zip(begins, grads, strict=True) if grad is not None}
 
     def _give_roles(self) -> None:
-        """From the first node to the last; a map whose output joins what all ranks hold turns out to be whole."""
+        """Classify the nodes from first to last; a map whose output joins what all ranks hold turns out to be whole."""
         reads = [set().union(*(self._reads(value) for value in node.inputs)) for node in self.nodes]
         end = self._reads(self.output)
         heads = [self._reads(tensor) for tensor in self.heads]
@@ -278,7 +278,7 @@ class LayerGraph:
         return grouped.permute(0, 3, 2, 4, 1), self._kv
 
     def _by_feature(self, row: Node) -> tuple[Tensor, int]:
-        """What a row map reads: feature by feature, or behind attention by the key/value head that they belong to."""
+        """The inputs of a row map: feature by feature, or behind attention by their key/value head."""
         if -2 not in self._reads(row.given):
             return row.given, row.given.shape[-1]
         return row.given.unflatten(-1, (self._kv, -1)).transpose(-1, -2), self._kv
