@@ -34,13 +34,13 @@ from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.checkpoint.verify import wrong_frozen
 from llmtrain.config.problems import show
-from llmtrain.config.run import RunConfig, ScheduleConfig
+from llmtrain.config.run import RunConfig
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, fill_rounding, prove_masters
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.optim.schedules import learning_rate_factor
+from llmtrain.optim.schedules import Schedule
 
 _PARAMETERS_ALONE = (
     "take the parameters alone into a new run (resume_weights_only): moments, learning rate, step count and the place "
@@ -147,10 +147,10 @@ def _rate(state: dict[str, Any], step: int) -> float | None:
         train, tokens = run["train"], run["train"]["global_batch"] * run["data"]["sequence_length"]
         limits = [train["max_steps"], train["max_tokens"] and -(-train["max_tokens"] // tokens)]
         steps = min((limit for limit in limits if limit), default=None)
-        schedule = ScheduleConfig(**run["schedule"])
-        if steps is None and schedule.name != "constant":
+        schedule = Schedule.read(run["schedule"])
+        if steps is None and schedule.needs_length:
             return None
-        return float(run["optim"]["lr"] * learning_rate_factor(schedule, step, steps))
+        return float(run["optim"]["lr"] * schedule.factor(step, steps))
     except (KeyError, TypeError):  # made by other tools, or by another version
         return None
 

@@ -13,6 +13,7 @@ from llmtrain.config.ds_json import lookup
 from llmtrain.config.problems import Places, Problems, closest, show
 from llmtrain.config.run import ResolvedOptim, RunConfig
 from llmtrain.optim.optimizers import OPTIMIZERS, Optimizer
+from llmtrain.optim.schedules import Falling
 
 SHARED: dict[str, str] = {
     "train.global_batch": "train_batch_size",
@@ -215,11 +216,12 @@ def check_scheduler(
         remedy = f"write schedule.name: {_SCHEDULERS[kind]}, or {_NO_SECTION}"
         differ(problems, "schedule.name", schedule.name, place, "scheduler.type", meant, path, remedy)
         return []  # what its parameters would say is of another schedule
+    min_ratio = schedule.min_ratio if isinstance(schedule, Falling) else None
     ours: dict[str, tuple[str, Any]] = {
         "warmup_num_steps": ("schedule.warmup_steps", schedule.warmup_steps),
         "warmup_max_lr": ("optim.lr", run.optim.lr),
         "total_num_steps": ("train.max_steps", max_steps),
-        "cos_min_ratio": ("schedule.min_ratio", schedule.min_ratio),
+        "cos_min_ratio": ("schedule.min_ratio", min_ratio),
         "warmup_min_lr": ("the warm-up's first lr", 0),
         "warmup_min_ratio": ("the warm-up's first ratio", 0),
         "warmup_type": ("the warm-up's shape", "linear"),
@@ -235,10 +237,10 @@ def check_scheduler(
             place = places.get(ours[name][0], "the YAML or its default")
             differ(problems, ours[name][0], ours[name][1], place, json_key, theirs, path)
     _check_scheduler_defaults(kind, params, ours, path, problems)
-    if kind == "WarmupDecayLR" and schedule.min_ratio != 0:
+    if kind == "WarmupDecayLR" and min_ratio != 0:
         place = places.get("schedule.min_ratio", "the YAML's default")
         remedy = f"write schedule.min_ratio: 0, or {_NO_SECTION}"
-        differ(problems, "schedule.min_ratio", schedule.min_ratio, place, f"the end of {kind}", 0, path, remedy)
+        differ(problems, "schedule.min_ratio", min_ratio, place, f"the end of {kind}", 0, path, remedy)
     return [f"{path}: scheduler {kind} agrees with the YAML's schedule, which decides"]
 
 

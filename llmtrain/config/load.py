@@ -12,21 +12,25 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
 
+from llmtrain.base.choice import Choice
 from llmtrain.config import model_tree, rules, strict_yaml, unknown
 from llmtrain.config.problems import Problems, closest, show, stop
-from llmtrain.config.reference import help_text, schema, type_name
+from llmtrain.config.reference import choices, default_choice, help_text, schema, sections, type_name
 from llmtrain.config.resolve import resolve
 from llmtrain.config.run import ResolvedRun, RunConfig
 
 COMMAND_LINE = "command line"
 _LAUNCHER_FLAGS = ("--local_rank", "--local-rank")
 _FREE_KEYS = ("model.config", "data.mixture")  # maps whose keys are the user's own
+
+FORMERLY = {"schedule": {"warmup_steps", "decay_steps", "min_ratio"}}
+"""Section -> the fields that llmtrain wrote into each config.yaml until November 2026, whichever choice was made."""
 
 _MOST_BRACKETS = 1_000
 """In one value: jsonargparse reads text as YAML, by a recursion in C that overflows the stack at some 20,000."""
@@ -67,8 +71,8 @@ def parse(argv: list[str], *, check_paths: bool = True) -> Parsed:
     free = _take_free(tree, places, problems)
     _check_keys(tree, "", places, problems, unknown.tokens_of(tree.get("data")))
     problems.raise_if_any()
-    run = _typed(tree, places, problems)
-    problems.raise_if_any()
+    chosen = {section: _choose(tree, section, places, problems) for section in choices()}
+    run = _typed(tree, chosen, places, problems)
     run = _put_free(run, free)
     if run.train.run_dir is None:
         run = replace(run, train=replace(run.train, run_dir=f"runs/{Path(config_path).stem}"))
@@ -105,10 +109,10 @@ def command_words(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
         if word.partition("=")[0] in own and word != "--config":
             rule = f"is a flag of `{parser.prog}`, and behind -- are words of the run"
             raise stop("command line", word, rule, f"write {word} before the --", COMMAND_LINE)
-    sections = {key.partition(".")[0] for key in schema()}
+    known = {key.partition(".")[0] for key in schema()}
     for word in words:
         flag = word.partition("=")[0]
-        foreign = flag.startswith("--") and flag[2:].partition(".")[0].replace("-", "_") not in {"config", *sections}
+        foreign = flag.startswith("--") and flag[2:].partition(".")[0].replace("-", "_") not in {"config", *known}
         if foreign and flag not in _LAUNCHER_FLAGS and (near := closest(flag, own)):
             raise stop("command line", flag, f"is no flag of `{parser.prog}`", f"did you mean {near}?", COMMAND_LINE)
     return given, words + argv[cut + 1 :]
@@ -195,7 +199,10 @@ def _override(tree: dict[str, Any], places: dict[str, str], key: str, text: str,
         unknown.unknown_key(key, text, COMMAND_LINE, problems, flag=True, tokens=tokens)
         return
     parts = key.split(".")
-    if free is None and isinstance(number := _whole(key, strict_yaml.plain_scalar(text)), int):
+    section = key.partition(".")[0]
+    if section in choices() and strict_yaml.plain_scalar(text) is None:
+        value = None
+    elif free is None and isinstance(number := _whole(key, strict_yaml.plain_scalar(text)), int):
         value = str(number)
     if free is not None:
         value = strict_yaml.parse(text, f"{COMMAND_LINE}, --{key}").tree
@@ -251,10 +258,9 @@ def _check_keys(
 ) -> None:
     """Every key is a field, every section a map, every value a scalar or a list of scalars. `tokens`: of the data."""
     known = schema()
-    sections = {key.split(".")[0] for key in known if "." in key}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if not prefix and name in sections:
+        if not prefix and name in sections():
             if value is None:
                 tree[name] = {}
             elif isinstance(value, dict):
@@ -265,6 +271,8 @@ def _check_keys(
                              places.get(key))  # fmt: skip
         elif key not in known:
             unknown.unknown_key(key, value, places.get(key), problems, tokens=tokens)
+        elif value is None and prefix.removesuffix(".") in choices():
+            continue  # null is the default
         elif value is None and type(None) not in (known[key], *get_args(known[key])) and key != "deepspeed":
             words = type_name(known[key])  # jsonargparse would let it pass
             problems.add(key, None, f"must be {words}", "remove the line for the default", places.get(key))
@@ -285,24 +293,56 @@ def _whole(key: str, value: Any) -> int | None:
     return None
 
 
+def _choose(tree: dict[str, Any], section: str, places: dict[str, str], problems: Problems) -> type[Choice]:
+    """The class that the section selects. The selector leaves the tree, and with it what is not of that class: each
+    such field is a mistake, unless it is null or in a run's own config.yaml of an earlier version."""
+    base, fields_here = choices()[section], tree.get(section) or {}
+    dumped = FORMERLY[section] <= {key for key in fields_here if places.get(f"{section}.{key}") != COMMAND_LINE}
+    for key in [key for key, value in fields_here.items() if value is None]:
+        del fields_here[key]  # null is the default
+    name = fields_here.pop(base.SELECTOR, default_choice(section))
+    if not isinstance(name, str) or name not in base.CHOICES:
+        key = f"{section}.{base.SELECTOR}"
+        problems.add(key, name, *_type_words(key, name), places.get(key))
+        name = default_choice(section)
+    chosen: type[Choice] = base.CHOICES[name]
+    for field in [field for field in fields_here if field not in chosen.own()]:
+        value, key = fields_here.pop(field), f"{section}.{field}"
+        value = strict_yaml.plain_scalar(value) if isinstance(value, str) else value
+        if not (dumped and value in base.defaults(field) and places.get(key) != COMMAND_LINE):
+            problems.add(key, value, *base.refusal(field), places.get(key))
+    return chosen
+
+
 @functools.cache
-def _parser() -> ArgumentParser:
+def _parser(chosen: tuple[type, ...]) -> ArgumentParser:
+    """`chosen`: the classes of the sections."""
     parser = ArgumentParser(exit_on_error=False, default_env=False)
-    parser.add_class_arguments(RunConfig)
+    parser.add_class_arguments(RunConfig, skip=set(sections()))
+    for section, cls in zip(sections(), chosen, strict=True):
+        parser.add_class_arguments(cls, section)
     return parser
 
 
-def _typed(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> RunConfig:
+def _typed(
+    tree: dict[str, Any], chosen: dict[str, type[Choice]], places: dict[str, str], problems: Problems
+) -> RunConfig:
     """Types by jsonargparse: the whole tree at once, and key by key only to name what is wrong."""
-    parser = _parser()
-    for key, value in _leaves(tree):
-        if isinstance(value, str) and max(map(value.count, "[{")) > _MOST_BRACKETS:
-            problems.add(key, value[:40], "has too many brackets", _type_words(key, "")[1], places.get(key))
-    problems.raise_if_any()
+    classes = {**sections(), **chosen}
+    parser = _parser(tuple(classes.values()))
+    deep = [
+        leaf for leaf in _leaves(tree) if isinstance(leaf[1], str) and max(map(leaf[1].count, "[{")) > _MOST_BRACKETS
+    ]
+    for key, value in deep:
+        problems.add(key, value[:40], "has too many brackets", _type_words(key, "")[1], places.get(key))
+    if deep:
+        problems.raise_if_any()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _build(RunConfig, parser.parse_object(tree))
+            found = parser.parse_object(tree)
+            built = {section: _build(cls, found[section]) for section, cls in classes.items()}
+            return _build(RunConfig, {**found.as_dict(), **built})
     except (ArgumentError, TypeError, ValueError) as error:
         for key, value in _leaves(tree):
             one: dict[str, Any] = {"deepspeed": "x"}
@@ -319,13 +359,8 @@ def _typed(tree: dict[str, Any], places: dict[str, str], problems: Problems) -> 
 
 
 def _build(cls: type, values: Any) -> Any:
-    """Dataclasses from jsonargparse's nested namespace."""
-    hints = get_type_hints(cls)
-    built = {}
-    for item in fields(cls):
-        kind, value = hints[item.name], values[item.name]
-        built[item.name] = _build(kind, value) if is_dataclass(kind) and isinstance(kind, type) else value
-    return cls(**built)
+    """A dataclass of these values by the names of its fields."""
+    return cls(**{item.name: values[item.name] for item in fields(cls) if item.init})
 
 
 def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -12,11 +12,12 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from llmtrain.base.choice import Bound, Choice
 from llmtrain.config import ds_keys, together, topology
 from llmtrain.config.problems import show
 from llmtrain.config.run import RunConfig
@@ -24,27 +25,100 @@ from llmtrain.config.run import RunConfig
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
 
 
-def schema() -> dict[str, Any]:
-    """Dotted key of every field -> its type."""
-    return {key: kind for key, (kind, _, _) in _walk().items()}
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One field of a run, as help and docs show it."""
+
+    key: str
+    """Dotted."""
+    kind: Any
+    """Its type."""
+    default: str
+    """In words."""
+    doc: str
+    """Its docstring."""
+    bound: Bound | None
+    owners: tuple[str, ...] = ()
+    """The choices of its section that have it; empty: all."""
+
+    @property
+    def values(self) -> str:
+        """The type and the limits in words."""
+        return type_name(self.kind) + (f", {self.bound.words}" if self.bound else "")
+
+    @property
+    def meaning(self) -> str:
+        """The docstring, after the choices that have the field."""
+        return f"{', '.join(self.owners)}: {self.doc}" if self.owners else self.doc
 
 
 @functools.cache
-def _walk() -> dict[str, tuple[Any, str, str]]:
-    """Dotted key -> (type, default in words, docstring)."""
-    found: dict[str, tuple[Any, str, str]] = {}
+def sections() -> dict[str, type[Any]]:
+    """The sections of a run with their classes; of a section with choices its base class."""
+    hints = get_type_hints(RunConfig)
+    return {item.name: hints[item.name] for item in fields(RunConfig) if is_dataclass(hints[item.name])}
 
-    def visit(cls: type, prefix: str) -> None:
-        hints, docs = get_type_hints(cls), _docstrings(sys.modules[cls.__module__])
-        for item in fields(cls):
-            kind = hints[item.name]
-            if isinstance(kind, type) and is_dataclass(kind):
-                visit(kind, f"{prefix}{item.name}.")
-            else:
-                found[f"{prefix}{item.name}"] = (kind, _default(item), docs[cls.__name__, item.name])
 
-    visit(RunConfig, "")
-    return found
+@functools.cache
+def choices() -> dict[str, type[Choice]]:
+    """The sections whose class is selected by a name."""
+    return {name: cls for name, cls in sections().items() if issubclass(cls, Choice)}
+
+
+def default_choice(section: str) -> str:
+    """The choice of a section that names none."""
+    default: Any = RunConfig.__dataclass_fields__[section].default_factory
+    return str(default.selected())
+
+
+@functools.cache
+def schema() -> dict[str, Any]:
+    """Dotted key of every field -> its type."""
+    return {entry.key: entry.kind for entry in entries()}
+
+
+@functools.cache
+def entries() -> tuple[Entry, ...]:
+    """Every field, in the order of the classes. A field that is another thing to several choices stands there for
+    each."""
+    found = [_entry(RunConfig, item, item.name) for item in fields(RunConfig) if item.name not in sections()]
+    for section, cls in sections().items():
+        items = [item for item in fields(cls) if item.init]
+        if section not in choices():
+            found += [_entry(cls, item, f"{section}.{item.name}") for item in items]
+            continue
+        found.append(_selector(section, choices()[section]))
+        found += [_entry(cls, item, f"{section}.{item.name}") for item in items]
+        shared = {item.name for item in items}
+        own: dict[Entry, list[str]] = {}
+        for choice, chosen in choices()[section].CHOICES.items():
+            for item in fields(chosen):
+                if item.init and item.name not in shared:
+                    own.setdefault(_entry(chosen, item, f"{section}.{item.name}"), []).append(choice)
+        found += [replace(entry, owners=tuple(owners)) for entry, owners in own.items()]
+    return tuple(found)
+
+
+def _entry(cls: type, item: Field[Any], key: str) -> Entry:
+    kind, bound = get_type_hints(cls)[item.name], item.metadata.get("bound")
+    return Entry(key=key, kind=kind, default=_default(item), doc=_doc(cls, item.name), bound=bound)
+
+
+def _selector(section: str, cls: type[Choice]) -> Entry:
+    """The field whose values are the choices, with what each of them is."""
+    said = [f"{choice}: {_first_sentence(chosen)}" for choice, chosen in cls.CHOICES.items()]
+    return Entry(
+        key=f"{section}.{cls.SELECTOR}",
+        kind=Literal[tuple(cls.CHOICES)],
+        default=show(default_choice(section)),
+        doc=" ".join((_doc(cls, cls.SELECTOR), *(f"{each}." for each in said))),
+        bound=None,
+    )
+
+
+def _first_sentence(cls: type) -> str:
+    """Its docstring without the last full stop, on one line."""
+    return " ".join((inspect.getdoc(cls) or "").split()).removesuffix(".")
 
 
 @functools.cache
@@ -62,6 +136,12 @@ def _docstrings(module: ModuleType) -> dict[tuple[str, str], str]:
                 ):
                     docs[cls.name, node.target.id] = " ".join(str(after.value.value).split())
     return docs
+
+
+def _doc(cls: type, field: str) -> str:
+    """The docstring of a field, from the class that declares it."""
+    found = (_docstrings(sys.modules[each.__module__]).get((each.__name__, field)) for each in cls.__mro__[:-1])
+    return next(doc for doc in found if doc is not None)
 
 
 def _default(item: Field[Any]) -> str:
@@ -90,8 +170,8 @@ def type_name(kind: Any) -> str:
 def help_text() -> str:
     """What `--help` prints: every override with type, default and meaning."""
     lines = ["usage: llmtrain train --config RUN.yaml [--SECTION.FIELD VALUE ...]", ""]
-    for key, (kind, default, doc) in _walk().items():
-        lines += [f"  --{key}  ({type_name(kind)}; default: {default})", f"      {doc}"]
+    for entry in entries():
+        lines += [f"  --{entry.key}  ({entry.values}; default: {entry.default})", f"      {entry.meaning}"]
     return "\n".join(lines)
 
 
@@ -99,13 +179,14 @@ def markdown() -> str:
     """The tables of docs/configuration.md, one per section."""
     lines: list[str] = []
     section = None
-    for key, (kind, default, doc) in _walk().items():
-        head, _, name = key.rpartition(".")
+    for entry in entries():
+        head, _, name = entry.key.rpartition(".")
         if head != section:
             section = head
             lines += ["", f"### `{head}`" if head else "### top level", ""]
             lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-        lines.append(f"| `{name}` | {type_name(kind)} | `{default}` | {doc.replace('|', chr(92) + '|')} |")
+        meaning = entry.meaning.replace("|", "\\|")
+        lines.append(f"| `{name}` | {entry.values} | `{entry.default}` | {meaning} |")
     return "\n".join(lines).strip() + "\n"
 
 

@@ -98,16 +98,13 @@ def total_steps(run: RunConfig, batch: Batch) -> int | None:
 
 
 def _fill_in(run: RunConfig, batch: Batch, max_steps: int | None) -> RunConfig:
-    schedule = run.schedule
-    if schedule.name == "wsd" and schedule.decay_steps is None and max_steps is not None:
-        schedule = replace(schedule, decay_steps=max(1, max_steps // 10))
     train = replace(
         run.train,
         global_batch=batch.global_batch,
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
     )
-    return replace(run, schedule=schedule, train=train, objective=filled(run.objective))
+    return replace(run, schedule=run.schedule.filled(max_steps), train=train, objective=filled(run.objective))
 
 
 def _spread(asked: Degrees, path: str, world_size: int, world: str, problems: Problems) -> Degrees:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from glob import escape, glob
 from pathlib import Path
@@ -22,74 +22,11 @@ from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.storage.hub.names import is_name
 
-_Test = Callable[[Any], bool]
-_POSITIVE: tuple[_Test, str] = (lambda x: x > 0, "must be greater than 0")
-_AT_LEAST_1: tuple[_Test, str] = (lambda x: x >= 1, "must be at least 1")
-_NOT_NEGATIVE: tuple[_Test, str] = (lambda x: x >= 0, "must be 0 or greater")
-_SHARE: tuple[_Test, str] = (lambda x: 0 <= x <= 1, "must be from 0 to 1")
-_DECAY: tuple[_Test, str] = (lambda x: 0 <= x < 1, "must be from 0 to just under 1")
-_SECONDS: tuple[_Test, str] = (lambda x: 0 < x <= 1e9, "must be greater than 0 and at most 1e9")
-_SEED: tuple[_Test, str] = (lambda x: 0 <= x < 2**63, "must be from 0 to 2^63 - 1")
 _MOST_COUNTED = 10**15
 """Upper limit of a count of steps, tokens or sequences: no run has more, and products of it still fit into 64 bits."""
 
 _MASK_BYTES = 4 * GIB
 """Of one attention mask: it is made in every forward pass, and some kernels copy it in the precision of the scores."""
-_RANGES: dict[str, tuple[tuple[_Test, str], str]] = {
-    "model.loss_chunk_tokens": (_AT_LEAST_1, "2048 suits most models"),
-    "model.mlp_tile_tokens": (_AT_LEAST_1, "leave it out to compute all tokens at once"),
-    "data.sequence_length": ((lambda x: x >= 2, "must be at least 2"), "1024 is the default"),
-    "data.seed": (_SEED, "write 0"),
-    "objective.smoothing": ((lambda x: 0 <= x < 0.5, "must be from 0 to just under 0.5"), "0.1 is usual"),
-    "objective.gamma": (_NOT_NEGATIVE, "0.5 is the default"),
-    "objective.centering": (_NOT_NEGATIVE, "0 is the default, 0.01 is usual"),
-    "objective.temperature": (_POSITIVE, "1 is the default"),
-    "objective.desirable_weight": (_POSITIVE, "1 is the default"),
-    "objective.undesirable_weight": (_POSITIVE, "1 is the default"),
-    # A step moves each parameter by about this much (Muon: a matrix by a rotation of it).
-    "optim.lr": ((lambda x: 0 < x <= 1, "must be greater than 0 and at most 1"), "3e-4 is the default"),
-    "optim.muon_lr": ((lambda x: 0 < x <= 10, "must be greater than 0 and at most 10"), "0.02 is the default"),
-    "optim.muon_momentum": (_DECAY, "0.95 is the default"),
-    "optim.betas": ((lambda b: all(0 <= x < 1 for x in b), "both must be from 0 to just under 1"), "[0.9, 0.95]"),
-    "optim.eps": (_POSITIVE, "1e-8 is the default"),
-    "optim.weight_decay": (_NOT_NEGATIVE, "0.1 is the default, 0 turns it off"),
-    "optim.clip_norm": (_NOT_NEGATIVE, "1.0 is the default, 0 turns it off"),
-    "model.vocabulary": (_AT_LEAST_1, "leave it out for the folder's own tokens"),
-    "adapter.r": (_AT_LEAST_1, "16 is common; null means no adapter"),
-    "adapter.alpha": (_POSITIVE, "16 is the default"),
-    "adapter.dropout": ((lambda share: 0 <= share < 1, "must be from 0 to just under 1"), "0 is the default"),
-    "schedule.warmup_steps": (_NOT_NEGATIVE, "0 means no warm-up"),
-    "schedule.decay_steps": (_AT_LEAST_1, "leave it out for a tenth of the run"),
-    "schedule.min_ratio": (_SHARE, "0.1 is the default"),
-    "train.seed": (_SEED, "write 0"),
-    "train.global_batch": (_AT_LEAST_1, "count sequences over all ranks"),
-    "train.micro_batch": (_AT_LEAST_1, "count sequences of one forward pass of one rank"),
-    "train.accumulation": (_AT_LEAST_1, "1 means no accumulation"),
-    "train.max_steps": (_AT_LEAST_1, "count optimizer steps"),
-    "train.max_tokens": (_AT_LEAST_1, "count tokens of the whole run"),
-    "train.max_minutes": (_SECONDS, "count minutes of this launch"),
-    "train.log_every": (_AT_LEAST_1, "10 is the default"),
-    "train.eval_every": (_AT_LEAST_1, "leave it out to evaluate at the end only"),
-    "train.eval_sequences": (_AT_LEAST_1, "256 is the default"),
-    "checkpoint.every_steps": (_AT_LEAST_1, "leave it out to save at the end and on signals only"),
-    "checkpoint.every_minutes": (_SECONDS, "leave it out to save at the end and on signals only"),
-    "checkpoint.keep": (_AT_LEAST_1, "2 is the default"),
-    "fault.max_skipped": (_AT_LEAST_1, "10 is the default"),
-    "fault.max_failed_saves": (_AT_LEAST_1, "3 is the default"),
-    "fault.timeout_s": (_SECONDS, "600 is the default"),
-    "fault.start_timeout_s": (_SECONDS, "300 is the default"),
-    "fault.check_every": (_NOT_NEGATIVE, "250 is the default, 0 = never"),
-    "fault.stall_timeout_s": (_SECONDS, "300 is the default"),
-    "sites.sync_every": (_AT_LEAST_1, "100 is the default"),
-    "sites.outer_lr": (_POSITIVE, "leave it out for the method's default"),
-    "sites.outer_momentum": (_DECAY, "leave it out for the method's default"),
-    "sites.fragments": (_AT_LEAST_1, "4 is the default"),
-    "sites.overlap_steps": (_NOT_NEGATIVE, "5 is the default"),
-    "sites.meet_every": (_AT_LEAST_1, "10 is the default"),
-    "sites.start_sites": (_AT_LEAST_1, "1 waits for nobody"),
-    "sites.timeout_s": (_SECONDS, "60 is the default"),
-    "sites.max_alone_steps": (_NOT_NEGATIVE, "1000 is the default"),
-}
 
 
 _PATHS = (
@@ -116,6 +53,13 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _limits(run: RunConfig, key: str) -> Mapping[str, Any]:
+    """The bound and the remedy that stand beside a field (`base/choice.py`); empty: it has none."""
+    section, _, name = key.rpartition(".")
+    holder = getattr(run, section) if section else run
+    return holder.__dataclass_fields__[name].metadata if name in holder.__dataclass_fields__ else {}
+
+
 def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
     """Ranges, exclusions and requirements that hold for any number of ranks."""
     flat = flatten(run)
@@ -123,10 +67,11 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
             problems.add(key, value, "must be a finite number", "correct the number", places.get(key))
-        elif key in _RANGES and value is not None:
-            (test, rule), remedy = _RANGES[key]
-            if not test(value):
-                problems.add(key, value, rule, remedy, places.get(key))
+        elif (limits := _limits(run, key)) and value is not None:
+            if not limits["bound"].holds(value):
+                must = "both must be" if isinstance(value, tuple) else "must be"
+                rule = f"{must} {limits['bound'].words}"
+                problems.add(key, value, rule, limits["remedy"], places.get(key))
         elif isinstance(value, str) and not value.strip() and key != "train.sample_prompt":
             problems.add(key, value, "is empty", WRITTEN.get(key, "remove the line for the default"),
                          places.get(key))  # fmt: skip
@@ -149,7 +94,7 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.train.max_steps is None and run.train.max_tokens is None and run.train.max_minutes is None:
         problems.add("train.max_steps", None, "nothing says when the run ends",
                      "set train.max_steps, train.max_tokens or train.max_minutes")  # fmt: skip
-    elif run.schedule.name != "constant" and run.train.max_steps is None and run.train.max_tokens is None:
+    elif run.schedule.needs_length and run.train.max_steps is None and run.train.max_tokens is None:
         problems.add("schedule.name", run.schedule.name, "this shape needs the number of steps in advance",
                      "set train.max_steps or train.max_tokens, or schedule.name: constant",
                      places.get("schedule.name"))  # fmt: skip
@@ -172,9 +117,6 @@ def check_values(run: RunConfig, places: Places, problems: Problems) -> None:
     if run.resume_weights_only and run.resume in ("auto", "none"):
         problems.add("resume_weights_only", True, "begins a new run from the parameters of one checkpoint",
                      "name it: resume: PATH", places.get("resume_weights_only"))  # fmt: skip
-    if run.schedule.decay_steps is not None and run.schedule.name != "wsd":
-        problems.add("schedule.decay_steps", run.schedule.decay_steps, "belongs to schedule.name: wsd only",
-                     "remove it, or set schedule.name to wsd", places.get("schedule.decay_steps"))  # fmt: skip
 
 
 def _check_one_of(flat: dict[str, Any], keys: tuple[str, str], what: str, places: Places, problems: Problems) -> None:
@@ -191,7 +133,7 @@ def check_schedule(run: RunConfig, max_steps: int | None, tokens: int, origin: P
     """The warm-up and the decay must fit into the run. `tokens`: of a step; `origin`: where each value stands."""
     if max_steps is None:
         return
-    warmup, decay, train = run.schedule.warmup_steps, run.schedule.decay_steps or 0, run.train
+    warmup, decay, train = run.schedule.warmup_steps, run.schedule.decay(), run.train
     by_tokens = train.max_tokens is not None and -(-train.max_tokens // tokens) == max_steps != train.max_steps
     key, each = ("train.max_tokens", tokens) if by_tokens else ("train.max_steps", 1)
     length = f"{key} = {getattr(train, key.removeprefix('train.'))}, {origin.get(key, 'the YAML')}"

@@ -11,11 +11,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from llmtrain.base.choice import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SECONDS,
+    SEED,
+    Bound,
+    bounded,
+)
 from llmtrain.config.batch import Batch
 from llmtrain.config.sites import SitesConfig
 from llmtrain.config.topology import Degrees, Mix
 from llmtrain.optim.optimizers import OptimizerName
-from llmtrain.optim.schedules import ScheduleConfig
+from llmtrain.optim.schedules import Cosine, Schedule
 from llmtrain.storage.hub.names import local_folder
 
 
@@ -30,15 +40,15 @@ class ModelConfig:
     """With ORG/NAME in `pretrained`: branch, tag or commit; null = main. A run stays with the commit that it found."""
     config: dict[str, Any] | str | None = None
     """Random weights: the fields of a Hugging Face config.json, with model_type; or a folder or file that holds one."""
-    vocabulary: int | None = None
+    vocabulary: int | None = bounded(None, AT_LEAST_1, "leave it out for the folder's own tokens")
     """Tokens that the model is to know, more than the folder of `pretrained` has: new rows of its embedding and its
     head, which have to train, each begin as the mean of the folder's. null = those of the folder."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "sdpa"
     """Attention implementation. sdpa picks the fastest kernel of the device; varlen is for data.isolate_documents: it
     computes within documents only, and needs no mask, whose memory grows with the square of the length."""
-    loss_chunk_tokens: int = 2048
+    loss_chunk_tokens: int = bounded(2048, AT_LEAST_1, "2048 suits most models")
     """Tokens whose logits exist at one time in the loss."""
-    mlp_tile_tokens: int | None = None
+    mlp_tile_tokens: int | None = bounded(None, AT_LEAST_1, "leave it out to compute all tokens at once")
     """Tokens that the MLP of a layer computes at one time; null = all. For long sequences: it recomputes."""
     keep_attention: bool = False
     """With activation_checkpointing in the JSON: keep what attention gave, and recompute the rest (attention: sdpa)."""
@@ -60,15 +70,15 @@ class AdapterConfig:
     """Low-rank matrices beside linear maps of the decoder layers: they train, the model's own weights stay as they are.
     Given `r`, a map's output is Wx + scale B A x. By the peft library: pip install llmtrain[adapters]."""
 
-    r: int | None = None
+    r: int | None = bounded(None, AT_LEAST_1, "16 is common; null means no adapter")
     """Rank of the matrices A [r, inputs] and B [outputs, r]; null = no adapter, the model itself trains."""
-    alpha: float = 16.0
+    alpha: float = bounded(16.0, POSITIVE, "16 is the default")
     """The scale of B A x is alpha / r."""
     rslora: bool = False
     """The scale is alpha / sqrt(r)."""
     dora: bool = False
     """Also train the length of each row of W + scale B A, which begins as that of W."""
-    dropout: float = 0.0
+    dropout: float = bounded(0.0, BELOW_1, "0 is the default")
     """Share of A's inputs that are left out in training."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Patterns (`*`, `?`, `[...]`) of modules, such as `*.q_proj`; all-linear: all linear maps of decoder layers."""
@@ -89,9 +99,9 @@ class DataConfig:
     """One prepared folder."""
     mixture: dict[str, float] | None = None
     """Several prepared folders with their weights (shares of the sequences; they need not sum to 1)."""
-    sequence_length: int = 1024
+    sequence_length: int = bounded(1024, Bound(at_least=2), "1024 is the default")
     """Tokens per sequence that the model sees."""
-    seed: int = 0
+    seed: int = bounded(0, SEED, "write 0")
     """Seed of the order of the sequences."""
     mask_document_starts: bool = True
     """Do not count the prediction of a document's first token: nothing before it tells it."""
@@ -114,15 +124,15 @@ class ObjectiveConfig:
     """Factor on the difference of the two answers (orpo: on its term). Default 0.1; dpo_norm 5, simpo 2. distill: 0
     (default) is KL(teacher || student), 1 is KL(student || teacher), between them the generalised Jensen-Shannon
     divergence."""
-    smoothing: float | None = None
+    smoothing: float | None = bounded(None, Bound(at_least=0, below=0.5), "0.1 is usual")
     """dpo, robust: share of pairs taken to be labelled the wrong way round. Default 0 (robust: 0.1); above 0, dpo is
     the conservative one."""
-    gamma: float | None = None
+    gamma: float | None = bounded(None, NOT_NEGATIVE, "0.5 is the default")
     """simpo: margin that the difference is to have. Default 0.5."""
     alpha: float | None = None
     """rpo: factor on the chosen answer's negative log-likelihood per token. Default 1. distill: share of the
     next-token loss, from 0 (default) to 1; the divergence has the rest."""
-    temperature: float | None = None
+    temperature: float | None = bounded(None, POSITIVE, "1 is the default")
     """distill: divides both models' logits in the divergence, which is then multiplied with its square. Default 1."""
     teacher: str | None = None
     """distill: folder of the model to learn from, or ORG/NAME on the Hub; with the student's vocabulary and tokenizer.
@@ -132,14 +142,14 @@ class ObjectiveConfig:
     top_k: int | None = None
     """distill: learn from the teacher's so many likeliest words and the mass of all others, a column of the data that
     `llmtrain reference` has written. Default: the whole distribution, computed by the teacher at each step."""
-    desirable_weight: float | None = None
+    desirable_weight: float | None = bounded(None, POSITIVE, "1 is the default")
     """kto: factor on the loss of a desired answer. Default 1."""
-    undesirable_weight: float | None = None
+    undesirable_weight: float | None = bounded(None, POSITIVE, "1 is the default")
     """kto: factor on the loss of any other. Default 1."""
     reference: Literal["column", "online"] = "column"
     """What the reference's log-probabilities are read from: a column of the data that `llmtrain reference` has written;
     or, with an adapter, the model with its adapter switched off, computed at each step."""
-    centering: float | None = None
+    centering: float | None = bounded(None, NOT_NEGATIVE, "0 is the default, 0.01 is usual")
     """reward: factor on the square of the two scores' sum, which draws their mean to 0. Default 0."""
 
 
@@ -149,21 +159,21 @@ class OptimConfig:
 
     name: OptimizerName | None = None
     """adamw (default); muon: Muon for the decoder layers' matrices, AdamW for the rest; lion. Or from the JSON."""
-    lr: float | None = None
+    lr: float | None = bounded(None, Bound(above=0, at_most=1), "3e-4 is the default")
     """Peak learning rate (of AdamW). Default 3e-4, or from the JSON."""
-    muon_lr: float = 0.02
+    muon_lr: float = bounded(0.02, Bound(above=0, at_most=10), "0.02 is the default")
     """Peak learning rate of the Muon group, used with `name: muon`."""
-    muon_momentum: float = 0.95
+    muon_momentum: float = bounded(0.95, BELOW_1, "0.95 is the default")
     """Momentum of Muon."""
-    betas: tuple[float, float] | None = None
+    betas: tuple[float, float] | None = bounded(None, BELOW_1, "[0.9, 0.95]")
     """AdamW's decay rates of the two moments. Default (0.9, 0.95), or from the JSON."""
-    eps: float | None = None
+    eps: float | None = bounded(None, POSITIVE, "1e-8 is the default")
     """AdamW's epsilon. Default 1e-8, or from the JSON."""
-    weight_decay: float | None = None
+    weight_decay: float | None = bounded(None, NOT_NEGATIVE, "0.1 is the default, 0 turns it off")
     """Decoupled weight decay. Default 0.1, or from the JSON."""
     decay: Literal["matrices", "all"] = "matrices"
     """Which parameters decay: matrices, or biases, norms and other vectors as well (one group, as plain AdamW has)."""
-    clip_norm: float | None = None
+    clip_norm: float | None = bounded(None, NOT_NEGATIVE, "1.0 is the default, 0 turns it off")
     """Largest global gradient norm; 0 = no clipping. Default 1.0 (Muon: 0), or from the JSON (gradient_clipping)."""
 
 
@@ -173,32 +183,32 @@ class TrainConfig:
 
     run_dir: str | None = None
     """The run's folder. Default: runs/NAME, where NAME is the YAML's file name."""
-    seed: int = 0
+    seed: int = bounded(0, SEED, "write 0")
     """Seed of the initial weights and of dropout."""
     deterministic: bool = False
     """On a GPU, use only kernels that add in a fixed order: two runs are then equal to the last digit, also across a
     resume. Attention's backward pass becomes slower. On the CPU nothing changes: it always does."""
-    global_batch: int | None = None
+    global_batch: int | None = bounded(None, AT_LEAST_1, "count sequences over all ranks")
     """Sequences per optimizer step over all ranks. Or from the JSON (train_batch_size)."""
-    micro_batch: int | None = None
+    micro_batch: int | None = bounded(None, AT_LEAST_1, "count sequences of one forward pass of one rank")
     """Sequences per forward pass of one rank. Or from the JSON (train_micro_batch_size_per_gpu)."""
-    accumulation: int | None = None
+    accumulation: int | None = bounded(None, AT_LEAST_1, "1 means no accumulation")
     """Micro-batches per optimizer step. Or from the JSON (gradient_accumulation_steps)."""
     balance: Literal["equal", "measured"] = "equal"
     """measured: slow ranks take fewer sequences of a step, fast ones up to twice micro_batch at a time."""
-    max_steps: int | None = None
+    max_steps: int | None = bounded(None, AT_LEAST_1, "count optimizer steps")
     """Stop after this many optimizer steps."""
-    max_tokens: int | None = None
+    max_tokens: int | None = bounded(None, AT_LEAST_1, "count tokens of the whole run")
     """Stop after this many training tokens."""
-    max_minutes: float | None = None
+    max_minutes: float | None = bounded(None, SECONDS, "count minutes of this launch")
     """Stop after this many minutes of training in this launch."""
-    log_every: int = 10
+    log_every: int = bounded(10, AT_LEAST_1, "10 is the default")
     """Optimizer steps between log points."""
     eval: bool = True
     """Measure the validation loss; off: train without validation data, whatever the next two say."""
-    eval_every: int | None = None
+    eval_every: int | None = bounded(None, AT_LEAST_1, "leave it out to evaluate at the end only")
     """Optimizer steps between evaluations; null evaluates at the end only."""
-    eval_sequences: int = 256
+    eval_sequences: int = bounded(256, AT_LEAST_1, "256 is the default")
     """Validation sequences of one evaluation (all of them if there are fewer)."""
     export: bool = True
     """Write a Hugging Face folder at the end."""
@@ -210,11 +220,11 @@ class TrainConfig:
 class CheckpointConfig:
     """When to save and what to keep. A checkpoint is always written at the end and on SIGTERM, SIGINT, SIGUSR1."""
 
-    every_steps: int | None = None
+    every_steps: int | None = bounded(None, AT_LEAST_1, "leave it out to save at the end and on signals only")
     """Optimizer steps between checkpoints."""
-    every_minutes: float | None = None
+    every_minutes: float | None = bounded(None, SECONDS, "leave it out to save at the end and on signals only")
     """Minutes between checkpoints."""
-    keep: int = 2
+    keep: int = bounded(2, AT_LEAST_1, "2 is the default")
     """Newest checkpoints that stay; older ones are deleted after a newer one is complete."""
     mode: Literal["async", "sync"] = "async"
     """async: training goes on while a copy of the state is written (host memory: 12 bytes a parameter, shared by the
@@ -246,20 +256,20 @@ class TrackingConfig:
 class FaultConfig:
     """What ends a run."""
 
-    max_skipped: int = 10
+    max_skipped: int = bounded(10, AT_LEAST_1, "10 is the default")
     """Steps skipped in a row (non-finite loss or gradient) before the run stops."""
-    timeout_s: float = 600.0
+    timeout_s: float = bounded(600.0, SECONDS, "600 is the default")
     """Seconds that a collective may wait for a rank, in every process group."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = bounded(300.0, SECONDS, "300 is the default")
     """Seconds that the ranks wait for each other at the start."""
-    check_every: int = 250
+    check_every: int = bounded(250, NOT_NEGATIVE, "250 is the default, 0 = never")
     """Optimizer steps between comparisons of what must be the same on several ranks; each checkpoint is preceded by
     one. 0 = never."""
-    stall_timeout_s: float = 300.0
+    stall_timeout_s: float = bounded(300.0, SECONDS, "300 is the default")
     """Seconds without progress on any rank before the job is explained and ended. At most 3/4 of timeout_s counts."""
     preempt_file: str | None = None
     """When this file appears on any host, all ranks save and leave."""
-    max_failed_saves: int = 3
+    max_failed_saves: int = bounded(3, AT_LEAST_1, "3 is the default")
     """Checkpoints that fail in a row, on a full disk, before the run ends and tries once more to save its state."""
 
 
@@ -279,7 +289,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: Schedule = field(default_factory=Cosine)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llmtrain.base.choice import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SECONDS, bounded
+
 
 @dataclass(frozen=True, kw_only=True)
 class SitesConfig:
@@ -21,28 +23,28 @@ class SitesConfig:
     every_step averages what one optimizer step has changed, after each."""
     mean: Literal["weighted", "median", "trimmed"] = "weighted"
     """By tokens; or, of three or more sites, element by element the median, or the mean without both extremes."""
-    sync_every: int = 100
+    sync_every: int = bounded(100, AT_LEAST_1, "100 is the default")
     """Optimizer steps between two synchronisations, of the fastest site (every_step: 1, whatever this says)."""
     pace: Literal["measured", "equal"] = "measured"
     """measured: slower sites train fewer steps in between, so that all come together; equal: every site as many."""
-    outer_lr: float | None = None
+    outer_lr: float | None = bounded(None, POSITIVE, "leave it out for the method's default")
     """Learning rate of the outer step. Default: 0.7; of every_step 1, the mean of the sites."""
-    outer_momentum: float | None = None
+    outer_momentum: float | None = bounded(None, BELOW_1, "leave it out for the method's default")
     """Nesterov momentum of the outer step. Default: 0.9; of every_step 0."""
-    fragments: int = 4
+    fragments: int = bounded(4, AT_LEAST_1, "4 is the default")
     """Parts of the model that streaming synchronises in turn, each every sync_every steps."""
-    overlap_steps: int = 5
+    overlap_steps: int = bounded(5, NOT_NEGATIVE, "5 is the default")
     """Optimizer steps that streaming and async train while parameters are on their way, and keep; 0 waits for them."""
-    meet_every: int = 10
+    meet_every: int = bounded(10, AT_LEAST_1, "10 is the default")
     """async: after so many times sync_every steps all sites meet, so that none is staler."""
     compress: Literal["none", "bf16", "int8", "int4", "topk", "sign"] = "none"
     """How sites write what they send: fp32 parameters; or these' changes since the last synchronisation in bf16, 8 or 4
     bits with a scale for 256 elements, as the 16 largest of 256, or as signs. What one loses, the next sends."""
-    start_sites: int = 1
+    start_sites: int = bounded(1, AT_LEAST_1, "1 waits for nobody")
     """Sites that the start waits for, this one included (as long as fault.start_timeout_s)."""
-    timeout_s: float = 60.0
+    timeout_s: float = bounded(60.0, SECONDS, "60 is the default")
     """Seconds that a synchronisation may take; after them this site goes on without it."""
-    max_alone_steps: int = 1000
+    max_alone_steps: int = bounded(1000, NOT_NEGATIVE, "1000 is the default")
     """Optimizer steps beyond sync_every that this site trains while no synchronisation succeeds."""
     trust: list[str] = field(default_factory=list)
     """Names of sites whose state is taken where it is ahead, though no others tell the same."""

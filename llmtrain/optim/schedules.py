@@ -1,41 +1,117 @@
-"""Learning-rate schedules: the factor on the peak learning rate as a function of the step."""
+"""Learning-rate schedules: the factor on the peak learning rate as a function of the step.
+
+A new one is a class here: its fields, and `after_warmup`.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+from llmtrain.base.choice import AT_LEAST_1, NOT_NEGATIVE, SHARE, Choice, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class Schedule(Choice, section="schedule"):
     """Learning rate over optimizer steps, as a factor of `optim.lr`."""
 
-    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after the warm-up; wsd = warm-up, stable, decay."""
-    warmup_steps: int = 0
+    needs_length: ClassVar[bool] = True
+    """The shape depends on the number of steps of the run."""
+    name: str = field(init=False)
+    """Shape after the warm-up."""
+    warmup_steps: int = bounded(0, NOT_NEGATIVE, "0 means no warm-up")
     """Optimizer steps of linear warm-up."""
-    decay_steps: int | None = None
-    """wsd: optimizer steps of the final linear decay. Default: a tenth of the run."""
-    min_ratio: float = 0.1
-    """Factor at the end of the run (cosine, linear, wsd)."""
+
+    def filled(self, max_steps: int | None) -> Self:
+        """The schedule with the defaults that depend on the length of the run."""
+        return self
+
+    def shortened(self, warmup_steps: int) -> Self:
+        """This shape for a run of a few steps."""
+        return replace(self, warmup_steps=warmup_steps)
+
+    def decay(self) -> int:
+        """Optimizer steps at the end of the run that have to fit in beside the warm-up."""
+        return 0
+
+    def factor(self, step: int, max_steps: int | None) -> float:
+        """Factor on the peak learning rate for optimizer step `step` (0 is the first).
+
+        Warm-up rises linearly and reaches 1 at step `warmup_steps`. `max_steps` None: nothing limits the steps, which
+        the configuration check allows where `needs_length` is False.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        return self.after_warmup(step, max_steps)
+
+    def after_warmup(self, step: int, max_steps: int | None) -> float:
+        """The factor at a step that is not of the warm-up."""
+        raise NotImplementedError
 
 
-def learning_rate_factor(schedule: ScheduleConfig, step: int, max_steps: int | None) -> float:
-    """Factor on the peak learning rate for optimizer step `step` (0 is the first).
+@dataclass(frozen=True, kw_only=True)
+class Falling(Schedule):
+    """A schedule that reaches `min_ratio` at the last step."""
 
-    Warm-up rises linearly and reaches 1 at step `warmup_steps`; the decay reaches min_ratio at the last step.
-    """
-    if step < schedule.warmup_steps:
-        return (step + 1) / (schedule.warmup_steps + 1)
-    if schedule.name == "constant":
+    min_ratio: float = bounded(0.1, SHARE, "0.1 is the default")
+    """Factor at the end of the run."""
+
+    def after_warmup(self, step: int, max_steps: int | None) -> float:
+        assert max_steps is not None, "the configuration check asks for max_steps or max_tokens"
+        first = self.falls_from(max_steps)
+        progress = min(1.0, max(0.0, (step - first) / max(1, max_steps - 1 - first)))
+        return self.min_ratio + (1 - self.min_ratio) * self.shape(progress)
+
+    def falls_from(self, max_steps: int) -> int:
+        """The last step with factor 1."""
+        return self.warmup_steps
+
+    def shape(self, progress: float) -> float:
+        """From 1 at progress 0 to 0 at progress 1."""
+        return 1.0 - progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Falling, choice="cosine"):
+    """Half a cosine."""
+
+    def shape(self, progress: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Falling, choice="linear"):
+    """A line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wsd(Falling, choice="wsd"):
+    """Warm-up, stable, decay: a line at the end of the run."""
+
+    decay_steps: int | None = bounded(None, AT_LEAST_1, "leave it out for a tenth of the run")
+    """Optimizer steps of the final linear decay. Default: a tenth of the run."""
+
+    def filled(self, max_steps: int | None) -> Self:
+        if self.decay_steps is not None or max_steps is None:
+            return self
+        return replace(self, decay_steps=max(1, max_steps // 10))
+
+    def shortened(self, warmup_steps: int) -> Self:
+        return replace(self, warmup_steps=warmup_steps, decay_steps=None)
+
+    def decay(self) -> int:
+        return self.decay_steps or 0
+
+    def falls_from(self, max_steps: int) -> int:
+        return max_steps - self.filled(max_steps).decay()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(Schedule, choice="constant"):
+    """The peak learning rate to the end."""
+
+    needs_length = False
+
+    def after_warmup(self, step: int, max_steps: int | None) -> float:
         return 1.0
-    assert max_steps is not None, "the configuration check asks for max_steps or max_tokens"
-    if schedule.name == "wsd":
-        decay = schedule.decay_steps if schedule.decay_steps is not None else max(1, max_steps // 10)
-        first = max_steps - decay
-    else:
-        first = schedule.warmup_steps
-    progress = min(1.0, max(0.0, (step - first) / max(1, max_steps - 1 - first)))
-    shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1.0 - progress
-    return schedule.min_ratio + (1 - schedule.min_ratio) * shape

@@ -113,7 +113,7 @@ def small_run(
             isolate_documents=run.data.isolate_documents or run.objective.name not in BY_TOKEN,
         ),
         optim=replace(run.optim, lr=LR),
-        schedule=replace(run.schedule, warmup_steps=min(2, run.schedule.warmup_steps, steps - 1), decay_steps=None),
+        schedule=run.schedule.shortened(min(2, run.schedule.warmup_steps, steps - 1)),
         train=replace(
             run.train,
             global_batch=None,

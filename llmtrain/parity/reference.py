@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from llmtrain.config.batch import Batch
 from llmtrain.config.objective import BY_TOKEN, SCORED, UNPAIRED
-from llmtrain.config.run import ModelConfig, ObjectiveConfig, ResolvedOptim, ResolvedRun, ScheduleConfig
+from llmtrain.config.run import ModelConfig, ObjectiveConfig, ResolvedOptim, ResolvedRun
 from llmtrain.models.build import DTYPES, load_config
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import OPTIMIZERS
+from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
 from llmtrain.parity.adapter import adapt_plainly, base_of, frozen_beside, loud_source, pack_plainly
 from llmtrain.parity.answers import Answers, divergence, plain_loss
 from llmtrain.parity.teacher import PlainTeacher
@@ -252,21 +253,23 @@ def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
     return [torch.tensor(inputs), torch.tensor(labels), *column]
 
 
-def rate_of_step(schedule: ScheduleConfig, number: int, steps: int) -> float:
+def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
     """What the peak learning rate is multiplied with at optimizer step `number` of `steps` (1 is the first).
 
     From 0 before the first step a line reaches 1 with the step after the warm-up's; min_ratio is reached with the last
     step: from the warm-up's end by half a cosine or a line, or in the last decay_steps by a line (wsd).
     """
     top = schedule.warmup_steps + 1
-    if number <= top or schedule.name == "constant":
+    if number <= top or isinstance(schedule, Constant):
         return min(1.0, number / top)
-    if schedule.name == "wsd":
-        top = steps - (schedule.decay_steps or max(1, steps // 10)) + 1
+    assert isinstance(schedule, Falling), schedule
+    if isinstance(schedule, Wsd):
+        assert schedule.decay_steps is not None, "the resolver fills it in"
+        top = steps - schedule.decay_steps + 1
     if number <= top:
         return 1.0
     done = (number - top) / (steps - top)
-    height = math.cos(math.pi / 2 * done) ** 2 if schedule.name == "cosine" else 1.0 - done
+    height = math.cos(math.pi / 2 * done) ** 2 if isinstance(schedule, Cosine) else 1.0 - done
     return schedule.min_ratio * (1.0 - height) + height
 
 

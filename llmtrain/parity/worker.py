@@ -27,7 +27,6 @@ from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.named import objective_of, with_reference
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.optim.schedules import learning_rate_factor
 from llmtrain.parity.adapter import loud_source
 from llmtrain.parity.answers import Answers
 from llmtrain.parity.tokens import Tokens
@@ -52,7 +51,7 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
     row = torch.from_numpy(tokens.sequence(0)[0])
     prove_loss(engine, row, ranks, isolate_documents=run.data.isolate_documents)
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
-    rate = functools.partial(learning_rate_factor, run.schedule, max_steps=resolved.max_steps)
+    rate = functools.partial(run.schedule.factor, max_steps=resolved.max_steps)
     teacher = teacher_of(run, resolved.precision, ranks, mesh)
     base = base_of(engine, spec, loud_source(spec, run.train.seed))
     objective = with_reference(objective_of(run.objective, teacher), run.objective, base)

@@ -33,7 +33,6 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.named import objective_of, with_reference
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead, Objective
-from llmtrain.optim.schedules import learning_rate_factor
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.training.consistency import Consistency, DataCheck
@@ -227,7 +226,7 @@ class Training:
         if outer is not None:
             self.outer = outer
             self._move(*outer.begin(self.position.step, self.position.sample_index, run.fault.start_timeout_s))
-        rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
+        rate = functools.partial(run.schedule.factor, max_steps=self.resolved.max_steps)
         self.shares = shares = self._shares()
         self.session = Session(
             self.engine, ranks, self.resolved.degrees, rate, seed=run.train.seed, objective=self.objective,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmtrain.config.run import ObjectiveConfig, ScheduleConfig
+from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.data.stream.packing import TrainData
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.objectives.objective import Objective
-from llmtrain.optim.schedules import learning_rate_factor
+from llmtrain.optim.schedules import Cosine
 from tests.helpers.training import (
     GLOBAL_BATCH,
     LLAMA,
@@ -56,7 +56,7 @@ def session_figures(
 
     resolved = resolved_run(case, ranks.world_size)
     batch, figures = resolved.batch, []
-    rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=STEPS)
+    rate = functools.partial(resolved.run.schedule.factor, max_steps=STEPS)
     session = Session(engine, ranks, resolved.degrees, rate, seed=0, step=first, objective=objective)
     with TrainLoader(data, global_batch=batch.global_batch, micro_batch=batch.micro_batch,
                      accumulation=batch.accumulation, rank=engine.mesh.place.data,
@@ -95,7 +95,7 @@ def plain_steps(case: Case, hf: Any, loss_of: Callable[[list[int]], torch.Tensor
     matrices, vectors = ([p for p in trained if (p.dim() >= 2) is two] for two in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=case.lr, betas=(0.9, 0.95), eps=1e-8)
-    schedule = ScheduleConfig(name="cosine", warmup_steps=min(3, STEPS - 1))
+    schedule = Cosine(warmup_steps=min(3, STEPS - 1))
     data, losses = TrainData(case_data(case)), []
     for step in range(STEPS):
         windows = [data.window_at(step * GLOBAL_BATCH + at) for at in range(GLOBAL_BATCH)]
@@ -104,7 +104,7 @@ def plain_steps(case: Case, hf: Any, loss_of: Callable[[list[int]], torch.Tensor
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, case.clip)
         for group in optimizer.param_groups:
-            group["lr"] = case.lr * learning_rate_factor(schedule, step, STEPS)
+            group["lr"] = case.lr * schedule.factor(step, STEPS)
         optimizer.step()
         losses.append(loss.item())
     return losses

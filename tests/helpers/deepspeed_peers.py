@@ -18,7 +18,6 @@ from llmtrain.config.run import ModelConfig
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.build import DTYPES
 from llmtrain.models.spec import ModelSpec
-from llmtrain.optim.schedules import learning_rate_factor
 from tests.helpers.training import Case, Trace, batches, resolved_run
 
 
@@ -49,7 +48,7 @@ def adamw(module: nn.Module, case: Case, *, one_group: bool = False) -> torch.op
 def set_rate(engine: Any, case: Case, step: int) -> None:
     schedule = resolved_run(case, 1).run.schedule
     for group in engine.optimizer.param_groups:
-        group["lr"] = case.lr * learning_rate_factor(schedule, step, case.steps)
+        group["lr"] = case.lr * schedule.factor(step, case.steps)
 
 
 @torch.no_grad()

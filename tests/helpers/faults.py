@@ -148,12 +148,12 @@ def late_labels() -> Context:
 
 def late_schedule() -> Context:
     """Each step has the learning rate of the next one."""
-    from llmtrain.optim.schedules import learning_rate_factor
+    from llmtrain.optim.schedules import Schedule
 
-    def late(schedule: Any, step: int, max_steps: int | None) -> float:
-        return right(schedule, step + 1, max_steps)  # type: ignore[name-defined]  # noqa: F821
+    def late(self: Any, step: int, max_steps: int | None) -> float:
+        return right(self, step + 1, max_steps)  # type: ignore[name-defined]  # noqa: F821
 
-    return _instead(learning_rate_factor, late)
+    return _instead(Schedule.factor, late)
 
 
 @contextlib.contextmanager

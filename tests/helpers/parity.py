@@ -21,9 +21,9 @@ from llmtrain.config.run import (
     OptimConfig,
     ResolvedRun,
     RunConfig,
-    ScheduleConfig,
     TrainConfig,
 )
+from llmtrain.optim.schedules import Cosine
 from llmtrain.parity.compare import Verdict, compare
 from llmtrain.parity.hints import hint
 from llmtrain.parity.plan import resolve_in, small_run, wanted
@@ -128,7 +128,7 @@ def resolved(form: Form) -> ResolvedRun:
             objective=_objective(form, json.dumps(model)),
             data=DataConfig(path="(none)", isolate_documents=form.isolate_documents),
             optim=OptimConfig(name=form.optimizer),  # type: ignore[arg-type]
-            schedule=ScheduleConfig(warmup_steps=100),
+            schedule=Cosine(warmup_steps=100),
             train=TrainConfig(micro_batch=2, accumulation=form.accumulation, max_steps=1000),
         )
         user = wanted(run, {})

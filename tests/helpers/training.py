@@ -28,7 +28,6 @@ from llmtrain.config.run import (
     OptimConfig,
     ResolvedRun,
     RunConfig,
-    ScheduleConfig,
     TrainConfig,
 )
 from llmtrain.config.topology import Degrees
@@ -43,7 +42,7 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import PARAM
-from llmtrain.optim.schedules import learning_rate_factor
+from llmtrain.optim.schedules import Cosine
 from llmtrain.storage.pieces import put
 from llmtrain.training.session import Session
 from llmtrain.training.start import prove_loss, start_engine, write_weights
@@ -189,7 +188,7 @@ def resolved_run(case: Case, world_size: int) -> ResolvedRun:
                 decay=case.decay,  # type: ignore[arg-type]
                 clip_norm=0.0 if case.optimizer == "muon" else case.clip,
             ),
-            schedule=ScheduleConfig(name="cosine", warmup_steps=min(3, case.steps - 1)),
+            schedule=Cosine(warmup_steps=min(3, case.steps - 1)),
             train=TrainConfig(
                 global_batch=GLOBAL_BATCH,
                 micro_batch=GLOBAL_BATCH // degrees.data // case.accumulation,
@@ -286,7 +285,7 @@ def train_steps(
     resolved = resolved_run(case, ranks.world_size)
     place = resolved.degrees.place(ranks.rank)
     source = batches(case, (place.data, resolved.degrees.data), case.accumulation, first, data)
-    rate = functools.partial(learning_rate_factor, resolved.run.schedule, max_steps=resolved.max_steps)
+    rate = functools.partial(resolved.run.schedule.factor, max_steps=resolved.max_steps)
     seed = resolved.run.train.seed
     session = Session(engine, ranks, resolved.degrees, rate, seed=seed, objective=objective, step=first)
     for _ in range(first, last):
@@ -349,7 +348,7 @@ def plain_pytorch(
         fused=False,
         foreach=False,
     )
-    schedule = ScheduleConfig(name="cosine", warmup_steps=min(3, case.steps - 1))
+    schedule = Cosine(warmup_steps=min(3, case.steps - 1))
     trace = Trace([], [])
     for step, batch in zip(range(case.steps), batches(case, (0, 1), 1), strict=False):
         (micro,) = batch.micro_batches
@@ -361,7 +360,7 @@ def plain_pytorch(
         (loss + plain_balance(model.config, output, case.accumulation)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         for group in optimizer.param_groups:
-            group["lr"] = case.lr * learning_rate_factor(schedule, step, case.steps)
+            group["lr"] = case.lr * schedule.factor(step, case.steps)
         optimizer.step()
         trace.losses.append(loss.item())
         trace.norms.append(float(norm))

@@ -196,7 +196,7 @@ CASES = [
     ),
     Wrong(
         "decay_steps without wsd",
-        ("schedule.decay_steps = 5", "wsd only", "remove it"),
+        ("schedule.decay_steps = 5", "belongs to schedule.name wsd", "remove it, or set schedule.name to wsd"),
         {"schedule": {"decay_steps": 5}},
     ),
     Wrong("endless run", ("train.max_steps = null", "set train.max_steps"), {"train": {"max_steps": ...}}),

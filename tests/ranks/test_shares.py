@@ -14,7 +14,6 @@ import torch
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.data.stream.loader import TrainData, TrainLoader
-from llmtrain.optim.schedules import learning_rate_factor
 from llmtrain.training.session import Session
 from tests.helpers.preference import prepared_preferences
 from tests.helpers.training import (
@@ -85,7 +84,7 @@ def part(case: Case, found: Found, steps: range, speeds: list[list[int]], folder
         kept = trainer["shares"]
     shares = Shares(engine, ranks, batch, degrees, at_once=resolved.zero_stage >= 2, kept=kept)
     shares.pace = Said([each[ranks.rank] for each in speeds])
-    rate = functools.partial(learning_rate_factor, run.schedule, max_steps=case.steps)
+    rate = functools.partial(run.schedule.factor, max_steps=case.steps)
     objective = objective_of(run.objective)
     session = Session(engine, ranks, degrees, rate, seed=0, objective=objective, step=steps.start, pace=shares.pace)
     with TrainLoader(

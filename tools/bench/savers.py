@@ -31,7 +31,6 @@ from llmtrain.config.run import (
     OptimConfig,
     ResolvedRun,
     RunConfig,
-    ScheduleConfig,
     TrainConfig,
 )
 from llmtrain.data.stream.loader import MicroBatch
@@ -42,6 +41,7 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.spec import ModelSpec
+from llmtrain.optim.schedules import Constant
 
 _BLOCK = 16 << 20
 RESUMED = 2
@@ -89,7 +89,7 @@ def make_engine(task: Task, stage: int, *, universal: bool = False) -> tuple[Zer
             model=ModelConfig(config=dict(task.model)),
             data=DataConfig(path="(bench)", sequence_length=task.sequence),
             optim=OptimConfig(lr=1e-4),
-            schedule=ScheduleConfig(name="constant"),
+            schedule=Constant(),
             train=TrainConfig(micro_batch=task.micro_batch, accumulation=1, max_minutes=60.0),
             checkpoint=CheckpointConfig(keep=1),
         )

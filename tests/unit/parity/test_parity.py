@@ -23,9 +23,10 @@ import torch
 
 from llmtrain.base.errors import UserError
 from llmtrain.config.ds_json import read
-from llmtrain.config.run import DataConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
+from llmtrain.config.run import DataConfig, OptimConfig, RunConfig, TrainConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.dist.local_ranks import RankError, Ranks
+from llmtrain.optim.schedules import Wsd
 from llmtrain.parity.compare import KINDS, compare
 from llmtrain.parity.hints import hint
 from llmtrain.parity.plan import Wanted, small_run, small_tree, usual_ranks
@@ -52,12 +53,12 @@ def small(wanted: Wanted, ranks: int = 2) -> RunConfig:
 def test_the_small_run_keeps_what_the_user_chose_and_shrinks_what_is_long() -> None:
     sections = {
         "optim": OptimConfig(name="adamw", lr=3.0, clip_norm=0.5, weight_decay=0.3),
-        "schedule": ScheduleConfig(name="wsd", warmup_steps=2000, decay_steps=500),
+        "schedule": Wsd(warmup_steps=2000, decay_steps=500),
         "data": DataConfig(path="there", sequence_length=4096, isolate_documents=True, mask_document_starts=False),
     }
     run = small(user(TrainConfig(global_batch=512, micro_batch=4, max_tokens=10**9), **sections))  # type: ignore[arg-type]
     assert (run.optim.clip_norm, run.optim.weight_decay, run.optim.lr) == (0.5, 0.3, 3e-4)
-    assert (run.schedule.name, run.schedule.warmup_steps, run.schedule.decay_steps) == ("wsd", 2, None)
+    assert run.schedule == Wsd(warmup_steps=2)
     assert (run.data.sequence_length, run.data.isolate_documents, run.data.mask_document_starts) == (32, True, False)
     # 512 rows of 4 x 2 ranks are 64 micro-batches: several stay several
     assert (run.train.micro_batch, run.train.accumulation, run.train.global_batch) == (2, 4, None)
@@ -180,12 +181,16 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.config.run.ObjectiveConfig",
         "llmtrain.config.run.ResolvedOptim",
         "llmtrain.config.run.ResolvedRun",
-        "llmtrain.config.run.ScheduleConfig",
         "llmtrain.models.build.DTYPES",
         "llmtrain.models.build.load_config",
         "llmtrain.models.source.ParameterSource",
         "llmtrain.models.spec.ModelSpec",
         "llmtrain.optim.optimizers.OPTIMIZERS",
+        "llmtrain.optim.schedules.Constant",
+        "llmtrain.optim.schedules.Cosine",
+        "llmtrain.optim.schedules.Falling",
+        "llmtrain.optim.schedules.Schedule",
+        "llmtrain.optim.schedules.Wsd",
         "llmtrain.parity.adapter.adapt_plainly",
         "llmtrain.parity.adapter.base_of",
         "llmtrain.parity.adapter.frozen_beside",

@@ -1,0 +1,142 @@
+"""Sections of a run in which a name selects one of several classes, and bounds that stand beside their fields.
+
+    class Schedule(Choice, section="schedule"): ...    the section: fields that every choice has
+    class Wsd(Schedule, choice="wsd"): ...             one choice: its own fields, and the function that does it
+
+Each is a frozen keyword-only dataclass. The YAML is one flat map: its `name` selects the class.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """Limits of a number, or of each number of a list."""
+
+    above: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def holds(self, value: Any) -> bool:
+        """True if each number is within the limits."""
+        return all(
+            (self.above is None or x > self.above)
+            and (self.at_least is None or x >= self.at_least)
+            and (self.at_most is None or x <= self.at_most)
+            and (self.below is None or x < self.below)
+            for x in (value if isinstance(value, tuple) else (value,))
+        )
+
+    @property
+    def words(self) -> str:
+        """The limits as they follow "must be"."""
+        most = None if self.at_most is None else f"at most {_number(self.at_most)}"
+        if self.above is not None:
+            return " and ".join(filter(None, (f"greater than {_number(self.above)}", most)))
+        assert self.at_least is not None
+        if most is not None:
+            return f"from {_number(self.at_least)} to {most.removeprefix('at most ')}"
+        if self.below is not None:
+            return f"from {_number(self.at_least)} to just under {_number(self.below)}"
+        return f"at least {_number(self.at_least)}" if self.at_least else "0 or greater"
+
+    def json_schema(self) -> dict[str, float]:
+        """The limits as keywords of JSON Schema."""
+        limits = {"exclusiveMinimum": self.above, "minimum": self.at_least, "maximum": self.at_most,
+                  "exclusiveMaximum": self.below}  # fmt: skip
+        return {keyword: limit for keyword, limit in limits.items() if limit is not None}
+
+
+def _number(value: float) -> str:
+    return "2^63 - 1" if value == 2**63 - 1 else f"{value:g}".replace("e+0", "e")
+
+
+POSITIVE = Bound(above=0)
+AT_LEAST_1 = Bound(at_least=1)
+NOT_NEGATIVE = Bound(at_least=0)
+SHARE = Bound(at_least=0, at_most=1)
+BELOW_1 = Bound(at_least=0, below=1)
+SECONDS = Bound(above=0, at_most=1e9)
+SEED = Bound(at_least=0, at_most=2**63 - 1)
+
+
+def bounded(default: Any, bound: Bound | None, remedy: str = "") -> Any:
+    """A dataclass field with limits; `remedy`: an example or a reminder for a value outside them."""
+    return field(default=default, metadata={"bound": bound, "remedy": remedy})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Base of the sections whose class is selected by a name in the section, such as `schedule.name`."""
+
+    SECTION: ClassVar[str]
+    SELECTOR: ClassVar[str]
+    """The field that selects the class; a section's base class declares it, with init=False."""
+    CHOICES: ClassVar[dict[str, type[Any]]]
+    """Name -> class, in the order of their definition; the section's own, shared by its classes."""
+
+    def __init_subclass__(
+        cls, *, section: str | None = None, selector: str = "name", choice: str | None = None, **others: Any
+    ) -> None:
+        super().__init_subclass__(**others)
+        if section is not None:
+            cls.SECTION, cls.SELECTOR, cls.CHOICES = section, selector, {}
+        if choice is not None:  # a field of each class with one value: so it is in every dump
+            cls.__annotations__ = {**inspect.get_annotations(cls), cls.SELECTOR: "str"}
+            setattr(cls, cls.SELECTOR, field(default=choice, init=False))
+            cls.CHOICES[choice] = cls
+
+    @classmethod
+    def of(cls, name: str, **values: Any) -> Self:
+        """The choice of that name with these fields."""
+        chosen: Self = cls.CHOICES[name](**values)
+        return chosen
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> Self:
+        """The choice that a checkpoint holds. Versions until November 2026 wrote the fields of all choices: those of
+        others, which did nothing, are left out."""
+        chosen = cls.CHOICES[saved[cls.SELECTOR]]
+        return cls.of(chosen.selected(), **{key: value for key, value in saved.items() if key in chosen.own()})
+
+    @classmethod
+    def selected(cls) -> str:
+        """The name of this choice."""
+        return str(getattr(cls, cls.SELECTOR))
+
+    @classmethod
+    def own(cls) -> set[str]:
+        """The fields of this choice, those of the section included, without the selector."""
+        return {item.name for item in fields(cls) if item.init}
+
+    @classmethod
+    def owners(cls, name: str) -> list[str]:
+        """The choices of the section that have a field of that name."""
+        return [choice for choice, chosen in cls.CHOICES.items() if name in chosen.own()]
+
+    @classmethod
+    def defaults(cls, name: str) -> list[Any]:
+        """The defaults of a field in the choices that have it."""
+        owned = (cls.CHOICES[owner].__dataclass_fields__[name] for owner in cls.owners(name))
+        return [item.default for item in owned]
+
+    @classmethod
+    def refusal(cls, name: str) -> tuple[str, str]:
+        """(rule, remedy) for a field of other choices: the one sentence for YAML, command line and JSON."""
+        owners, selector = cls.owners(name), f"{cls.SECTION}.{cls.SELECTOR}"
+        one_of = "one of " if len(owners) > 1 else ""
+        return (
+            f"belongs to {selector} {either(owners)}",
+            f"remove it, or set {selector} to {one_of}{', '.join(owners)}",
+        )
+
+
+def either(names: list[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

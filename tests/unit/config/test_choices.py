@@ -1,0 +1,144 @@
+"""A section whose class is selected by a name: its own fields are taken, those of other choices are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmtrain.base.choice import Bound
+from llmtrain.base.errors import ConfigError
+from llmtrain.cli import main
+from llmtrain.config.dump import dump
+from llmtrain.config.load import load, parse
+from llmtrain.config.reference import choices
+from llmtrain.optim.schedules import Constant, Cosine, Wsd
+from tests.helpers.config_workplace import write
+
+FOREIGN = [
+    (section, choice, field)
+    for section, base in choices().items()
+    for choice, chosen in base.CHOICES.items()
+    for field in sorted({f for other in base.CHOICES.values() for f in other.own()} - chosen.own())
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def value_of(section: str, field: str) -> Any:
+    """A legal value of a field, which is the default where there is one: that is refused, too."""
+    base = choices()[section]
+    default = base.CHOICES[base.owners(field)[0]].__dataclass_fields__[field].default
+    return 5 if default is None or default is MISSING else default
+
+
+@pytest.mark.parametrize(("section", "choice", "field"), FOREIGN)
+def test_a_field_of_another_choice_is_refused_in_the_yaml_and_on_the_command_line(
+    section: str, choice: str, field: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, value = choices()[section], value_of(section, field)
+    rule, remedy = base.refusal(field)
+    write(here, {section: {base.SELECTOR: choice, field: value}})
+    assert main(["config", "check", "run.yaml", "--world-size=2"]) == 2
+    told = capsys.readouterr().err
+    assert f"{section}.{field} = {json.dumps(value)}  (run.yaml, line " in told
+    assert f"rule:   {rule}\n    remedy: {remedy}" in told
+    assert all(owner in rule and owner in remedy for owner in base.owners(field))
+    write(here)
+    argv = [f"--{section}.{field}", str(value), f"--{section}.{base.SELECTOR}", choice]
+    assert main(["config", "check", "run.yaml", "--world-size=2", *argv]) == 2
+    told = capsys.readouterr().err
+    assert f"{section}.{field} = " in told and f"(command line)\n    rule:   {rule}" in told
+
+
+def test_there_are_fields_to_refuse() -> None:
+    assert {("schedule", "cosine", "decay_steps"), ("schedule", "constant", "min_ratio")} <= set(FOREIGN)
+
+
+def test_the_command_line_selects_the_class_before_its_fields_are_read(here: Path) -> None:
+    write(here, {"schedule": {"name": "cosine", "min_ratio": 0.2}})
+    argv = ["run.yaml", "--schedule.decay_steps", "5", "--schedule.name", "wsd"]
+    assert parse(argv).run.schedule == Wsd(decay_steps=5, min_ratio=0.2)
+    with pytest.raises(ConfigError, match=r"schedule.min_ratio = 0.2  \(run.yaml, line"):
+        parse(["run.yaml", "--schedule.name", "constant"])
+    assert parse(["run.yaml", "--schedule.name=constant", "--schedule.min_ratio=null"]).run.schedule == Constant()
+
+
+def test_null_is_the_default(here: Path) -> None:
+    write(here, {"schedule": {"name": None, "min_ratio": None, "decay_steps": None}})
+    assert parse(["run.yaml"]).run.schedule == Cosine()
+
+
+def test_a_foreign_field_is_told_beside_other_mistakes(here: Path) -> None:
+    write(here, {"schedule": {"decay_steps": 5, "warmup_steps": -1}, "train": {"seed": -3}})
+    with pytest.raises(ConfigError, match="3 mistakes") as told:
+        parse(["run.yaml"])
+    assert all(key in str(told.value) for key in ("schedule.decay_steps", "schedule.warmup_steps", "train.seed"))
+
+
+EARLIER: dict[str, dict[str, Any]] = {
+    "schedule": {"name": "constant", "warmup_steps": 3, "decay_steps": None, "min_ratio": 0.1},
+}
+"""Sections as llmtrain dumped them until November 2026: with the fields of all choices."""
+
+
+@pytest.mark.parametrize("section", EARLIER)
+def test_the_dump_of_an_earlier_version_is_read(section: str, here: Path) -> None:
+    write(here)
+    tree = yaml.safe_load(dump(load(["run.yaml"], 2).run))
+    tree[section] = EARLIER[section]
+    (here / "run.yaml").write_text(yaml.safe_dump(tree))
+    run = load(["run.yaml"], 2).run
+    base = choices()[section]
+    assert getattr(run, section) == base.read(EARLIER[section])
+    again = yaml.safe_load(dump(run))[section]
+    assert set(again) == {base.SELECTOR, *getattr(run, section).own()}
+
+
+@pytest.mark.parametrize(("section", "field", "value"), [("schedule", "min_ratio", 0.5)])
+def test_what_somebody_wrote_into_such_a_dump_is_refused(section: str, field: str, value: Any, here: Path) -> None:
+    write(here, {section: {**EARLIER[section], field: value}})
+    with pytest.raises(ConfigError, match=rf"{section}\.{field} = "):
+        parse(["run.yaml"])
+
+
+@pytest.mark.parametrize("checkpoint", sorted(Path("tests/data/checkpoints-1").glob("*/checkpoints/*/trainer.json")))
+def test_sections_of_checkpoints_of_earlier_versions_are_read(checkpoint: Path) -> None:
+    saved = json.loads(checkpoint.read_text())["run"]
+    for section, base in choices().items():
+        if section in saved:
+            found = base.read(saved[section])
+            assert found.selected() == saved[section][base.SELECTOR]
+            assert all(getattr(found, f) == saved[section][f] for f in found.own() & {"lr", "warmup_steps"})
+
+
+def test_the_words_of_a_bound() -> None:
+    said = {
+        "greater than 0": Bound(above=0),
+        "greater than 0 and at most 1e9": Bound(above=0, at_most=1e9),
+        "0 or greater": Bound(at_least=0),
+        "at least 2": Bound(at_least=2),
+        "from 0 to 1": Bound(at_least=0, at_most=1),
+        "from 0 to just under 0.5": Bound(at_least=0, below=0.5),
+        "from 0 to 2^63 - 1": Bound(at_least=0, at_most=2**63 - 1),
+    }
+    assert {bound.words: bound for bound in said.values()} == said
+    edges = [(bound, edge) for bound in said.values() for edge in vars(bound).items() if edge[1] is not None]
+    for bound, (limit, value) in edges:
+        assert bound.holds(value) == (limit in ("at_least", "at_most"))
+    assert Bound(at_least=0, below=1).holds((0.0, 0.99)) and not Bound(at_least=0, below=1).holds((0.0, 1.0))
+
+
+def test_every_class_has_the_fields_of_its_section_and_a_name() -> None:
+    for base in choices().values():
+        shared = {item.name for item in fields(base) if item.init}
+        for choice, chosen in base.CHOICES.items():
+            assert shared <= chosen.own() and chosen.selected() == choice
