@@ -1,28 +1,24 @@
-"""What a run will do, before it costs anything: `llmtrain config check|show`, and what `llmtrain train` asks first."""
+"""`llmtrain config check|show`: what a run will do, before it costs anything."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmtrain.base import units
 from llmtrain.commands import completion
-from llmtrain.config.deepspeed import deep_check, name_cpu
 from llmtrain.config.dump import dump
 from llmtrain.config.load import load, run_words
-from llmtrain.config.objective import wants_column
 from llmtrain.config.pinned import with_base
 from llmtrain.config.problems import closest, stop
-from llmtrain.config.rules import starts_from_model
 from llmtrain.config.run import ResolvedRun
 from llmtrain.config.topology import Degrees
 
 if TYPE_CHECKING:  # torch is for those who ask
     from llmtrain.data.stream.loader import TrainData
-    from llmtrain.models.spec import ModelFacts, ModelSpec
+    from llmtrain.models.spec import ModelFacts
 
 USAGE = """\
 usage: llmtrain config check RUN.yaml [--SECTION.FIELD VALUE ...] [--world-size N] [--data]
@@ -36,83 +32,6 @@ show    prints the resolved YAML and the exact dict that DeepSpeed will get, in 
 --world-size N   ranks to check for (default: WORLD_SIZE, or 1)
 --data           check reads the prepared data, too, and compares it with its checksums
 """
-
-
-def examine(resolved: ResolvedRun) -> tuple[ResolvedRun, ModelSpec]:
-    """Everything that can be known of a run without its device and its other ranks: notes on the run, and its model.
-
-    `config check` and every rank of `train` call it, so that both refuse the same. It imports torch and DeepSpeed:
-    `load`, which does not, comes first.
-
-    Raises:
-        ConfigError: DeepSpeed refuses the dict, or the values do not go with the model.
-        ModelError: transformers cannot build the model, or the folder's weights are not whole.
-        DataError: the prepared data cannot be used for this run.
-    """
-    from llmtrain.data.stream.loader import TrainData, check_vocabulary
-    from llmtrain.models.run.check import check_model, check_weights
-    from llmtrain.models.teacher import check_teacher, teacher_model
-
-    run = resolved.run
-    name_cpu()
-    deep_check(resolved.deepspeed, run.deepspeed)
-    spec, notes = check_model(resolved)
-    data = TrainData(run.data)
-    if wants_column(run.objective):
-        data.take_reference(resolved.precision)
-    for manifest in data.manifests:
-        check_vocabulary(manifest, spec.facts.vocab_size)
-    if run.objective.teacher is not None:
-        teacher, shared = teacher_model(run.objective, run.model), resolved.degrees.sequence
-        check_teacher(teacher, spec, data.tokenizer_dir, resolved.places, sequence=shared)
-    if run.objective.top_k is not None:
-        data.take_teacher(data.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision))
-    if starts_from_model(run):
-        check_weights(spec)
-    notes = (*notes, *_epochs(resolved, data), *_too_large(resolved, spec))
-    return replace(resolved, notes=(*resolved.notes, *notes)), spec
-
-
-_MANY_EPOCHS = 1.5
-"""Beyond these the run's start says how often it reads its data: 96 times over 671 tokens looked like any other run."""
-_NO_DEVICE_BYTES = 2 << 40
-"""Limit for weights, gradients and optimizer state on one rank: no accelerator has it, nor a host's share for one."""
-
-
-def _epochs(resolved: ResolvedRun, data: TrainData) -> list[str]:
-    if resolved.max_steps is None:
-        return []
-    told = data.epochs(resolved.max_steps * resolved.batch.global_batch)
-    return [
-        f"{times:.3g} epochs of {folder}, whose training split has {units.count(tokens)} tokens"
-        for folder, times, tokens in told
-        if times >= _MANY_EPOCHS
-    ]
-
-
-def state_bytes(resolved: ResolvedRun, facts: ModelFacts) -> tuple[float, float]:
-    """About how much weights, gradients, masters and moments take: in all, and on one rank. Activations come on top."""
-    mix, degrees = resolved.mix, resolved.degrees
-    wide = 2 if mix.precision != "fp32" else 4
-    moments = (1 if resolved.optim.name == "lion" else 2) * (2 if mix.bf16_moments else 4)
-    optimizer = facts.trained * (moments + (0 if mix.precision == "fp32" else 4))
-    weights, gradients = facts.parameters * wide, facts.trained * wide
-    own = degrees.pipeline * degrees.tensor
-    shards = degrees.world_size // own
-    shared = {"optimizer": 1, "gradients": 2, "weights": 3}
-    parts = {"optimizer": optimizer, "gradients": gradients, "weights": weights}
-    of_a_rank = (held / own / (shards if mix.zero_stage >= shared[kind] else 1) for kind, held in parts.items())
-    return weights + gradients + optimizer, sum(of_a_rank)
-
-
-def _too_large(resolved: ResolvedRun, spec: ModelSpec) -> list[str]:
-    _, of_a_rank = state_bytes(resolved, spec.facts)
-    if of_a_rank < _NO_DEVICE_BYTES:
-        return []
-    return [
-        f"{units.count(spec.facts.parameters)} parameters: {units.size(of_a_rank)} of weights, gradients and optimizer "
-        "state on each rank, which no device holds; correct the model's sizes, or use ZeRO 3 on more ranks"
-    ]
 
 
 def main(argv: list[str]) -> int:
@@ -145,19 +64,19 @@ def main(argv: list[str]) -> int:
         print(f"# {resolved.run.deepspeed}, exactly as DeepSpeed gets it\n{json.dumps(resolved.deepspeed, indent=2)}\n")
         print(summary(resolved))
     else:
-        resolved, spec = examine(with_base(resolved))
-        print(summary(resolved, spec.facts))
+        from llmtrain.training.examine import examine
+
+        checked = examine(with_base(resolved))
+        print(summary(checked.resolved, checked.spec.facts))
         if reads_data:
-            print(_read_data(resolved))
+            print(_read_data(checked.data))
         print(f"ok: {yaml_path} with {resolved.run.deepspeed}")
     return 0
 
 
-def _read_data(resolved: ResolvedRun) -> str:
+def _read_data(data: TrainData) -> str:
     """A line on the data, all of it read and compared with its checksums. Raises DataError: it is other data."""
-    from llmtrain.data.stream.loader import TrainData
-
-    files = TrainData(resolved.run.data).sums()
+    files = data.sums()
     for file in files:
         file.compare()
     size = units.size(sum(file.path.stat().st_size for file in files))
@@ -184,6 +103,8 @@ def summary(resolved: ResolvedRun, facts: ModelFacts | None = None) -> str:
     ways += [f"activation checkpointing{kept}"] if mix.recomputes else []
     lines += [f"compute: {', '.join(ways)}", f"ranks:   {_ranks(resolved.degrees)}"]
     if facts is not None:
+        from llmtrain.training.examine import state_bytes
+
         whole, of_a_rank = map(units.size, state_bytes(resolved, facts))
         held = "weights, gradients and optimizer state"
         lines.append(f"model:   {units.count(facts.parameters)} parameters; {held} {whole}, {of_a_rank} a rank")

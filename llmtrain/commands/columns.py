@@ -22,7 +22,6 @@ import numpy as np
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import ModelError, UserError
-from llmtrain.commands.check import examine
 from llmtrain.config.batch import Batch
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
@@ -32,7 +31,7 @@ from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch, batches_of
 from llmtrain.data.stream.packing import TrainData
-from llmtrain.data.stream.reference import numbers, weights_hash, write_reference
+from llmtrain.data.stream.reference import numbers, write_reference
 from llmtrain.data.stream.teacher import ColumnWriter, TeacherColumn
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
@@ -41,12 +40,12 @@ from llmtrain.engine.dist.local_ranks import RankError, ending_on_sigterm, failu
 from llmtrain.engine.dist.local_ranks import Ranks as LocalRanks
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import leave_all
-from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import check_teacher, teacher_model
 from llmtrain.objectives.distill import Likeliest
 from llmtrain.objectives.online import LogProbs
-from llmtrain.training.start import reference_checksums, start_engine, teacher_hash, write_weights
+from llmtrain.training.examine import Checked, examine
+from llmtrain.training.setup import Setup, teacher_hash
 
 _AT_ONCE = 64
 """Micro-batches of one call of the engine: a pipeline takes them together."""
@@ -70,18 +69,18 @@ def write(resolved: ResolvedRun) -> None:
         resolved = of_teacher(resolved, teacher)
     # What it trains for needs the column that is to be written here.
     resolved = replace(resolved, run=replace(resolved.run, objective=ObjectiveConfig()))
-    resolved, spec = examine(resolved)
+    checked = examine(resolved)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    run = resolved.run
+    run = checked.resolved.run
     ranks = join_process_group(run.fault.timeout_s, start_timeout_s=run.fault.start_timeout_s)
     try:
         if ranks.rank == 0:
             asked = run.model.pretrained if teacher is None else given.run.objective.teacher
             log.info(f"{asked} goes over the data, on {units.counted(ranks.world_size, 'rank')}")
         if teacher is not None:
-            write_teacher(resolved, spec, ranks, given.run)
+            write_teacher(checked, ranks, given.run)
         else:
-            write_columns(resolved, spec, ranks)
+            write_columns(checked, ranks)
     except BaseException as error:
         leave_all(error)
         raise
@@ -108,28 +107,28 @@ def of_teacher(resolved: ResolvedRun, teacher: ModelConfig) -> ResolvedRun:
     return replace(resolved, run=run)
 
 
-def write_teacher(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, asked: RunConfig) -> None:
+def write_teacher(checked: Checked, ranks: Ranks, asked: RunConfig) -> None:
     """The teacher's column of each of the run's data folders. All ranks call it together. Raises UserError on all of
     them, and leaves no part of a column.
 
-    `resolved`, `spec`: of the teacher. `asked`: the run that will learn from it.
+    `checked`: a run of the teacher. `asked`: the run that will learn from it.
     """
-    mesh = mesh_of(resolved.degrees)
-    engine = start_engine(resolved, spec, ranks, mesh)
-    write_weights(engine, spec.initial_weights(0, ranks.device), ranks)
+    setup = Setup(checked, ranks)
+    resolved, engine, vocabulary = setup.resolved, setup.engine, setup.spec.facts.vocab_size
+    setup.write(setup.spec.initial_weights(0, ranks.device))
     weights = teacher_hash(asked, ranks)
     assert weights is not None
     for folder in [asked.data.path] if asked.data.path else list(asked.data.mixture or ()):
         assert folder is not None
         with together(ranks):
             data = TrainData(replace(asked.data, path=folder, mixture=None))
-            [column] = data.teacher_columns(asked.objective, spec.facts.vocab_size, resolved.precision, weights)
+            [column] = data.teacher_columns(asked.objective, vocabulary, resolved.precision, weights)
             writer = None
             if ranks.rank == 0:
                 places = units.counted(sum(column.places.values()), "token")
                 log.info(f"{folder}: {places}, {column.bytes_a_place} bytes each")
                 writer = ColumnWriter(PreparedSet(folder), column)
-        left = _write_teacher(engine, data, column, writer, (resolved.batch, mesh.place, ranks))
+        left = _write_teacher(engine, data, column, writer, (resolved.batch, setup.mesh.place, ranks))
         log.info(f"{folder}: the {column.top_k} likeliest words of {asked.objective.teacher} at each counted token; "
                  f"all others have {left:.2%} of the mass")  # fmt: skip
     engine.close()
@@ -201,14 +200,14 @@ def _take(
         writer.write(split, np.concatenate(places), words, logs)
 
 
-def write_columns(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -> None:
+def write_columns(checked: Checked, ranks: Ranks) -> None:
     """The column of each of the run's data folders. All ranks call it together. Raises UserError on all of them."""
-    run, mesh = resolved.run, mesh_of(resolved.degrees)
-    engine = start_engine(resolved, spec, ranks, mesh)
-    checksums = write_weights(engine, spec.initial_weights(run.train.seed, ranks.device), ranks)
-    weights = weights_hash(reference_checksums(spec, checksums))
+    setup = Setup(checked, ranks)
+    run, resolved, engine = setup.run, setup.resolved, setup.engine
+    setup.start_from(setup.spec.initial_weights(run.train.seed, ranks.device))
+    assert setup.began_with is not None
     batch = resolved.batch
-    dealt = (batch.micro_batch, mesh.place.data, batch.data_parallel, ranks.device.type == "cuda")
+    dealt = (batch.micro_batch, setup.mesh.place.data, batch.data_parallel, ranks.device.type == "cuda")
     for folder in [run.data.path] if run.data.path else list(run.data.mixture or ()):
         assert folder is not None
         columns = {
@@ -216,7 +215,7 @@ def write_columns(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks) -> None:
         }
         with together(ranks):
             if ranks.rank == 0:
-                write_reference(PreparedSet(folder), weights, resolved.precision, columns)
+                write_reference(PreparedSet(folder), setup.began_with, resolved.precision, columns)
         rows = sum(map(len, columns.values()))
         log.info(f"{folder}: log-probabilities of {units.counted(rows, 'answer')} of {run.model.pretrained}")
     engine.close()

@@ -9,7 +9,6 @@ from llmtrain.cluster.hosts.environment import load_secrets
 from llmtrain.cluster.hosts.hostfile import refuse_missing_hostfile
 from llmtrain.cluster.watch import rank_side
 from llmtrain.commands import completion
-from llmtrain.commands.check import examine
 from llmtrain.config.deepspeed import let_segments_grow
 from llmtrain.config.in_use import refuse_if_in_use
 from llmtrain.config.load import load
@@ -42,10 +41,12 @@ def main(argv: list[str]) -> int:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Only now torch and DeepSpeed: what can be known without them is answered in a fraction of a second.
         with none_while_importing():
-            resolved, spec = examine(resolved)
+            from llmtrain.training.examine import examine
+
+            checked = examine(resolved)
             from llmtrain.training.run import train
 
-        return train(resolved, spec)
+        return train(checked)
 
 
 def stall_timeout_s(fault: FaultConfig) -> float:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import pickle
 import sys
@@ -18,21 +17,18 @@ import torch.distributed as dist
 
 from llmtrain.config.objective import BY_TOKEN, SCORED
 from llmtrain.config.run import ResolvedRun
-from llmtrain.data.stream.loader import TrainLoader
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.local_ranks import failure_told
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
-from llmtrain.objectives.named import objective_of, with_reference
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.parity.adapter import loud_source
 from llmtrain.parity.answers import Answers
 from llmtrain.parity.tokens import Tokens
 from llmtrain.parity.trace import Trace
-from llmtrain.training.session import Session
-from llmtrain.training.start import base_of, prove_loss, start_engine, teacher_of, write_weights
+from llmtrain.training.examine import Checked
+from llmtrain.training.setup import Setup
 
 PLAN = "plan.pickle"
 
@@ -42,28 +38,18 @@ def train_small(resolved: ResolvedRun, steps: int, ranks: Ranks) -> Trace:
 
     Raises: UserError, on all ranks alike.
     """
-    run, mesh = resolved.run, mesh_of(resolved.degrees)
+    run = resolved.run
     spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
     vocabulary, over_tokens = spec.facts.vocab_size, run.objective.name in BY_TOKEN
     tokens = Tokens(run.data, vocabulary, run.objective.top_k) if over_tokens else Answers(run, vocabulary)
-    engine = start_engine(resolved, spec, ranks, mesh)
-    write_weights(engine, loud_source(spec, run.train.seed), ranks)
-    row = torch.from_numpy(tokens.sequence(0)[0])
-    prove_loss(engine, row, ranks, isolate_documents=run.data.isolate_documents)
+    setup = Setup(Checked(resolved=resolved, spec=spec, data=tokens), ranks)
+    engine, source = setup.engine, loud_source(spec, run.train.seed)
+    setup.refer_to(source)
+    setup.write(source)
+    setup.prove()
     trace = Trace(parameters=[whole_tensors(engine, ranks)])
-    rate = functools.partial(run.schedule.factor, max_steps=resolved.max_steps)
-    teacher = teacher_of(run, resolved.precision, ranks, mesh)
-    base = base_of(engine, spec, loud_source(spec, run.train.seed))
-    objective = with_reference(objective_of(run.objective, teacher), run.objective, base)
-    session = Session(engine, ranks, resolved.degrees, rate, seed=run.train.seed, objective=objective)
-    with TrainLoader(
-        tokens,
-        global_batch=resolved.batch.global_batch,
-        micro_batch=resolved.batch.micro_batch,
-        accumulation=resolved.batch.accumulation,
-        rank=mesh.place.data,
-        data_parallel=resolved.batch.data_parallel,
-    ) as loader:
+    session = setup.session()
+    with setup.loader() as loader:
         for step in range(steps):
             done = session.step(next(loader))
             norm = done.update.grad_norm

@@ -25,7 +25,7 @@ from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.replicas import Difference, Replicas, describe, tensor_hash
 from llmtrain.engine.weights import Apart, apart
-from llmtrain.training.session import is_due
+from llmtrain.training.step import is_due
 
 if TYPE_CHECKING:
     from llmtrain.tracking.tracker import Tracker

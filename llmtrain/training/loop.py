@@ -8,52 +8,33 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from llmtrain.base import log, units
-from llmtrain.base.errors import DataError, TrainingStopped
+from llmtrain.base.errors import TrainingStopped
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.frozen import NOWHERE, frozen_source
 from llmtrain.checkpoint.hf.special_tokens import sampling_defaults
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.heartbeat import heart
-from llmtrain.config.objective import wants_column
-from llmtrain.config.run import ResolvedRun
-from llmtrain.data.stream.loader import MicroBatch, TrainData, TrainLoader, check_vocabulary, validation_batches
-from llmtrain.data.stream.reference import REMEDY, weights_hash
-from llmtrain.engine.dist.control import AgreedError, StopRequests, from_all, from_rank_0, together
+from llmtrain.data.stream.loader import MicroBatch, validation_batches
+from llmtrain.engine.dist.control import StopRequests, from_all, from_rank_0, together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
-from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.models.parallel.mesh import mesh_of
-from llmtrain.models.spec import ModelSpec
-from llmtrain.objectives.named import objective_of, with_reference
 from llmtrain.objectives.next_token import NEXT_TOKEN
-from llmtrain.objectives.objective import LooksAhead, Objective
+from llmtrain.objectives.objective import LooksAhead
 from llmtrain.tracking.environment import new_run_id, versions
 from llmtrain.tracking.metrics import Throughput, flops_per_token, peak_flops, perplexity, routing_metrics
 from llmtrain.training.consistency import Consistency, DataCheck
-from llmtrain.training.session import Outer, Position, Requests, Session, Step, is_due
-from llmtrain.training.start import (
-    base_of,
-    prove_loss,
-    prove_start,
-    reference_checksums,
-    source_checksums,
-    start_engine,
-    taught_by,
-    teacher_of,
-    write_weights,
-)
+from llmtrain.training.step import Outer, Position, Requests, Step, is_due
 
 if TYPE_CHECKING:  # what it is handed
     from llmtrain.checkpoint.load import Resumed
     from llmtrain.models.source import ParameterSource
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.saving import Saving
+    from llmtrain.training.setup import Setup
     from llmtrain.training.shares import Shares
 
 _AT_ONCE = 4 << 30
@@ -65,48 +46,26 @@ class Training:
 
     def __init__(
         self,
-        resolved: ResolvedRun,
-        spec: ModelSpec,
-        ranks: Ranks,
+        setup: Setup,
         folder: RunDirectory,
         checkpoints: CheckpointFolder,
         requests: StopRequests,
     ) -> None:
-        self.resolved, self.run, self.spec, self.ranks = resolved, resolved.run, spec, ranks
+        self.setup = setup
+        self.resolved, self.run, self.spec, self.ranks = setup.resolved, setup.run, setup.spec, setup.ranks
+        self.engine, self.mesh, self.data = setup.engine, setup.mesh, setup.data
         self.folder, self.checkpoints, self.requests = folder, checkpoints, requests
-        self.mesh = mesh_of(resolved.degrees)
-        with together(ranks):
-            self.data = TrainData(self.run.data)
-            taught = self.run.objective.top_k is not None  # by a column of the data
-            teacher = None if taught else teacher_of(self.run, resolved.precision, ranks, self.mesh)
-            self.objective = objective_of(self.run.objective, teacher)
-            self.references: list[str] | None = None
-            """Hashes of the weights behind the reference's log-probabilities: one per data set if they are a column; if
-            computed at each step, one of the modules that train whole beside the adapter."""
-            if wants_column(self.run.objective):
-                self.references = self.data.take_reference(resolved.precision)
-            self.model_facts = spec.facts
-            columns: list[str] = []
-            if taught:
-                wanted = self.data.teacher_columns(self.run.objective, spec.facts.vocab_size, resolved.precision)
-                columns = self.data.take_teacher(wanted)
-            for manifest in self.data.manifests:
-                check_vocabulary(manifest, self.model_facts.vocab_size)
-            if self.run.train.eval:
+        self.model_facts = setup.spec.facts
+        if self.run.train.eval:
+            with together(self.ranks):
                 self.evaluation_batches()  # its data must be there now, not after days of training
-        self.teacher = taught_by(self.run, columns, ranks)
-        """Hash of the teacher's weights; None: the objective has no teacher."""
-        self.engine = start_engine(resolved, spec, ranks, self.mesh)
         self.notes: list[str] = self.engine.module.notes
         self.position = Position()
-        self.wandb_id = from_rank_0(ranks, new_run_id)
+        self.wandb_id = from_rank_0(self.ranks, new_run_id)
         self.started_s = time.monotonic()
         self.skipped_in_a_row = 0
         self.saved_step: int | None = None
         self.began_from: dict[str, Any] | None = None  # the checkpoint of another run, see checkpoint/load.py
-        self._base: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self.began_with: str | None = None
-        """Hash of the initial weights if this launch has initialised them; None: they come from a checkpoint."""
         self.frozen_source = NOWHERE
         self.resumed: Resumed | None = None
         """What the run goes on from, if with all of its state."""
@@ -115,28 +74,21 @@ class Training:
         self.uncounted_steps = 0
         """Steps of the optimizer beyond those that this run's position counts: a foreign checkpoint may have some."""
 
-    def check_loss(self) -> None:
-        """Prove on a few tokens that our loss is the one of the model's own logits. Raises AgreedError."""
-        row = torch.from_numpy(self.data.sequence(0)[0])
-        prove_loss(self.engine, row, self.ranks, isolate_documents=self.run.data.isolate_documents)
-        if self.began_with is not None and (self.objective is not NEXT_TOKEN or self.run.adapter.r is not None):
-            prove_start(self.engine, self.resolved, self.objective, self._with_reference, self.data, self.mesh.place,
-                        self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
-
     def resume_or_start(self) -> list[str]:
         """Give the parameters their values: from a checkpoint, or from the model section. Returns lines to log."""
         from llmtrain.checkpoint.load import resume
 
-        source = self._reference_source()
+        source: ParameterSource | None = None
+        if self.run.objective.reference == "online":  # its first values are read again after a resume as well
+            with together(self.ranks):
+                source = self.spec.initial_weights(self.run.train.seed, self.ranks.device)
+            self.setup.refer_to(source)
         now = json.loads(json.dumps(self.trainer_state()))  # tuples become lists, as in the file
         with together(self.ranks):
             resumed = resume(self.engine, self.run, self.folder, self.checkpoints, now, self.ranks)
         if resumed is None:
             source = source or self.spec.initial_weights(self.run.train.seed, self.ranks.device)
-            checksums = write_weights(self.engine, source, self.ranks)
-            self.began_with = weights_hash(reference_checksums(self.spec, checksums))
-            self._check_reference(self.began_with)
-            self.frozen_source = frozen_source(source, self.spec.frozen, checksums)
+            self.frozen_source = frozen_source(source, self.spec.frozen, self.setup.start_from(source))
             return self._frozen_lines()
         self.frozen_source = resumed.frozen.only(self.spec.frozen)
         self.began_from = resumed.began_from
@@ -153,31 +105,6 @@ class Training:
             if resumed.folder.parent == self.checkpoints.path:
                 self.saved_step = self.position.step
         return [*resumed.lines, *self._frozen_lines()]
-
-    def _reference_source(self) -> ParameterSource | None:
-        """The values that training starts from, where the reference is computed at each step: it reads them again, of
-        the modules that train whole, after a resume as well. All ranks call it; raises AgreedError."""
-        if self.run.objective.reference != "online":
-            return None
-        with together(self.ranks):
-            source = self.spec.initial_weights(self.run.train.seed, self.ranks.device)
-        self._base = base_of(self.engine, self.spec, source)
-        self.objective = self._with_reference(self.objective)
-        if self.spec.saved:
-            self.references = [weights_hash(source_checksums(source, self.spec.saved, self.ranks))]
-        return source
-
-    def _with_reference(self, objective: Objective) -> Objective:
-        return with_reference(objective, self.run.objective, self._base)
-
-    def _check_reference(self, weights: str) -> None:
-        """Raises AgreedError when the objective compares with another model than the one that training starts from."""
-        if wants_column(self.run.objective) and set(self.references or []) != {weights}:
-            raise AgreedError(
-                f"objective.name {self.run.objective.name}: the log-probabilities of the reference in the data are of "
-                f"other weights than model.pretrained = {self.run.model.pretrained!r} has; {REMEDY}",
-                DataError.exit_code,
-            )
 
     def _frozen_lines(self) -> list[str]:
         source = self.frozen_source
@@ -207,8 +134,8 @@ class Training:
             "optimizer": self.run.optim.name,
             "vocab_size": self.model_facts.vocab_size,
             "data_fingerprint": self.data.fingerprint,
-            "reference": self.references,
-            "teacher": self.teacher,
+            "reference": self.setup.references,
+            "teacher": self.setup.teacher,
             "separator_id": self.data.separator_id,
             "tokenizer_dir": str(self.data.tokenizer_dir.resolve()),  # to-hf may run anywhere
             "tokenizer": self.data.manifests[0].tokenizer_fingerprint,
@@ -226,27 +153,13 @@ class Training:
         if outer is not None:
             self.outer = outer
             self._move(*outer.begin(self.position.step, self.position.sample_index, run.fault.start_timeout_s))
-        rate = functools.partial(run.schedule.factor, max_steps=self.resolved.max_steps)
         self.shares = shares = self._shares()
-        self.session = Session(
-            self.engine, ranks, self.resolved.degrees, rate, seed=run.train.seed, objective=self.objective,
-            step=self.position.step, pace=shares.pace if shares else None,
-        )  # fmt: skip
+        self.session = self.setup.session(self.position.step, pace=shares.pace if shares else None)
         consistency = Consistency(
             run, self.resolved.deepspeed, self.resolved.degrees, self.engine, ranks, tracker, self.data.fingerprint
         )
         speed = self._throughput()
-        loader = TrainLoader(
-            self.data,
-            global_batch=self.resolved.batch.global_batch,
-            micro_batch=self.resolved.batch.micro_batch,
-            accumulation=self.resolved.batch.accumulation,
-            rank=self.mesh.place.data,
-            data_parallel=self.resolved.batch.data_parallel,
-            start_index=self.position.sample_index,
-            pin_memory=ranks.device.type == "cuda",
-            sequences=shares.sequences if shares else None,
-        )
+        loader = self.setup.loader(self.position.sample_index, shares.sequences if shares else None)
         goes_on = not self._complete()
         with contextlib.closing(loader), contextlib.closing(DataCheck(self.data.sums(), ranks)) as self.data_check:
             if self.resumed is not None and self.data_check.bytes <= _AT_ONCE:
@@ -349,11 +262,11 @@ class Training:
     def evaluate(self, tracker: Tracker) -> float:
         """Validation loss over all ranks: nats per token, or the objective's."""
         with heart.during("evaluate"):
-            if isinstance(self.objective, LooksAhead):
-                self.objective.look(list(self.evaluation_batches()), self.engine.evaluate)
-            figures, _ = self.engine.evaluate(self.evaluation_batches(), self.objective)
+            if isinstance(self.setup.objective, LooksAhead):
+                self.setup.objective.look(list(self.evaluation_batches()), self.engine.evaluate)
+            figures, _ = self.engine.evaluate(self.evaluation_batches(), self.setup.objective)
         told = {f"eval/{name}": value for name, value in figures.items()}
-        if self.objective is NEXT_TOKEN:
+        if self.setup.objective is NEXT_TOKEN:
             told["eval/perplexity"] = perplexity(figures["loss"])
         tracker.log({"step": self.position.step, **told})
         return figures["loss"]

@@ -16,7 +16,6 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.heartbeat import count_collectives, heart
-from llmtrain.config.run import ResolvedRun
 from llmtrain.data.stream.reference import weights_hash
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.control import AgreedError, StopRequests, together
@@ -24,20 +23,21 @@ from llmtrain.engine.dist.device import use_deterministic_kernels
 from llmtrain.engine.dist.rendezvous import leave_all
 from llmtrain.engine.dist.watch import describe, introduce
 from llmtrain.engine.garbage import collected_by_hand
-from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.begin import announce, write_run_files
+from llmtrain.training.examine import Checked
 from llmtrain.training.loop import Training
 from llmtrain.training.saving import Saving
+from llmtrain.training.setup import Setup
 
 if TYPE_CHECKING:
     from llmtrain.sites.site import Site
 
 
-def train(resolved: ResolvedRun, spec: ModelSpec) -> int:
+def train(checked: Checked) -> int:
     """One launch of a run on this rank. Returns the exit code; raises UserError, AgreedError on all ranks."""
-    run = resolved.run
+    resolved, run = checked.resolved, checked.resolved.run
     # torch 2.13 renames collectives that DeepSpeed 0.19.8 calls; nobody here can act on it.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     count_collectives(torch)
@@ -60,7 +60,7 @@ def train(resolved: ResolvedRun, spec: ModelSpec) -> int:
                 if ranks.rank == 0:
                     stack.enter_context(folder)
             checkpoints = stack.enter_context(open_checkpoints(folder, run, ranks))
-            _train(Training(resolved, spec, ranks, folder, checkpoints, requests), stack)
+            _train(Training(Setup(checked, ranks), folder, checkpoints, requests), stack)
         except Exception as error:
             rank_side.failed(error)  # before anything is closed: what is left of the job may hold that up
             raise
@@ -72,7 +72,7 @@ def _train(training: Training, stack: contextlib.ExitStack) -> None:
     resolved, ranks, folder = training.resolved, training.ranks, training.folder
     heart.phase("resume")
     lines = training.resume_or_start()
-    training.check_loss()
+    training.setup.prove()
     environment = write_run_files(folder, resolved.run, resolved.deepspeed, ranks, training.model_facts)
     experts = getattr(training.engine.module, "routing", None) is not None
     describe(resolved.run.tracking, resolved.mix, training.wandb_id, experts)

@@ -21,7 +21,7 @@ from llmtrain.config.topology import Mix
 from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import Agreement
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.training.session import is_due
+from llmtrain.training.step import is_due
 
 if TYPE_CHECKING:
     from llmtrain.tracking.tracker import Tracker

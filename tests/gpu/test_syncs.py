@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmtrain.training.session import Session
+from llmtrain.training.step import Session
 from tests.helpers.training import Case, batches, make_engine
 
 

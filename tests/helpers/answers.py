@@ -52,7 +52,7 @@ def session_figures(
     before: Callable[[int], object] = lambda step: None,
 ) -> Figures:
     """Of each step from `first` on, as a run takes it. `before`: called with a step's number before it is taken."""
-    from llmtrain.training.session import Session
+    from llmtrain.training.step import Session
 
     resolved = resolved_run(case, ranks.world_size)
     batch, figures = resolved.batch, []
@@ -72,7 +72,7 @@ def prove_first(
 ) -> None:
     """Prove the identities of the initial weights as a run does. `base`: that of a reference computed at each step."""
     from llmtrain.objectives.named import objective_of, with_reference
-    from llmtrain.training.start import prove_start
+    from llmtrain.training.setup import prove_start
 
     resolved = resolved_run(case, ranks.world_size)
     resolved = replace(resolved, run=replace(resolved.run, objective=config))

@@ -173,9 +173,9 @@ def wrong_rank_count() -> Iterator[None]:
 @contextlib.contextmanager
 def late_bias_correction() -> Iterator[None]:
     """AdamW's step counter begins at 1: a step on zero gradients has been taken to create its state."""
-    from llmtrain.training import start
+    from llmtrain.training import setup
 
-    build = start.build_engine
+    build = setup.build_engine
 
     def built(*args: Any) -> Any:
         engine = build(*args)
@@ -183,16 +183,16 @@ def late_bias_correction() -> Iterator[None]:
         engine.set_optimizer_step(1)
         return engine
 
-    with patch.object(start, "build_engine", built):
+    with patch.object(setup, "build_engine", built):
         yield
 
 
 @contextlib.contextmanager
 def decayed_norms() -> Iterator[None]:
     """Weight decay on vectors, too."""
-    from llmtrain.training import start
+    from llmtrain.training import setup
 
-    build = start.build_engine
+    build = setup.build_engine
 
     def built(*args: Any) -> Any:
         from llmtrain.engine.deepspeed.state import base_optimizer
@@ -202,28 +202,28 @@ def decayed_norms() -> Iterator[None]:
             group["weight_decay"] = 0.1
         return engine
 
-    with patch.object(start, "build_engine", built):
+    with patch.object(setup, "build_engine", built):
         yield
 
 
 @contextlib.contextmanager
 def same_rows() -> Iterator[None]:
     """Every data-parallel rank reads the rows of the first."""
-    from llmtrain.parity import worker
+    from llmtrain.training import setup
 
-    loader = worker.TrainLoader
+    loader = setup.TrainLoader
 
     def of_rank_0(*args: Any, **kwargs: Any) -> Any:
         return loader(*args, **{**kwargs, "rank": 0})
 
-    with patch.object(worker, "TrainLoader", of_rank_0):
+    with patch.object(setup, "TrainLoader", of_rank_0):
         yield
 
 
 @contextlib.contextmanager
 def lost_micro_batch() -> Iterator[None]:
     """The last micro-batch's gradients do not reach the optimizer (DeepSpeed PR #7985)."""
-    from llmtrain.training.session import Session
+    from llmtrain.training.step import Session
 
     step = Session.step
 

@@ -38,7 +38,7 @@ def _at_step(owner: Any, name: str, instead: Callable[..., Any]) -> None:
 def raises(rank: int) -> None:
     watched(rank)
     if rank == 1:
-        from llmtrain.training.session import Session
+        from llmtrain.training.step import Session
 
         def step(*_: Any, **__: Any) -> None:
             raise ValueError("token 600 of a vocabulary of 512")
@@ -68,7 +68,7 @@ def crashes(rank: int) -> None:
     if rank == 1:
         import ctypes
 
-        from llmtrain.training.session import Session
+        from llmtrain.training.step import Session
 
         _at_step(Session, "step", lambda *_, **__: ctypes.string_at(0))
 
@@ -87,7 +87,7 @@ def one_micro_batch_less(rank: int) -> None:
     if rank == 1:
         from dataclasses import replace
 
-        from llmtrain.training.session import Session
+        from llmtrain.training.step import Session
 
         def step(plain: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             return plain(self, replace(batch, micro_batches=batch.micro_batches[:-1]), *args, **kwargs)
@@ -98,7 +98,7 @@ def one_micro_batch_less(rank: int) -> None:
 def loops_for_ever(rank: int) -> None:
     watched(rank)
     if rank == 1:
-        from llmtrain.training.session import Session
+        from llmtrain.training.step import Session
 
         def step(*_: Any, **__: Any) -> None:
             from llmtrain.cluster.watch.heartbeat import heart
@@ -156,7 +156,7 @@ def never_begins_a_collective(rank: int) -> None:
 
     _as_on_gpus(threading.Thread(target=tend, daemon=True).start)
     if rank == 1:
-        from llmtrain.training.session import Session
+        from llmtrain.training.step import Session
 
         def step(*_: Any, **__: Any) -> None:
             heart.phase("backward")
@@ -171,7 +171,7 @@ def aborted_by_nccl(rank: int) -> None:
     watched(rank)
     _as_on_gpus(lambda: None)
     if rank == 1:
-        from llmtrain.training.session import Session
+        from llmtrain.training.step import Session
 
         def step(*_: Any, **__: Any) -> None:
             os.write(2, watchdog_ended(ILLEGAL).encode())
@@ -185,15 +185,15 @@ def fails_before_training(rank: int) -> None:
     watched(rank)
     import torch.distributed as dist
 
-    from llmtrain.training import loop
+    from llmtrain.training.setup import Setup
 
     dist.destroy_process_group = lambda: time.sleep(600)
     if rank == 1:
 
-        def check_loss(_: Any) -> None:
+        def prove(_: Any) -> None:
             raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
 
-        loop.Training.check_loss = check_loss  # type: ignore[method-assign]
+        Setup.prove = prove  # type: ignore[method-assign]
 
 
 def waits_for_a_lock(rank: int) -> None:
@@ -223,7 +223,7 @@ def another_collective(rank: int) -> None:
         import torch
         import torch.distributed as dist
 
-        from llmtrain.training.session import Session
+        from llmtrain.training.step import Session
 
         def step(plain: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             dist.broadcast(torch.zeros(4), src=0)

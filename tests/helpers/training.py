@@ -37,15 +37,15 @@ from llmtrain.engine.deepspeed.engine import ZeroEngine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.optim.schedules import Cosine
 from llmtrain.storage.pieces import put
-from llmtrain.training.session import Session
-from llmtrain.training.start import prove_loss, start_engine, write_weights
+from llmtrain.training.examine import Checked
+from llmtrain.training.setup import Setup
+from llmtrain.training.step import Session
 
 LLAMA = {
     "model_type": "llama",
@@ -240,14 +240,18 @@ def make_engine(case: Case) -> tuple[ZeroEngine, Ranks]:
     """An engine with the run's initial weights, after all proofs that a run makes before its first step."""
     ranks = joined()
     resolved = resolved_run(case, ranks.world_size)
-    scores = resolved.run.objective.name in SCORED
-    spec = ModelSpec.of(resolved.run.model, resolved.run.adapter, scores=scores)
-    engine = start_engine(resolved, spec, ranks, mesh_of(resolved.degrees))
-    assert isinstance(engine, ZeroEngine)
-    write_weights(engine, spec.initial_weights(0, torch.device("cpu")), ranks)
-    row = torch.from_numpy(TrainData(resolved.run.data).sequence(0)[0])
-    prove_loss(engine, row, ranks, isolate_documents=case.isolate_documents)
-    return engine, ranks
+    setup = Setup(checked(resolved), ranks)
+    assert isinstance(setup.engine, ZeroEngine)
+    setup.write(setup.spec.initial_weights(0, torch.device("cpu")))
+    setup.prove()
+    return setup.engine, ranks
+
+
+def checked(resolved: ResolvedRun) -> Checked:
+    """The run as `examine` gives it, without its checks and the columns of its data."""
+    run = resolved.run
+    spec = ModelSpec.of(run.model, run.adapter, scores=run.objective.name in SCORED)
+    return Checked(resolved=resolved, spec=spec, data=TrainData(run.data))
 
 
 @dataclass

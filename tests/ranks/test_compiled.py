@@ -12,7 +12,7 @@ import torch
 from llmtrain.engine.dist.control import AgreedError
 from llmtrain.models import compiler
 from llmtrain.models.spec import ModelSpec
-from llmtrain.training import start
+from llmtrain.training import setup
 from tests.helpers.compiled import graphs_of, inductor_in, varlen_as_on_cuda
 from tests.helpers.training import (
     LLAMA,
@@ -142,4 +142,4 @@ def decided_on_cuda(case: Case, trouble: str | None, one_shape: bool = True) -> 
     resolved = resolved_run(case, ranks.world_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "_answers", {"cuda": trouble})
-        return start._compiles_layers(ModelSpec.of(resolved.run.model), resolved.mix, ranks, one_shape=one_shape)
+        return setup._compiles_layers(ModelSpec.of(resolved.run.model), resolved.mix, ranks, one_shape=one_shape)

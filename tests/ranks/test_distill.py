@@ -100,7 +100,7 @@ def objective_on(case: Case, folder: str, terms: dict[str, float]) -> Any:
     """As a run makes it on this rank."""
     from llmtrain.models.parallel.mesh import mesh_of
     from llmtrain.objectives.named import objective_of
-    from llmtrain.training.start import teacher_of
+    from llmtrain.training.setup import teacher_of
     from tests.helpers.training import joined
 
     ranks = joined()
@@ -189,18 +189,17 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
 
     from llmtrain.commands.columns import of_teacher, write_teacher
     from llmtrain.data.stream.packing import TrainData
-    from llmtrain.models.spec import ModelSpec
     from llmtrain.models.teacher import teacher_model
     from llmtrain.objectives.named import objective_of
-    from llmtrain.training.start import taught_by
-    from tests.helpers.training import case_data, joined
+    from llmtrain.training.setup import taught_by
+    from tests.helpers.training import case_data, checked, joined
 
     ranks = joined()
     config = ObjectiveConfig(name="distill", teacher=folder, top_k=top_k, **TERMS)  # type: ignore[arg-type]
     resolved = resolved_run(writes, ranks.world_size)
     asked = replace(resolved.run, objective=config, data=case_data(writes))
     of = of_teacher(resolved, teacher_model(config, asked.model))
-    write_teacher(of, ModelSpec.of(of.run.model), ranks, asked)
+    write_teacher(checked(of), ranks, asked)
     dist.barrier(group=ranks.control)
     data = TrainData(case_data(learns))
     weights = data.take_teacher(data.teacher_columns(config, 512, "fp32"))

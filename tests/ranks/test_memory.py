@@ -16,8 +16,8 @@ from llmtrain.engine.replicas import Replicas
 from llmtrain.engine.weights import apart
 from llmtrain.models.quantized import PackedLinear
 from llmtrain.models.spec import ModelSpec
-from llmtrain.training import start
-from llmtrain.training.start import source_checksums
+from llmtrain.training import setup
+from llmtrain.training.setup import source_checksums
 from tests.helpers.checkpoints import trainer_state
 from tests.helpers.marks import slow
 from tests.helpers.training import (
@@ -95,17 +95,17 @@ def live_while_packed(case: Case, folder: str) -> dict[str, Any]:
     before = storages()  # held, so that none of its keys is given to what comes
     most: dict[str, int] = {}
     with LiveBytes({storage._cdata for storage in before}) as live:
-        proves = start.prove_weights
+        proves = setup.prove_weights
 
         def proved(*args: Any) -> dict[str, int]:
             most["filled"] = live.most
             return proves(*args)
 
-        start.prove_weights = proved
+        setup.prove_weights = proved
         try:
             engine, ranks = make_engine(case)
         finally:
-            start.prove_weights = proves
+            setup.prove_weights = proves
         most["proved"] = live.most
         resolved, stays = resolved_run(case, ranks.world_size), live.now()
         run = resolved.run
@@ -156,7 +156,7 @@ def told_of_damage(case: Case) -> str:
     run = resolved_run(case, ranks.world_size).run
     source: Any = ModelSpec.of(run.model, run.adapter).initial_weights(0, torch.device("cpu"))
     try:
-        start.write_weights(engine, Damaged(source, UP) if ranks.rank == 1 else source, ranks)
+        setup.write_weights(engine, Damaged(source, UP) if ranks.rank == 1 else source, ranks)
     except UserError as error:
         return str(error)
     finally:

@@ -39,13 +39,13 @@ def trained(case: Case, config: ObjectiveConfig) -> tuple[Trace, Figures]:
     from llmtrain.commands.columns import write_columns
     from llmtrain.objectives.named import objective_of, with_reference
     from llmtrain.objectives.objective import LooksAhead
-    from llmtrain.training.start import base_of
-    from tests.helpers.training import joined
+    from llmtrain.training.setup import base_of
+    from tests.helpers.training import checked, joined
 
     ranks = joined()
     resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
     if config.reference == "column":
-        write_columns(resolved, ModelSpec.of(resolved.run.model, resolved.run.adapter), ranks)
+        write_columns(checked(resolved), ranks)
         dist.barrier(group=ranks.control)
         data.take_reference(resolved.precision)
     engine, ranks = make_engine(case)

@@ -83,12 +83,12 @@ def trained(case: Case, config: ObjectiveConfig, column: bool) -> tuple[Trace, F
     import torch.distributed as dist
 
     from llmtrain.commands.columns import write_columns
-    from tests.helpers.training import joined
+    from tests.helpers.training import checked, joined
 
     ranks = joined()
     resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
     if column:
-        write_columns(resolved, ModelSpec.of(resolved.run.model, resolved.run.adapter), ranks)
+        write_columns(checked(resolved), ranks)
         dist.barrier(group=ranks.control)
     data.take_reference("fp32")
     return trained_answers(case, config, data)

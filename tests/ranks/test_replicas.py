@@ -181,7 +181,7 @@ def ended(case: Case, fault: str, guilty: int) -> tuple[str, str]:
     from llmtrain.base.errors import TrainingStopped
     from llmtrain.tracking.tracker import Tracker
     from llmtrain.training.consistency import Consistency
-    from llmtrain.training.session import seed_step
+    from llmtrain.training.step import seed_step
 
     engine, ranks = make_engine(case)
     resolved = resolved_run(case, ranks.world_size)

@@ -29,7 +29,7 @@ from llmtrain.engine.dist.control import AgreedError, together
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.region import Region
-from llmtrain.training.session import Session
+from llmtrain.training.step import Session
 from tests.helpers.training import Case, assembled, joined, make_engine, resolved_run, train_steps
 
 TRAINER = {"step": 2}

@@ -14,7 +14,7 @@ import torch
 from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.data.stream.loader import TrainData, TrainLoader
-from llmtrain.training.session import Session
+from llmtrain.training.step import Session
 from tests.helpers.preference import prepared_preferences
 from tests.helpers.training import (
     LLAMA,

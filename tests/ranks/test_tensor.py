@@ -20,7 +20,7 @@ from llmtrain.models.loss import HeadForm, chunked_nll_sum
 from llmtrain.models.parallel.mesh import mesh_of
 from llmtrain.models.parallel.tensor import VocabularyShard
 from llmtrain.models.parallel.tensor_layers import Span
-from llmtrain.training.session import seed_step
+from llmtrain.training.step import seed_step
 from tests.helpers.families import FAMILIES, HYBRID, LOW_RANK, VARIANTS, tied
 from tests.helpers.marks import slow_but
 from tests.helpers.ranks import RankFailed

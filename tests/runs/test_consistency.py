@@ -15,7 +15,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 def lose_a_bit(rank: int) -> None:
     """Rank 1's memory changes after its 7th step."""
     os.environ[messages.SUPERVISED] = "1"  # here: the server of forks keeps the environment that it began with
-    from llmtrain.training.session import Session
+    from llmtrain.training.step import Session
 
     plain, steps = Session.step, [0]
 
@@ -68,7 +68,7 @@ def by_the_first_order(rank: int) -> None:
 
 def part_after_each_step(rank: int) -> None:
     """Change the masters after each step, so that the forward pass no longer reads copies of them."""
-    from llmtrain.training.session import Session
+    from llmtrain.training.step import Session
 
     plain = Session.step
 

@@ -359,7 +359,7 @@ def fast(_: int) -> None:
 
 
 def _paced(seconds: float) -> None:
-    from llmtrain.training.session import Session, Step
+    from llmtrain.training.step import Session, Step
 
     usual = Session.step
 

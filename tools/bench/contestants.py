@@ -184,20 +184,22 @@ def timed_run(clock: Clock, path: Path) -> None:
     from llmtrain.config.load import load
     from llmtrain.engine.deepspeed.join import join_process_group
     from llmtrain.engine.dist.control import StopRequests
-    from llmtrain.models.spec import ModelSpec
     from llmtrain.tracking.tracker import Tracker
+    from llmtrain.training.examine import examine
     from llmtrain.training.loop import Training
     from llmtrain.training.saving import Saving
-    from llmtrain.training.session import Session, Step
+    from llmtrain.training.setup import Setup
+    from llmtrain.training.step import Session, Step
 
     resolved = load(["--config", str(path)], 1, "the benchmark")
     run = resolved.run
     ranks = join_process_group(run.fault.timeout_s)
     with StopRequests() as requests, RunDirectory(str(run.train.run_dir)) as folder:
         checkpoints = find_folder(folder.checkpoints, ranks)
-        training = Training(resolved, ModelSpec.of(run.model, run.adapter), ranks, folder, checkpoints, requests)
+        setup = Setup(examine(resolved), ranks)
+        training = Training(setup, folder, checkpoints, requests)
         training.resume_or_start()
-        training.check_loss()  # as a run: what it leaves behind in compiled layers is in the figures
+        setup.prove()  # as a run: what it leaves behind in compiled layers is in the figures
         tracker = Tracker(
             folder.path,
             tracking=run.tracking,

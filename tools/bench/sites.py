@@ -93,7 +93,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def train(pace_s: float, times: Path, words: Sequence[str]) -> int:
     """`llmtrain train`, slowed down; writes when each step ended."""
     from llmtrain.cli import main
-    from llmtrain.training.session import Session, Step
+    from llmtrain.training.step import Session, Step
 
     usual = Session.step
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.base.errors import ConfigError, UserError
-from llmtrain.commands.check import examine
 from llmtrain.config import ds_keys
 from llmtrain.config.load import load
 from llmtrain.config.reference import schema
 from llmtrain.models import build
+from llmtrain.training.examine import examine
 from tests.helpers.config_workplace import merged, write
 
 pytestmark = pytest.mark.long
@@ -80,12 +80,12 @@ def test_no_value_in_the_model_makes_a_traceback_in_check_or_in_the_model(
     """Whatever stands in `model.config`: check refuses it, or the model that it lets through computes a loss."""
     write(weird_folder, {"model": {"config": {"num_attention_heads": 4, "intermediate_size": 32, key: value}}})
     try:
-        resolved, _ = examine(load(["--config", "run.yaml"], 2))
+        run = examine(load(["--config", "run.yaml"], 2)).resolved.run
     except UserError as error:
         assert "Traceback" not in str(error)
         return
-    model = build.construct(build.load_config(resolved.run.model), "sdpa", torch.float32)
-    tokens = torch.randint(0, 512, (1, resolved.run.data.sequence_length))
+    model = build.construct(build.load_config(run.model), "sdpa", torch.float32)
+    tokens = torch.randint(0, 512, (1, run.data.sequence_length))
     model(input_ids=tokens, labels=tokens).loss.backward()
 
 

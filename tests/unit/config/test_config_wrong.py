@@ -47,9 +47,7 @@ def test_wrong_config_is_told_by_check_and_by_train_alike(
     if "--world-size" in case.argv:
         return
     monkeypatch.setenv("WORLD_SIZE", str(case.ranks))
-    monkeypatch.setattr(
-        "llmtrain.training.run.train", lambda resolved, spec: pytest.fail("train begins what check refuses")
-    )
+    monkeypatch.setattr("llmtrain.training.run.train", lambda checked: pytest.fail("train begins what check refuses"))
     assert main(["train", "--config", "run.yaml", *case.argv]) == 2
     launched = capsys.readouterr().err.replace("WORLD_SIZE, set by the launcher", "--world-size")
     assert launched == told.err
@@ -60,12 +58,13 @@ def test_a_run_folder_in_use_is_told_before_anything_slow(
 ) -> None:
     write(here, {"train": {"run_dir": "held"}}, {})
     with RunDirectory("held"):
-        monkeypatch.setattr("llmtrain.commands.train.examine", lambda _: pytest.fail("this takes seconds"))
-        assert main(["train", "--config", "run.yaml"]) == 2
-        assert "held is in use by another launch" in capsys.readouterr().err
-        (here / "hosts").write_text("localhost slots=2\n")
-        assert main(["launch", "--hostfile", "hosts", "--", "run.yaml"]) == 2
-        assert "held is in use by another launch" in capsys.readouterr().err
+        with monkeypatch.context() as patch:
+            patch.setattr("llmtrain.training.examine.examine", lambda _: pytest.fail("this takes seconds"))
+            assert main(["train", "--config", "run.yaml"]) == 2
+            assert "held is in use by another launch" in capsys.readouterr().err
+            (here / "hosts").write_text("localhost slots=2\n")
+            assert main(["launch", "--hostfile", "hosts", "--", "run.yaml"]) == 2
+            assert "held is in use by another launch" in capsys.readouterr().err
         assert main(["config", "check", "run.yaml"]) == 0, "which disturbs nobody"
 
 

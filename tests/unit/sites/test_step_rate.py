@@ -10,7 +10,7 @@ import pytest
 
 from llmtrain.sites.sample_ledger import Ledger
 from llmtrain.sites.step_rate import SLOWEST, steps_each
-from llmtrain.training.session import is_due
+from llmtrain.training.step import is_due
 from tests.unit.sites.test_site import Meeting, at_once, joined
 
 __all__ = ["joined"]

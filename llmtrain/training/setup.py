@@ -1,13 +1,13 @@
-"""From a resolved run to an engine that may take its first step: what a run, a parity check and the tests go through.
+"""Sets up a run: mesh, teacher, objective, engine, weights, proofs, session, in one order.
 
-One place, so that nothing can pass a check that a run does not pass, nor a run what no check has seen.
+A run, a parity check, `llmtrain reference` and the tests all use `Setup`, so a check proves what a run does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
-from llmtrain.config.objective import BY_TOKEN
+from llmtrain.config.objective import BY_TOKEN, wants_column
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix, Place
-from llmtrain.data.stream.loader import TrainData, batches_of
+from llmtrain.data.stream.loader import TrainData, TrainLoader, batches_of
 from llmtrain.data.stream.reference import REMEDY, weights_hash
 from llmtrain.engine import progress
 from llmtrain.engine.api import Engine, ForwardCopy
@@ -32,19 +32,118 @@ from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.weights import fill_parameters, prove_masters, prove_weights
 from llmtrain.models import compiler
 from llmtrain.models.experts import experts_per_token
-from llmtrain.models.parallel.mesh import Mesh
+from llmtrain.models.parallel.mesh import Mesh, mesh_of
 from llmtrain.models.run.build_for_rank import build_model
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
+from llmtrain.objectives.named import objective_of, with_reference
+from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import Objective
 from llmtrain.storage.checksum import checksum
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import numel
+from llmtrain.training.examine import Checked
+from llmtrain.training.step import Session
 
 if TYPE_CHECKING:
     from llmtrain.models.teacher import Teacher
+    from llmtrain.training.pace import Pace
 
 _PROVED_TOKENS = 32
+
+
+class Setup:
+    """A checked run on its ranks: first an engine whose parameters have no values, then what it trains with.
+
+    All ranks call every method together. The order is: `Setup(...)`, `refer_to`, values (`write`, `start_from` or a
+    checkpoint), `prove`, `session`.
+    """
+
+    def __init__(self, checked: Checked, ranks: Ranks) -> None:
+        """Make the mesh, the teacher, the objective and the engine.
+
+        Raises: UserError, on all ranks alike.
+        """
+        self.resolved, self.run, self.spec = checked.resolved, checked.resolved.run, checked.spec
+        self.data, self.ranks = checked.data, ranks
+        self.mesh = mesh_of(self.resolved.degrees)
+        self.references = checked.references
+        """Hashes of the weights behind the reference's log-probabilities: one per data set if they are a column; if
+        computed at each step, one of the modules that train whole beside the adapter."""
+        with together(ranks):
+            reads_column = self.run.objective.top_k is not None
+            teacher = None if reads_column else teacher_of(self.run, self.resolved.precision, ranks, self.mesh)
+            self.objective = objective_of(self.run.objective, teacher)
+        self.teacher = taught_by(self.run, checked.teachers, ranks)
+        """Hash of the teacher's weights; None: the objective has no teacher."""
+        self.engine = start_engine(self.resolved, self.spec, ranks, self.mesh)
+        self.began_with: str | None = None
+        """Hash of the initial weights if this launch has initialised them; None: they come from elsewhere."""
+        self._base: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    def refer_to(self, source: ParameterSource) -> None:
+        """Let an objective with an online reference compare with these values, which it reads again at each step.
+
+        Raises: AgreedError.
+        """
+        if self.run.objective.reference != "online":
+            return
+        self._base = base_of(self.engine, self.spec, source)
+        self.objective = self._with_reference(self.objective)
+        if self.spec.saved:
+            self.references = [weights_hash(source_checksums(source, self.spec.saved, self.ranks))]
+
+    def _with_reference(self, objective: Objective) -> Objective:
+        return with_reference(objective, self.run.objective, self._base)
+
+    def write(self, source: ParameterSource) -> dict[str, int]:
+        """Give the parameters these values, and prove that they arrived. Returns what `write_weights` does."""
+        return write_weights(self.engine, source, self.ranks)
+
+    def start_from(self, source: ParameterSource) -> dict[str, int]:
+        """Begin the run with these values. Returns what `write_weights` does.
+
+        Raises: AgreedError, also when the column of the reference was computed from other weights.
+        """
+        checksums = self.write(source)
+        self.began_with = weights_hash(reference_checksums(self.spec, checksums))
+        if wants_column(self.run.objective) and set(self.references or []) != {self.began_with}:
+            raise AgreedError(
+                f"objective.name {self.run.objective.name}: the log-probabilities of the reference in the data are of "
+                f"other weights than model.pretrained = {self.run.model.pretrained!r} has; {REMEDY}",
+                DataError.exit_code,
+            )
+        return checksums
+
+    def prove(self) -> None:
+        """Prove on a few tokens that the loss is the one of the model's own logits; of a run that has just begun, also
+        the figures that are known without training. Raises AgreedError."""
+        row = torch.from_numpy(self.data.sequence(0)[0])
+        prove_loss(self.engine, row, self.ranks, isolate_documents=self.run.data.isolate_documents)
+        if self.began_with is not None and (self.objective is not NEXT_TOKEN or self.run.adapter.r is not None):
+            prove_start(self.engine, self.resolved, self.objective, self._with_reference, self.data, self.mesh.place,
+                        self.ranks, own_teacher=self.teacher == self.began_with)  # fmt: skip
+
+    def session(self, step: int = 0, pace: Pace | None = None) -> Session:
+        """The steps of the run. `step`: optimizer steps done before, skipped ones included."""
+        rate = partial(self.run.schedule.factor, max_steps=self.resolved.max_steps)
+        return Session(self.engine, self.ranks, self.resolved.degrees, rate, seed=self.run.train.seed,
+                       objective=self.objective, step=step, pace=pace)  # fmt: skip
+
+    def loader(self, start_index: int = 0, sequences: Sequence[int] | None = None) -> TrainLoader:
+        """This rank's batches. `sequences`: of a step, by data-parallel rank; None: equally many."""
+        batch = self.resolved.batch
+        return TrainLoader(
+            self.data,
+            global_batch=batch.global_batch,
+            micro_batch=batch.micro_batch,
+            accumulation=batch.accumulation,
+            rank=self.mesh.place.data,
+            data_parallel=batch.data_parallel,
+            start_index=start_index,
+            pin_memory=self.ranks.device.type == "cuda",
+            sequences=sequences,
+        )
 
 
 def start_engine(resolved: ResolvedRun, spec: ModelSpec, ranks: Ranks, mesh: Mesh) -> Engine:

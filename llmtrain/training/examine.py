@@ -1,0 +1,107 @@
+"""Checks a run without its device and its other ranks: DeepSpeed's own config models, the model, the data.
+
+Imports torch and transformers, and neither the engine nor anything else that computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from llmtrain.base import units
+from llmtrain.config.deepspeed import deep_check, name_cpu
+from llmtrain.config.objective import wants_column
+from llmtrain.config.rules import starts_from_model
+from llmtrain.config.run import ResolvedRun
+from llmtrain.data.stream.loader import TrainData, check_vocabulary
+from llmtrain.models.run.check import check_model, check_weights
+from llmtrain.models.spec import ModelFacts, ModelSpec
+from llmtrain.models.teacher import check_teacher, teacher_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A run that has passed its checks, with its data open: what `training/setup.py` makes an engine from."""
+
+    resolved: ResolvedRun
+    spec: ModelSpec
+    data: TrainData
+    """With the columns that the objective reads."""
+    references: list[str] | None = None
+    """Hashes of the weights behind the reference's log-probabilities, one per data set; None: no such column."""
+    teachers: list[str] = field(default_factory=list)
+    """Hashes of the weights behind the teacher's columns, one per data set."""
+
+
+def examine(resolved: ResolvedRun) -> Checked:
+    """Check everything that can be known of a run without its device and its other ranks, and add notes to the run.
+
+    `config check` and every rank of `train` call it, so that both refuse the same. `load` imports neither torch nor
+    DeepSpeed, and comes first.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the dict, or the values do not go with the model.
+        ModelError: transformers cannot build the model, or the folder's weights are not whole.
+        DataError: the prepared data cannot be used for this run.
+    """
+    run = resolved.run
+    name_cpu()
+    deep_check(resolved.deepspeed, run.deepspeed)
+    spec, notes = check_model(resolved)
+    data = TrainData(run.data)
+    references = data.take_reference(resolved.precision) if wants_column(run.objective) else None
+    for manifest in data.manifests:
+        check_vocabulary(manifest, spec.facts.vocab_size)
+    if run.objective.teacher is not None:
+        teacher, shared = teacher_model(run.objective, run.model), resolved.degrees.sequence
+        check_teacher(teacher, spec, data.tokenizer_dir, resolved.places, sequence=shared)
+    teachers: list[str] = []
+    if run.objective.top_k is not None:
+        wanted = data.teacher_columns(run.objective, spec.facts.vocab_size, resolved.precision)
+        teachers = data.take_teacher(wanted)
+    if starts_from_model(run):
+        check_weights(spec)
+    notes = (*notes, *_epochs(resolved, data), *_too_large(resolved, spec))
+    resolved = replace(resolved, notes=(*resolved.notes, *notes))
+    return Checked(resolved=resolved, spec=spec, data=data, references=references, teachers=teachers)
+
+
+_MANY_EPOCHS = 1.5
+"""Beyond these the run's start says how often it reads its data: 96 times over 671 tokens looked like any other run."""
+_NO_DEVICE_BYTES = 2 << 40
+"""Limit for weights, gradients and optimizer state on one rank: no accelerator has it, nor a host's share for one."""
+
+
+def _epochs(resolved: ResolvedRun, data: TrainData) -> list[str]:
+    if resolved.max_steps is None:
+        return []
+    told = data.epochs(resolved.max_steps * resolved.batch.global_batch)
+    return [
+        f"{times:.3g} epochs of {folder}, whose training split has {units.count(tokens)} tokens"
+        for folder, times, tokens in told
+        if times >= _MANY_EPOCHS
+    ]
+
+
+def state_bytes(resolved: ResolvedRun, facts: ModelFacts) -> tuple[float, float]:
+    """About how much weights, gradients, masters and moments take: in all, and on one rank. Activations come on top."""
+    mix, degrees = resolved.mix, resolved.degrees
+    wide = 2 if mix.precision != "fp32" else 4
+    moments = (1 if resolved.optim.name == "lion" else 2) * (2 if mix.bf16_moments else 4)
+    optimizer = facts.trained * (moments + (0 if mix.precision == "fp32" else 4))
+    weights, gradients = facts.parameters * wide, facts.trained * wide
+    own = degrees.pipeline * degrees.tensor
+    shards = degrees.world_size // own
+    shared = {"optimizer": 1, "gradients": 2, "weights": 3}
+    parts = {"optimizer": optimizer, "gradients": gradients, "weights": weights}
+    of_a_rank = (held / own / (shards if mix.zero_stage >= shared[kind] else 1) for kind, held in parts.items())
+    return weights + gradients + optimizer, sum(of_a_rank)
+
+
+def _too_large(resolved: ResolvedRun, spec: ModelSpec) -> list[str]:
+    _, of_a_rank = state_bytes(resolved, spec.facts)
+    if of_a_rank < _NO_DEVICE_BYTES:
+        return []
+    return [
+        f"{units.count(spec.facts.parameters)} parameters: {units.size(of_a_rank)} of weights, gradients and optimizer "
+        "state on each rank, which no device holds; correct the model's sizes, or use ZeRO 3 on more ranks"
+    ]
