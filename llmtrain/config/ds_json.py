@@ -147,8 +147,8 @@ def checked(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _renamed(tree: dict[str, Any]) -> dict[str, Any]:
-    """A copy with each key under its first name."""
-    tree = copy.deepcopy(tree)
+    """A copy with each key under its first name, and without those that are null: they ask for DeepSpeed's default."""
+    tree = _without_nulls(tree)
     for dotted, name in ds_keys.ALIASES.items():
         section, _, alias = dotted.partition(".")
         values = tree.get(section)
@@ -157,12 +157,37 @@ def _renamed(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def _without_nulls(tree: dict[str, Any]) -> dict[str, Any]:
+    linted = {key for key, value in tree.items() if isinstance(value, dict) and key != "params"}  # those: by `join`
+    values = {key: _without_nulls(value) if key in linted else value for key, value in tree.items()}
+    return {key: copy.deepcopy(value) for key, value in values.items() if value is not None}
+
+
 def _take_ignored(tree: dict[str, Any], path: str) -> tuple[str, ...]:
     """Remove what DeepSpeed does not read, and say so."""
     ignored = [key for key in tree if key in ds_keys.IGNORED or _is_comment(key)]
     for key in ignored:
         del tree[key]
+    for dotted in ds_keys.REMOVED:
+        section, _, key = dotted.rpartition(".")
+        holder = lookup(tree, section) if section else tree
+        if (
+            isinstance(holder, dict)
+            and key in holder
+            and (_is_off(holder[key]) or holder[key] == ds_keys.WAS_OFF.get(dotted))
+        ):
+            del holder[key]
+            ignored.append(dotted)
     return tuple(f"{path}: {key} has no effect: DeepSpeed does not read it" for key in ignored)
+
+
+def _is_off(value: Any) -> bool:
+    """Return True if a removed section asks for nothing: null, false, empty, or each part of it switched off."""
+    if not isinstance(value, dict):
+        return value is None or value is False
+    if "enabled" in value:
+        return value["enabled"] in (False, None)
+    return all(_is_off(part) for part in value.values())
 
 
 def _is_comment(key: str) -> bool:
@@ -171,6 +196,9 @@ def _is_comment(key: str) -> bool:
 
 def _lint(tree: dict[str, Any], path: str, problems: Problems) -> None:
     """Report unknown keys, removed keys, wrong types, and sections that do not work with llmtrain."""
+    stage = lookup(tree, "zero_optimization.stage")
+    if type(stage) is int and stage not in (0, 1, 2, 3):
+        problems.add("zero_optimization.stage", stage, "ZeRO has the stages 0, 1, 2 and 3", "choose one of them", path)
     _lint_section(tree, ds_keys.KEYS, "", path, problems)
     for dotted, name in ds_keys.ALIASES.items():
         section, _, alias = dotted.partition(".")
@@ -182,14 +210,16 @@ def _lint(tree: dict[str, Any], path: str, problems: Problems) -> None:
         problems.add(
             "bfloat16", tree["bfloat16"], "it is the old name of bf16, which stands there too", "remove it", path
         )
-    stage = lookup(tree, "zero_optimization.stage")
-    if type(stage) is int and stage not in (0, 1, 2, 3):
-        problems.add("zero_optimization.stage", stage, "ZeRO has the stages 0, 1, 2 and 3", "choose one of them", path)
     _refuse(_renamed(tree), path, problems)
-    bucket = lookup(tree, "zero_optimization.allgather_bucket_size")
-    if isinstance(bucket, (int, float)) and not isinstance(bucket, bool) and bucket % 2:
+    key = "zero_optimization.allgather_bucket_size"
+    bucket = lookup(tree, key)
+    if key not in problems and isinstance(bucket, (int, float)) and not isinstance(bucket, bool) and bucket % 2:
         rule = "DeepSpeed takes an even number of elements: its messages begin at multiples of 4 bytes"
-        problems.add("zero_optimization.allgather_bucket_size", bucket, rule, f"write {int(bucket) + 1}", path)
+        problems.add(key, bucket, rule, f"write {int(bucket) + 1}", path)
+    scale, least = (lookup(tree, f"fp16.{name}") for name in ("initial_scale_power", "min_loss_scale"))
+    if type(scale) is type(least) is int and "fp16.initial_scale_power" not in problems and least > 2**scale:
+        rule = f"the loss scale begins at 2^{scale} (fp16.initial_scale_power), which is less"
+        problems.add("fp16.min_loss_scale", least, rule, f"set it to {2**scale} or less; 1 is the default", path)
     for key in ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"):
         device = lookup(tree, key)
         if isinstance(device, str) and device not in ("none", "cpu", "nvme", "auto"):
@@ -281,6 +311,8 @@ def _lint_value(dotted: str, value: Any, known: ds_keys.Key | ds_keys.Section, p
     # bool is an int in Python, and 5e8 a float: the first is a mistake here, the second is not.
     whole = kind == "int" and isinstance(value, float) and value.is_integer()
     if whole or (isinstance(value, types) and not (isinstance(value, bool) and kind != "bool")):
+        if isinstance(known, ds_keys.Key) and dotted not in problems and (outside := known.outside(value)):
+            problems.add(dotted, value, *outside, path)
         return
     remedy = f"write {words}, or remove it for DeepSpeed's default"
     bare = value.rstrip(",") if isinstance(value, str) else ""  # hjson takes `True,` for text up to the line's end

@@ -17,6 +17,11 @@ from llmtrain.config import topology
 STAGES = (0, 1, 2, 3)
 """Stages of ZeRO."""
 
+_MOST = 2**63 - 1
+"""Upper bound of a number whose key has none of its own: counts of elements and bytes are 64-bit integers."""
+_LARGEST_SCALE_POWER = 32
+"""Of 2, in fp16's loss scale: DeepSpeed's default of old. Beyond it, a gradient of 2e-5 is no fp16 number any more."""
+
 
 @dataclass(frozen=True)
 class Why:
@@ -49,6 +54,20 @@ class Key:
     """ZeRO stages at which something reads the key."""
     unread: str = ""
     """Reason why nothing reads the key at any stage, as a note for the user; empty: something does."""
+    least: float = 0
+    """Lower bound of a number."""
+    most: float = _MOST
+    """Upper bound of a number."""
+
+    def outside(self, value: Any) -> tuple[str, str] | None:
+        """Return rule and remedy for a number outside the key's bounds; None: it lies within, or is no number."""
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or self.kind not in ("int", "num") or self.least <= value <= self.most:
+            return None
+        below = "must be 0 or greater" if self.least == 0 else f"must be at least {self.least}"
+        rule = below if self.most == _MOST and not value > _MOST else f"must be from {self.least} to {self.most}"
+        usual = "" if self.default in (None, "auto") else f", or remove it for DeepSpeed's default {self.default}"
+        return rule, f"correct the number{usual}"
 
     def why_not(self, value: Any, stage: int) -> Why | None:
         """Return the reason why this value is refused at a ZeRO stage; None: it is accepted."""
@@ -161,7 +180,7 @@ _OFFLOAD_OPTIMIZER: Section = {
     "pipeline_read": Key("bool", False, unread=_FOR_NVME),
     "pipeline_write": Key("bool", False, unread=_FOR_NVME),
     "fast_init": Key("bool", False, unread=_FOR_NVME),
-    "ratio": Key("num", 1.0, at=dict.fromkeys((0, 1, 2), _IN_PART), stages=(3,)),
+    "ratio": Key("num", 1.0, at=dict.fromkeys((0, 1, 2), _IN_PART), stages=(3,), most=1),
     "super_offload": Key(
         "bool",
         False,
@@ -170,17 +189,17 @@ _OFFLOAD_OPTIMIZER: Section = {
             "remove super_offload; plain CPU offload works",
         ),
     ),
-    "cpuadam_cores_perc": Key("num", 0.8, unread="only SuperOffload reads it, which is not built yet"),
+    "cpuadam_cores_perc": Key("num", 0.8, unread="only SuperOffload reads it, which is not built yet", most=1),
 }
 
 _ZERO_KEYS: Section = {
-    "stage": _proved("int", 0),
+    "stage": _proved("int", 0, most=3),
     "contiguous_gradients": Key("bool", True, stages=(1, 2, 3)),
     "reduce_scatter": Key("bool", True, stages=(1, 2, 3)),
-    "reduce_bucket_size": Key("int", 500_000_000, stages=(1, 2, 3)),
+    "reduce_bucket_size": Key("int", 500_000_000, stages=(1, 2, 3), least=1),
     "use_multi_rank_bucket_allreduce": Key("bool", True, stages=(1, 2)),
     "allgather_partitions": Key("bool", True, unread="DeepSpeed 0.19 does not read it"),
-    "allgather_bucket_size": Key("int", 500_000_000, stages=(1, 2)),
+    "allgather_bucket_size": Key("int", 500_000_000, stages=(1, 2), least=2),
     "overlap_comm": Key("bool", None, stages=(1, 2, 3)),
     "compute_grad_norm": Key(
         "bool",
@@ -295,7 +314,7 @@ _TENSOR_PARALLEL: Section = {
 
 _EXPERT_PARALLEL: Section = {
     "enabled": _proved("bool", False),
-    "autoep_size": _proved("int", 1),
+    "autoep_size": _proved("int", 1, least=1),
     "expert_tensor_parallel_size": Key(
         "int", 1, refused=Why("the ranks share whole experts: within one, no matrix is cut", "remove it")
     ),
@@ -378,9 +397,9 @@ _MONITOR: Section = {
 }
 
 KEYS: Section = {
-    "train_batch_size": _proved("int"),
-    "train_micro_batch_size_per_gpu": _proved("int"),
-    "gradient_accumulation_steps": _proved("int"),
+    "train_batch_size": _proved("int", least=1),
+    "train_micro_batch_size_per_gpu": _proved("int", least=1),
+    "gradient_accumulation_steps": _proved("int", least=1),
     "gradient_clipping": _proved("num", 1.0),
     "optimizer": {
         "type": _proved("str"),
@@ -394,12 +413,12 @@ KEYS: Section = {
     "fp16": {
         "enabled": _proved("bool", False),
         "auto_cast": Key("bool", False, unread="the inputs of a language model are whole numbers, which are not cast"),
-        "loss_scale": _proved("num", 0),
-        "initial_scale_power": _proved("int", 16),
-        "loss_scale_window": _proved("int", 1000),
-        "hysteresis": _proved("int", 2),
+        "loss_scale": _proved("num", 0, most=2**_LARGEST_SCALE_POWER),
+        "initial_scale_power": _proved("int", 16, most=_LARGEST_SCALE_POWER),
+        "loss_scale_window": _proved("int", 1000, least=1),
+        "hysteresis": _proved("int", 2, least=1),
         "consecutive_hysteresis": _proved("bool", False),
-        "min_loss_scale": _proved("num", 1),
+        "min_loss_scale": _proved("int", 1, least=1, most=2**_LARGEST_SCALE_POWER),
         "fp16_master_weights_and_grads": Key(
             "bool",
             False,
@@ -434,7 +453,11 @@ KEYS: Section = {
     },
     "pipeline": {
         "stages": _proved(
-            "int", "auto", same=(1,), at=dict.fromkeys((2, 3), _mix("pipeline.stages", "zero_optimization.stage"))
+            "int",
+            "auto",
+            same=(1,),
+            at=dict.fromkeys((2, 3), _mix("pipeline.stages", "zero_optimization.stage")),
+            least=1,
         ),
         "partition": _proved(
             "any", "best", at=dict.fromkeys((2, 3), _mix("pipeline.stages", "zero_optimization.stage"))
@@ -454,8 +477,8 @@ KEYS: Section = {
     },
     "tensor_parallel": _TENSOR_PARALLEL,
     "expert_parallel": _EXPERT_PARALLEL,
-    "sequence_parallel_size": _proved("int", 1),
-    "data_parallel_size": _proved("int", None),
+    "sequence_parallel_size": _proved("int", 1, least=1),
+    "data_parallel_size": _proved("int", None, least=1),
     "compile": {
         "deepcompile": Key(
             "bool", False, refused=Why("DeepCompile is not built yet", "set model.compile_layers in the YAML instead")
@@ -507,13 +530,15 @@ KEYS: Section = {
         {
             "enabled": ("bool", False),
             "recompute_fwd_factor": ("num", 0.0),
-            "profile_step": ("int", 1),
-            "module_depth": ("int", -1),
-            "top_modules": ("int", 1),
             "detailed": ("bool", True),
             "output_file": ("str", None),
         }
-    ),
+    )
+    | {
+        "profile_step": Key("int", 1, least=1),
+        "module_depth": Key("int", -1, least=-1),
+        "top_modules": Key("int", 1, least=1),
+    },
     "timers": {"throughput": _section({"enabled": ("bool", True), "synchronized": ("bool", True)})},
     "checkpoint": _section(
         {
@@ -567,14 +592,20 @@ KEYS: Section = {
         ),
         **_section(
             {
-                "max_out_tokens": ("int", 512),
-                "inference_tp_size": ("int", 1),
                 "release_inference_cache": ("bool", False),
                 "pin_parameters": ("bool", True),
-                "tp_gather_partition_size": ("int", 8),
                 "enable_cuda_graph": ("bool", False),
             },
             unread=_OFF,
+        ),
+        **_section(
+            {
+                "max_out_tokens": ("int", 512),
+                "inference_tp_size": ("int", 1),
+                "tp_gather_partition_size": ("int", 8),
+            },
+            unread=_OFF,
+            least=1,
         ),
     },
     "weight_quantization": {
@@ -608,7 +639,9 @@ KEYS: Section = {
     "communication_data_type": _proved("str"),
     "seq_parallel_communication_data_type": _proved("str", "fp32"),
     "prescale_gradients": Key("bool", False, at=dict.fromkeys((2, 3), _SCALED_BEFORE), stages=(0, 1)),
-    "gradient_predivide_factor": Key("num", 1.0, at=dict.fromkeys((2, 3), _SCALED_BEFORE), stages=(0, 1)),
+    "gradient_predivide_factor": Key(
+        "num", 1.0, at=dict.fromkeys((2, 3), _SCALED_BEFORE), stages=(0, 1), least=1e-6, most=10**6
+    ),
     "gradient_allreduce_op": Key(
         "str",
         "mean",
@@ -700,6 +733,9 @@ REMOVED: dict[str, str] = {
     "zero_optimization.zeropp_loco_param": "remove it",
 }
 """Keys that DeepSpeed 0.19 removed -> what to do instead."""
+
+WAS_OFF: dict[str, Any] = {"zero_optimization.mics_shard_size": -1}
+"""Removed keys that were off by a value other than null and false -> that value."""
 
 
 def markdown() -> str:

@@ -148,7 +148,7 @@ def _check_optimizer_params(
     shared = [key.rsplit(".", 1)[1] for key in SHARED.values() if key.startswith("optimizer.params.")]
     for name, value in params.items():
         key = f"optimizer.params.{name}"
-        if value == "auto" or name in _NO_EFFECT:
+        if name in _NO_EFFECT or (value in (None, "auto") and name in owners):
             continue
         if name in optimizer.params and name in shared:
             continue  # it is joined already
@@ -190,6 +190,8 @@ _SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {  # deepspeed/runtime/lr_sched
     },
 }
 
+_OF_SCHEDULERS = {"warmup_max_lr", "total_num_steps"}.union(*_SCHEDULER_DEFAULTS.values())
+
 
 def check_scheduler(
     run: RunConfig, tree: dict[str, Any], max_steps: int | None, places: Places, problems: Problems
@@ -197,17 +199,17 @@ def check_scheduler(
     """A `scheduler` section must say what the YAML's `schedule` says. Returns notes.
 
     `run` is joined (optim.lr is known). A section whose parameters are all "auto" agrees with any schedule; once
-    one is concrete, those that are missing count with DeepSpeed's defaults.
+    one is concrete, or there is none, those that are missing count with DeepSpeed's defaults.
     """
     section = tree.get("scheduler")
-    if not isinstance(section, dict):
+    if not isinstance(section, dict) or not any(section.values()):
         return []
     path, kind, params = run.deepspeed, section.get("type"), section.get("params") or {}
     if kind not in _SCHEDULERS:
         remedy = "remove the scheduler section and set `schedule` in the YAML"
         problems.add("scheduler.type", kind, f"llmtrain understands {', '.join(_SCHEDULERS)}", remedy, path)
         return []
-    if all(value == "auto" for value in params.values()):
+    if params and all(value == "auto" and name in _OF_SCHEDULERS for name, value in params.items()):
         return [f"{path}: scheduler {kind} is all auto; the YAML's schedule ({run.schedule.name}) decides"]
     schedule = run.schedule
     if schedule.name != _SCHEDULERS[kind]:

@@ -274,7 +274,7 @@ CASES = [
     # the JSON
     Wrong(
         "a scale below 0",
-        ("fp16.loss_scale = -1", "DeepSpeed says", "must be >= 0", "correct this value"),
+        ("fp16.loss_scale = -1", "must be from 0 to 4294967296", "DeepSpeed's default 0"),
         ds={"fp16": {"enabled": True, "loss_scale": -1}, "bf16": {"enabled": False}},
     ),
     Wrong("no such JSON", ('deepspeed = "zz.json"', "no such file", "llmtrain init DIR"), {"deepspeed": "zz.json"}),
@@ -348,6 +348,46 @@ CASES = [
         "DeepSpeed's compiler",
         ('compile.backend = "inductor"', "no such key", "set model.compile_layers: true"),
         ds={"compile": {"backend": "inductor"}},
+    ),
+    *(
+        Wrong(
+            f"fp16.{name} {value}",
+            (f"fp16.{name} = {shown}", rule, remedy),
+            ds=nested(f"fp16.{name}", value, {"fp16": {"enabled": True}, "bf16": {"enabled": False}}),
+        )
+        for name, value, shown, rule, remedy in (
+            ("initial_scale_power", 2000, "2000", "must be from 0 to 32", "or remove it for DeepSpeed's default 16"),
+            ("initial_scale_power", 1e9, "1000000000", "must be from 0 to 32", "correct the number"),
+            ("loss_scale", 1e30, "1e+30", "must be from 0 to 4294967296", "correct the number"),
+            ("loss_scale_window", 0, "0", "must be at least 1", "DeepSpeed's default 1000"),
+        )
+    ),
+    Wrong(
+        "a loss scale that begins below its minimum",
+        ("fp16.min_loss_scale = 32", "the loss scale begins at 2^4", "set it to 16 or less"),
+        ds={"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 32}, "bf16": {"enabled": False}},
+    ),
+    Wrong(
+        "a degree below 1",
+        ("sequence_parallel_size = -1", "must be at least 1", "DeepSpeed's default 1"),
+        ds={"sequence_parallel_size": -1},
+    ),
+    Wrong(
+        "a scheduler without parameters",  # which one type was refused for, and another taken as all auto
+        ("scheduler.params.warmup_num_steps, scheduler.params.warmup_type: not set", "or remove the scheduler section"),
+        {"schedule": {"name": "constant"}},
+        {"scheduler": {"type": "WarmupLR", "params": {}}},
+    ),
+    *(
+        Wrong(
+            f"a misspelt auto of {section}",
+            (f'{section}.params.{wrong} = "auto"', remedy),
+            ds={section: {"type": kind, "params": {wrong: "auto"}}},
+        )
+        for section, kind, wrong, remedy in (
+            ("optimizer", "AdamW", "weight_decy", "did you mean optimizer.params.weight_decay?"),
+            ("scheduler", "WarmupCosineLR", "warmup_num_step", "did you mean warmup_num_steps?"),
+        )
     ),
     Wrong(
         "removed section", ("amp = {", "DeepSpeed 0.19 has removed it", "bf16 or fp16"), ds={"amp": {"enabled": True}}

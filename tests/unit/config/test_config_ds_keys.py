@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from llmtrain import cli
 from llmtrain.base.errors import ConfigError
 from llmtrain.config import ds_keys
 from llmtrain.config.deepspeed import deep_check
+from llmtrain.config.ds_json import lookup
 from llmtrain.config.load import load
 from tests.helpers.config_workplace import ranks_at_least, write
+from tests.helpers.wrong_configurations import nested
 
 ROOT = Path(__file__).parents[3]
 
@@ -140,6 +143,36 @@ def test_nested_kinds_and_defaults_are_deepspeeds() -> None:
             assert key.default == getattr(default, "value", default), f"{section}.{name}"
 
 
+def _numbers() -> dict[str, ds_keys.Key]:
+    """Every key of a number that is not refused whatever it holds."""
+    return {dotted: key for dotted, key in ds_keys.leaves() if key.kind in ("int", "num") and not key.refused}
+
+
+def test_every_number_has_bounds_as_narrow_as_deepspeeds() -> None:
+    for section, model in _models().items():
+        for name, item in model.model_fields.items():
+            key = _numbers().get(f"{section}.{item.alias or name}")
+            for bound in item.metadata if key else ():
+                least = getattr(bound, "ge", getattr(bound, "gt", None))
+                most = getattr(bound, "le", getattr(bound, "lt", None))
+                assert least is None or key.least > least or (key.least == least and hasattr(bound, "ge")), name
+                assert most is None or key.most < most or (key.most == most and hasattr(bound, "le")), name
+
+
+@pytest.mark.parametrize("dotted", sorted(_numbers()))
+def test_a_number_out_of_bounds_is_refused(
+    dotted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """fp16.initial_scale_power 2000 ended in OverflowError, and a sequence_parallel_size of -1 was taken for 1."""
+    monkeypatch.chdir(tmp_path)
+    key = _numbers()[dotted]
+    for wrong in (key.least - 1, -(10**9), 2**64, 1e300, *([2000] if key.most < 2000 else [])):
+        write(tmp_path, None, nested(dotted, wrong, {}))
+        assert cli.main(["config", "show", "run.yaml", "--world-size=2"]) == 2, wrong
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and f"{dotted} = " in told and "remedy: " in told
+
+
 def _sections() -> dict[str, dict[str, Any]]:
     """Sections that are no pydantic models -> their keys with DeepSpeed's defaults."""
     import dataclasses
@@ -208,12 +241,47 @@ def test_deepspeed_accepts_every_ds_config(path: Path, tmp_path: Path, monkeypat
 def test_what_deepspeed_refuses_is_told_in_its_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path, None, {"zero_optimization": {"stage": 2, "reduce_bucket_size": -1}})
+    write(tmp_path, None, {"data_types": {"keep_in_fp32_modules": 3}})
     monkeypatch.chdir(tmp_path)
     assert cli.main(["config", "check", "run.yaml"]) == 2
-    told = capsys.readouterr().err
-    assert "reduce_bucket_size = -1" in told
-    assert "DeepSpeed says" in told
+    assert 'DeepSpeed refuses it: data_types.keep_in_fp32_modules must be "auto"' in capsys.readouterr().err
+    exact = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    with pytest.raises(ConfigError, match=r"zero_optimization.reduce_bucket_size = -1.*\n.*DeepSpeed says"):
+        deep_check({**exact, "zero_optimization": {"stage": 2, "reduce_bucket_size": -1}}, "ds.json")
+
+
+def _nulls(section: ds_keys.Section) -> dict[str, Any]:
+    return {name: None if isinstance(key, ds_keys.Key) else _nulls(key) for name, key in section.items()}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["sections", "keys"])
+def test_null_is_accepted_for_every_key(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page says so; DeepSpeed itself ends in an AttributeError for two dozen sections that are null."""
+    sections = dict.fromkeys(ds_keys.KEYS) if whole else _nulls(ds_keys.KEYS)
+    removed = {key: None for key in ds_keys.REMOVED if "." not in key}
+    sections.pop("bfloat16")  # the old name of bf16, which stands there
+    write(tmp_path, None, json.dumps({**sections, **removed}))
+    monkeypatch.chdir(tmp_path)
+    deep_check(load(["--config", "run.yaml"], 1).deepspeed, "ds.json")
+
+
+@pytest.mark.parametrize("dotted", sorted(ds_keys.REMOVED))
+def test_a_removed_section_that_is_off_is_accepted(
+    dotted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Public files switch elasticity and curriculum learning off; on, each is refused."""
+    monkeypatch.chdir(tmp_path)
+    parts = {"weight_quantization": {"shared_parameters": {"enabled": False}, "different_groups": {}}}
+    off: list[Any] = [None, False, {}, {"enabled": False, "max_train_batch_size": 2000}, parts]
+    for value in [*off, *([-1] if dotted.endswith("mics_shard_size") else [])]:
+        write(tmp_path, None, nested(dotted, value, {}))
+        resolved = load(["--config", "run.yaml"], 1)
+        assert f"ds.json: {dotted} has no effect: DeepSpeed does not read it" in resolved.notes
+        assert lookup(resolved.deepspeed, dotted) is None
+    for value in (True, {"enabled": True}, {"shared_parameters": {"enabled": True}}, 4):
+        write(tmp_path, None, nested(dotted, value, {}))
+        with pytest.raises(ConfigError, match="has removed it"):
+            load(["--config", "run.yaml"], 1)
 
 
 def test_deep_check_turns_an_assertion_into_a_config_error() -> None:
