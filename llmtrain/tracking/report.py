@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shlex
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.files import replace_file
 from llmtrain.config import strict_yaml
 from llmtrain.optim.optimizers import OPTIMIZERS, norm_of
+from llmtrain.tracking.charts import MARKED_BELOW, Curve, Curves, png, smooth, svg
 from llmtrain.tracking.local import read_rows
 from llmtrain.tracking.metrics import perplexity
-from llmtrain.tracking.page import page, table
-from llmtrain.tracking.plots import MARKED_BELOW, Curve, Curves, draw, smooth
 from llmtrain.tracking.timeline import launches, site_facts, timeline
 
 _EVENTS_SHOWN = 200
@@ -205,32 +205,46 @@ def _history(run: Run) -> list[tuple[str, str]]:
 
 _UPDATE_NORM = "Norm of the update"
 """Chart of `grad_norm` where it is the update's norm (some optimizers under ZeRO): no point is a gradient norm."""
-# Of each chart: its title, its unit, whether its axis begins at 0, and (metric, what its curve is called).
+# Each chart's file name, title, unit, whether its axis begins at 0, and (metric, name of its curve).
 _CHARTS = (
-    ("Loss", "nats/token", False, (("loss", "training"), ("eval/loss", "validation"))),
-    ("Throughput, all devices", "tokens/s", True, (("tokens_per_s", "tokens/s"),)),
-    ("Model FLOPs utilization", "share of the peak", True, (("mfu_causal", "causal"), ("mfu_noncausal", "non-causal"))),
-    ("Peak memory of rank 0", "GiB", True, (("max_memory_gib", "memory"),)),
-    ("Communication within a step", "share", True, (("comm_share", "rank 0"),)),
-    ("Learning rate", "1", True, (("lr", "learning rate"),)),
-    ("Gradient norm", "1", False, (("grad_norm", "norm"),)),
-    (_UPDATE_NORM, "1", False, (("grad_norm", "norm"),)),
-    ("Pairs preferred rightly", "share", True, (("pairs/accuracy", "training"), ("eval/pairs/accuracy", "validation"))),
-    ("Margin", "1", False, (("pairs/margin", "training"), ("eval/pairs/margin", "validation"))),
+    ("loss", "Loss", "nats/token", False, (("loss", "training"), ("eval/loss", "validation"))),
+    ("throughput", "Throughput, all devices", "tokens/s", True, (("tokens_per_s", "tokens/s"),)),
     (
+        "utilization",
+        "Model FLOPs utilization",
+        "share of the peak",
+        True,
+        (("mfu_causal", "causal"), ("mfu_noncausal", "non-causal")),
+    ),
+    ("memory", "Peak memory of rank 0", "GiB", True, (("max_memory_gib", "memory"),)),
+    ("communication", "Communication within a step", "share", True, (("comm_share", "rank 0"),)),
+    ("learning_rate", "Learning rate", "1", True, (("lr", "learning rate"),)),
+    ("gradient_norm", "Gradient norm", "1", False, (("grad_norm", "norm"),)),
+    ("update_norm", _UPDATE_NORM, "1", False, (("grad_norm", "norm"),)),
+    (
+        "accuracy",
+        "Pairs preferred rightly",
+        "share",
+        True,
+        (("pairs/accuracy", "training"), ("eval/pairs/accuracy", "validation")),
+    ),
+    ("margin", "Margin", "1", False, (("pairs/margin", "training"), ("eval/pairs/margin", "validation"))),
+    (
+        "log_probability",
         "Log-probability of answers",
         "nats/answer",
         False,
         (("pairs/chosen_log_prob", "chosen"), ("pairs/rejected_log_prob", "rejected")),
     ),
-    ("Rewards", "1", False, (("pairs/chosen_reward", "chosen"), ("pairs/rejected_reward", "rejected"))),
+    ("rewards", "Rewards", "1", False, (("pairs/chosen_reward", "chosen"), ("pairs/rejected_reward", "rejected"))),
     (
+        "judged",
         "Judged answers on the right side",
         "share",
         True,
         (("unpaired/accuracy", "training"), ("eval/unpaired/accuracy", "validation")),
     ),
-    ("Divergence from the reference", "nats/answer", True, (("unpaired/kl", "z"),)),
+    ("divergence", "Divergence from the reference", "nats/answer", True, (("unpaired/kl", "z"),)),
 )
 _SMOOTHED = ("loss", "tokens_per_s", "grad_norm")
 _POINTS_SHOWN = 1500
@@ -238,10 +252,10 @@ _MOST = 1e300  # a sum of such values is one, too
 
 
 def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
-    """What page.py draws: one chart for each metric that a run has, the curves of all runs in it."""
+    """One chart for each metric that a run has, the curves of all runs in it, as charts.py draws it."""
     all_curves = [curves_of(run) for run in runs]
     charts = []
-    for number, (title, unit, zero, metrics) in enumerate(_CHARTS):
+    for number, (file, title, unit, zero, metrics) in enumerate(_CHARTS):
         series: list[dict[str, Any]] = []
         for index, (run, curves) in enumerate(zip(runs, all_curves, strict=True)):
             if metrics[0][0] == "grad_norm" and (run.settings.get("norm") == "update") != (title == _UPDATE_NORM):
@@ -261,7 +275,7 @@ def charts_of(runs: list[Run]) -> list[dict[str, Any]]:
         levels = _levels(all_curves) if number == 0 else {}
         marks = all_curves[0].resumes if len(runs) == 1 else []
         lines = [{"name": name, "y": y} for name, y in levels.items()]
-        about = {"id": f"chart{number}", "title": title, "unit": unit, "zero": zero}
+        about = {"id": f"chart{number}", "file": file, "title": title, "unit": unit, "zero": zero}
         charts.append({**about, "series": series, "levels": lines, "marks": list(marks)})
     return charts
 
@@ -318,17 +332,17 @@ def _events(run: Run) -> tuple[str, str]:
         said = detail if len(detail) <= 500 else detail[:500] + "…"
         rows.append((_clock(event.get("time_unix_s")), at, str(event.get("kind", "")), said))
     note = f" (the last {_EVENTS_SHOWN} of {len(run.events)})" if len(run.events) > len(shown) else ""
-    return f"Events of {run.name}{note}", table(("Time (UTC)", "Step", "Event", "Details"), rows)
+    return f"Events of {run.name}{note}", _table(("Time (UTC)", "Step", "Event", "Details"), rows)
 
 
 def _side_by_side(runs: list[Run], columns: list[dict[str, str]], *, mark: bool) -> str:
     """A row for each key that a column has, in the order in which they come."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, *(column.get(key, "") for column in columns)) for key in keys]
-    return table(("", *(run.name for run in runs)) if len(runs) > 1 else (), rows, mark=mark)
+    return _table(("", *(run.name for run in runs)) if len(runs) > 1 else (), rows, mark=mark)
 
 
-def page_of(runs: list[Run]) -> str:
+def page_of(runs: list[Run], charts: list[dict[str, Any]]) -> str:
     """The page of one run, or of several side by side."""
     facts = [dict(facts_of(run, curves_of(run))) for run in runs]
     settings = _side_by_side(runs, [run.shown_settings() for run in runs], mark=True)
@@ -337,7 +351,89 @@ def page_of(runs: list[Run]) -> str:
         tables.append(("Sites", sites))
     tables += [_events(run) for run in runs if run.events]
     names = ", ".join(run.name for run in runs)
-    return page(names, "; ".join(dict.fromkeys(_period(run) for run in runs)), tables, charts_of(runs))
+    return _page(names, "; ".join(dict.fromkeys(_period(run) for run in runs)), tables, charts)
+
+
+_CSS = """
+:root { color-scheme: light dark; --ink: #1a202c; --soft: #4a5568; --page: #f5f7fa; --card: #fff; --edge: #e2e8f0;
+  --c0: #2563a8; --c1: #d9622b; --c2: #2f855a; --c3: #8b3fa8; --c4: #b7791f; --c5: #c53030; --c6: #0f8a8a; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e2e8f0; --soft: #a0aec0; --page: #12161d; --card: #1b212b; --edge: #343d4b;
+    --c0: #63a4ea; --c1: #f0935f; --c2: #5fc48f; --c3: #c58be0; --c4: #e0b04f; --c5: #f28b8b; --c6: #52c5c5; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0; }
+main { max-width: 62rem; margin: 0 auto; padding: 2rem 1.5rem 4rem; }
+h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2.5rem 0 .75rem; }
+.sub { color: var(--soft); margin: .25rem 0 1.5rem; }
+figure, .wide { background: var(--card); border: 1px solid var(--edge); border-radius: 8px; margin: 1rem 0 0; }
+figure { padding: .8rem 1rem; position: relative; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-family: system-ui, sans-serif !important; }
+.cross { position: absolute; top: 0; bottom: 0; border-left: 1px solid var(--soft); pointer-events: none; }
+.tip { position: absolute; pointer-events: none; background: var(--page); border: 1px solid var(--edge);
+  border-radius: 6px; padding: .3rem .6rem; font-size: .8rem; font-variant-numeric: tabular-nums; white-space: pre; }
+table { border-collapse: collapse; width: 100%; font-size: .87rem; }
+th, td { text-align: left; vertical-align: top; padding: .35rem .7rem; border-bottom: 1px solid var(--edge); }
+tr:last-child td { border-bottom: 0; }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+td:first-child { color: var(--soft); min-width: 11rem; }
+.differs td { font-weight: 600; }
+.wide { overflow-x: auto; }
+summary { cursor: pointer; margin-top: 1rem; }
+"""
+
+_JS = """
+const num = v => v !== 0 && (Math.abs(v) >= 1e5 || Math.abs(v) < 1e-3) ? v.toExponential(2) : String(+v.toPrecision(5));
+for (const chart of JSON.parse(document.getElementById('data').textContent)) {
+  const figure = document.getElementById(chart.id), svg = figure.querySelector('svg');
+  const make = name => { const e = document.createElement('div'); e.className = name; e.hidden = true;
+    figure.append(e); return e; };
+  const tip = make('tip'), cross = make('cross'), [x0, x1] = chart.axes.x, [left, right] = chart.axes.box;
+  svg.addEventListener('pointerleave', () => { tip.hidden = cross.hidden = true; });
+  svg.addEventListener('pointermove', event => { const box = svg.getBoundingClientRect();
+    const x = x0 + ((event.clientX - box.left) / box.width - left) / (right - left) * (x1 - x0);
+    const near = s => s.x.reduce((best, v, i) => Math.abs(v - x) < Math.abs(s.x[best] - x) ? i : best, 0);
+    const at = chart.series[0].x[near(chart.series[0])];
+    tip.textContent = `step ${at.toLocaleString('en')}\\n` + chart.series.map(s => [s, near(s)])
+      .map(([s, i]) => `${s.name} ${num(s.y[i])} ${chart.unit}${s.x[i] === at ? '' : ` (step ${s.x[i]})`}`).join('\\n');
+    const start = box.left - figure.getBoundingClientRect().left;
+    cross.style.left = `${start + box.width * (left + (at - x0) / (x1 - x0) * (right - left))}px`;
+    tip.hidden = cross.hidden = false;
+    const pointer = event.clientX - figure.getBoundingClientRect().left;
+    tip.style.left = `${Math.min(pointer + 16, figure.clientWidth - tip.offsetWidth - 8)}px`;
+    tip.style.top = '3rem'; });
+}
+"""
+
+
+def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, mark: bool = False) -> str:
+    """An HTML table of plain text. `mark`: rows whose columns after the first differ stand out."""
+    lines = []
+    for row in rows:
+        differs = ' class="differs"' if mark and len(set(row[1:])) > 1 else ""
+        lines.append(f"<tr{differs}>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>")
+    top = "".join(f"<th>{html.escape(text)}</th>" for text in head)
+    above = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
+    return f'<div class="wide"><table>{above}<tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _page(title: str, subtitle: str, tables: Sequence[tuple[str, str]], charts: Sequence[dict[str, Any]]) -> str:
+    """The whole page. `tables`: headings and what `table` made; the first stands above the curves, the others below."""
+    figures, told = "", []
+    for chart in charts:
+        drawing, axes = svg(chart)
+        figures += f'<figure id="{chart["id"]}">{drawing}</figure>'
+        told.append({**chart, "axes": axes})
+    first, *others = [f"<h2>{html.escape(heading)}</h2>{body}" for heading, body in tables]
+    data = json.dumps(told, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)} · llmtrain report</title><style>{_CSS}</style></head><body><main>"
+        f'<h1>{html.escape(title)}</h1><p class="sub">{html.escape(subtitle)}</p>{first}<h2>Curves</h2>{figures}'
+        f'{"".join(others)}<script id="data" type="application/json">{data}</script><script>{_JS}</script>'
+        "</main></body></html>\n"
+    )
 
 
 def write_report(run_dirs: list[Path], out: Path) -> list[Path]:
@@ -348,14 +444,14 @@ def write_report(run_dirs: list[Path], out: Path) -> list[Path]:
     runs = [load(run_dir) for run_dir in run_dirs]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run_dir)) for run, run_dir in zip(runs, run_dirs, strict=True)]
-    norm = "update" if runs[0].settings.get("norm") == "update" else "gradient"
-    pictures = draw(curves_of(runs[0]), norm=norm) if len(runs) == 1 else {}
-    text = page_of(runs)
+    charts = charts_of(runs)
+    pictures = {chart["file"]: png(chart) for chart in charts} if len(runs) == 1 else {}
+    text = page_of(runs, charts)
     try:
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / "index.html", text.encode(errors="replace"))
-        for name, png in pictures.items():
-            replace_file(out / f"{name}.png", png)
+        for name, picture in pictures.items():
+            replace_file(out / f"{name}.png", picture)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror}). Give another folder with --out.") from None
     return [out / "index.html", *(out / f"{name}.png" for name in pictures)]

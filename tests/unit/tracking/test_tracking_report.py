@@ -13,8 +13,8 @@ import pytest
 
 from llmtrain.base.errors import UserError
 from llmtrain.commands.report import main
+from llmtrain.tracking.charts import smooth
 from llmtrain.tracking.local import JsonLines
-from llmtrain.tracking.plots import smooth
 from llmtrain.tracking.report import charts_of, curves_of, facts_of, load
 from tests.helpers.pages import Page
 
@@ -99,8 +99,9 @@ def test_report_of_a_run(tmp_path, capsys):
     run_dir = make_run(tmp_path / "my <run>")
     assert main([str(run_dir)]) == 0
     out = run_dir / "report"
-    names = ["index.html", "loss.png", "throughput.png", "memory.png", "learning_rate.png"]
-    assert capsys.readouterr().out.split("\n")[:5] == [str(out / name) for name in names]
+    charts = ("loss", "throughput", "utilization", "memory", "learning_rate", "update_norm")
+    names = ["index.html", *(f"{chart}.png" for chart in charts)]
+    assert capsys.readouterr().out.split("\n")[:-1] == [str(out / name) for name in names]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
     for name in names[1:]:
         width, height = png_size((out / name).read_bytes())

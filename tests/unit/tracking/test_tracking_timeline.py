@@ -53,9 +53,9 @@ def test_the_report_draws_sites_and_says_what_they_cost(tmp_path: Path) -> None:
         for record in records:
             lines.write(record)
         lines.close()
-    assert "<h2>Sites</h2>" not in page_of([load(tmp_path)])  # not the folder of a site
+    assert "<h2>Sites</h2>" not in page_of([load(tmp_path)], [])  # not the folder of a site
     (tmp_path / "config.yaml").write_text(json.dumps({"sites": {"name": "<a>"}}))
-    text = page_of([load(tmp_path)])
+    text = page_of([load(tmp_path)], [])
     assert "<h2>Sites</h2>" in text and "&lt;a&gt;: away, " in text and "<a>" not in text
     # Itself, the site that the events call a, and b.
     assert text.count('text-anchor="end">') == 3

@@ -1,0 +1,173 @@
+"""The charts of a report, each drawn once by matplotlib: as SVG for the page, and as PNG.
+
+matplotlib loads on the first call, with a backend that needs no display.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.tracking.metrics import loss_unit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MARKED_BELOW = 10
+"""Points of a curve that is too short for an average: each gets a mark."""
+COLORS = ("#2563a8", "#d9622b", "#2f855a", "#8b3fa8", "#b7791f", "#c53030", "#0f8a8a")
+"""Colors of curves; the page has others of the same numbers for dark screens."""
+_INK, _SOFT, _EDGE = "#1a202c", "#4a5568", "#e2e8f0"
+_VARIABLES = {color: f"var(--c{index})" for index, color in enumerate(COLORS)} | {
+    _INK: "var(--ink)",
+    _SOFT: "var(--soft)",
+    _EDGE: "var(--edge)",
+}
+_WIDTH, _LEFT, _RIGHT = 8.6, 0.085, 0.975
+_STYLE: Any = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _EDGE,
+    "axes.edgecolor": _SOFT,
+    "axes.labelcolor": _SOFT,
+    "axes.titlecolor": _INK,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.formatter.useoffset": False,
+    "text.color": _SOFT,
+    "xtick.color": _SOFT,
+    "ytick.color": _SOFT,
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Finite values of one metric over steps, in order."""
+
+    steps: Sequence[float] = ()
+    values: Sequence[float] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """A run's curves by metric name, its resume points (steps) and its baselines (name -> nats/token)."""
+
+    by_name: dict[str, Curve]
+    resumes: Sequence[float] = ()
+    baselines: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> str:
+        """Unit of the loss."""
+        return loss_unit(self.by_name)
+
+    def __getitem__(self, name: str) -> Curve:
+        return self.by_name.get(name, Curve())
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean over a centred window of about a fiftieth of the curve (at least 5 points).
+
+    Centred, because a running average lags behind a loss that falls fast. Within half a window of an end there is no
+    centred one: there stands the straight line through the last whole window (as Savitzky and Golay's filter does it),
+    so that the curve does not end on the raw last value.
+    """
+    reach = max(2, len(values) // 100)
+    width = 2 * reach + 1
+    if len(values) < width:
+        return list(values)
+    sums = [0.0, *accumulate(values)]
+    means = [(sums[start + width] - sums[start]) / width for start in range(len(values) - width + 1)]
+    squares = reach * (reach + 1) * width / 3  # of the distances from the middle
+
+    def line(window: Sequence[float], mean: float, distances: range) -> list[float]:
+        slope = sum((index - reach) * value for index, value in enumerate(window)) / squares
+        return [mean + slope * distance for distance in distances]
+
+    head = line(values[:width], means[0], range(-reach, 0))
+    return [*head, *means, *line(values[-width:], means[-1], range(1, reach + 1))]
+
+
+def svg(chart: dict[str, Any]) -> tuple[str, dict[str, list[float]]]:
+    """A chart (`report.charts_of`) as an SVG element in the page's colors, and the place of its axes.
+
+    The place is `x`, the steps at the left and the right end, and `box`, the shares of the width at which these are.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart["id"]}):
+        figure = _figure(chart)
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+        ends = [float(end) for end in figure.axes[0].get_xlim()]
+    text = buffer.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, variable)
+    return text, {"x": ends, "box": [_LEFT, _RIGHT]}
+
+
+def png(chart: dict[str, Any]) -> bytes:
+    """A chart (`report.charts_of`) as a PNG file of 1,290 pixels width."""
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        buffer = io.BytesIO()
+        _figure(chart).savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
+def _figure(chart: dict[str, Any]) -> Figure:
+    from matplotlib.figure import Figure  # not pyplot: it keeps global state and may pick a backend with windows
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    named = [series for series in chart["series"] if not series.get("faint")]
+    columns = 1 if max((len(series["name"]) for series in named), default=0) > 40 else 3
+    legend = 0.2 * -(-len(named) // columns)  # inches
+    height = 3.4 + legend
+    figure = Figure(figsize=(_WIDTH, height))
+    bottom = (0.5 + legend) / height
+    axes = figure.add_axes((_LEFT, bottom, _RIGHT - _LEFT, 1 - bottom - 0.35 / height))
+    axes.set_title(f"{chart['title']} [{chart['unit']}]".replace("$", r"\$"))
+    for series in chart["series"]:
+        faint = series.get("faint")
+        axes.plot(
+            series["x"],
+            series["y"],
+            color=COLORS[series["color"] % len(COLORS)],
+            linewidth=0.8 if faint else 1.8,
+            alpha=0.35 if faint else 1.0,
+            linestyle="--" if series["dash"] else "-",
+            marker="o" if series.get("dots") else None,
+            markersize=4,
+            label="_" if faint else series["name"].replace("$", r"\$"),
+        )
+    for step in chart["marks"]:
+        axes.axvline(step, color=_SOFT, linestyle=":", linewidth=1.0, zorder=1)
+    for level in chart["levels"]:
+        axes.axhline(level["y"], color=COLORS[2], linestyle="--", linewidth=1.0)
+        # At the right end, where the curves lie below the baselines that they are meant to beat.
+        place: Any = {"xycoords": ("axes fraction", "data"), "xytext": (-4, 3), "textcoords": "offset points"}
+        axes.annotate(f"{level['name']} {level['y']:.3f}", xy=(1.0, level["y"]), ha="right", color=COLORS[2], **place)
+    if chart["zero"] and axes.dataLim.y0 >= 0:
+        axes.set_ylim(bottom=0.0, top=1.08 * axes.dataLim.y1 or 1.0)
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.tick_params(length=0)
+    figure.legend(loc="lower left", bbox_to_anchor=(_LEFT - 0.01, 0.0), ncols=columns, borderaxespad=0.1)
+    return figure
