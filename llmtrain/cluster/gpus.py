@@ -88,7 +88,7 @@ def read_report(text: str) -> dict[str, dict[str, Any]]:
     """
     gpus: dict[str, dict[str, Any]] = {}
     own: dict[str, Any]
-    open_: list[tuple[int, dict[str, Any]]] = []  # sections around this line, with their indents
+    open_: list[tuple[int, dict[str, Any]]] = []  # the sections that enclose this line, with their indents
     for line in text.splitlines():
         if line.startswith("GPU "):
             gpus[line[4:].strip()] = own = {}
@@ -194,7 +194,7 @@ class KernelLog:
         self._lines: list[str] | None = None
         try:
             self._lines = _kernel_log(seconds)
-        except OSError:  # for root only, on many machines; the groups adm and systemd-journal may read the journal
+        except OSError:  # root only on many machines; the groups adm and systemd-journal may read the journal
             words = ("journalctl", "-k", "-q", "--no-pager", "-o", "cat", f"--since=-{seconds:.0f}s")
             self._journal = Command(words, within_s)
 

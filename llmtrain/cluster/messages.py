@@ -42,7 +42,7 @@ def emit(kind: str, **fields: Any) -> None:
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), line.encode())
-    except (OSError, ValueError):  # the supervisor is gone, or standard output is no file: nobody to tell
+    except (OSError, ValueError):  # the supervisor is gone, or standard output is no file
         return
 
 

@@ -20,8 +20,7 @@ from llmtrain.data.stream.reference import weights_hash
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.control import AgreedError, StopRequests, together
 from llmtrain.engine.dist.device import use_deterministic_kernels
-from llmtrain.engine.dist.rendezvous import leave_all
-from llmtrain.engine.dist.watch import describe, introduce
+from llmtrain.engine.dist.rendezvous import describe, introduce, leave_all
 from llmtrain.engine.garbage import collected_by_hand
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.tracker import Status, Tracker

@@ -12,8 +12,8 @@ from llmtrain.cluster.hosts.ssh import on_hosts
 
 LIMIT_S = 600.0
 
-# Removes what a dead build left, then builds. A build that is going on has a young lock: DeepSpeed waits for it. Hosts
-# that share the folder build one after the other: all but the first find the op there.
+# Removes locks of dead builds, then builds. A live build has a young lock, for which DeepSpeed waits. Hosts that share
+# the folder build one after the other: all but the first find the op there.
 _PROGRAM = """
 import fcntl, json, os, sys, time
 ask = json.loads(sys.argv[1])
@@ -42,7 +42,7 @@ def build(survey: Survey, ssh_port: int | None = None) -> tuple[list[str], list[
                 wanted[host] = (missing, ops["locks"])
     lines: list[str] = []
     findings: list[Finding] = []
-    # Hosts that want the same share one call of on_hosts, which bounds how many are asked at a time.
+    # Hosts with equal needs share one call of on_hosts, which bounds the number of hosts at a time.
     alike: dict[str, list[str]] = {}
     for host, (missing, locks) in wanted.items():
         text = json.dumps({"ops": missing, "locks": sorted(locks), "stale_s": STALE_S, "lock": BUILD_LOCK})

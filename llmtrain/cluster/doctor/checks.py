@@ -260,7 +260,7 @@ def _limits(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Findi
     wanted = [("nofile", "open files", files, "-n")]
     if limits["infiniband"]:
         wanted.append(("memlock", "bytes of locked memory", 1 << 40, "-l"))
-    if not limits["root"]:  # the kernel does not hold root to it
+    if not limits["root"]:  # root is exempt
         wanted.append(("nproc", "processes and threads", 512 * host.slots, "-u"))
     for name, words, least, flag in wanted:
         has = limits[name]

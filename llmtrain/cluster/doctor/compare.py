@@ -11,7 +11,7 @@ from llmtrain.cluster.doctor.checks import Finding, Level, Survey
 from llmtrain.cluster.hosts.environment import GLOO, NCCL, named_interfaces
 from llmtrain.cluster.hosts.hostfile import Host
 
-# These name a device of one host, or its own folders: that they differ is right.
+# Variables that may differ between hosts: they name a device or a folder of one host.
 _OWN = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "TORCH_EXTENSIONS_DIR", "CUDA_VISIBLE_DEVICES", "HF_HOME")
 _OWN_ENDS = ("_SOCKET_IFNAME", "_CACHE", "_DIR")
 
@@ -85,7 +85,7 @@ def _code(survey: Survey) -> Iterator[Finding]:
     _, different = odd_ones({host: facts["sum"] for host, facts in code.items()})
     for host in different:
         if host in odd:
-            continue  # said already
+            continue  # its commit is reported above
         what = "the files of llmtrain are not those of the others" + (
             f" ({code[host]['changed']} changed since the commit)" if code[host]["changed"] else ""
         )
@@ -112,7 +112,7 @@ def _folders(survey: Survey) -> Iterator[Finding]:
     looked = _look(survey, "folders")
     for folder in survey.folders:
         facts = {host: found[folder.path] for host, found in looked.items() if folder.path in found}
-        # The hosts with all of it are held against each other; what the others lack is said of them already.
+        # Only hosts with all files are compared; missing files are reported below.
         whole = {host: tuple(found["marks"]) for host, found in facts.items() if not found["lacks"]}
         common, odd = odd_ones(whole)
         what = f"{folder.key}: {folder.path}"
@@ -207,7 +207,7 @@ def _names(survey: Survey) -> Iterator[Finding]:
         for target, address in names["addresses"].items():
             if address is None or not own.get(target):
                 continue
-            # That a host has its own name on loopback, as Debian writes it, is a matter of the interfaces.
+            # A host's own name on loopback, as Debian writes it, is right here; `_interfaces` looks at it.
             right = viewer == target if _is_loopback(address) else address in own[target]
             if right:
                 continue

@@ -117,7 +117,7 @@ def measure_pairs(
 ) -> list[Pair]:
     """Measure the rounds with all their hosts at once: about a second a round, bounded if a host does not take part."""
     names = list(dict.fromkeys(name for each in plan for pair in each for name in pair))
-    base = random.randint(30001, 31990)  # below are those that launches choose: one may be about to start beside us
+    base = random.randint(30001, 31990)  # above the ports that launches choose: one may be about to start
     limit_s = _START_S + len(plan) * (_PAIR_S + 8 * window_s)
     questions = {
         "token": secrets.token_hex(16),
@@ -134,7 +134,7 @@ def measure_pairs(
         text = program(Path(tcp_rates.__file__), {**questions, "host": name, "pairs": own})
         return ask_python(name, text, timeout_s=limit_s + 10.0, port=ssh_port)
 
-    # Every host must be there at once: they wait for each other.
+    # All hosts at once: they wait for each other.
     answers = in_parallel(names, one, fan_out=len(names))
     found = []
     for first, second in (pair for each in plan for pair in each):
@@ -163,7 +163,7 @@ def better(first: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
             found.append(other if pair.error else pair)
             continue
         rate = max((pair, other), key=lambda each: each.rate)
-        # Of the two shares that both directions had at once, the mean: either may have been a busy moment.
+        # The mean of the two duplex fractions: either may be of a busy moment.
         scale = (pair.duplex + other.duplex) / 2 / max(1e-9, rate.duplex)
         found.append(
             Pair(
@@ -270,7 +270,7 @@ def _odd(pairs: Sequence[Pair]) -> Iterator[Finding]:
         by_host.setdefault(pair.first, []).append(pair)
         by_host.setdefault(pair.second, []).append(pair)
     if len(by_host) < 3:
-        return  # nothing to hold a single pair against
+        return  # a single pair has nothing to be compared with
     best = {host: max(pair.rate for pair in own) for host, own in by_host.items()}
     trip = {host: min(pair.trip_s for pair in own) for host, own in by_host.items()}
     duplex = {host: max(pair.duplex for pair in own) for host, own in by_host.items()}

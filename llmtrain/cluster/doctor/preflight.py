@@ -229,7 +229,7 @@ def explained(findings: Iterable[Finding]) -> list[Text]:
     """Two lines for each finding; hosts with the same finding share them."""
     alike: dict[tuple[str, str, str, str], list[str]] = {}
     for each in findings:
-        # The fix names its host: with the name taken out, equal fixes are equal.
+        # A fix names its host: without the name, equal fixes compare equal.
         key = (each.level, each.check, _without(each.host, each.what), _without(each.host, each.fix))
         alike.setdefault(key, []).append(each.host)
     lines = []

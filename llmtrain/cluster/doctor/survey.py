@@ -29,7 +29,7 @@ VARIABLES = (*PREFIXES, "LD_LIBRARY_PATH", "LD_PRELOAD")
 PACKAGE = Path(__file__).resolve().parents[2]
 NO_PYTHON = 127
 
-# The interpreter of the launch, or any other that can say what else is wrong there.
+# The interpreter of the launch, or any other that can report what else is wrong there.
 _START = (
     'if [ -x "$1" ]; then exec "$1" -; fi; for each in python3 python; do command -v $each >/dev/null && exec $each -; '
     f"done; exit {NO_PYTHON}"
@@ -49,7 +49,7 @@ def in_parallel(hosts: Sequence[str], work: Callable[[str], Any], fan_out: int =
 def program(module: Path, questions: Mapping[str, Any], *before: Path) -> str:
     """The text of a program for `python -`: files that need only the standard library, and a call of `module`'s
     main."""
-    # A json.py or random.py in the home folder, where ssh starts it, is nobody's business.
+    # ssh starts it in the home folder, where a json.py or random.py would be imported in place of the library's.
     head = 'import sys\nif sys.path[:1] == [""]:\n    del sys.path[0]\n'
     future = "from __future__ import annotations\n"
     text = head + "\n".join(each.read_text().replace(future, "", 1) for each in (*before, module))
@@ -143,7 +143,7 @@ def _facts(survey: Survey, questions: Mapping[str, Any], timeout_s: float, ssh_p
         found = read_marked(answer.stdout, probe.MARK)
         if found is not None:
             facts[name] = found
-            # It answered between our two looks at our clock.
+            # The host read its clock between our two readings of ours.
             skew_s[name] = (found["ended"] - ended, found["began"] - began)
         elif answer.code == NO_PYTHON:
             failures[name] = f"no Python at {survey.python}, and no python3 on PATH"

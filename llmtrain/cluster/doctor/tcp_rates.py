@@ -79,7 +79,7 @@ class Host:
                 while link.recv(CHUNK):  # until the peer has read that and closes
                     pass
             elif head["kind"] == "down":
-                link.recv(1)  # the peer's word to begin
+                link.recv(1)  # the peer's signal to begin
                 send(link, head["window_s"])
 
     def hold(self, link: socket.socket, peer: str) -> None:

@@ -27,8 +27,8 @@ from llmtrain.cluster.hosts.ssh import on_hosts
 SECRETS_VARIABLE = "LLMTRAIN_SECRETS"
 """Names the file that `load_secrets` reads; set by the launcher."""
 
-# What decides how a rank computes, logs and talks. MLFLOW, PYTHON, MV2, UCX and NCCL (on CUDA) are the prefixes that
-# DeepSpeed hands on by itself, unescaped: here they are all taken, and the file of `deepspeed_env` comes after those.
+# Variables that decide how a rank computes, logs and communicates. DeepSpeed itself passes on MLFLOW, PYTHON, MV2, UCX
+# and NCCL (on CUDA), unescaped: here they are all taken, and the file of `deepspeed_env` comes after those.
 PREFIXES = (
     *("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "WANDB_", "HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_"),
     *("TOKENIZERS_", "GLOO_", "FI_", "TORCH_", "PYTORCH_", "TP_", "CUDA_", "TRITON_", "CUBLAS_"),
@@ -36,7 +36,7 @@ PREFIXES = (
 )
 _PROXIES = tuple(f"{what}_proxy" for what in ("http", "https", "no", "all"))
 _NAMES = frozenset((*_PROXIES, *(name.upper() for name in _PROXIES)))
-# Of this host or this process only.
+# Valid on this host or in this process only.
 _STAY = frozenset(("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "WANDB_SERVICE", SECRETS_VARIABLE))
 # Read before `load_secrets` can set them: by Python itself and by the dynamic linker.
 _EARLY = ("PYTHON", "LD_", "PATH")
@@ -98,7 +98,7 @@ def deepspeed_env(variables: Mapping[str, str]) -> str:
     for name, value in variables.items():
         assert NAME.fullmatch(name) and not _unfit(value), name
         if name == "PYTHONPATH":
-            value = f"{os.getcwd()}:{value}"  # what DeepSpeed does with the one that it finds itself
+            value = f"{os.getcwd()}:{value}"  # as DeepSpeed does with the one that it finds itself
         escaped = re.sub(r'([\\"$`])', r"\\\1", value).replace("%", "%%")
         if value != value.strip():
             # DeepSpeed's quotes close and open around ours, so that its strip() meets no blank.
@@ -211,7 +211,7 @@ MAX_BYTES = 1 << 20
 DEEPSPEED_ENV = ".deepspeed_env"
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# What the launcher decides for each rank or host, and what a shell does not let anyone set.
+# Set by the launcher for each rank or host, or read-only in a shell.
 _NOT_TO_SET = {
     **dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"), "the launcher"),
     **dict.fromkeys(("CUDA_VISIBLE_DEVICES",), "the launcher, from the hostfile and --include,"),

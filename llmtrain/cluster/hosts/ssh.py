@@ -215,7 +215,7 @@ class _Talk:
                         if file in ready and not self._read(file, kept):
                             waiting.unregister(file)
                     if gone in ready:
-                        # What it wrote last may still lie in the pipes.
+                        # Its last output may still lie in the pipes.
                         self._read(process.stdout.fileno(), self.out, to_end=True)
                         self._read(process.stderr.fileno(), self.err, to_end=True)
                         process.wait()

@@ -63,8 +63,8 @@ class Launch:
                 if outcome.kind == "fault" and not (attempt.ranks and attempt.fault):
                     say(f"error: {outcome.text}")  # else the watch has printed it
                 if not decision.restart:
-                    told = (attempt.end or {}).get("status") in ("refused", "stopped")  # by rank 0
-                    return self._close(decision.code, "" if told else decision.text)
+                    printed = (attempt.end or {}).get("status") in ("refused", "stopped")  # by rank 0
+                    return self._close(decision.code, "" if printed else decision.text)
                 problem = self._prepare_restart(attempt, outcome.signature, decision.wait_s)
                 if self._signals:
                     return self._close(_code_of(self._signals[0]), "asked to stop before the restart")
@@ -131,7 +131,7 @@ class Launch:
         again = "; Ctrl-C again ends it at once" if attempt.asked == signal.SIGINT else ""
         say(
             f"launch: {ranks} rank{' is' if ranks == 1 else 's are'} asked to save and leave{again}"
-        )  # first: a host may take long to answer
+        )  # before asking: a host may take long to answer
         self._launcher.ask_to_leave(plan, job, attempt.ranks, attempt.asked)
         return False
 

@@ -35,15 +35,15 @@ class Guardian:
             (sys.executable, "-m", "llmtrain.cluster.launch.guardian", str(output)),
             stdin=subprocess.PIPE,
             pass_fds=(output,),
-            start_new_session=True,  # what is sent to launch's whole group does not reach it
+            start_new_session=True,  # a signal to launch's process group does not reach it
         )
-        self._tell(hosts=list(hosts), mark=mark, folder=folder, secret=secret)
+        self._send(hosts=list(hosts), mark=mark, folder=folder, secret=secret)
 
     def __enter__(self) -> Guardian:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell(ended=True)
+        self._send(ended=True)
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -51,11 +51,11 @@ class Guardian:
 
     def met(self, ranks: Sequence[dict[str, Any]]) -> None:
         """Pass on the ranks of the message `place`."""
-        self._tell(ranks=[{"pid": each["pid"], "rank": each["rank"]} for each in ranks])
+        self._send(ranks=[{"pid": each["pid"], "rank": each["rank"]} for each in ranks])
 
-    def _tell(self, **facts: Any) -> None:
+    def _send(self, **facts: Any) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it was killed itself
+        with contextlib.suppress(OSError):  # the guardian was killed
             self._process.stdin.write(json.dumps(facts).encode() + b"\n")
             self._process.stdin.flush()
 

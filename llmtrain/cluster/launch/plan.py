@@ -97,7 +97,7 @@ def make_plan(options: Options, hosts: Sequence[Host], mark: str, words: Sequenc
     ours = {messages.SUPERVISED: "1", messages.LAUNCH: mark}
     ours |= {messages.VERBOSE: "1"} if options.verbose else {}
     ours |= {messages.TERMINAL: "1"} if on_terminal() else {}
-    if "WANDB_RUN_ID" not in os.environ:  # a restart before the first checkpoint goes on in the same run, too
+    if "WANDB_RUN_ID" not in os.environ:  # so that a restart before the first checkpoint continues the same run
         given = {"WANDB_RUN_ID": mark, **given}
     travel = travelling(os.environ, {**given, **ours})
     return Plan(hosts=tuple(hosts), words=tuple(words or options.words), travel=travel, verbose=options.verbose)
@@ -146,9 +146,9 @@ def command(plan: Plan, folder: Path | str, address: str, port: int | str) -> li
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", f"{folder}/hosts", "--no_ssh_check"),
         *(("--include", only) if only else ()),
-        # Of a fault launch tells itself, and errors of the launcher's are no more than "exits with return code".
+        # Launch reports faults itself; the launcher's own errors say no more than "exits with return code".
         *(() if plan.verbose else ("--log_level", "critical")),
-        # Without this a single host is taken for the machine at hand, whatever its name is.
+        # Without this DeepSpeed takes a single host for this machine, whatever its name is.
         *(() if plan.alone or len(plan.hosts) > 1 else ("--force_multi",)),
         *("--master_addr", "127.0.0.1" if plan.alone else address, "--master_port", str(port)),
         *(*_STARTS, *TRAIN),
@@ -178,7 +178,7 @@ def address_of_first(hosts: Sequence[Host]) -> str:
     """
     first = _resolve(hosts[0].name)
     if first.startswith("127.") and len(hosts) > 1:
-        # Debian's /etc/hosts gives a host's own name 127.0.1.1: what the others see is the address facing them.
+        # Debian's /etc/hosts gives a host's own name 127.0.1.1: the other hosts see the address that faces them.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((_resolve(hosts[1].name), 9))

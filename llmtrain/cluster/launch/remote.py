@@ -15,7 +15,7 @@ from llmtrain.cluster.hosts.ssh import Answer, on_hosts
 
 _REACH_S = 15.0
 
-# A rank is known by its id, its number and the mark together: an id that was given anew is never hit.
+# A rank is identified by its id, its number and the mark together: a reused id is never hit.
 _SIGNAL = r"""
 while read -r pid rank; do
   e="/proc/$pid/environ"
@@ -24,8 +24,8 @@ done
 true
 """
 
-# The watch goes first: it would take the end of its ranks for a fault. Its folder has the mark in its name, and goes
-# when no process of the launch is left that could use it: nobody else's folder is looked at.
+# The agent first: it would take the end of its ranks for a fault. Its folder, with the mark in its name, is removed when
+# no process of the launch is left to use it.
 _END = r"""
 of_job() { grep -lzxF "LLMTRAIN_LAUNCH=$mark" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
 mark=$1 tries=$2

@@ -35,7 +35,7 @@ def expand(nodelist: str) -> list[str]:
         word = [""]
         while True:  # the pieces of one word, each some text and perhaps a bracket
             piece = _PIECE.match(nodelist, at)
-            assert piece is not None  # it matches nothing at all, too
+            assert piece is not None  # the pattern matches the empty string, too
             at = piece.end()
             ends = _numbers(piece[2], nodelist) if piece[2] is not None else [""]
             if len(word) * len(ends) + len(names) > MAX_HOSTS:
@@ -117,7 +117,7 @@ def command(hosts: Sequence[Host], words: Sequence[str], step: str) -> list[str]
     return [
         *("srun", f"--job-name={step}", f"--nodes={len(hosts)}", f"--ntasks={sum(host.slots for host in hosts)}"),
         *("--distribution=arbitrary", "--export=ALL", *(("--overlap",) if fewer else ())),
-        *("--kill-on-bad-exit=0", "--wait=0"),  # the watch ends the job: at once, and with its reason
+        *("--kill-on-bad-exit=0", "--wait=0"),  # the agents end the job: at once, and with the reason
         *(sys.executable, "-u", "-m", "llmtrain.cluster.launch.slurm", *words),
     ]
 
@@ -136,7 +136,7 @@ def ask_to_leave(step: str) -> str | None:
             steps = _slurm("squeue", "--noheader", "--steps", jobs, "--format=%i %j").splitlines()
             found = [line.removesuffix(f" {step}") for line in steps if line.endswith(f" {step}")]
             if _slurm("squeue", "--noheader", jobs, "--format=%t").strip() == "CG":
-                return None  # cancelled, or out of time: Slurm has sent its own, and takes none from us
+                return None  # cancelled, or out of time: Slurm has sent its own signal, and takes no other
             if found:
                 _slurm("scancel", "--signal=TERM", *found)
                 return None

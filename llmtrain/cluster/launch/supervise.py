@@ -68,7 +68,7 @@ class Attempt:
         elif kind == "checkpoint":
             self.checkpoint, self.saved_s = int(message["step"]), now
         elif kind == "fault":
-            # Where the root was lost, several hosts tell of the same fault, and of its echoes: the first one counts.
+            # Where the root was lost, several hosts report the same fault, and its echoes: the first one counts.
             self.fault = self.fault or message
             self.last_word_s = self.last_word_s or now
         elif kind == "end":
@@ -111,8 +111,8 @@ class Attempt:
                 text=str(self.fault.get("text") or "a fault"),
             )
         reason = str(end.get("reason") or "")
-        # A launcher that dies takes nothing with it that the job needs: it saves, but nobody asked it to leave, unless
-        # it died of SIGHUP or SIGTERM.
+        # The job saves although only its launcher died: nobody asked it to leave, unless the launcher got SIGHUP or
+        # SIGTERM.
         left = "launcher process" not in reason and code not in (137, 255) and code >= 0
         if status == "stopped" and (left or code in (-signal.SIGHUP, -signal.SIGTERM)):
             return Outcome(kind="preempted", code=PREEMPTED_CODE, step=step, text=reason)

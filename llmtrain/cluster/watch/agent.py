@@ -71,7 +71,7 @@ class Agent:
         self.oom_before = oom_kills()
         self.about: dict[str, Any] = {}
         """Facts about the run (`rank_side.describe`); empty until they are known."""
-        self.told_of_removal = False
+        self.warned_of_removal = False
         self._settle()
 
     @property
@@ -109,7 +109,7 @@ class Agent:
                 return
             if self.job is None or self.is_root:
                 self._name_stragglers(now)
-                self._tell_pauses(now)
+                self._report_pauses(now)
             self.notes.reap()
 
     def _check_folder(self) -> None:
@@ -117,8 +117,8 @@ class Agent:
         again."""
         self.about = self.about or read_json(self.folder / RUN) or {}
         removed = not os.fstat(self.lock).st_nlink
-        if (removed or self.ranks.nameless()) and not self.told_of_removal:
-            self.told_of_removal = True
+        if (removed or self.ranks.nameless()) and not self.warned_of_removal:
+            self.warned_of_removal = True
             watched = "and stays watched" if self.ranks.complete() else "but not all of its ranks are watched any more"
             _say(
                 f"warning: something outside the run has removed what lies in {self.folder}, its heartbeats (systemd "
@@ -136,7 +136,7 @@ class Agent:
 
     def _finished(self) -> bool:
         launcher_gone = self.launcher is None or not self.launcher.alive()
-        return self.ranks.gone() and (launcher_gone or self.ranks.complete() or self.told_of_removal)
+        return self.ranks.gone() and (launcher_gone or self.ranks.complete() or self.warned_of_removal)
 
     def _still_needed(self, reports: list[dict[str, Any]], now: float) -> bool:
         """True if a death is still to be explained, or, for the root, ranks of other hosts have not ended."""
@@ -166,7 +166,7 @@ class Agent:
     def _listen(self, now: float) -> None:
         """As the root: take in the other hosts' reports, and once a second send them the addresses of peers."""
         self.server.accept(now)
-        self._take_in(now)  # stacks among it come too late
+        self._take_in(now)  # stacks that arrive now are too late
         if now - self.reported_s >= _REPORT_S:
             self.reported_s = now
             peers = list(self.server.peers.values())[:_PEERS]
@@ -310,7 +310,7 @@ class Agent:
             root = self.job["root"]["host"]
             others = [host for host in self.job["hosts"] if host != root]
             if explanation.cause == "cut_off" or self.host != others[0]:
-                return  # one of those that are left writes, where the folder is shared
+                return  # one host writes, where the folder is shared
         self.notes.write("fault", _event(explanation, facts), self.about)
 
     def _end_everywhere(self, lost: bool) -> None:
@@ -349,7 +349,7 @@ class Agent:
             event = {"rank": rank, "host": host, "own_s_per_step": seconds, "others_s_per_step": others}
             self.notes.write("straggler", event)
 
-    def _tell_pauses(self, now: float) -> None:
+    def _report_pauses(self, now: float) -> None:
         """Explain a job without progress long before it is ended for that."""
         change, lasted_s = self.pauses.feed(self.judge.stalled_s(now))
         if change == "begins":
@@ -385,8 +385,8 @@ def _say(text: str) -> None:
 def main() -> int:
     """Entry point of the process."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it leaves with its ranks, and not before
-    with contextlib.suppress(OSError):  # allowed to root only: on a busy host its silence would look like the host's
+        signal.signal(number, signal.SIG_IGN)  # it ends after its ranks, and not before
+    with contextlib.suppress(OSError):  # root only: a starved agent on a busy host would look like a lost host
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     settings = json.loads(sys.argv[1])
     sweep(Path(settings["folder"]))

@@ -254,7 +254,7 @@ def _shared(path: Path) -> mmap.mmap:
     new = path.with_suffix(".new")
     handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.posix_fallocate(handle, 0, _SIZE)  # now: a page that a full /dev/shm lacks is a SIGBUS at the first beat
+        os.posix_fallocate(handle, 0, _SIZE)  # else a full /dev/shm is a SIGBUS at the first beat
         return mmap.mmap(handle, _SIZE)
     except OSError as error:
         new.unlink(missing_ok=True)

@@ -122,7 +122,7 @@ class Server:
                     waiting.append((line, since))
             elif hmac.compare_digest(str(hello.get("token")), self.token):
                 name = host = str(hello.get("host"))
-                if host in self.lines and not self.lines[host].closed:  # containers, each with the same host name
+                if host in self.lines and not self.lines[host].closed:  # containers may share a host name
                     name = f"{host} ({line.address})"
                 self.lines[name] = line
                 self.peers[name] = (host, line.address, int(hello.get("port") or 0))

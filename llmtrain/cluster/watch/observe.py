@@ -139,7 +139,7 @@ class HostRanks:
     def _take_stacks(self) -> None:
         before = self._written = {rank: os.fstat(seen.stack).st_size for rank, seen in self._seen.items()}
         for seen in self._seen.values():
-            if seen.beat.left is None:  # one that leaves does not hear it any more
+            if seen.beat.left is None:  # a rank that is leaving has no handler any more
                 Process(seen.beat.pid, seen.beat.started).send(STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_S
         sizes: dict[int, int] = {}
@@ -165,7 +165,7 @@ class HostRanks:
     def _add_stack(self, report: dict[str, Any]) -> None:
         whole = _content(self._seen[report["rank"]].stack)
         text = whole[self._written.get(report["rank"], 0) :]
-        if not text and report["state"] == "dead":  # a crash wrote its stack by itself
+        if not text and report["state"] == "dead":  # faulthandler wrote the stack of a crash
             text = whole
             crash = _CRASHES.get(text.partition(b"\n")[0].decode(errors="replace"), "")
             report["signal"] = report["signal"] or crash
@@ -256,7 +256,7 @@ class HostRanks:
         if facts.state != "running" or facts.inside:
             return False
         if facts.phase == "rendezvous":
-            return True  # it has a time limit of its own, and names who is missing
+            return True  # the rendezvous has its own limit, and names the missing ranks
         if facts.phase == "connect":
             return facts.idle_s < self._connects_s  # NCCL has no limit there
         if facts.phase in _COMPUTES:

@@ -197,8 +197,8 @@ def _family(known: set[Process], mark: str) -> set[Process]:
 
 
 def _end_launcher(launcher: Process) -> None:
-    # It sees them dead within a second and leaves with their code. A signal would make `deepspeed` end with 0, which
-    # looks for codes above 0 (launcher/runner.py main); also SIGTERM, while the interpreter of a busy host shuts down.
+    # It sees them dead within a second and exits with their code. After a signal `deepspeed` would exit with 0, as it looks
+    # for codes above 0 (launcher/runner.py main); SIGTERM does so, too, while the launcher's Python shuts down.
     deadline = time.monotonic() + _LAUNCHER_LEAVES_S
     while launcher.alive() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -221,7 +221,7 @@ def end_ssh(job: tuple[str, ...], wait_s: float) -> None:
 
 
 def _connections(job: tuple[str, ...]) -> list[Process]:
-    launch = os.environ.get(messages.LAUNCH, "")  # it stands in the command too: two may have chosen one port
+    launch = os.environ.get(messages.LAUNCH, "")  # part of the command, too: two launches may have chosen one port
     found = []
     for pid in pids():
         said = words(pid)

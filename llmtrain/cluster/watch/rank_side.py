@@ -56,7 +56,7 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes
         folder = make_folder()
         _stack_file = open(of_rank(folder, rank, "stack"), "a")  # noqa: SIM115  # faulthandler writes to it for ever
         faulthandler.enable(_stack_file)
-        # What faulthandler puts back when it is done, at the latest while Python shuts down: the watch may still ask.
+        # faulthandler restores this handler at the latest while Python shuts down, when the agent may still signal.
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         faulthandler.register(STACK_SIGNAL, _stack_file)
         heart.connect(of_rank(folder, rank, "beat"), rank=rank, local_rank=local_rank)
@@ -65,13 +65,13 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes
     except OSError as error:
         log.warn(f"the run is not watched: {error.strerror} ({error.filename})")
         return
-    if _on_gpu() and not os.isatty(2):  # now: the watch prints where the rank did
+    if _on_gpu() and not os.isatty(2):  # after the agent's start: it prints where the rank did
         try:
             stderr.keep_end(of_rank(folder, rank, "stderr"), _start)
         except OSError as error:
             log.warn(f"the watch will not know the last words of NCCL: {error.strerror} ({error.filename})")
     _folder = folder
-    os.environ[MARK] = str(folder)  # all that this rank starts can be known by it
+    os.environ[MARK] = str(folder)  # marks every process that this rank starts
 
 
 def _on_gpu() -> bool:
@@ -161,11 +161,10 @@ def outcome_reported() -> Iterator[None]:
             left(0)
         raise
     except Exception as error:
-        told = failed(error)
-        # What torch and its libraries say of a peer that has gone: the watch explains who, and tracebacks of the others
-        # would bury that.
+        reported = failed(error)
+        # An echo of a peer's end: the agent explains which peer it is, and more tracebacks would bury that.
         distant = isinstance(error, (RuntimeError, ConnectionError)) and is_echo(_words(error))
-        if told and distant and os.environ.get(messages.VERBOSE) != "1":
+        if reported and distant and os.environ.get(messages.VERBOSE) != "1":
             raise SystemExit(1) from None
         raise
 
@@ -177,7 +176,7 @@ def failed(error: BaseException) -> bool:
         return False
     if _has_failed:
         return True
-    _has_failed = True  # the first place that sees it knows the phase
+    _has_failed = True  # the first call knows the phase
     lines = [Frame(f.filename, f.lineno or 0, f.name) for f in reversed(traceback.extract_tb(error.__traceback__))]
     frame = own_line(lines)
     try:
@@ -199,7 +198,7 @@ def _start_agent(folder: Path, stall_s: float, start_s: float, run_dir: str, not
         "launcher": os.getppid(),
         "local_size": int(os.environ["LOCAL_SIZE"]),
         "stall_s": stall_s,
-        # A limit of fault.start_timeout_s and a little more, for gloo's own words; the judge's time comes after this.
+        # Beyond fault.start_timeout_s, so that gloo's own error comes first; the judge's stall_s is added to this.
         "connects_s": start_s + _CONNECT_GRACE_S - stall_s,
         "run_dir": run_dir,
         "notes": notes,

@@ -37,7 +37,7 @@ def keep_end(path: Path, start: Callable[[list[str], int], None]) -> None:
     try:
         start([sys.executable, "-m", __name__, str(path)], reading)
         deadline = time.monotonic() + _STARTS_S
-        while not path.exists():  # else nobody would read what we print
+        while not path.exists():  # else nobody would read the pipe
             if time.monotonic() > deadline:
                 raise TimeoutError(110, "the process that keeps the end of standard error does not start", str(path))
             time.sleep(0.01)
@@ -72,7 +72,7 @@ def main(path: Path) -> int:
     while data := os.read(0, 1 << 16):
         end += data
         del end[:-_KEPT_BYTES]
-        with contextlib.suppress(OSError):  # first: whoever prints it may be about to die
+        with contextlib.suppress(OSError):  # before printing: the writer may be about to die
             path.write_bytes(end)
         while data and heard:
             try:

@@ -14,9 +14,9 @@ SILENT_S = 10.0
 _MORE_NEWS_S = 1.5
 """Time after a first dead rank for reports of what else has happened."""
 _STEPS_WITHOUT_S = 8.0
-_OTHERS_LEAVE_S = 30.0
-_ALL_LEAVE_S = 600.0  # what follows a run's last word (closing W&B, ending libraries) has no pace, but is no hours
-"""Time for all ranks to leave: after one that met a user's mistake or a signal to the job; after the end of the run."""
+_OTHERS_LEAVE_S, _ALL_LEAVE_S = 30.0, 600.0
+"""Time for all ranks to leave: after one that met a user's mistake or a signal to the job; after the end of the run,
+while W&B is closed and libraries end."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Judge:
         elif self._leaving_s is None:
             self._leaving_s = now
         if leaving or (live and all(r.state == "stopped" for r in live)):
-            self._progress_s = now  # all that is left of the job is leaving; or it was suspended, by its user
+            self._progress_s = now  # all remaining ranks are leaving; or the user has suspended the job
         fault = None if self.ended else self._dead(ranks, live, now) or self._lost(now)
         return fault or self._left(ranks, live, now) or self._stalled(now)
 
@@ -159,19 +159,19 @@ class Judge:
         waited_s = now - self._first_dead_s
         if all(is_secondary(r) for r in dead):
             if all(r.signal for r in dead) and not any(r.error for r in dead):
-                # SIGTERM before training began: someone stops the job. Its launcher tells the other ranks.
+                # SIGTERM before training began: somebody stops the job. Its launcher signals the other ranks.
                 text = "the job was ended by a signal before training began"
                 return Verdict("leave", text=text) if waited_s > _MORE_NEWS_S else None
             lost = any(host.closed and host.waited_for for host in self._hosts.values())
             if waited_s <= (_MORE_NEWS_S if lost else SILENT_S + 1.0):
-                return None  # they died of another's absence, and it will be told soon whose
+                return None  # they died because a peer had gone, whose report is on its way
         elif live and waited_s <= _MORE_NEWS_S:
             return None
         return Verdict("dead_rank")
 
     def _lost(self, now: float) -> Verdict | None:
         if now - self._step_s < _STEPS_WITHOUT_S:
-            return None  # no step is done without every host: only the watch of one is away
+            return None  # no step is done without every host: only an agent is silent
         lost = [h for h in self._hosts.values() if h.waited_for and now - h.heard_s > self._silent_s]
         return Verdict("silent_host") if lost else None
 

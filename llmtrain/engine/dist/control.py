@@ -47,7 +47,7 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: so it stays
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it stays ignored
                 self._before[number] = signal.signal(number, self._on_signal)
         threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
         return self

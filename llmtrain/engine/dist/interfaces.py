@@ -14,7 +14,7 @@ from llmtrain.base.errors import ConfigError
 from llmtrain.cluster.hosts.environment import GLOO, NCCL, named_interfaces
 
 _NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
-_ELSEWHERE = "192.0.2.1"  # of a network that only documents use: the route to it is the one out of here
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation: the route to it leads out of this host
 
 
 def choose_interfaces(backend: str) -> str | None:

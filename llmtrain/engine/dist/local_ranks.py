@@ -89,7 +89,7 @@ class Ranks:
         deadline = time.monotonic() + self._timeout_s
         while any(code is None for code in self._codes()):
             if any(self._codes()):
-                time.sleep(1.0)  # the one that was first to fail may still be writing why
+                time.sleep(1.0)  # the first rank to fail may still be writing its error
                 break
             if time.monotonic() > deadline:
                 waiting = [rank for rank, code in enumerate(self._codes()) if code is None]
@@ -140,7 +140,7 @@ def failure_told(folder: Path) -> Iterator[None]:
         if isinstance(error, UserError):
             told["user"] = str(error)
         (folder / f"error-{rank}.json").write_text(json.dumps(told))
-        os._exit(1)  # the others wait in a collective: no destructor may join them
+        os._exit(1)  # the others wait in a collective: no destructor may wait for them
 
 
 def _end_with_parent() -> Callable[[], Any] | None:

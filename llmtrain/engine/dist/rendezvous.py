@@ -31,8 +31,12 @@ from llmtrain.base.errors import UserError
 from llmtrain.base.redact import redact
 from llmtrain.cluster import messages
 from llmtrain.cluster.hosts.environment import GLOO, NCCL
+from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.explain.device_faults import device_fault, with_reason
 from llmtrain.cluster.watch.heartbeat import heart
+from llmtrain.config.run import TrackingConfig
+from llmtrain.config.topology import Mix
+from llmtrain.engine.dist.control import from_all
 from llmtrain.engine.dist.device import device_id, device_name
 from llmtrain.engine.dist.interfaces import choose_interfaces
 from llmtrain.engine.dist.ranks import Ranks, Seat
@@ -233,7 +237,7 @@ def _gather(store: dist.TCPStore, about: dict[str, Any], world_size: int, limit_
         while store.add(_key("read"), 0) < len(came) - 1 and time.monotonic() < patience:
             time.sleep(0.02)
         raise kind(problem)
-    _tell_interfaces(list(came.values()))
+    _log_interfaces(list(came.values()))
     return seats
 
 
@@ -371,7 +375,7 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     return {path: tree}
 
 
-def _tell_interfaces(everyone: Sequence[Mapping[str, Any]]) -> None:
+def _log_interfaces(everyone: Sequence[Mapping[str, Any]]) -> None:
     """One line, where there are several hosts."""
     chosen = {each["seat"]["host"]: each["interface"] for each in everyone}
     if len(chosen) == 1:
@@ -390,7 +394,7 @@ def connect_all(meeting: Meeting, backend: str, device: torch.device, limit_s: f
     rank = int(os.environ["RANK"])
     # As DeepSpeed would (comm/torch.py): a rank alone has no peer, and with a device every later group costs a split.
     bound = device if device.type == "cuda" and world_size > 1 else None
-    heart.phase("connect")  # NCCL has no limit of its own here: the watch has one
+    heart.phase("connect")  # NCCL has no limit here: the watch has one
     connecting = backend
     try:
         dist.init_process_group(
@@ -433,3 +437,20 @@ def leave_all(error: BaseException | None) -> None:
         # DeepSpeed keeps the groups that it has made, too: a second run in this process would meet the first one's.
         comm = sys.modules.get("deepspeed.comm")
         (comm if comm is not None and comm.is_initialized() else dist).destroy_process_group()
+
+
+def introduce(ranks: Ranks) -> None:
+    """Give the agents of all hosts the ranks of the run. All ranks call it together."""
+    agents = from_all(ranks, rank_side.agent_address())
+    rank_side.met([{**asdict(seat), "agent": agent} for seat, agent in zip(ranks.seats, agents, strict=True)])
+
+
+def describe(tracking: TrackingConfig, mix: Mix, run_id: str, experts: bool) -> None:
+    """Give the agent the facts about the run for fault reports. `run_id`: of W&B."""
+    rank_side.describe(
+        run_id=run_id,
+        tracking={"wandb": tracking.wandb, "project": tracking.project, "entity": tracking.entity},
+        experts=experts,
+        zero_stage=mix.zero_stage,
+        alike=mix.degrees.pipeline == 1,
+    )

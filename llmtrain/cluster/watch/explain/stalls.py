@@ -127,7 +127,7 @@ def _uneven(facts: JobFacts) -> Cause | None:
         most = max(r.step for r in those)
         behind = [r for r in those if r.step < most]
         ahead = [r for r in those if r.step == most]
-        fewer = behind if len(behind) < len(ahead) else ahead  # who has fewer batches comes first to the next step
+        fewer = behind if len(behind) < len(ahead) else ahead  # ranks with fewer batches reach the next step first
         if all(r.inside for r in those):
             return Cause(
                 name="uneven_batches",
@@ -330,7 +330,7 @@ def never_began(facts: JobFacts) -> Cause | None:
             for member in group.ranks
             if member in those and those[member].recorded and _begun(those[member], group.group) < group.pending
         ]
-        absent = [rank for rank in missing if _pending(rank) is None]  # the others of them wait for somebody, too
+        absent = [rank for rank in missing if _pending(rank) is None]  # the other missing ranks wait for somebody, too
         if not absent:
             continue
         first = absent[0]
