@@ -36,7 +36,7 @@ from llmtrain.data.stream.teacher import ColumnWriter, TeacherColumn
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.control import AgreedError, from_all, to_rank_0, together
-from llmtrain.engine.dist.local_ranks import RankError, ending_on_sigterm, failure_told
+from llmtrain.engine.dist.local_ranks import RankError, ending_on_sigterm, failure_reported
 from llmtrain.engine.dist.local_ranks import Ranks as LocalRanks
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import leave_all
@@ -252,7 +252,7 @@ def column(
 def main(argv: list[str]) -> int:
     """One rank of `write_on_ranks_here`, with a launcher's environment. `argv`: the folder of the words."""
     folder = Path(argv[0])
-    with failure_told(folder):
+    with failure_reported(folder):
         world_size = int(os.environ["WORLD_SIZE"])
         write(load(json.loads((folder / _WORDS).read_text()), world_size, "the ranks started here"))
     return 0

@@ -19,7 +19,7 @@ from llmtrain.config.objective import BY_TOKEN, SCORED
 from llmtrain.config.run import ResolvedRun
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
-from llmtrain.engine.dist.local_ranks import failure_told
+from llmtrain.engine.dist.local_ranks import failure_reported
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
     """All trainings of the plan on this rank. What went wrong is left in FOLDER for the command to tell."""
     folder = Path(argv[0])
     warnings.filterwarnings("ignore", category=FutureWarning)
-    with failure_told(folder):
+    with failure_reported(folder):
         plans, steps = pickle.loads((folder / PLAN).read_bytes())  # the command wrote it, into a folder of its own
         ranks = join_process_group(120.0)
         for name, resolved in plans.items():

@@ -172,7 +172,7 @@ def environment(plan: Plan, folder: Path | str, environ: Mapping[str, str]) -> d
 
 
 def address_of_first(hosts: Sequence[Host]) -> str:
-    """The address by which the other hosts reach the first one, as far as can be told from here.
+    """The address by which the other hosts reach the first one, as far as this host knows.
 
     Raises ConfigError when its name is not known.
     """

@@ -24,8 +24,8 @@ done
 true
 """
 
-# The agent first: it would take the end of its ranks for a fault. Its folder, with the mark in its name, is removed when
-# no process of the launch is left to use it.
+# The agent first: it would take the end of its ranks for a fault. Its folder, with the mark in its name, is removed
+# when no process of the launch is left to use it.
 _END = r"""
 of_job() { grep -lzxF "LLMTRAIN_LAUNCH=$mark" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
 mark=$1 tries=$2

@@ -197,8 +197,8 @@ def _family(known: set[Process], mark: str) -> set[Process]:
 
 
 def _end_launcher(launcher: Process) -> None:
-    # It sees them dead within a second and exits with their code. After a signal `deepspeed` would exit with 0, as it looks
-    # for codes above 0 (launcher/runner.py main); SIGTERM does so, too, while the launcher's Python shuts down.
+    # It sees them dead within a second and exits with their code. After a signal `deepspeed` would exit with 0, as it
+    # looks for codes above 0 (launcher/runner.py main); SIGTERM does so, too, while the launcher's Python shuts down.
     deadline = time.monotonic() + _LAUNCHER_LEAVES_S
     while launcher.alive() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -137,11 +137,11 @@ class Agree:
     ) -> Callable[[], Agreement]:
         """Send this rank's part; the returned function waits for the sum (and may be called again).
 
-        `save_status`: whether this rank's part of the save under way has ended, and whether it failed. `pace`: what
-        the ranks hear of this one's speed; None on all of them: nothing.
+        `save_status`: (this rank's part of the save under way has ended, it has failed). `pace`: this rank's speed for
+        the others; None on all of them: none is sent.
         """
-        told = [] if pace is None else [pace if rank == self._rank else 0 for rank in range(self._count)]
-        message = torch.tensor([weight, stop, time_up, save, *save_status, *told], dtype=torch.int64)
+        paces = [] if pace is None else [pace if rank == self._rank else 0 for rank in range(self._count)]
+        message = torch.tensor([weight, stop, time_up, save, *save_status, *paces], dtype=torch.int64)
         work = dist.all_reduce(message, group=self._group, async_op=True)
 
         @functools.cache

@@ -27,7 +27,7 @@ def choose_interfaces(backend: str) -> str | None:
     MASTER_ADDR is a loopback address, or all ranks are on this host.
 
     Returns:
-        What gloo uses; None if it was left to gloo, because no interface could be told.
+        The interface that gloo uses; None if the choice was left to gloo, because none could be found.
 
     Raises:
         ConfigError: the user's value names an interface that is not here, or MASTER_ADDR is no known name.
@@ -52,7 +52,7 @@ def _alike(chosen: str, here: Iterable[str]) -> list[str]:
     """Further interfaces for NCCL's data, over which it spreads it: cards of the same speed, up, with an address.
 
     None where there is InfiniBand (or RoCE): the data goes there, and sockets carry no more than NCCL's start. None
-    without a known speed, as of a virtual machine's cards: which of them lead to the other hosts cannot be told.
+    without a known speed, as of a virtual machine's cards: it is unknown which of them lead to the other hosts.
     """
     speed = _speed(chosen)
     if speed <= 0 or any(_INFINIBAND.glob("*")):

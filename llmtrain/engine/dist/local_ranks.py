@@ -100,7 +100,7 @@ class Ranks:
             return
         failed = [rank for rank, code in enumerate(self._codes()) if code]
         self.close()
-        reports = sorted(map(_report, self._folder.glob("error-*.json")), key=lambda told: told["time"])
+        reports = sorted(map(_report, self._folder.glob("error-*.json")), key=lambda report: report["time"])
         if not reports:
             code = self._processes[failed[0]].returncode
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -130,16 +130,16 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def failure_told(folder: Path) -> Iterator[None]:
+def failure_reported(folder: Path) -> Iterator[None]:
     """Leave a failure in the folder for the command, then end. Wraps everything that a rank does."""
     try:
         yield
     except BaseException as error:
         rank = int(os.environ["RANK"])
-        told = {"time": time.time(), "rank": rank, "text": traceback.format_exc(), "user": None}
+        report = {"time": time.time(), "rank": rank, "text": traceback.format_exc(), "user": None}
         if isinstance(error, UserError):
-            told["user"] = str(error)
-        (folder / f"error-{rank}.json").write_text(json.dumps(told))
+            report["user"] = str(error)
+        (folder / f"error-{rank}.json").write_text(json.dumps(report))
         os._exit(1)  # the others wait in a collective: no destructor may wait for them
 
 

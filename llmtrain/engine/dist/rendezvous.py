@@ -325,9 +325,9 @@ def _differences(everyone: Sequence[Mapping[str, Any]]) -> str:
         keys = sorted({key for each in everyone for key in each[what]})
         wrong = [key for key in keys if len({json.dumps(each[what].get(key)) for each in everyone}) > 1]
         if wrong:
-            told = "; ".join(f"{key} is {_by_value(key, what, everyone)}" for key in wrong[:_SHOWN])
+            shown = "; ".join(f"{key} is {_by_value(key, what, everyone)}" for key in wrong[:_SHOWN])
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            return f"the ranks do not run the same thing: {told}{more}. {remedy}: they would diverge during training."
+            return f"the ranks do not run the same thing: {shown}{more}. {remedy}: they would diverge during training."
     return ""
 
 
