@@ -105,8 +105,8 @@ def test_a_folder_that_a_host_lacks_or_has_in_another_state(place: Place, small_
     said = {(each["host"], each["what"]) for each in report["findings"]}
     wanted = {
         ("node-2", f"data.mixture: {small_data} lacks manifest.json, tokenizer/tokenizer.json and 2 more files"),
-        ("node-2", f"data.mixture: {mixed} is not what the others have: train-00000.bin differs"),
-        ("node-3", f"model.pretrained: {model} is not what the others have: model.safetensors differs"),
+        ("node-2", f"data.mixture: {mixed} differs from the others': train-00000.bin"),
+        ("node-3", f"model.pretrained: {model} differs from the others': model.safetensors"),
     }
     assert code == 1 and said == wanted, report["findings"]
     command = ["llmtrain", "launch", "--hostfile", place.lab.hostfile(), place.recipe]

@@ -15,23 +15,8 @@ from llmtrain.cluster.hosts.hostfile import Host
 from llmtrain.cluster.hosts.ssh_errors import Trouble
 
 CHECKS = (
-    *(
-        "name",
-        "ssh",
-        "python",
-        "versions",
-        "code",
-        "config",
-        "files",
-        "slots",
-        "gpus",
-        "env",
-        "clock",
-        "disk",
-        "memory",
-        "shm",
-    ),
-    *("limits", "shared", "run dir", "ops", "port", "interface", "fabric"),
+    *("name", "ssh", "python", "versions", "code", "config", "files", "slots", "gpus", "env", "clock", "disk"),
+    *("memory", "shm", "limits", "shared", "run dir", "ops", "port", "interface", "fabric"),
 )
 """The columns of the table, in their order."""
 Level = Literal["red", "yellow"]
@@ -149,7 +134,7 @@ def _unanswered(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[F
         check = checks.get(look, look)
         if check in CHECKS:
             fix = "look on the host: " + survey.on(host.name, "df; uptime")
-            yield Finding(host=host.name, check=check, level="red", what=f"could not be found out: {why}", fix=fix)
+            yield Finding(host=host.name, check=check, level="red", what=f"could not be determined: {why}", fix=fix)
 
 
 def _python(host: Host, facts: dict[str, Any], survey: Survey) -> Iterator[Finding]:

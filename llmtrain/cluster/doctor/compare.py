@@ -120,7 +120,7 @@ def _folders(survey: Survey) -> Iterator[Finding]:
             fix = f"copy it: rsync -aL {folder.path}/ {host}:{folder.path}/     (or mount there what holds it)"
             fix = "put back what is missing, or make the folder again" if survey.alone else fix
             if folder.on_hub:
-                said = "is a folder there, which wins over the repository of that name on the Hub"
+                said = "is a folder there, which takes precedence over the repository of that name on the Hub"
                 if found["there"]:
                     fix = f"on {host}: give the folder another name, or name it by its whole path"
                     yield Finding(host=host, check="files", level="red", what=f"{what} {said}", fix=fix)
@@ -136,7 +136,7 @@ def _folders(survey: Survey) -> Iterator[Finding]:
             elif host in odd:
                 groups = [at for at, mark in enumerate(found["marks"]) if mark != common[at]]
                 names = [folder.files[-(-at * len(folder.files) // len(common))] for at in groups]
-                said = f"{what} is not what the others have: {_some(names)} differ{'s' * (len(names) == 1)}"
+                said = f"{what} differs from the others': {_some(names)}"
                 yield Finding(host=host, check="files", level="red", what=said, fix=fix)
 
 
@@ -170,12 +170,10 @@ def _shared(survey: Survey) -> Iterator[Finding]:
     first = survey.hosts[0].name
     for host in missing:
         if seen:
-            what = (
-                f"what {first} writes into {survey.run_dir} is not there, but {len(seen)} others see it: not mounted?"
-            )
+            what = f"a file of {first} in {survey.run_dir} is not there, but {len(seen)} others see it: not mounted?"
             fix = f"on {host}: mount the shared file system; findmnt -T {survey.run_dir}"
         else:
-            what = f"what {first} writes into {survey.run_dir} is not there: the ranks could not save a checkpoint"
+            what = f"a file of {first} in {survey.run_dir} is not there: the ranks could not save a checkpoint"
             fix = (
                 "put train.run_dir on a file system that all hosts share, or set checkpoint.dir: a folder on each host"
             )
@@ -307,6 +305,6 @@ def _chosen(host: Host, facts: dict[str, Any], right: str) -> Iterator[Finding]:
     for name, about in interfaces.items():
         faster = speed and about.get("up") and about["addresses"] and (about.get("speed") or 0) > 2 * speed
         if faster:
-            what = f"the ranks will talk by {right} ({speed} Mbit/s), and {name} has {about['speed']} Mbit/s"
+            what = f"the ranks will communicate over {right} ({speed} Mbit/s), and {name} has {about['speed']} Mbit/s"
             fix = f"write names in the hostfile that lead to {name} if it joins all hosts"
             yield Finding(host=host.name, check="interface", level="yellow", what=what, fix=fix)

@@ -433,7 +433,7 @@ def _read(answer: Answer) -> tuple[dict[str, Any], str]:
         return said, ""
     last = [line for line in answer.stderr.splitlines() if line.strip()][-1:]
     trouble = answer.trouble.text if answer.trouble and answer.code is None else None
-    return said, said.get("error") or trouble or "".join(last) or "it said nothing"
+    return said, said.get("error") or trouble or "".join(last) or "it printed nothing"
 
 
 def all_reduce_worked(found: Mapping[str, Any]) -> bool:

@@ -157,7 +157,7 @@ def timed_out(host: str, timeout_s: float, noise: str, *, reached: bool) -> Trou
 def noisy(host: str, noise: str, dropped: bool) -> Trouble:
     """The command ran, but other text came before it."""
     if dropped and not noise:
-        return Trouble("noise", f"{host} printed more than is kept", f"see what it prints: ssh {host} true")
+        return Trouble("noise", f"{host} printed more than 1 MiB", f"see what it prints: ssh {host} true")
     why = f"start files on {host} print on standard output: {_last_line(noise)}"
     return Trouble("noise", why, _QUIET_SHELL.format(host=host))
 

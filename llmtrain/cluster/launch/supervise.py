@@ -121,7 +121,7 @@ class Attempt:
     def _unexplained(self, code: int, reason: str) -> Outcome:
         """The outcome of a job that ended without a reason from itself or its watch."""
         where = "after the ranks had met" if self.ranks else "before the ranks had met"
-        why = reason or _KILLED.get(128 - code if code < 0 else code, "nothing was said of a cause")
+        why = reason or _KILLED.get(128 - code if code < 0 else code, "no cause was reported")
         return Outcome(
             kind="fault",
             code=FAULT_CODE,

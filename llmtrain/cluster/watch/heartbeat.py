@@ -19,46 +19,16 @@ from typing import Any
 from llmtrain.cluster.watch import processes
 
 PHASES = (
-    "start",
-    "rendezvous",
-    "connect",
-    "model",
-    "resume",
-    "data",
-    "forward",
-    "backward",
-    "step",
-    "compile",
-    "compare",
-    "save",
-    "evaluate",
-    "export",
-    "end",
+    *("start", "rendezvous", "connect", "model", "resume", "data", "forward", "backward", "step", "compile"),
+    *("compare", "save", "evaluate", "export", "end"),
 )
 """Phases of a rank. `data` to `step` are a training step, in this order for each micro-batch. `connect`: the ranks have
 met, and their process groups connect. `compile`: torch.compile is at work."""
 
 _MAGIC = int.from_bytes(b"llmbeat1", "little")
 _WORDS = (
-    "magic",
-    "pid",
-    "started",
-    "rank",
-    "local_rank",
-    "beats",
-    "step",
-    "phase",
-    "left",
-    "stopping",
-    "collectives",
-    "inside",
-    "timed_steps",
-    "beat_s",
-    "waited_s",
-    "own_s",
-    "on_device",
-    "given",
-    "done",
+    *("magic", "pid", "started", "rank", "local_rank", "beats", "step", "phase", "left", "stopping", "collectives"),
+    *("inside", "timed_steps", "beat_s", "waited_s", "own_s", "on_device", "given", "done"),
 )
 _AT = {name: index for index, name in enumerate(_WORDS)}
 _NAME_AT, NAME_BYTES = 8 * len(_WORDS), 48
@@ -297,36 +267,11 @@ heart = Heartbeat()
 
 
 _FUNCTIONS = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "_all_gather_base",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "irecv",
-    "isend",
-    "monitored_barrier",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "_reduce_scatter_base",
-    "scatter",
-    "scatter_object_list",
-    "send",
-    "split_group",
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single"),
+    *("all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "_all_gather_base", "barrier"),
+    *("batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend"),
+    *("monitored_barrier", "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_single"),
+    *("reduce_scatter_tensor", "_reduce_scatter_base", "scatter", "scatter_object_list", "send", "split_group"),
 )
 
 

@@ -69,7 +69,7 @@ def begin(*, stall_timeout_s: float, start_timeout_s: float, run_dir: str, notes
         try:
             stderr.keep_end(of_rank(folder, rank, "stderr"), _start)
         except OSError as error:
-            log.warn(f"the watch will not know the last words of NCCL: {error.strerror} ({error.filename})")
+            log.warn(f"the watch will miss what NCCL prints before it ends a rank: {error.strerror} ({error.filename})")
     _folder = folder
     os.environ[MARK] = str(folder)  # marks every process that this rank starts
 
@@ -236,4 +236,4 @@ def _write(path: Path, value: dict[str, Any]) -> None:
     try:
         write_json(path, value)
     except OSError as error:
-        log.warn(f"the watch of this host knows less than it should: {error.strerror} ({path})")
+        log.warn(f"a file of the watch cannot be written: {error.strerror} ({path})")

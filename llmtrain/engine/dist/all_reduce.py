@@ -48,7 +48,7 @@ def _each_of(ask: dict[str, Any]) -> dict[str, Any]:
     answers = []
     for (rank, _), process in zip(ask["here"], started, strict=True):
         said = read_marked(process.communicate()[0], ask["mark"])
-        silent = {"error": f"{ask['ranks'][rank]} ended with code {process.returncode} and said nothing"}
+        silent = {"error": f"{ask['ranks'][rank]} ended with code {process.returncode} and printed nothing"}
         answers.append(silent if said is None else said)
     return next((answer for answer in answers if "error" in answer), answers[0])
 

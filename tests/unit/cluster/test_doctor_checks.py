@@ -112,7 +112,7 @@ def test_hosts_that_are_alike_raise_no_alarm() -> None:
         ("config./run.yaml", "f" * 64, "config", "red", "another checksum"),
         ("folders./data.there", False, "files", "red", "^data.path: /data is not there$"),
         ("folders./data.locked", ["0.bin"], "files", "red", "^data.path: /data: 0.bin cannot be read$"),
-        ("folders./data.marks", ["a", "x", "c"], "files", "red", "is not what the others have: 3.bin differs$"),
+        ("folders./data.marks", ["a", "x", "c"], "files", "red", "differs from the others': 3.bin$"),
         ("folders./work/org/base.there", True, "files", "red", "a folder there, which wins over the repository"),
         ("environment.NCCL_ALGO", "Ring", "env", "yellow", "NCCL_ALGO is 'Ring' in ssh's shell; .* not set"),
         ("environment.NCCL_DEBUG", "INFO", "env", "yellow", "on the others it is 'WARN'"),
@@ -140,7 +140,7 @@ def test_hosts_that_are_alike_raise_no_alarm() -> None:
         ("environment.GLOO_SOCKET_IFNAME", "lo", "interface", "red", "makes gloo take lo; .* by eth0"),
         ("environment.GLOO_SOCKET_IFNAME", "docker0", "interface", "yellow", "makes gloo take docker0"),
         ("environment.NCCL_SOCKET_IFNAME", "ib", "interface", "red", "NCCL_SOCKET_IFNAME is 'ib', but it has lo, eth0"),
-        ("errors.memory", "no answer within 12 s", "memory", "red", "could not be found out: no answer"),
+        ("errors.memory", "no answer within 12 s", "memory", "red", "could not be determined: no answer"),
     ],
 )
 def test_one_host_that_differs_is_named(path: str, value: Any, check: str, level: str, says: str) -> None:

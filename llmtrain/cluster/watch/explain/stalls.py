@@ -358,20 +358,7 @@ def _begun(rank: RankFacts, group: str) -> int:
 
 
 STALLS = (
-    _stopped,
-    _left_early,
-    _disk,
-    _connecting,
-    _unheard,
-    rank_0_only,
-    _uneven,
-    _expert,
-    _mismatch,
-    never_began,
-    _one_computes,
-    _network,
-    _behind,
-    _devices_wait,
-    _unknown,
+    *(_stopped, _left_early, _disk, _connecting, _unheard, rank_0_only, _uneven, _expert, _mismatch, never_began),
+    *(_one_computes, _network, _behind, _devices_wait, _unknown),
 )
 """The first cause counts: certain ones stand before likely ones."""
