@@ -120,7 +120,7 @@ def _folders(survey: Survey) -> Iterator[Finding]:
             fix = f"copy it: rsync -aL {folder.path}/ {host}:{folder.path}/     (or mount there what holds it)"
             fix = "put back what is missing, or make the folder again" if survey.alone else fix
             if folder.on_hub:
-                said = "is a folder there, which takes precedence over the repository of that name on the Hub"
+                said = "is a folder there, which wins over the repository of that name on the Hub"
                 if found["there"]:
                     fix = f"on {host}: give the folder another name, or name it by its whole path"
                     yield Finding(host=host, check="files", level="red", what=f"{what} {said}", fix=fix)
