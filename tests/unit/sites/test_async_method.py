@@ -19,7 +19,7 @@ from tests.unit.sites.test_state import saved
 __all__ = ["joined"]
 
 ASYNC: dict[str, Any] = {
-    "method": "async", "sync_every": 2, "meet_every": 3, "overlap_steps": 0, "max_alone_steps": 20, "timeout_s": 5.0,
+    "method": "async", "sync_every": 2, "meet_every": 3, "overlap_steps": 0, "max_alone_steps": 20,
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def test_one_site_alone_trains_as_without_sites_to_the_last_bit(joined, overlap)
     """Nothing is written into its parameters, over meetings and exchanges."""
     site, engine, events = joined(Meeting("a"), "a", last_step=13, **{**ASYNC, "overlap_steps": overlap})
     rng, step, plain = np.random.default_rng(0), 0, torch.zeros(6)
-    site.begin(0, 0, 5.0)
+    site.begin(0, 0, 60.0)
     while step < 13:
         change = torch.from_numpy((rng.normal(size=6) * 10.0 ** rng.integers(-20, 3, 6)).astype(np.float32))
         engine.values += change
@@ -106,7 +106,7 @@ def test_compressed_changes_come_and_the_meeting_makes_up_for_them(joined, compr
 
 
 def hangs(server: Any) -> None:
-    server._serve = lambda _connection: async_method.time.sleep(3)
+    server._serve = lambda _connection: async_method.time.sleep(60)
 
 
 def clock_of_nonsense(server: Any) -> None:
@@ -142,13 +142,15 @@ def not_finite(server: Any) -> None:
 )
 def test_a_site_that_sends_nothing_or_nonsense_holds_nobody_up(joined, wrong, said, capsys) -> None:
     meeting = Meeting("a", "b")
-    (a, engine_a, events), (b, engine_b, _) = (joined(meeting, name, **{**ASYNC, "timeout_s": 0.5}) for name in "ab")
+    (a, engine_a, events), (b, engine_b, _) = (
+        joined(meeting, name, **ASYNC, timeout_s=6.0 if wrong is hangs else 60.0) for name in "ab"
+    )
     begin_all(a, b)
     wrong(b._server)
     train(b, engine_b, 3, 2)
     train(a, engine_a, 1, 2)
     assert engine_a.values.tolist() == [2.0] * 6 and exchanges(events)[-1]["known"] == {}
-    assert exchanges(events)[-1]["stood_s"] < 1.5
+    assert exchanges(events)[-1]["stood_s"] < 30
     told = capsys.readouterr()
     assert re.search(f"nothing new from site b.*{said}", told.out + told.err), told
 
@@ -184,7 +186,7 @@ def test_a_site_goes_on_from_a_checkpoint_with_its_own_line(joined, monkeypatch)
     engine.values.copy_(engine_b.values)
     monkeypatch.setattr(site_module, "read_back", lambda *_: arrays)
     again.restore(Path("step-3"), told)
-    at_once(lambda: again.begin(3, 99, 5.0), lambda: train(a, engine_a, 1, 4))
+    at_once(lambda: again.begin(3, 99, 60.0), lambda: train(a, engine_a, 1, 4))
     # a has come to its sixth step: lines 6 of six steps and 9 of three
     assert engine.values.tolist() == engine_a.values.tolist() == [(6 * 6 + 9 * 3) / 9] * 6
 
@@ -198,7 +200,7 @@ def test_rounds_of_unequal_sites_use_every_sample_once(joined) -> None:
     def run(name: str, step_s: float) -> int:
         site, engine, _ = made[name]
         site._clock.take = lambda: step_s
-        step, first = site.begin(0, 0, 5.0)
+        step, first = site.begin(0, 0, 60.0)
         while step < 20:
             samples.extend((first, first + 1))
             engine.values += step_s

@@ -132,7 +132,7 @@ def test_a_rank_gets_the_blocks_of_its_elements_however_the_other_site_cuts_the_
     values = numbers(3000 + 400)
     pieces = [(0, "w", Region(0, 3000)), (3000, "v", Region(100, 400))]
     records, whole = encode(form, values), decode(form, encode(form, values))
-    server = Server("127.0.0.1", run="run", member="a:1", pieces=pieces, limit_s=5)
+    server = Server("127.0.0.1", run="run", member="a:1", pieces=pieces, limit_s=60)
     server.publish(3, {"changes": records})
     columns, _ = shard((60, 50), 1, 1, 2)  # columns 25 to 49 of a [60, 50] matrix
     for mine in (

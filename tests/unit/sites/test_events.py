@@ -7,7 +7,7 @@ import torch
 
 from llmtrain.sites.site import telling
 from llmtrain.tracking.metrics import METRICS
-from tests.unit.sites.test_site import Meeting, at_once, begin_all, joined, two_steps  # noqa: F401
+from tests.unit.sites.test_site import Meeting, at_once, begin_all, gives_up_after, joined, two_steps  # noqa: F401
 from tests.unit.sites.test_streaming import trained
 
 
@@ -41,13 +41,14 @@ def test_each_round_is_an_event_and_a_row_of_documented_metrics(joined) -> None:
 
 def test_a_round_that_fails_tells_only_how_long_it_stood(joined) -> None:  # noqa: F811
     meeting = Meeting("a", "b")
-    (a, engine, _), (b, _, _) = joined(meeting, "a", timeout_s=0.3), joined(meeting, "b", timeout_s=0.3)
+    (a, engine, _), (b, _, _) = joined(meeting, "a"), joined(meeting, "b")
     rows: list[dict] = []
     begin_all(a, b)
+    gives_up_after(a, 0.3)
     a._tell = telling(lambda kind, **fields: None, lambda row, *, more: rows.append(row))
     two_steps(a, engine, 1)()
     (row,) = rows
-    assert row.keys() == {"step", "sites/stood_s"} and 0.2 < row["sites/stood_s"] < 5
+    assert row.keys() == {"step", "sites/stood_s"} and 0.2 < row["sites/stood_s"] < 20
 
 
 def test_steps_that_are_trained_meanwhile_are_staleness_and_no_standing(joined, monkeypatch) -> None:  # noqa: F811

@@ -125,13 +125,13 @@ PIECES = [(0, "w", Region(0, 60)), (60, "v", Region(10, 5))]
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    server = Server("127.0.0.1", run="run", member="a:1", pieces=PIECES, limit_s=5)
+    server = Server("127.0.0.1", run="run", member="a:1", pieces=PIECES, limit_s=60)
     server.publish(3, {"values": np.arange(65, dtype=np.float32)})
     yield server
     server.close()
 
 
-def soon(seconds: float = 5) -> float:
+def soon(seconds: float = 60) -> float:
     return time.monotonic() + seconds
 
 
@@ -192,7 +192,7 @@ def header(**fields: Any) -> bytes:
 
 def dribble(connection: socket.socket) -> None:
     connection.sendall(header(bytes=20))
-    for _ in range(100):
+    for _ in range(1200):
         connection.sendall(b"\0")
         time.sleep(0.05)
 
@@ -207,16 +207,23 @@ def dribble(connection: socket.socket) -> None:
         (lambda c: c.sendall(struct.pack("<I", 4) + b"nope"), "Expecting value"),
         (lambda c: c.sendall(struct.pack("<I", 2) + b"[]"), "no object"),
         (lambda c: c.close(), "closed"),
-        (dribble, "not sent all of it within 0.[3-9] s"),
-        (lambda c: time.sleep(3), "not sent all of it within 0.[3-9] s"),
+        (dribble, r"not sent all of it within [\d.]+ s"),
+        (lambda c: time.sleep(60), r"not sent all of it within [\d.]+ s"),
     ],
 )
 def test_a_bad_answer_is_named_and_holds_nobody_up(reply, said) -> None:
     peer = Peer(answering(reply), run="run", member="a:1")
+    wait_s = 0.5 if "not sent" in said else 60
     began_s = time.monotonic()
     with pytest.raises(WireError, match=said):
-        peer.fetch("values", 3, [((0, 0, 1, 5), (0, 0, 1, 5))], np.zeros(5, np.float32), soon(0.5))
-    assert time.monotonic() - began_s < 1.5
+        peer.fetch(
+            "values",
+            3,
+            [((0, 0, 1, 5), (0, 0, 1, 5))],
+            np.zeros(5, np.float32),
+            soon(wait_s),
+        )
+    assert time.monotonic() - began_s < 20
 
 
 class Meeting:
@@ -284,10 +291,15 @@ SETTINGS = SitesConfig(
     coordinator="127.0.0.1:1",
     method="local_sgd",
     sync_every=2,
-    timeout_s=2.0,
+    timeout_s=60.0,  # a busy machine may need seconds for a round; `gives_up_after` shortens it for one that must fail
     max_alone_steps=4,
     pace="equal",
 )
+
+
+def gives_up_after(site: Site, seconds: float) -> None:
+    """From now on the site waits so long for the others."""
+    site._settings = replace(site._settings, timeout_s=seconds)
 
 
 @pytest.fixture
@@ -328,7 +340,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def begin_all(*sites: Site) -> list[tuple[int, int]]:
-    return at_once(*(lambda site=site: site.begin(0, 0, 5.0) for site in sites))
+    return at_once(*(lambda site=site: site.begin(0, 0, 60.0) for site in sites))
 
 
 def two_steps(site: Site, engine: Numbers, value: float) -> Callable[[], list[int]]:
@@ -356,15 +368,18 @@ def test_three_sites_average_by_tokens_and_take_disjoint_samples(joined) -> None
 def test_a_site_that_never_comes_is_waited_for_no_longer_than_the_limit(joined) -> None:
     """It goes on alone, takes part again, and stops after so many steps without."""
     meeting = Meeting("a", "b")
-    (a, engine_a, events), (b, engine_b, _) = joined(meeting, "a", timeout_s=0.3), joined(meeting, "b", timeout_s=0.3)
+    (a, engine_a, events), (b, engine_b, _) = joined(meeting, "a"), joined(meeting, "b")
     begin_all(a, b)
+    gives_up_after(a, 0.3)
     began_s = time.monotonic()
     assert two_steps(a, engine_a, 1)() == [2, 8]  # a step of its reserve
-    assert time.monotonic() - began_s < 1 and events[-1][0] == "synchronise_failed"
+    assert time.monotonic() - began_s < 20 and events[-1][0] == "synchronise_failed"
     assert "last time b took part" in events[-1][1]["reason"]
+    gives_up_after(a, 60)
     at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 4))
     assert engine_a.values.tolist() == engine_b.values.tolist()
     assert torch.allclose(engine_a.values, torch.tensor((2 * 4 + 4 * 2) / 6))  # weights: four steps, and two
+    gives_up_after(a, 0.3)
     with pytest.raises(TrainingStopped, match="site a has trained 6 steps without the other sites"):
         for _ in range(6):
             a.after_update(3, complete=False)
@@ -372,18 +387,26 @@ def test_a_site_that_never_comes_is_waited_for_no_longer_than_the_limit(joined) 
 
 def test_a_coordinator_that_comes_back_loses_no_site(joined, monkeypatch) -> None:
     """At first it has heard of nobody: the first site to come would be all there is, and the other's work be lost."""
-    monkeypatch.setattr(quorum, "_HEARD_S", 1.5)  # longer than a busy machine needs for `b_comes`
-    meeting = Meeting("a", "b")
-    (a, engine_a, events), (b, engine_b, _) = joined(meeting, "a", timeout_s=0.5), joined(meeting, "b", timeout_s=5.0)
+    meeting, waits, there = Meeting("a", "b"), threading.Event(), threading.Event()
+    (a, engine_a, events), (b, engine_b, _) = joined(meeting, "a"), joined(meeting, "b")
     begin_all(a, b)
+    gives_up_after(a, 0.3)
     two_steps(a, engine_a, 1)()
     assert events[-1][0] == "synchronise_failed"
     meeting.expected = {"a"}
-    monkeypatch.setattr(a, "_settings", replace(SETTINGS, name="a", timeout_s=5.0))
+    gives_up_after(a, 60)
+
+    def sleep(seconds: float) -> None:
+        if seconds == quorum._HEARD_S:
+            waits.set()
+            assert there.wait(60)
+
+    monkeypatch.setattr(quorum, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
 
     def b_comes() -> None:
-        time.sleep(0.1)
+        assert waits.wait(60)
         meeting.expected = {"a", "b"}  # before b meets: what is heard of a site cannot come after it
+        there.set()
         two_steps(b, engine_b, 4)()
 
     at_once(two_steps(a, engine_a, 1), b_comes)
@@ -395,12 +418,18 @@ def test_a_site_that_dies_between_the_two_meetings_counts_if_all_others_have_its
     (a, engine_a, events), (b, engine_b, _) = joined(meeting, "a"), joined(meeting, "b")
     begin_all(a, b)
 
+    fetched, commit = threading.Event(), a._meetings.commit
+
+    def commits(*args: Any) -> Any:
+        fetched.set()
+        return commit(*args)
+
     def dies(*_: Any) -> None:
-        time.sleep(0.3)  # the other site has fetched by then
+        assert fetched.wait(60)
         meeting.leave("b")
         raise KeyboardInterrupt
 
-    b._meetings.commit = dies  # type: ignore[method-assign]
+    a._meetings.commit, b._meetings.commit = commits, dies  # type: ignore[method-assign]
     with contextlib.suppress(KeyboardInterrupt):
         at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 3))
     assert engine_a.values.tolist() == [2.0] * 6
@@ -408,7 +437,7 @@ def test_a_site_that_dies_between_the_two_meetings_counts_if_all_others_have_its
 
 
 def sends_nothing(server: Server) -> None:
-    server._serve = lambda _connection: time.sleep(2)  # type: ignore[method-assign]
+    server._serve = lambda _connection: time.sleep(60)  # type: ignore[method-assign]
 
 
 def has_less(server: Server) -> None:
@@ -424,7 +453,7 @@ def is_a_round_behind(server: Server) -> None:
     ("wrong", "said"),
     [
         (Server.close, "refused|Errno"),
-        (sends_nothing, "not sent all of it within 0.[4-9] s"),
+        (sends_nothing, r"not sent all of it within [\d.]+ s"),
         (has_less, "it has 3 of 6 elements"),
         (is_a_round_behind, "values of round 1 is not here"),
     ],
@@ -432,9 +461,11 @@ def is_a_round_behind(server: Server) -> None:
 def test_a_site_whose_parameters_do_not_come_is_left_out(joined, wrong, said) -> None:
     """The others agree to go on without them within the limit; that site takes what they have."""
     meeting = Meeting("a", "b", "c")
-    made = [joined(meeting, name, timeout_s=1.0) for name in "abc"]
+    made = [joined(meeting, name) for name in "abc"]
     begin_all(*(site for site, _, _ in made))
     wrong(made[2][0]._server)
+    for site, _, _ in made:
+        gives_up_after(site, 6 if wrong is sends_nothing else 60)
     at_once(*(two_steps(site, engine, value) for (site, engine, _), value in zip(made, (1, 2, 9), strict=True)))
     assert [engine.values.tolist() for _, engine, _ in made] == [[1.5] * 6] * 3
     _, told = made[0][2][-1]
@@ -445,7 +476,7 @@ def test_a_site_whose_parameters_do_not_come_is_left_out(joined, wrong, said) ->
 def test_a_site_that_reaches_nobody_but_the_coordinator_holds_no_others_up(joined, monkeypatch) -> None:
     """It votes for its own parameters alone. The others take those and go on; when its line is mended it follows."""
     meeting = Meeting("a", "b", "c")
-    made = [joined(meeting, name, timeout_s=1.0) for name in "abc"]
+    made = [joined(meeting, name) for name in "abc"]
     begin_all(*(site for site, _, _ in made))
 
     def train() -> None:
@@ -532,7 +563,7 @@ def test_a_late_site_takes_parameters_momentum_and_step_from_the_others(joined) 
     meeting.expected.add("c")
     c, engine_c, events = joined(meeting, "c", method="diloco")
     engine_c.values += 100
-    *_, (step, first) = at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 2), lambda: c.begin(0, 0, 5.0))
+    *_, (step, first) = at_once(two_steps(a, engine_a, 1), two_steps(b, engine_b, 2), lambda: c.begin(0, 0, 60.0))
     assert engine_a.values.tolist() == engine_c.values.tolist() and (c._momentum == a._momentum).all()
     assert step == 2 and first == 24 and events[-1][1]["healed"] and c._momentum.any()
 
@@ -540,7 +571,7 @@ def test_a_late_site_takes_parameters_momentum_and_step_from_the_others(joined) 
 def test_a_site_that_trains_something_else_does_not_get_in(joined) -> None:
     meeting = Meeting("a")
     a, engine_a, events = joined(meeting, "a")
-    a.begin(0, 0, 5.0)
+    a.begin(0, 0, 60.0)
     two_steps(a, engine_a, 1)()
     meeting.expected.add("b")
     b, _, _ = joined(meeting, "b", common="y")
@@ -580,7 +611,7 @@ def test_nonsense_at_a_meeting_is_nobody(joined, wrong) -> None:
                 meeting.meet("b:0", {**SENSE, "run": a._meetings._run, **wrong}, 0.2)
 
     def work() -> None:
-        a.begin(0, 0, 5.0)
+        a.begin(0, 0, 60.0)
         two_steps(a, engine_a, 1)()
         ended.set()
 
@@ -636,7 +667,7 @@ def late_join(joined, method: str, seed: int, lighthouse: Any) -> tuple[int, lis
     """Two sites train, a third comes at a random moment: (rounds of a that c missed since it first asked, participants
     of c's, and of a's rounds after c's first)."""
     rng = random.Random(f"{method} {seed}")
-    settings = {"method": method, "timeout_s": 5.0, "max_alone_steps": 40, **METHODS[method]}
+    settings = {"method": method, "max_alone_steps": 40, **METHODS[method]}
     a, b, c = (joined(lighthouse, name, **settings) for name in "abc")
     step_s, ended = rng.uniform(0.001, 0.004), threading.Event()
     came: list[int] = []
@@ -735,15 +766,17 @@ def test_a_site_alone_beside_one_that_is_there_waits_says_so_and_makes_no_outer_
     monkeypatch.setattr(quorum, "_SAID_S", 0.0)
     monkeypatch.setattr(quorum, "AGAIN_S", 0.05)
     meeting = Meeting("a")
-    a, engine, events = joined(meeting, "a", timeout_s=0.3)
-    a.begin(0, 0, 5.0)
+    a, engine, events = joined(meeting, "a")
+    a.begin(0, 0, 60.0)
+    gives_up_after(a, 0.3)
     a._members.heard = lambda: [Heard(id="b:1", silent_s=0.5, met=True), Heard(id="c:1", silent_s=60.0, met=True)]
     began_s = time.monotonic()
     two_steps(a, engine, 1)()
-    assert 0.3 <= time.monotonic() - began_s < 2 and events[-1][0] == "synchronise_failed"
+    assert 0.3 <= time.monotonic() - began_s < 20 and events[-1][0] == "synchronise_failed"
     assert events[-1][1]["reason"] == "this site is alone: b is there and is not at this meeting"
     assert "site a is alone: b is there, and not at this meeting yet; it waits" in capsys.readouterr().err
     a._members.heard = list
+    gives_up_after(a, 60)
     two_steps(a, engine, 1)()
     assert events[-1][0] == "synchronise"
 
@@ -791,7 +824,7 @@ class Stranger:
 def test_a_state_ahead_of_all_that_one_peer_claims_is_refused_and_named(joined, names, said, why, capsys) -> None:
     """One message of round 2^50 with a constant model was taken by both sites."""
     meeting = Meeting(*names)
-    made = [joined(meeting, name, timeout_s=20.0) for name in names]
+    made = [joined(meeting, name) for name in names]
     begin_all(*(site for site, _, _ in made))
     with Stranger(meeting, made[0][0], "mallory", **said):
         meeting.expected.add("mallory")
@@ -804,12 +837,12 @@ def test_a_state_ahead_of_all_that_one_peer_claims_is_refused_and_named(joined, 
 
 def test_a_site_that_joins_takes_what_most_of_those_that_train_tell(joined) -> None:
     meeting = Meeting("a", "b")
-    made = [joined(meeting, name, timeout_s=20.0) for name in "ab"]
+    made = [joined(meeting, name) for name in "ab"]
     begin_all(*(site for site, _, _ in made))
-    c, engine, events = joined(meeting, "c", timeout_s=20.0)
+    c, engine, events = joined(meeting, "c")
     with Stranger(meeting, made[0][0], "mallory", round=3, step=6):
         meeting.expected |= {"c", "mallory"}
-        at_once(lambda: c.begin(0, 0, 5.0), *(two_steps(site, engine, 1) for site, engine, _ in made))
+        at_once(lambda: c.begin(0, 0, 60.0), *(two_steps(site, engine, 1) for site, engine, _ in made))
     assert engine.values.tolist() == [1.0] * 6 and events[-1][1]["healed"]
     assert "mallory:0" in events[-1][1]["failed"] and events[-1][1]["sites"] == ["a", "b", "c"]
 
@@ -851,20 +884,20 @@ def test_sites_that_all_only_start_take_the_furthest_checkpoint() -> None:
 def test_a_state_that_is_not_the_one_that_was_told_of_is_not_taken(joined) -> None:
     """b sends others than it tells of: c stays out, names it, and takes the state from a at the next meeting."""
     meeting = Meeting("a", "b")
-    made = {name: joined(meeting, name, timeout_s=1.0) for name in "ab"}
+    made = {name: joined(meeting, name) for name in "ab"}
     begin_all(*(site for site, _, _ in made.values()))
     publish = made["a"][0]._server.publish
     made["a"][0]._server.publish = lambda round_, arrays: publish(
         round_, {**arrays, "anchor": np.full(6, 9.0, np.float32)} if "anchor" in arrays else arrays
     )
-    c, _, events = joined(meeting, "c", timeout_s=1.0)
+    c, _, events = joined(meeting, "c")
     meeting.expected.add("c")
 
     def twice(site: Site, of_site: Numbers) -> None:
         for _ in range(2):
             two_steps(site, of_site, 1)()
 
-    at_once(lambda: c.begin(0, 0, 5.0), *(lambda each=each: twice(*each[:2]) for each in made.values()))
+    at_once(lambda: c.begin(0, 0, 60.0), *(lambda each=each: twice(*each[:2]) for each in made.values()))
     assert events[-1][1]["healed"] and (c._anchor == made["b"][0]._anchor).all(), events
 
 
@@ -875,7 +908,7 @@ def test_a_site_that_starts_after_the_others_have_ended_says_so(joined, capsys) 
     gone = Heard(id="b:1", silent_s=312.0, met=True, step=480, run=a._meetings._run, together=2)
     other = Heard(id="c:1", silent_s=312.0, met=True, step=960, run="other", together=1)
     a._members.heard = lambda: [gone, other]
-    a.begin(0, 0, 5.0)
+    a.begin(0, 0, 60.0)
     said = "site a is alone: b ended this run at step 480 (heard of 312 s ago), and this site trains it from step 0 on"
     assert said in capsys.readouterr().err
     assert events[-1] == ("alone", {"step": 0, "others": ["b"], "at": 480})
@@ -898,9 +931,10 @@ def test_samples_that_were_dealt_to_a_lost_site_are_counted_when_the_run_ends(jo
 
 def test_what_a_cut_off_site_has_trained_alone_is_told_at_its_end(joined, capsys) -> None:
     meeting = Meeting("a", "b")
-    made = [joined(meeting, name, last_step=2, timeout_s=0.2) for name in "ab"]
+    made = [joined(meeting, name, last_step=2) for name in "ab"]
     begin_all(*(site for site, _, _ in made))
     a, engine, _ = made[0]
+    gives_up_after(a, 0.2)
     engine.values += 1
     a.after_update(1, complete=False)
     a.after_update(2, complete=True)

@@ -51,7 +51,7 @@ def test_sites_go_on_in_the_middle_of_a_round_with_all_that_they_had(joined, mon
             starts = [first for _, first in at_once(*(lambda s=site: s.begin(3, 99, 5.0) for site, _, _ in made))]
             assert starts == [10, 16]  # of 8 to 15, 8, 9 and 12, 13 are trained: a goes on with 10, 11, 14, 15
         else:
-            at_once(*(lambda s=site: s._synchronise(site_module.time.monotonic() + 5) for site, _, _ in made))
+            at_once(*(lambda s=site: s._synchronise(site_module.time.monotonic() + 60) for site, _, _ in made))
         assert made[0][1].values.tolist() == made[1][1].values.tolist()
         residuals = [site._feedback.residual.tolist() for site, _, _ in made]
         ends.append((made[0][1].values.tolist(), made[0][0]._momentum.tolist(), residuals))

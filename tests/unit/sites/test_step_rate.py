@@ -36,7 +36,7 @@ def run_of(site: Any, engine: Any, step_s: float, last: int, trained: list[int])
     site._clock.take = lambda: step_s
 
     def run() -> list[int]:
-        step, first = site.begin(0, 0, 5.0)
+        step, first = site.begin(0, 0, 60.0)
         seen = []
         while step < last:
             trained.extend((first, first + 1))
@@ -62,8 +62,7 @@ def test_sites_of_three_speeds_end_at_one_step_with_one_model_and_every_sample_o
     meeting = Meeting("a", "b", "c")
     speeds = {"a": 1.0, "b": 2.0, "c": 4.0}
     made = {
-        name: joined(meeting, name, pace="measured", last_step=last, max_alone_steps=20, timeout_s=5.0, **method)
-        for name in speeds
+        name: joined(meeting, name, pace="measured", last_step=last, max_alone_steps=20, **method) for name in speeds
     }
     samples: dict[str, list[int]] = {name: [] for name in speeds}
     seen = at_once(*(run_of(*made[name][:2], each, last, samples[name]) for name, each in speeds.items()))
@@ -90,7 +89,7 @@ def test_a_site_that_tells_a_step_far_ahead_does_not_end_the_others_runs(joined)
     """No site can be further than it trains alone: sync_every and max_alone_steps."""
     meeting = Meeting("a", "b")
     (a, _, _), (b, _, _) = (joined(meeting, name, last_step=10**9) for name in "ab")
-    at_once(lambda: a.begin(0, 0, 5.0), lambda: b.begin(0, 0, 5.0))
+    at_once(lambda: a.begin(0, 0, 60.0), lambda: b.begin(0, 0, 60.0))
 
     def run(site: Any, first: int) -> int:
         for step in (first + 1, first + 2):

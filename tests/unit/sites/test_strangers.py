@@ -42,7 +42,7 @@ from tests.unit.sites.test_site import (
 def test_nonsense_uses_up_no_connection(server: Server, sent: str) -> None:  # noqa: F811
     host, _, port = server.address.partition(":")
     for _ in range(_CONNECTIONS + 1):
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(struct.pack("<I", len(sent)) + sent.encode())
             assert b"refused" in connection.recv(1 << 16)
     fetch_all(server)
@@ -71,7 +71,7 @@ def test_one_rule_says_which_addresses_are_private() -> None:
 def test_a_site_that_sends_slowly_takes_no_time_from_those_after_it(joined) -> None:  # noqa: F811
     """Of a, b and c, b is the slow one: a and c have each other's parameters."""
     meeting = Meeting("a", "b", "c")
-    made = {name: joined(meeting, name, timeout_s=1.0) for name in "abc"}
+    made = {name: joined(meeting, name, timeout_s=6.0) for name in "abc"}
     begin_all(*(site for site, _, _ in made.values()))
     sends_nothing(made["b"][0]._server)
     at_once(*(two_steps(site, engine, value) for value, (site, engine, _) in enumerate(made.values())))
@@ -95,8 +95,8 @@ def test_a_healer_that_sends_slowly_leaves_time_for_the_next(server: Server) -> 
     arrays = {kind: np.arange(65, dtype=np.float32) * by for kind, by in (("anchor", 1), ("momentum", 2))}
     server.publish(3, arrays)
     told = told_by(server)
-    slow = dataclasses.replace(told, id="0:1", addresses=(answering(lambda _: time.sleep(3)),))
-    outer, received, failed = exchange()._healed([slow, told], 3, time.monotonic() + 1)
+    slow = dataclasses.replace(told, id="0:1", addresses=(answering(lambda _: time.sleep(60)),))
+    outer, received, failed = exchange()._healed([slow, told], 3, time.monotonic() + 8)
     assert outer is not None and received == 2 * 260 and failed.keys() == {"0:1"}
     assert all((got == arrays[kind]).all() for got, kind in zip(outer, ("anchor", "momentum"), strict=True))
 
@@ -105,4 +105,4 @@ def test_elements_that_come_twice_do_not_stand_for_those_that_do_not_come(server
     """As many as this rank wants, with one span twice and another never."""
     server._index = [[0, "w", 0, 60, [], 0, 0], [0, "w", 0, 5, [], 0, 0]]
     with pytest.raises(WireError, match="its values are not finite"):
-        exchange()._values(told_by(server), "values", 3, None, time.monotonic() + 5)
+        exchange()._values(told_by(server), "values", 3, None, time.monotonic() + 60)

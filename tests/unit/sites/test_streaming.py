@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from llmtrain.sites.exchange import Background
 from llmtrain.sites.quorum import RoundFailed
 from llmtrain.sites.sample_ledger import Ledger
 from llmtrain.sites.shard import fragment_of
-from tests.unit.sites.test_site import Meeting, at_once, begin_all, joined  # noqa: F401
+from tests.unit.sites.test_site import Meeting, at_once, begin_all, gives_up_after, joined  # noqa: F401
 
 SHAPES = {
     "model.embed_tokens.weight": (100, 8),
@@ -55,7 +54,7 @@ def steps(
 
     def run() -> list[int]:
         starts = []
-        _, first = site.begin(0, 0, 5.0)
+        _, first = site.begin(0, 0, 60.0)
         for step in range(1, last + 1):
             engine.values += grow(step)
             starts.append(first)
@@ -126,7 +125,7 @@ def test_no_sample_is_trained_twice_or_lost_while_rounds_are_on_their_way(joined
 def test_a_site_that_is_not_used_gives_up_what_it_has_in_all_fragments(joined) -> None:  # noqa: F811
     """Its samples are dealt out again, so no part of what they taught may stay."""
     meeting = Meeting("a", "b")
-    setting = {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 0, "timeout_s": 1.0}
+    setting = {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 0}
     made = [joined(meeting, name, outer_lr=1.0, outer_momentum=0.0, **setting) for name in "ab"]
     begin_all(*(site for site, _, _ in made))
     made[1][0]._server.close()
@@ -160,7 +159,7 @@ def advance(site: Any, engine: Any, first: int, count: int) -> Callable[[], None
 def test_a_site_that_is_lost_while_a_round_is_on_its_way_holds_nobody_up(joined) -> None:  # noqa: F811
     """b sets off and is gone: the others' training goes on meanwhile, and the round arrives without it."""
     meeting = Meeting("a", "b", "c")
-    made = {name: joined(meeting, name, timeout_s=2.0, **STREAMS) for name in "abc"}
+    made = {name: joined(meeting, name, **STREAMS) for name in "abc"}
     begin_all(*(site for site, _, _ in made.values()))
 
     def dies(*_: Any, **__: Any) -> None:
@@ -181,7 +180,7 @@ def test_a_run_that_stops_while_a_round_is_on_its_way_goes_on_before_it(joined, 
     """Nothing of that round is in the checkpoint: the site has all its samples and weights to send again."""
     made = [joined(Meeting("a"), "a", **STREAMS) for _ in range(2)]
     (first, engine, _), (second, other, _) = made
-    first.begin(0, 0, 5.0)
+    first.begin(0, 0, 60.0)
     advance(first, engine, 1, 2)()
     assert first._flight is not None
     kept = json.loads(json.dumps(first.to_json()))
@@ -199,7 +198,7 @@ def test_a_run_that_stops_while_a_round_is_on_its_way_goes_on_before_it(joined, 
     monkeypatch.setattr(site_module, "read_back", lambda *_: padded)
     other.values += 2
     second.restore(Path("step-2"), kept)
-    assert second.begin(2, 99, 5.0) == (2, 4)  # the first sample that was not trained
+    assert second.begin(2, 99, 60.0) == (2, 4)  # the first sample that was not trained
     assert second._weights == [16, 0] and second._trained == 0
     assert other.values.tolist() != [2.0] * 6 and other.values.tolist()[3:] == [2.0] * 3  # w has made its outer step
 
@@ -207,9 +206,9 @@ def test_a_run_that_stops_while_a_round_is_on_its_way_goes_on_before_it(joined, 
 def test_the_last_step_waits_for_a_lost_site_once(joined) -> None:  # noqa: F811
     """Not for each fragment."""
     meeting = Meeting("a", "b")
-    (a, engine, events), (b, _, _) = (joined(meeting, name, **{**STREAMS, "timeout_s": 0.5}) for name in "ab")
+    (a, engine, events), (b, _, _) = (joined(meeting, name, **STREAMS) for name in "ab")
     begin_all(a, b)
+    gives_up_after(a, 0.5)
     engine.values += 1
-    began_s = time.monotonic()
     a.after_update(1, complete=True)
-    assert time.monotonic() - began_s < 0.9 and [kind for kind, _ in events] == ["synchronise", "synchronise_failed"]
+    assert [kind for kind, _ in events] == ["synchronise", "synchronise_failed"]
