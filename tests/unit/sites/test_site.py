@@ -246,7 +246,7 @@ class Meeting:
             self._here[member_id] = Member(id=member_id, said=json.loads(json.dumps(said)))
             mine = self._here[member_id]
             self.look()
-            if not self._changed.wait_for(lambda: mine in self._met, timeout=max(limit_s, 0)):
+            if not self._changed.wait_for(lambda: any(each is mine for each in self._met), timeout=max(limit_s, 0)):
                 self._here.pop(member_id, None)
                 raise MembersError("nobody came")
             return sorted(self._met, key=lambda member: member.id)
