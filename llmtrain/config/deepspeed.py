@@ -107,6 +107,7 @@ def read_facts(tree: dict[str, Any], path: str, run: RunConfig, optim: ResolvedO
         reduce_scatter=bool(zero.get("reduce_scatter")),
         fp32_accumulation=lookup(tree, "data_types.grad_accum_dtype") == "fp32",
         bf16_moments=bf16_moments,
+        hpz=int(zero.get("zero_hpz_partition_size") or 1) > 1,
         beta=max(optim.betas),
         degrees=degrees,
     )

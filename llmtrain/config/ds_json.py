@@ -47,10 +47,18 @@ def read(path: str) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
+        rule = f"no such file (looked from {Path.cwd()})"
+        if path == "null" or path.lstrip().startswith("{"):
+            rule = "every run has a DeepSpeed JSON" if path == "null" else "is the text of a JSON, and not its path"
         raise stop(
-            "deepspeed", path, f"no such file (looked from {Path.cwd()})",
-            "give the path of a DeepSpeed JSON; `llmtrain init DIR` writes some",
-        ) from None  # fmt: skip
+            "deepspeed", path, rule, "give the path of a DeepSpeed JSON; `llmtrain init DIR` writes some"
+        ) from None
+    except IsADirectoryError:
+        raise stop("deepspeed", path, "is a folder", "give the path of a DeepSpeed JSON in it") from None
+    except UnicodeDecodeError as error:
+        kind = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+        rule = f"is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}"
+        raise stop("deepspeed", path, rule, f"save it as UTF-8, such as by `iconv -f {kind} -t UTF-8 {path}`") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the path
         raise stop("deepspeed", path, f"cannot be read: {error}", "give the path of a DeepSpeed JSON") from None
     try:
@@ -70,7 +78,11 @@ def read(path: str) -> dict[str, Any]:
         raise stop("deepspeed", path, "a comment /* is not closed", "close it with */, or remove it") from None
     except (RecursionError, ValueError, ArithmeticError) as error:  # nested too deep, 10,000 digits, 1e999
         why = "it is nested too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+        why = "a number in it is larger than 1.8e308" if isinstance(error, OverflowError) else why
         raise stop("deepspeed", path, f"not a DeepSpeed JSON: {why}", "write plain values of usual size") from None
+    if isinstance(tree, dict) and {"deepspeed", "model", "data", "train"} & tree.keys() and not text.startswith("{"):
+        raise stop("deepspeed", path, "looks like a run's YAML, and not like a DeepSpeed JSON",
+                   "give the path of the JSON; the YAML stands first: RUN.yaml --deepspeed DS.json")  # fmt: skip
     if not isinstance(tree, dict):
         raise stop(
             "deepspeed",

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 from jsonargparse import ArgumentError, ArgumentParser
 
 from llmtrain.base.choice import Choice
-from llmtrain.config import model_tree, rules, strict_yaml, unknown
+from llmtrain.config import ds_keys, model_tree, rules, strict_yaml, unknown
 from llmtrain.config.problems import Problems, closest, show, stop
 from llmtrain.config.reference import choices, default_choice, help_text, schema, sections, type_name
 from llmtrain.config.resolve import resolve
@@ -136,8 +136,13 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str, list[str]]]:
     words = deque(argv)
     while words:
         word = words.popleft()
+        if word == "--":  # what stands behind it are words of the run, and those before it are, too
+            continue
         flag, has_value, value = word.partition("=")
         if not word.startswith("--"):
+            if Path(word).is_dir():
+                rule = "is a folder, and a run is its YAML"
+                raise stop("--config", word, rule, "give the path of a run's YAML", COMMAND_LINE)
             if not word.endswith((".yaml", ".yml")) and not Path(word).is_file():
                 raise stop("command line", word, "is not a flag", "write --SECTION.FIELD VALUE", COMMAND_LINE)
             yield "config", word, [word]
@@ -175,10 +180,11 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         rule = f"no such file (looked from {Path.cwd()})"
         raise stop("--config", path, rule, "give the path of a run's YAML; `llmtrain init DIR` writes some") from None
     except UnicodeDecodeError as error:
+        kind = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
         rule = (
             f"is not UTF-8: byte 0x{error.object[error.start]:02x} in line {error.object.count(10, 0, error.start) + 1}"
         )
-        remedy = f"save it as UTF-8, such as by `iconv -f LATIN1 -t UTF-8 {path}`"
+        remedy = f"save it as UTF-8, such as by `iconv -f {kind} -t UTF-8 {path}`"
         raise stop("--config", path, rule, remedy) from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         said = error.strerror if isinstance(error, OSError) else error
@@ -187,6 +193,10 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     tree = {} if document.tree is None else document.tree
     if not isinstance(tree, dict):
         raise stop("--config", show(tree), "a run is a map of sections", "write `deepspeed: ...`, `model: ...`", path)
+    known = {key.partition(".")[0] for key in schema()}
+    if tree.keys() & ds_keys.KEYS.keys() and not tree.keys() & known:
+        rule = "looks like a DeepSpeed JSON, and not like a run's YAML"
+        raise stop("--config", path, rule, f"give the run's YAML first: RUN.yaml --deepspeed {path}")
     return tree, {key: f"{path}, line {line}" for key, line in document.lines.items()}
 
 

@@ -318,6 +318,7 @@ def _check_resume(path: str, places: Places, problems: Problems) -> None:
 
 def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
     """The run's folder is one, or can be made. (Whether it can be written is known on rank 0's host alone.)"""
+    sources = [*(run.data.mixture or {}), *([run.data.path] if run.data.path else [])]
     for key, path in (("train.run_dir", run.train.run_dir), ("checkpoint.dir", run.checkpoint.dir)):
         if path is None:
             continue
@@ -327,8 +328,18 @@ def _check_run_dir(run: RunConfig, places: Places, problems: Problems) -> None:
             rule = f"{nearest} is a file, so no folder can be there"
         elif os.path.realpath(nearest).split("/")[1] in ("proc", "sys"):
             rule = f"{os.path.realpath(nearest)} belongs to the kernel, and no folder can be made there"
+        elif os.path.realpath(path) == "/":
+            rule = "is the root of the file system, and a run writes files of its own there"
+        elif source := next((s for s in sources if _within(path, s)), None):
+            rule = f"lies in the data folder {source}, which a run only reads"
         if rule:
             problems.add(key, path, rule, "give the path of a folder, which may be new", places.get(key))
+
+
+def _within(path: str, folder: str) -> bool:
+    """Return True if a path is a folder, or lies in it."""
+    inner, outer = os.path.realpath(path), os.path.realpath(folder)
+    return inner == outer or inner.startswith(f"{outer.rstrip('/')}/")
 
 
 def _exists(key: str, path: str, remedy: str, places: Places, problems: Problems) -> bool:

@@ -99,6 +99,8 @@ class Mix:
     reduce_scatter: bool = False
     fp32_accumulation: bool = False
     bf16_moments: bool = False
+    hpz: bool = False
+    """Secondary copies of ZeRO 3's shards within groups of neighbouring ranks (ZeRO++)."""
     beta: float = 0.0
     """The larger of optim.betas."""
     degrees: Degrees = Degrees()
@@ -218,6 +220,13 @@ RULES: tuple[Rule, ...] = (
         broken=lambda m: m.keep_attention and m.layer_inputs_on_host,
         reason="the inputs of the layers would wait in host memory, and tensors of the same size stay on the device",
         remedy="set one of them to false",
+    ),
+    Rule(
+        keys=("zero_optimization.zero_hpz_partition_size", "tensor_parallel.autotp_size"),
+        broken=lambda m: m.hpz and m.zero_stage == 3 and m.degrees.tensor > 1,
+        reason="DeepSpeed makes the groups of its second copies of neighbouring ranks, and those hold other parts of "
+        "each matrix under tensor parallelism",
+        remedy="remove one of them",
     ),
     Rule(
         keys=("pipeline.stages", "zero_optimization.stage"),

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import math
 import re
 from typing import Any, get_args
 
@@ -103,6 +104,9 @@ class _Section:
         name = self._family.attribute_map.get(key, key)
         field = self._fields.get(name)
         if field is None:
+            return
+        if name.endswith(("eps", "epsilon", "rope_theta")) and type(value) in (int, float) and not 0 < value < math.inf:
+            self._add(key, value, "must be greater than 0 and finite", f"{field.default} is the family's default")
             return
         for validator in getattr(self._family, "__validators__", {}).get(name, ()):
             try:

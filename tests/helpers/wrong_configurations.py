@@ -44,6 +44,10 @@ def _latin_1(folder: Path) -> None:
     (folder / "run.yaml").write_bytes(b"# one\n# gr\xf6\xdfer\n")
 
 
+def _utf_16(folder: Path) -> None:
+    (folder / "ds.json").write_bytes((folder / "ds.json").read_text().encode("utf-16"))
+
+
 CASES = [
     Wrong("a YAML in Latin-1", ("is not UTF-8: byte 0xf6 in line 2", "iconv -f LATIN1"), before=_latin_1),
     Wrong("a tab in the YAML", ("a tab in the indentation", "indent with blanks", "line 2"), before=_tab),
@@ -366,6 +370,28 @@ CASES = [
         "a loss scale that begins below its minimum",
         ("fp16.min_loss_scale = 32", "the loss scale begins at 2^4", "set it to 16 or less"),
         ds={"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 32}, "bf16": {"enabled": False}},
+    ),
+    *(
+        Wrong(f"{key} {folder}", (f'{key} = "{folder}"', rule, "give the path of a folder"), nested(key, folder, {}))
+        for key in ("train.run_dir", "checkpoint.dir")
+        for folder, rule in (
+            ("data/x", "lies in the data folder data/x"),
+            ("data/x/run", "lies in the data folder data/x"),
+            ("/", "is the root of the file system"),
+        )
+    ),
+    Wrong("a YAML as the JSON", ("looks like a run's YAML", "RUN.yaml --deepspeed DS.json"), {"deepspeed": "run.yaml"}),
+    Wrong("a folder as the JSON", ("is a folder",), {"deepspeed": "data"}),
+    Wrong("null as the JSON", ('deepspeed = "null"', "every run has"), argv=["--deepspeed", "null"]),
+    Wrong("a JSON's text as its path", ("is the text of a JSON",), argv=["--deepspeed", '{"bf16": {}}']),
+    Wrong("a JSON in UTF-16", ("is not UTF-8", "iconv -f UTF-16"), before=_utf_16),
+    Wrong("a JSON with 1e400", ("larger than 1.8e308",), ds='{"gradient_clipping": 1e400}'),
+    Wrong("hosts of a run that is started here", ("the hostfile of `llmtrain launch`",), argv=["--hostfile", "h"]),
+    Wrong("a model for W&B", ("not here: W&B gets metrics",), argv=["--wandb_log_model", "x"]),
+    Wrong(
+        "second copies of shards beside tensor parallelism",
+        ("zero_hpz_partition_size = 2 with tensor_parallel.autotp_size = 2", "remove one of them"),
+        ds={"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "tensor_parallel": {"autotp_size": 2}},
     ),
     Wrong(
         "a degree below 1",

@@ -66,6 +66,14 @@ def _model(**fields: Any) -> dict[str, Any]:
 GPT2 = {"model_type": "gpt2", "num_hidden_layers": ..., "n_layer": 2, "n_head": 4}
 
 MODEL_CASES = [
+    *(
+        Wrong(
+            f"an epsilon of {eps}",  # which was told to be no number
+            (f"model.config.rms_norm_eps = {eps}", "must be greater than 0 and finite", "the family's default"),
+            {"model": {"config": {"rms_norm_eps": eps}}},
+        )
+        for eps in (-1, 0)
+    ),
     Wrong(
         "measured shares of experts",
         ('train.balance = "measured"', "all ranks compute alike", "set it to equal"),

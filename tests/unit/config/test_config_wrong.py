@@ -119,6 +119,15 @@ def test_check_reads_the_data_when_asked(here: Path, capsys: pytest.CaptureFixtu
     assert "but for 1 file of which they tell none" in capsys.readouterr().out
 
 
+def test_a_file_in_the_wrong_place_is_named_for_what_it_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(here)
+    for given, words in (("ds.json", "looks like a DeepSpeed JSON"), ("data/x", "is a folder, and a run is its YAML")):
+        assert main(["config", "check", given]) == 2
+        told = capsys.readouterr().err
+        assert words in told and "mistakes" not in told
+    assert main(["config", "show", "--", "run.yaml", "--world-size=2"]) == 0
+
+
 def test_a_missing_yaml_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["config", "check", "nowhere.yaml"]) == 2
