@@ -180,7 +180,7 @@ def _with_ops(report: Report, run: Needs | None, args: argparse.Namespace) -> Re
 
 
 def _deepspeeds_own_file(survey: Survey) -> list[Finding]:
-    """`.deepspeed_env` here: a launch by hand reads it for other hosts. `llmtrain launch` does not, and calls quick."""
+    """`.deepspeed_env` here: a launch by hand reads it for other hosts. `llmtrain launch` does not."""
     parts = (problem.rpartition(": ") for problem in (() if survey.alone else deepspeed_env_problems()))
     first = survey.hosts[0].name
     return [Finding(host=first, check="env", level="red", what=what, fix=fix) for what, _, fix in parts]

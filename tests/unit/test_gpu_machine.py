@@ -290,7 +290,7 @@ def test_deterministic_training_is_asked_for_before_torchs_libraries_start(tmp_p
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is as before afterwards
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    monkeypatch.setattr(train, "examine", look)
+    monkeypatch.setattr("llmtrain.training.examine.examine", look)
     paths = ["--data.path", str(tmp_path), "--train.run_dir", str(tmp_path / "run")]
     words = ["--config", "launch/recipes/quickstart.yaml", *paths]
     for more in ([], ["--train.deterministic", "true"]):

@@ -66,7 +66,7 @@ def on_hosts(
     No shell expands anything in the words. Each host has `timeout_s` seconds, connecting included, and at most
     `fan_out` hosts are asked at a time: the whole takes at most ceil(hosts / fan_out) * (timeout_s + 1) seconds. A
     command that overruns is ended on its host too. On Ctrl-C every ssh is ended before the exception goes on.
-    With `here` the only host is this machine (hosts.here.is_alone): the command is run without ssh.
+    With `here` the only host is this machine (hostfile.is_alone): the command is run without ssh.
     Raises ConfigError when there is no ssh program and one is needed.
     """
     program = "" if here else shutil.which("ssh")

@@ -164,7 +164,7 @@ def test_noise_is_taken_off_and_named():
 def test_output_is_bounded():
     answer = one("a", "sh", "-c", f"yes | head -c {3 * MAX_BYTES}; exit 7")
     assert answer.code == 7 and len(answer.stdout) <= MAX_BYTES
-    assert answer.trouble is not None and answer.trouble.kind == "noise" and "more than is kept" in answer.trouble.text
+    assert answer.trouble is not None and answer.trouble.kind == "noise" and "more than 1 MiB" in answer.trouble.text
 
 
 @pytest.mark.parametrize(
