@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -148,8 +149,9 @@ def set_leaf_modules(hf: nn.Module, blocks: list[ExpertBlock]) -> None:
     for block in blocks:
         for module in (block.module,) if block.are_modules else block.experts:
             set_z3_leaf_module(module, True)
-    for module in hf.modules():  # LongCat-Flash has more experts in one matrix than in the other: it is no block
-        if sum(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False)) > 1:
+    for module in hf.modules():  # in no block: LongCat-Flash has more experts in one matrix than in the other,
+        many = sum(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False)) > 1
+        if many or "top_k_index" in inspect.signature(module.forward).parameters:  # and DBRX stacks all in 2 dimensions
             set_z3_leaf_module(module, True)
 
 

@@ -211,10 +211,11 @@ def _read_by(family: Any) -> set[str]:
     found: set[str] = set()
     with contextlib.suppress(Exception):  # a few families have no defaults for all fields
         found |= set(family().to_dict())
+    within = f"|{family.base_config_key}" if family.base_config_key else ""  # DBRX reads attn_config.rope_theta
     for text in _sources(family):
         found |= set(re.findall(r"""\bkwargs(?:\.(?:pop|get)\(\s*|\[)["'](\w+)""", text))
         found |= set(re.findall(r"""["'](\w+)["'] in kwargs""", text))
-        found |= set(re.findall(r"\bconfig\.(\w+)", text))
+        found |= set(re.findall(rf"\b(?:config{within})\.(\w+)", text))
         found |= set(re.findall(r"""(?:get|has)attr\(\s*(?:self\.)?\w*config,\s*["'](\w+)""", text))
     return found
 

@@ -9,6 +9,7 @@ import functools
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -218,6 +219,21 @@ def test_zero_3_has_the_gradients_of_a_block_that_is_never_called(pools, small_d
     assert largest_difference(got.parameters, want.parameters) < 1e-5
     for text in pools(2).run(as_a_leaf, case):
         assert "ZeRO 3 would drop the gradients of 8 parameters" in text and ".self_attention.experts." in text
+
+
+DBRX = {"model_type": "dbrx", "vocab_size": 512, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 64, "moe_top_k": 1}}  # fmt: skip
+"""All experts lie below each other in one matrix, and a module without parameters calls one that has them."""
+
+
+def test_zero_3_waits_for_nobody_where_ranks_choose_other_experts_of_a_matrix_of_two_dimensions(pools, small_data):
+    """Each call of a chosen expert gathered its matrix, and the ranks waited in two collectives."""
+    case = Case(data=small_data, model=DBRX, stage=3, sequence=2, steps=3)
+    want = plain_pytorch(replace(case, stage=0, sequence=1))
+    got = pools(2).run(run_case, case)[0]
+    assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-5
+    assert largest_difference(got.parameters, want.parameters) < 1e-4  # an expert of a token or two: Adam divides
 
 
 def refused_list(case: Case) -> str:

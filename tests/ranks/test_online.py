@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.stream.loader import validation_batches
 from llmtrain.data.stream.packing import TrainData
 from llmtrain.models.spec import ModelSpec
-from tests.helpers.answers import SMALL, Figures, answers_case, as_in_a_trace, prove_first, session_figures
-from tests.helpers.preference import prepared_preferences, prepared_unpaired
+from tests.helpers.adapters import plain_adapted
+from tests.helpers.answers import (
+    SMALL,
+    STEPS,
+    Figures,
+    answers_case,
+    as_in_a_trace,
+    plain_steps,
+    prove_first,
+    session_figures,
+)
+from tests.helpers.preference import Plain, prepared_preferences, prepared_unpaired
 from tests.helpers.training import (
     Case,
     Trace,
@@ -23,6 +35,8 @@ from tests.helpers.training import (
     make_engine,
     resolved_run,
 )
+from tests.ranks.test_adapter import written
+from tests.ranks.test_vocabulary import grown
 
 pytestmark = pytest.mark.needs("peft")
 
@@ -100,3 +114,76 @@ def test_the_base_of_an_adapter_is_the_reference(pools: Any, tmp_path: Any, name
         assert max(abs(a - b) for a, b in zip(got.losses, want.losses, strict=True)) < 1e-6 * max(want.losses)
         if got.parameters:
             assert largest_difference(got.parameters, want.parameters) < 1e-6
+
+
+def halves(case: Case, config: ObjectiveConfig, folder: str, first: int) -> tuple[Trace, Figures]:
+    """Step `first` and those after it, with a save before the third; from there where `first` is that step."""
+    from llmtrain.checkpoint.frozen import frozen_source
+    from llmtrain.engine.weights import prove_weights
+    from llmtrain.objectives.named import objective_of, with_reference
+    from llmtrain.training.start import base_of
+    from tests.helpers.answers import spoil
+    from tests.helpers.checkpoints import trainer_state
+    from tests.helpers.training import resume_from, save_checkpoint
+
+    engine, ranks = make_engine(case)
+    resolved, data = resolved_run(case, ranks.world_size), TrainData(case_data(case))
+    spec = ModelSpec.of(resolved.run.model, resolved.run.adapter)
+    source: Any = spec.initial_weights(0, ranks.device)
+    trainer = trainer_state(HALF) | {"run": asdict(resolved.run), "model_config": spec.config.to_dict()}
+    if first:
+        spoil(engine)
+        assert resume_from(engine, resolved.run, folder, trainer, ranks) is not None
+    else:
+        left_out = frozen_source(getattr(source, "base", source), spec.frozen, prove_weights(engine, source, ranks))
+    objective = with_reference(objective_of(config), config, base_of(engine, spec, source))
+
+    def save(step: int) -> None:
+        if step == HALF and not first:
+            save_checkpoint(engine, Path(folder) / "checkpoints", HALF, trainer, resolved, ranks, left_out)
+
+    figures = session_figures(case, engine, ranks, objective, data, first=first, before=save)
+    trace = as_in_a_trace(figures, assembled(engine, ranks))
+    engine.close()
+    return trace, figures
+
+
+HALF, TOKENS = 2, 264
+FEW = 250
+"""Tokens of the folder's model: those that begin and end a turn (256 and 257) have new rows."""
+
+
+@pytest.mark.parametrize(
+    ("tied", "form", "then"),
+    [
+        (False, {"stage": 2}, {"stage": 3}),
+        pytest.param(True, {"stage": 3}, {"stage": 1, "pipeline": 2, "accumulation": 3}, marks=pytest.mark.slow),
+        pytest.param(False, {"stage": 1, "tensor": 2}, {"stage": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_new_tokens_have_their_initial_rows_in_the_reference_and_after_a_resume(
+    pools: Any, tmp_path: Path, tied: bool, form: dict[str, Any], then: dict[str, Any]
+) -> None:
+    """DPO by its definition: the reference is the grown model before the first step, whoever asks and when."""
+    data = prepared_preferences(tmp_path)
+    sizes = {**SMALL, "tie_word_embeddings": tied}
+    folder = written(tmp_path / "hf", sizes | {"vocab_size": FEW})
+    saved = {**SAVED, "modules_to_save": ["model.embed_tokens", *([] if tied else ["lm_head"])]}
+    case = answers_case(data, pretrained=folder, vocabulary=TOKENS, adapter=saved, lr=5e-3,
+                        model=sizes | {"vocab_size": TOKENS}, **form)  # fmt: skip
+    hf = plain_adapted(replace(case, tensor=1))
+    hf.load_state_dict(dict(grown(case).named_parameters()), strict=False)
+    plain = Plain(hf, data)
+    with torch.no_grad():
+        first = dict(enumerate(plain.answers(list(range(len(plain.rows))))[0].tolist()))
+    want = Trace(plain_steps(case, hf, lambda rows: plain.loss("dpo", rows, first)), [], dict(hf.named_parameters()))
+    config, run = ObjectiveConfig(name="dpo", reference="online"), str(tmp_path / "run")
+    whole, figures = pools(2).run(halves, case, config, run, 0)[0]
+    assert figures[0]["pairs/margin"] == 0.0 and abs(figures[-1]["pairs/margin"]) > 1e-2
+    rest, _ = pools(2).run(halves, replace(case, **{"accumulation": 1, **then}), config, run, HALF)[0]
+    for got, losses in ((whole, want.losses), (rest, want.losses[HALF:])):
+        assert len(got.losses) == len(losses) and STEPS == 4
+        assert max(abs(a - b) for a, b in zip(got.losses, losses, strict=True)) < 1e-5
+        # A tenth of a step: AdamW divides by the size of a gradient, and some are rounding alone.
+        assert largest_difference(got.parameters, want.parameters) < 0.1 * case.lr

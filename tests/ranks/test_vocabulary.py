@@ -38,17 +38,18 @@ def grown(case: Case) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(case.pretrained, dtype=torch.float32)
-    model.resize_token_embeddings(ALL, mean_resizing=False)
+    few = model.config.vocab_size
+    model.resize_token_embeddings(case.vocabulary, mean_resizing=False)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        module.weight.data[FEW:] = module.weight.data[:FEW].mean(0)
+        module.weight.data[few:] = module.weight.data[:few].mean(0)
     return model
 
 
 def reference(case: Case) -> Trace:
-    plain = plain_adapted(case)
+    plain = plain_adapted(replace(case, pipeline=1, tensor=1))
     first = dict(grown(case).named_parameters())
     plain.load_state_dict(first, strict=False)
-    return plain_pytorch(case, model=plain)
+    return plain_pytorch(replace(case, pipeline=1, tensor=1), model=plain)
 
 
 @pytest.mark.parametrize(

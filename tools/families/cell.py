@@ -114,7 +114,7 @@ def _judged(codes: list[int | None], output: str) -> tuple[str, str]:
     if "error: after step" in output:
         return "stopped", _after(output, "error: ")
     if set(codes) & {2, 3}:
-        return "refused", _after(output, "error: ")
+        return "refused", _after(output, "error: " if "error: " in output else "nothing is proved: ")
     if not any(codes):
         return "time-out", output.strip().splitlines()[-1] if output.strip() else ""
     return f"exit code {codes}", output.strip()[-300:]

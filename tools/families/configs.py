@@ -52,8 +52,15 @@ def tiny(family: str) -> dict[str, Any]:
     """Fields of `model.config`, model_type among them."""
     from transformers import CONFIG_MAPPING
 
-    default = CONFIG_MAPPING[family]()
-    return {"model_type": family, **_small_fields(default), **OVERRIDES.get(family, {})}
+    default = CONFIG_MAPPING[family](**_REQUIRED.get(family, {}))
+    return {"model_type": family, **_merged(_small_fields(default), OVERRIDES.get(family, {}))}
+
+
+def _merged(fields: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """The fields with the others', section by section."""
+    both = {key: _merged(fields[key], value) for key, value in others.items()
+            if isinstance(value, dict) and isinstance(fields.get(key), dict)}  # fmt: skip
+    return {**fields, **others, **both}
 
 
 def _small_fields(config: Any) -> dict[str, Any]:
@@ -81,6 +88,23 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ZAMBA = {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2, "mamba_d_state": 8,
           "num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16}  # fmt: skip
 _GEMMA4 = {"head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2}
+_DOTS3 = {"head_dim": 16, "per_layer_config": {}, "shared_experts_intermediate_size": 24}
+_QWEN4_EXP = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "hc_lowrank": 8,
+    "ple_embed_dim": 16,
+    "ngram_vocab_size_base": 512,
+    "heads_per_ngram": 2,
+    "split_ngram_parts": 4,
+}
 _DECODER = {"is_decoder": True}  # without it a BERT reads its labels
 _DECODERS = [
     "bert",
@@ -110,8 +134,23 @@ _OWN: dict[str, dict[str, Any]] = {
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _ROPE),
     },
     "cpmant": {"dim_ff": 64, "dim_head": 8},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"moe_top_k": 2},  # the one expert's weight would be 1, whatever the router says
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots3_note": {
+        "text_config": _DOTS3,
+        "vision_config": {"mlp_layer_types": ["dense", "sparse"], "adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "adapter_input_size": 32,
+            "adapter_out_dim": 32,
+            "downsample_hidden_size": 8,
+        },
+    },
+    "dots3_note_text": _DOTS3,
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -122,7 +161,9 @@ _OWN: dict[str, dict[str, Any]] = {
         "altup_num_inputs": 2,
         "activation_sparsity_pattern": None,
     },
+    "gemma4_assistant": {"text_config": _GEMMA4},
     "gemma4_text": _GEMMA4,
+    "gemma4_unified_assistant": {"text_config": _GEMMA4},
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "gptj": {"rotary_dim": 4},
@@ -130,26 +171,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "hc_lowrank": 8,
-        "ple_embed_dim": 16,
-        "ngram_vocab_size_base": 512,
-        "heads_per_ngram": 2,
-        "split_ngram_parts": 4,
-    },
+    "qwen4_exp": {"text_config": _QWEN4_EXP},
+    "qwen4_exp_text": _QWEN4_EXP,
     "reformer": {
         "is_decoder": True,
         "vocab_size": 512,
@@ -177,6 +205,12 @@ _OWN: dict[str, dict[str, Any]] = {
         "use_mem_eff_path": False,
     },
 }
+_REQUIRED = {
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    }
+}
+"""What a configuration class does not accept the absence of."""
 OVERRIDES: dict[str, dict[str, Any]] = {
     family: {**(_DECODER if family in _DECODERS else {}), **_OWN.get(family, {})} for family in {*_DECODERS, *_OWN}
 }

@@ -162,9 +162,11 @@ def _see_the_last_position(rotary: Any, exchange: Exchange) -> None:
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not exchange.active or exchange.places_BT is None:
             return own(x, position_ids, *args, **kwargs)
-        last_B1 = exchange.places_BT.amax(1, keepdim=True)
-        angles = own(x, torch.cat([position_ids, last_B1.expand(len(position_ids), -1)], 1), *args, **kwargs)
-        return tuple(part[:, :-1] for part in angles)
+        last_B1 = exchange.places_BT.amax(1, keepdim=True)  # positions are [B, T], or [axes, B, T] (cohere_compass)
+        longer = torch.cat([position_ids, last_B1.expand(*position_ids.shape[:-1], 1)], -1)
+        angles = own(x, longer, *args, **kwargs)
+        cut = lambda part: part[..., :-1, :]  # noqa: E731
+        return cut(angles) if isinstance(angles, Tensor) else tuple(map(cut, angles))  # deepseek_v2: one, complex
 
     rotary.forward = forward
 

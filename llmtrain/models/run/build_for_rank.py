@@ -14,7 +14,7 @@ from llmtrain.config.problems import Places, stop
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix
 from llmtrain.models.build import DTYPES, construct, decoder_layers, materialise, restore_buffers
-from llmtrain.models.experts import check_stages, expert_blocks
+from llmtrain.models.experts import check_stages, expert_blocks, set_leaf_modules
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.layers import set_up_layers
 from llmtrain.models.parallel.mesh import Mesh
@@ -63,6 +63,8 @@ def build_model(
             from llmtrain.models.parallel.expert_parallel import describe_experts, prepare_experts
 
             routing = prepare_experts(hf, blocks, mix, resolved.expert_parallel, device, mesh)
+        elif mix.zero_stage == 3:
+            set_leaf_modules(hf, blocks)
         hf.config.use_cache = False
         set_up_layers(hf, decoder_layers(hf), model, resolved.deepspeed.get("activation_checkpointing"))
         if mix.degrees.sequence > 1:

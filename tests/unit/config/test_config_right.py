@@ -360,8 +360,11 @@ _EARLIER_LLAMA = {  # what config.json files of published models hold
                              "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
         {"model_type": "phi3", "num_attention_heads": 4, "pad_token_id": 0, "original_max_position_embeddings": 4096,
          "embd_pdrop": 0.0, "rope_scaling": None},
+        {"model_type": "dbrx", "hidden_size": ..., "intermediate_size": ..., "d_model": 64,
+         "attn_config": {"rope_theta": 5e5, "kv_n_heads": 2, "clip_qkv": 8.0}},
     ],
-    ids=["llama of 2024", "asked for by the model alone", "own names", "one rope for each kind of layer", "phi3"],
+    ids=["llama of 2024", "asked for by the model alone", "own names", "one rope for each kind of layer", "phi3",
+         "read from a section"],
 )  # fmt: skip
 def test_a_familys_own_fields_are_taken(fields: dict[str, Any], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(here, {"model": {"config": fields}})
