@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from llmtrain.base import log, units
-from llmtrain.engine.dist.control import from_rank_0
+from llmtrain.engine.dist.control import StopAsked, from_all, from_rank_0
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.sites.membership import Heard, Member, Members, MembersError, PeerStatus, SitesError, name_of, peer_status
 
@@ -60,12 +60,14 @@ class Meetings:
         """Names of those that took part in the last round."""
         self.missed = False
         """A round has failed since."""
+        self.stop_asked: Callable[[], bool] = lambda: False
+        """True if this rank was asked to stop while the site waits to join."""
         self._waits_for: list[str] = []
 
     def meet(
         self, said: Mapping[str, Any], deadline_s: float, least: int, *, joins: bool = False, patience_s: float = 0.0
     ) -> list[PeerStatus]:
-        """What all sites of this run say that want to synchronise, this one included. Raises RoundFailed.
+        """What all sites of this run say that want to synchronise, this one included. Raises RoundFailed, StopAsked.
 
         Args:
             deadline_s: time.monotonic() until which they are waited for.
@@ -78,6 +80,8 @@ class Meetings:
         said = {"phase": "meet", "run": self._run, "common": self._common, "together": len(self.before), **said}
         began_s, self._waits_for = time.monotonic(), []
         while True:
+            if joins and any(from_all(self._ranks, self.stop_asked())):
+                raise StopAsked
             longest_s = max(deadline_s, time.monotonic() + _JOINS_S) if joins else deadline_s
             asks_s = longest_s + (patience_s if self.missed else 0.0)
             members, heard, late = self._ask(said, asks_s, always=joins)

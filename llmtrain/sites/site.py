@@ -168,20 +168,25 @@ class Site:
         if self._members is not None:
             self._members.close()
 
-    def begin(self, step: int, sample_index: int, limit_s: float) -> tuple[int, int]:
+    def begin(
+        self, step: int, sample_index: int, limit_s: float, stop_asked: Callable[[], bool] = lambda: False
+    ) -> tuple[int, int]:
         """Join the other sites; take the common parameters and the step from them, if they are further.
 
         Args:
             step: optimizer steps that this run has done.
             sample_index: where its data goes on.
             limit_s: how long to wait for `start_sites` sites, and for their next synchronisation.
+            stop_asked: True if this rank was asked to stop meanwhile.
 
         Returns: (step, sample_index) to go on with.
 
         Raises:
+            StopAsked: a rank was.
             SitesError: there is nobody to begin with, or they train something else. On all ranks alike.
         """
         self._ledger, self._step = self._ledger or Ledger(next=sample_index), step
+        self._meetings.stop_asked = stop_asked
         deadline_s = time.monotonic() + limit_s
         past = self._meetings.past()
         while True:
@@ -450,7 +455,9 @@ class Site:
         norm, served = math.sqrt(sum(square for square, _ in ends)), sum(size for _, size in ends)
         anchor[part] = after
         self._anchor, self._momentum = anchor, momentum
+        given_up = 0
         if self.id not in used:  # what it has trained is somebody else's now
+            given_up = self._trained
             self._shard.write(anchor)
             self._trained, self._weights = 0, [0] * len(self._weights)
         else:
@@ -463,7 +470,7 @@ class Site:
         self._server.publish(leader.round + 1, {})
         self._steps -= sent.steps
         self._go_on(done, sent)
-        self._report(done, sent, norm, served)
+        self._report(done, sent, norm, served, given_up)
 
     def _part(self, round_: int) -> slice:
         return self._shard.parts[round_ % len(self._shard.parts)]
@@ -527,9 +534,16 @@ class Site:
         if self._newest is not None:
             self._newest.begin(self._anchor, self._round, [by_id[site] for site in done.committed if site != self.id])
 
-    def _report(self, done: Round, sent: Sent, norm: float, served: int) -> None:
+    def _report(self, done: Round, sent: Sent, norm: float, served: int, given_up: int) -> None:
+        assert self._ledger is not None
         fields = told_round(done, sent, self._stands_s, norm, served)
-        self._tell("synchronise", step=self._step, round=self._round, **fields)
+        lost = {"given_up_samples": given_up, "left_out_samples": self._ledger.left_out()}
+        self._tell("synchronise", step=self._step, round=self._round, **fields, **lost)
+        if given_up:
+            log.warn(
+                f"step {self._step}: {given_up} samples that this site trained without the others are given up: they "
+                "have gone on meanwhile, and were dealt those samples"
+            )
         say_changes(self._step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
         self._meetings.before = fields["sites"]
 
@@ -577,6 +591,8 @@ _METRICS = {
     "overlapped_steps": "sites/staleness_steps",
     "late_updates": "sites/late_updates",
     "outer_step_norm": "sites/outer_step_norm",
+    "given_up_samples": "sites/given_up_samples",
+    "left_out_samples": "sites/left_out_samples",
 }
 """Field of the events -> key of metrics.jsonl."""
 

@@ -68,6 +68,13 @@ METRICS: dict[str, Metric] = {
         "updates", "`async`: those of another site since this one's ground, beyond 2; its change weighs less for them."
     ),
     "sites/outer_step_norm": _metric("1", "L2 norm of the change of the common parameters, of all its ranks."),
+    "sites/given_up_samples": _metric(
+        "sequences",
+        "Trained by this site while it was cut off, in its own model alone: others were dealt them.",
+    ),
+    "sites/left_out_samples": _metric(
+        "sequences", "In no model, though later ones are, and not handed on: a later round deals them."
+    ),
     "distill/divergence": _metric("nats/token", "Distillation: the student's divergence from the teacher, by itself."),
     "distill/next_token_loss": _metric("nats/token", "Distillation: the student's next-token loss."),
     "distill/teacher_entropy": _metric("nats/token", "Entropy of the teacher's distribution at objective.temperature."),

@@ -74,8 +74,10 @@ def _sample(folder: RunDirectory, prompt: str, sampling: Sampling, tracker: Trac
     log.info(f"sample: {text}")
 
 
-def stopped(checkpoints: Path, step: int, reason: str | None) -> str:
-    """The last line of a run that was asked to stop: what was saved, and where."""
+def stopped(checkpoints: Path | None, step: int, reason: str | None) -> str:
+    """The last line of a run that was asked to stop: what was saved, and where. None: it had not begun."""
+    if checkpoints is None:
+        return f"stopped ({reason}) while it waited for the other sites, at step {step}; the same command begins again"
     where = step_folder(checkpoints, step)
     return f"stopped ({reason}) at step {step}, saved in {where}; the same command continues"
 

@@ -20,7 +20,7 @@ from llmtrain.checkpoint.hf.special_tokens import sampling_defaults
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster.watch.heartbeat import heart
 from llmtrain.data.stream.loader import MicroBatch, validation_batches
-from llmtrain.engine.dist.control import StopRequests, from_all, from_rank_0, together
+from llmtrain.engine.dist.control import StopAsked, StopRequests, from_all, from_rank_0, together
 from llmtrain.engine.dist.device import device_name, max_memory_gib
 from llmtrain.objectives.next_token import NEXT_TOKEN
 from llmtrain.objectives.objective import LooksAhead
@@ -55,6 +55,8 @@ class Training:
         self.resolved, self.run, self.spec, self.ranks = setup.resolved, setup.run, setup.spec, setup.ranks
         self.engine, self.mesh, self.data = setup.engine, setup.mesh, setup.data
         self.folder, self.checkpoints, self.requests = folder, checkpoints, requests
+        self.began = True
+        """False: asked to stop while it waited for the other sites, before a step that is to be saved."""
         self.model_facts = setup.spec.facts
         if self.run.train.eval:
             with together(self.ranks):
@@ -152,7 +154,18 @@ class Training:
         run, ranks = self.run, self.ranks
         if outer is not None:
             self.outer = outer
+<<<<<<< HEAD
             self._move(*outer.begin(self.position.step, self.position.sample_index, run.fault.start_timeout_s))
+=======
+            asked = lambda: self.requests.stop_reason is not None  # noqa: E731
+            try:
+                at = outer.begin(self.position.step, self.position.sample_index, run.fault.start_timeout_s, asked)
+            except StopAsked:
+                self.began = False
+                return False
+            self._move(*at)
+        rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
+>>>>>>> 2d66894 (sites: samples that are given up are counted each round; a joiner hears SIGTERM)
         self.shares = shares = self._shares()
         self.session = self.setup.session(self.position.step, pace=shares.pace if shares else None)
         consistency = Consistency(

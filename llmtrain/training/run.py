@@ -175,7 +175,8 @@ def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bo
     position, ranks, told = training.position, training.ranks, ""
     tracker.end_progress()
     with heart.during("save"):
-        saving.last(position.step, training.trainer_state, exports=complete and training.run.train.export)
+        if training.began:
+            saving.last(position.step, training.trainer_state, exports=complete and training.run.train.export)
     validation_loss = training.evaluate(tracker) if complete and training.run.train.eval else None
     if ranks.rank == 0:
         from llmtrain.training.finish import (  # an export and a sample take much that training does not need
@@ -189,7 +190,7 @@ def _conclude(training: Training, tracker: Tracker, saving: Saving, complete: bo
             heart.phase("export")
             told = finish(training.run, training.folder, training.data, tracker, validation_loss, ranks.device)
         else:
-            told = stopped(training.checkpoints.path, position.step, reason)
+            told = stopped(training.checkpoints.path if training.began else None, position.step, reason)
         messages.emit("end", status="complete" if complete else "stopped", code=0, reason=reason)
     rank_side.left(0)
     return "finished" if complete else "stopped", told

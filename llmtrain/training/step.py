@@ -72,8 +72,9 @@ class Outer(Protocol):
         """What a checkpoint's trainer.json keeps of it."""
         ...
 
-    def begin(self, step: int, sample_index: int, limit_s: float) -> tuple[int, int]:
-        """Before the first step: (optimizer steps done, index of the next sequence) to go on with."""
+    def begin(self, step: int, sample_index: int, limit_s: float, stop_asked: Callable[[], bool]) -> tuple[int, int]:
+        """Before the first step: (optimizer steps done, index of the next sequence) to go on with. Raises StopAsked
+        where `stop_asked` is true of a rank meanwhile."""
         ...
 
     def after_update(self, step: int, *, complete: bool) -> tuple[int, int]:

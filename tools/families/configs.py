@@ -135,6 +135,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "cpmant": {"dim_ff": 64, "dim_head": 8},
     "dbrx": {
+        "num_key_value_heads": 2,
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"moe_top_k": 2},  # the one expert's weight would be 1, whatever the router says
     },

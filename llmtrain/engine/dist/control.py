@@ -99,6 +99,10 @@ class StopRequests:
         heart.stopping()
 
 
+class StopAsked(Exception):
+    """A rank was asked to stop before the first step; all ranks know."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
     """The sums over all ranks for one step."""

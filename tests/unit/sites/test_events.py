@@ -33,7 +33,8 @@ def test_each_round_is_an_event_and_a_row_of_documented_metrics(joined) -> None:
     assert rows[1] == {
         "step": 2, "sites/received_bytes": 24, "sites/sent_bytes": 24,
         "sites/stood_s": second["stood_s"], "sites/participants": 2,
-        "sites/staleness_steps": 0, "sites/outer_step_norm": second["outer_step_norm"], "more": True,
+        "sites/staleness_steps": 0, "sites/outer_step_norm": second["outer_step_norm"],
+        "sites/given_up_samples": 0, "sites/left_out_samples": 0, "more": True,
     }  # fmt: skip
     assert rows[1].keys() - {"more"} <= METRICS.keys() and 0 <= second["stood_s"] <= second["seconds"] < 60
     assert torch.isfinite(engine_a.values).all()

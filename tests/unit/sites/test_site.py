@@ -305,7 +305,7 @@ def gives_up_after(site: Site, seconds: float) -> None:
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Site, Numbers, list]]]:
     """Makes sites of one rank."""
-    for module in (site_module, exchange, async_method):
+    for module in (site_module, quorum, exchange, async_method):
         monkeypatch.setattr(module, "from_all", lambda _ranks, value: [value])
     for module in (site_module, quorum, exchange):
         monkeypatch.setattr(module, "from_rank_0", lambda _ranks, make: make())
