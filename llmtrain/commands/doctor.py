@@ -35,7 +35,7 @@ from llmtrain.config.load import command_words, load, run_words
 from llmtrain.config.objective import wants_column
 from llmtrain.config.rules import has_checkpoints, reads_weights
 from llmtrain.config.run import ResolvedRun, RunConfig
-from llmtrain.config.topology import Mix
+from llmtrain.config.topology import Mix, ring_bytes
 from llmtrain.data.manifest import SPLITS, read_manifest
 from llmtrain.optim.optimizers import OPTIMIZERS
 from llmtrain.storage.hub.model import weights
@@ -111,18 +111,15 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def sent_bytes(resolved: ResolvedRun) -> float | None:
-    """About what each host sends in an optimizer step of a data-parallel run; None: not known without its model.
-
-    A ring over P ranks sends (P - 1) / P of what it adds up or gathers: gradients and parameters once at ZeRO 0 and 1;
-    gradients after each micro-batch at ZeRO 2; at ZeRO 3 the parameters twice a micro-batch, too.
-    """
-    run, degrees, times = resolved.run, resolved.degrees, resolved.batch.accumulation
+    """About what each host sends in an optimizer step of a data-parallel run; None: not known without its model."""
+    run, degrees = resolved.run, resolved.degrees
     parameters = _parameters(run)
     if parameters is None or degrees.data != degrees.world_size or degrees.expert > 1:
         return None
-    passes = {2: times + 1, 3: 3 * times}.get(resolved.zero_stage, 2)
-    wide = 4 if resolved.precision == "fp32" else 2
-    return passes * (degrees.data - 1) / degrees.data * parameters * wide
+    return ring_bytes(
+        parameters, degrees.data, zero_stage=resolved.zero_stage, micro_batches=resolved.batch.accumulation,
+        wide=4 if resolved.precision == "fp32" else 2,
+    )  # fmt: skip
 
 
 def _parameters(run: RunConfig) -> float | None:
@@ -155,7 +152,7 @@ def with_fabric(report: Report, run: Needs | None = None, ssh_port: int | None =
     measured, findings = fabric.examine(report.survey, ssh_port)
     reduced = fabric.measure_all_reduce(report.survey, _ALL_REDUCE, ssh_port)
     if fabric.all_reduce_worked(reduced):
-        findings = fabric.without_doubt(findings)
+        findings = fabric.without_doubt(findings, reduced["hosts"])
     findings = [
         *findings,
         *fabric.too_slow(measured.pairs, *((run.sent_bytes, run.patience_s) if run else (None, 0.0))),

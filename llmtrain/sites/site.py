@@ -541,8 +541,8 @@ class Site:
         self._tell("synchronise", step=self._step, round=self._round, **fields, **lost)
         if given_up:
             log.warn(
-                f"step {self._step}: {given_up} samples that this site trained without the others are given up: they "
-                "have gone on meanwhile, and were dealt those samples"
+                f"step {self._step}: up to {given_up} samples that this site trained without the others are given up: "
+                "they have gone on meanwhile, and were dealt those samples"
             )
         say_changes(self._step, done.got.failed, fields["sites"], self._meetings.before, str(self._settings.name))
         self._meetings.before = fields["sites"]

@@ -70,7 +70,7 @@ METRICS: dict[str, Metric] = {
     "sites/outer_step_norm": _metric("1", "L2 norm of the change of the common parameters, of all its ranks."),
     "sites/given_up_samples": _metric(
         "sequences",
-        "Trained by this site while it was cut off, in its own model alone: others were dealt them.",
+        "At most so many that this site trained while it was cut off are given up: others were dealt them.",
     ),
     "sites/left_out_samples": _metric(
         "sequences", "In no model, though later ones are, and not handed on: a later round deals them."

@@ -154,9 +154,6 @@ class Training:
         run, ranks = self.run, self.ranks
         if outer is not None:
             self.outer = outer
-<<<<<<< HEAD
-            self._move(*outer.begin(self.position.step, self.position.sample_index, run.fault.start_timeout_s))
-=======
             asked = lambda: self.requests.stop_reason is not None  # noqa: E731
             try:
                 at = outer.begin(self.position.step, self.position.sample_index, run.fault.start_timeout_s, asked)
@@ -164,8 +161,6 @@ class Training:
                 self.began = False
                 return False
             self._move(*at)
-        rate = functools.partial(learning_rate_factor, run.schedule, max_steps=self.resolved.max_steps)
->>>>>>> 2d66894 (sites: samples that are given up are counted each round; a joiner hears SIGTERM)
         self.shares = shares = self._shares()
         self.session = self.setup.session(self.position.step, pace=shares.pace if shares else None)
         consistency = Consistency(

@@ -121,7 +121,7 @@ def halves(case: Case, config: ObjectiveConfig, folder: str, first: int) -> tupl
     from llmtrain.checkpoint.frozen import frozen_source
     from llmtrain.engine.weights import prove_weights
     from llmtrain.objectives.named import objective_of, with_reference
-    from llmtrain.training.start import base_of
+    from llmtrain.training.setup import base_of
     from tests.helpers.answers import spoil
     from tests.helpers.checkpoints import trainer_state
     from tests.helpers.training import resume_from, save_checkpoint

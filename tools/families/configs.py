@@ -206,7 +206,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "use_mem_eff_path": False,
     },
 }
-_REQUIRED = {
+_REQUIRED: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {
         "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     }

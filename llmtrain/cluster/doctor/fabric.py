@@ -7,7 +7,7 @@ import json
 import random
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -223,15 +223,17 @@ def _broken(pairs: Sequence[Pair]) -> Iterator[Finding]:
             yield Finding(host=pair.first, check="fabric", level="red", what=what, fix=fix)
 
 
-def without_doubt(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings where the all-reduce worked: a pair that only this measurement could not connect becomes yellow.
+def without_doubt(findings: Sequence[Finding], hosts: Collection[str]) -> list[Finding]:
+    """The findings where the all-reduce of these hosts worked: a pair of them that only this measurement could not
+    connect becomes yellow.
 
     It is no bar to a run, whose ranks connect from one of the two hosts to the other, at ports of their own, and a
     firewall on one host lets them out.
     """
     found = []
     for each in findings:
-        if each.what.startswith(_UNMEASURED):
+        pair = each.what.removeprefix(_UNMEASURED).partition(":")[0].split(" and ")
+        if each.what.startswith(_UNMEASURED) and {*pair} <= {*hosts}:
             what = f"{each.what}; the all-reduce worked: its ranks connect another way, at other ports"
             each = replace(each, level="yellow", what=what)
         found.append(each)
@@ -366,7 +368,8 @@ def measure_all_reduce(survey: Survey, module: str, ssh_port: int | None = None)
     more than 64 hosts so many take part. `module`: the program that each host runs, which gets its questions as JSON
     and prints `mark` and its answer.
 
-    Returns: backend, ranks (a number), steps (bytes and seconds), pairs (names and bytes a second), errors (by host).
+    Returns: hosts (those that take part), backend, ranks (a number), steps (bytes and seconds), pairs (names and bytes
+        a second), errors (by host).
     """
     names = [host.name for host in survey.hosts if host.name in survey.facts]
     names = [names[0], *random.Random(0).sample(names[1:], min(len(names), ALL_PAIRS_TO) - 1)]
@@ -389,7 +392,14 @@ def measure_all_reduce(survey: Survey, module: str, ssh_port: int | None = None)
         command = ["/bin/sh", "-c", _IN_FOLDER, "sh", survey.folder, *worker]
         return on_hosts([name], command, timeout_s=_WITHIN_S[backend], port=ssh_port, here=survey.alone)[name]
 
-    found: dict[str, Any] = {"backend": backend, "ranks": len(labels), "steps": [], "pairs": [], "errors": {}}
+    found: dict[str, Any] = {
+        "hosts": names,
+        "backend": backend,
+        "ranks": len(labels),
+        "steps": [],
+        "pairs": [],
+        "errors": {},
+    }
     for name, answer in in_parallel(names, one, fan_out=len(names)).items():
         said, error = _read(answer)
         if error:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from llmtrain.cluster.doctor import checks, compare, fabric, probe, survey
 from llmtrain.cluster.doctor.checks import CHECKS, Finding, Folder, Survey
-from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds
+from llmtrain.cluster.doctor.fabric import ALL_PAIRS_TO, SAMPLE, Pair, better, groups, judge, rounds, without_doubt
 from llmtrain.cluster.doctor.preflight import WITHOUT_TERMINAL, Report, compressed, explained, print_report
 from llmtrain.cluster.hosts.hostfile import Host, read_hostfile
 from llmtrain.cluster.hosts.ssh import Answer
@@ -413,3 +413,10 @@ def test_doctor_misses_pdsh_before_launch_does(
     assert doctor.main(words) == 0 and "--launcher slurm" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/pdsh")
     assert doctor.main(words) == 0 and "pdsh" not in capsys.readouterr().out
+
+
+def test_an_all_reduce_speaks_for_the_hosts_that_took_part_in_it_alone() -> None:
+    """Of more than 64 hosts so many take part: a blocked pair beside them may be what stops the run."""
+    blocked = [Pair(first="a", second=second, up=0, down=0, error="refused") for second in ("b", "c")]
+    found = without_doubt(judge(blocked), ["a", "b", "d"])
+    assert [each.level for each in found] == ["yellow", "red"]

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from llmtrain.base.errors import TrainingStopped
 from llmtrain.config.sites import SitesConfig
 from llmtrain.engine.api import StateTensor
+from llmtrain.engine.dist.control import StopAsked
 from llmtrain.sites import async_method, exchange, quorum
 from llmtrain.sites import site as site_module
 from llmtrain.sites.membership import Heard, Member, MembersError, PeerStatus, SitesError, TorchftMembers, peer_status
@@ -494,6 +495,8 @@ def test_a_site_that_reaches_nobody_but_the_coordinator_holds_no_others_up(joine
     assert re.search("have gone on without this one: site a: no route.*site b: no route", failed["reason"])
     train()
     assert [engine.values.tolist() for _, engine, _ in made] == [[4.5] * 6] * 3 and made[2][2][-1][1]["healed"]
+    # Four steps of 2 since it last agreed; it was not to know that the others had taken the first two.
+    assert [events[-1][1]["given_up_samples"] for _, _, events in made] == [0, 0, 8]
 
 
 @pytest.mark.parametrize(
@@ -927,6 +930,17 @@ def test_samples_that_were_dealt_to_a_lost_site_are_counted_when_the_run_ends(jo
     b.after_update(4, complete=True)
     assert events[-1] == ("left_out", {"step": 4, "samples": 4})  # 8 to 12 are a's, 12 to 16 b's
     assert "the run ends, and 4 samples are in no model though later ones are" in capsys.readouterr().err
+
+
+def test_a_site_that_waits_for_the_others_hears_that_it_is_to_stop(joined) -> None:
+    """It waited for as long as another was alive, whatever the launcher said."""
+    meeting, asked = Meeting("a", "b"), threading.Event()
+    a, _, events = joined(meeting, "a", start_sites=2)
+    threading.Timer(0.3, asked.set).start()
+    began_s = time.monotonic()
+    with pytest.raises(StopAsked):
+        a.begin(0, 0, 60.0, asked.is_set)
+    assert time.monotonic() - began_s < 30 and not events
 
 
 def test_what_a_cut_off_site_has_trained_alone_is_told_at_its_end(joined, capsys) -> None:
