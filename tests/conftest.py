@@ -46,7 +46,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 _BUILD = """
-from llmtrain.engine.deepspeed.op_builds import op_build_lock
+from llmtrain.engine.deepspeed.optimizers import op_build_lock
 with op_build_lock():
     from deepspeed.ops.op_builder import CPUAdamBuilder
     CPUAdamBuilder().load(verbose=False)

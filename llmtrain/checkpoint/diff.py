@@ -27,7 +27,7 @@ _CONFIG = ("run", "deepspeed", "model_config", "versions", "optimizer", "vocab_s
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How a tensor differs."""
+    """Difference of a tensor between two checkpoints."""
 
     kind: str
     name: str
@@ -36,7 +36,7 @@ class Difference:
     largest: float
     """Absolute; infinite where one side alone is no number."""
     index: tuple[int, ...]
-    """Of the largest."""
+    """Index of the largest."""
 
 
 def diff(a: Path, b: Path) -> tuple[list[str], bool]:

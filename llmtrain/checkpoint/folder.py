@@ -25,7 +25,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFolder:
-    """What one rank knows of it."""
+    """A folder of checkpoints, as one rank knows it."""
 
     path: Path
     leaders: tuple[int, ...]

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,96 @@ import xxhash
 from llmtrain.base import untrusted
 from llmtrain.base.errors import CheckpointError
 from llmtrain.base.untrusted import natural, word
-from llmtrain.checkpoint.coverage import uncovered, wrong_region
 from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.storage.region import Region
 from llmtrain.storage.tensorfile import TensorFile
+
+# Whether pieces of a tensor cover it once: for what a manifest says, which may be anything. No torch.
+
+
+_RUNS = 4096  # a fused matrix has two or three sections; one with sections for each head still stays far below
+
+
+def uncovered(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
+    """A message about the first gap, overlap or piece beyond the tensor; None when the pieces cover each element once.
+
+    Its cost grows with the number of pieces and of their runs, not with their sizes.
+    """
+    total = math.prod(shape)
+    strides = {region.stride for region in regions if region.runs}
+    if not strides:
+        return _chain(regions, total)
+    if len(strides) > 1:
+        return f"has pieces with strides of {' and '.join(map(str, sorted(strides)[:2]))} elements"
+    end = max(region.end for region in regions)
+    if end > total:
+        return f"ends at element {end} of {total}"
+    twice = _overlap(regions, strides.pop())
+    if twice is not None:
+        return f"has an overlap at element {twice}"
+    held = sum(region.numel for region in regions)
+    return None if held == total else f"has a gap: its pieces hold {held} of {total} elements"
+
+
+def _chain(regions: Sequence[Region], total: int) -> str | None:
+    """All contiguous: one begins where another ends."""
+    end = 0
+    for start, numel in sorted([(region.start, region.numel) for region in regions]):
+        if start != end:
+            return f"has a gap or an overlap at element {min(start, end)}"
+        end += numel
+    return None if end == total else f"ends at element {end} of {total}"
+
+
+def _overlap(regions: Sequence[Region], stride: int) -> int | None:
+    """An element that two pieces hold: the tensor in lines of `stride`, gone through from line to line."""
+    cells = [cell for region in regions for block in region.blocks() for cell in block.on(stride)]
+    events = sorted(
+        event
+        for cell in cells
+        # What ends before a line leaves before what begins there comes; from the right, which is cheap in a list.
+        for event in (
+            (cell.line, 1, cell.column, cell.columns),
+            (cell.line + cell.lines, 0, -cell.column, cell.columns),
+        )
+    )
+    open_columns: list[tuple[int, int]] = []
+    """(first column, one past the last) of the cells on this line, from left to right."""
+    for line, begins, column, columns in events:
+        span = (abs(column), abs(column) + columns)
+        index = bisect_left(open_columns, span)
+        if not begins:
+            open_columns.pop(index)
+            continue
+        if index < len(open_columns) and open_columns[index][0] < span[1]:
+            return line * stride + open_columns[index][0]
+        if index and open_columns[index - 1][1] > span[0]:
+            return line * stride + span[0]
+        insort(open_columns, span)
+    return None
+
+
+def wrong_region(region: Region) -> str | None:
+    """The reason why it is no region; None when it is one. The numbers are natural."""
+    if not region.contiguous:
+        end = 0
+        if len(region.runs) > _RUNS:
+            return f"it has more than {_RUNS} runs"
+        for offset, length in region.runs:
+            if offset < end or length < 1:
+                return "its runs are empty, overlap, or are not in order"
+            end = offset + length
+        if end > region.stride:
+            return f"its runs are longer than its stride of {region.stride} elements"
+        if region.skip >= sum(length for _, length in region.runs):
+            return f"it skips {region.skip} elements, more than a period holds"
+        if region.numel < 1:
+            return "it is empty"
+    elif region.stride or region.skip:
+        return "it has a stride, but no runs"
+    return None
+
 
 FORMATS = (1, 2)
 """2 where frozen parameters are in a folder of their own: a reader of 1 would miss them."""
@@ -47,7 +134,7 @@ _TRAINER_TYPES: dict[str, type] = {
     **dict.fromkeys(("model_config", "run", "deepspeed", "versions", "layout", "loss_scale", "outer"), dict),
     **dict.fromkeys(("optimizer", "data_fingerprint", "tokenizer_dir", "wandb_id"), str),
 }
-"""What trainer.json holds where it holds it."""
+"""Types of trainer.json's optional entries."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -67,7 +154,7 @@ class Piece:
     name: str
     """Hugging Face name of the parameter."""
     region: Region
-    """Which elements of the flat tensor."""
+    """Elements of the flat tensor."""
     checksum: int
     """Layout-free checksum of the elements (storage/checksum.py); the pieces of a tensor add up to the tensor's."""
 
@@ -110,9 +197,9 @@ class Manifest:
     """Full shape by Hugging Face name."""
     files: dict[str, FileEntry]
     layout: dict[str, Any]
-    """How it was saved, for people: world_size, zero_stage, precision, degrees of parallelism above 1; see HOSTS."""
+    """The layout of the save, for people: world_size, zero_stage, precision, parallel degrees above 1; see HOSTS."""
     frozen: FrozenSource = NOWHERE
-    """Where the parameters are that no file here holds."""
+    """The source of the parameters that no file here holds."""
 
     def checksums(self) -> dict[tuple[str, str], int]:
         """Layout-free checksum of each whole tensor, by (kind, name)."""
@@ -247,7 +334,7 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def stale_folders(checkpoints: Path) -> list[Path]:
-    """What a killed save or a killed deletion left behind."""
+    """Folders that a killed save or a killed deletion left behind."""
     return [p for p in _children(checkpoints) if p.name.endswith((".tmp", ".trash"))]
 
 
@@ -291,7 +378,7 @@ def read_trainer(folder: Path) -> dict[str, Any]:
 
 
 def disagreements(folder: Path, manifest: Manifest, trainer: dict[str, Any]) -> list[str]:
-    """Where the folder's name, the manifest and trainer.json do not speak of one step."""
+    """Messages for each mismatch of step among the folder's name, the manifest and trainer.json."""
     found = []
     named = step_of(folder)
     if named is not None and named != manifest.step:
@@ -334,7 +421,7 @@ def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -
 
 
 def problems(folder: Path, manifest: Manifest, names: list[str], *, contents: bool = True) -> list[str]:
-    """What is wrong with these files of a checkpoint: missing, another size, another checksum.
+    """Faults of these files of a checkpoint: missing, another size, another checksum.
 
     Without `contents` they are not read: names and sizes only.
     """

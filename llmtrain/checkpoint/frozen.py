@@ -29,7 +29,7 @@ class FrozenSourceError(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenSource:
-    """Where the frozen parameters of a run are that its checkpoints leave out; see NOWHERE."""
+    """The source of the frozen parameters that a run's checkpoints leave out; see NOWHERE."""
 
     folder: Path
     """Absolute."""
@@ -39,7 +39,7 @@ class FrozenSource:
     """By Hugging Face name: (file, tensor in it, which elements of the flat parameter that is)."""
 
     def only(self, names: Collection[str]) -> FrozenSource:
-        """What it has of these parameters."""
+        """The part of it for these parameters."""
         kept = [name for name in self.parts if name in names]
         checksums = {name: self.checksums[name] for name in kept}
         return replace(self, checksums=checksums, parts={name: self.parts[name] for name in kept})
@@ -49,7 +49,7 @@ class FrozenSource:
         return [self.folder / file for file in dict.fromkeys(f for parts in self.parts.values() for f, _, _ in parts)]
 
     def error(self, wrong: str) -> FrozenSourceError:
-        """What is `wrong` with the folder (a clause that names file and tensor), the rule, and what to do."""
+        """An error with the fault (`wrong`: a clause that names file and tensor), the rule, and what to do."""
         remedy = (
             "Put that folder, or a link to it, in its place again; or move what is there away: a resume then takes "
             "model.pretrained"
@@ -88,7 +88,7 @@ NOWHERE = FrozenSource(folder=Path("/"), checksums={}, parts={})
 
 
 def frozen_source(source: ParameterSource, names: Collection[str], checksums: dict[str, int]) -> FrozenSource:
-    """What checkpoints of a run that begins with these values leave out of its frozen parameters: what a folder holds,
+    """The frozen parameters that checkpoints of a run with these initial values leave out: those that a folder holds,
     also below an adapter or a score."""
     from llmtrain.models.source import SafetensorsSource  # not in the checkpoint writer's process
 

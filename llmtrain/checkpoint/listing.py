@@ -1,4 +1,4 @@
-"""Which checkpoints a path means, and what lies in a run's folder. No torch."""
+"""The checkpoints that a path means, and the contents of a run's folder. No torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Row:
     """complete, part (what else belongs to it is on other hosts, or gone), damaged, incomplete, tmp, trash or set
     aside."""
     detail: str
-    """Why it is not complete; else empty."""
+    """The reason why it is not complete; else empty."""
     bytes: int
     age_s: float
     step: int | None = None

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.base.errors import CheckpointError, ConfigError
-from llmtrain.checkpoint.choice import agreed_candidates, origin
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import (
     OUTER,
@@ -22,13 +21,15 @@ from llmtrain.checkpoint.format import (
     DamagedCheckpoint,
     Manifest,
     UnknownFormat,
+    complete_checkpoints,
     differences,
     disagreements,
     problems,
     read_trainer,
 )
 from llmtrain.checkpoint.frozen import FrozenSource, FrozenSourceError
-from llmtrain.checkpoint.gather import fetch
+from llmtrain.checkpoint.host_files import fetch, whole
+from llmtrain.checkpoint.listing import find_checkpoints
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.checkpoint.retain import set_aside
 from llmtrain.checkpoint.rundir import RunDirectory
@@ -42,6 +43,93 @@ from llmtrain.engine.weights import Key, check_names, differing_tensors, fill, f
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.optim.schedules import Schedule
 
+# Which checkpoint a launch continues from.
+
+
+def agreed_candidates(
+    run: RunConfig, folder: RunDirectory, where: CheckpointFolder, ranks: Ranks
+) -> tuple[list[Path], bool, dict[Path, str]]:
+    """(`candidates`, own, what is not whole and why): the same on every rank, from what the leaders find.
+
+    On a shared file system each rank looking for itself could see another newest one.
+    """
+    found: tuple[list[str], bool, str | None] = ([], False, None)
+    if where.leads:
+        try:
+            paths, own = candidates(run, folder)
+            found = ([str(path) for path in paths], own, None)
+        except CheckpointError as error:
+            found = ([], False, str(error))
+    shares = from_all(ranks, found)
+    refused = next((message for *_, message in shares if message), None)
+    if refused:
+        raise CheckpointError(refused)
+    own = any(share[1] for share in shares)
+    if where.split:
+        mine = [Path(path) for path in found[0]] if found[1] == own else []
+        good, rejected = whole(mine, where, ranks)
+        return good, own, rejected
+    return [Path(path) for path in shares[0][0]], own, {}
+
+
+def candidates(run: RunConfig, folder: RunDirectory) -> tuple[list[Path], bool]:
+    """Checkpoints to try, newest first, and whether they are this run's own.
+
+    A launch that ended after its first checkpoint is continued by the same command line, whatever `resume` says of
+    the beginning: with a path, the run folder's own checkpoints win if they began from that path.
+
+    Raises:
+        CheckpointError: the run folder holds what does not go together with `resume`.
+    """
+    own = complete_checkpoints(folder.checkpoints)
+    if run.resume == "none":
+        folder.refuse_old_checkpoints()
+        return [], True
+    if run.resume == "auto":
+        return own, True
+    meant = Path(run.resume).resolve()
+    if meant in (folder.path.resolve(), folder.checkpoints.resolve()) and not run.resume_weights_only and own:
+        return own, True  # the run's own folder: as auto
+    if meant.parent == folder.checkpoints.resolve():
+        if run.resume_weights_only:
+            raise CheckpointError(
+                f"resume: {run.resume} with resume_weights_only begins a new run, but the checkpoint lies in the run "
+                f"folder {folder.path} itself. Give the new run a train.run_dir of its own."
+            )
+        folder.refuse_going_back(run.resume)
+        return [Path(run.resume)], True
+    if not own:
+        return _named(Path(run.resume)), False
+    if _began_from(own) != origin(run):
+        raise CheckpointError(
+            f"resume: {run.resume}, but {folder.path} holds {own[0].name} of a run that did not begin there. Use "
+            "--resume auto to continue that run, or give the new one a train.run_dir of its own."
+        )
+    return own, True
+
+
+def _named(path: Path) -> list[Path]:
+    """The checkpoints that a path means, newest first: of a run's folder all that are whole, as for other commands."""
+    try:
+        return find_checkpoints(path)
+    except CheckpointError:  # what it lacks is said when it is opened
+        return [path]
+
+
+def origin(run: RunConfig) -> dict[str, Any]:
+    """Record of the path that a run starts from."""
+    return {"path": str(Path(run.resume).resolve()), "weights_only": run.resume_weights_only}
+
+
+def _began_from(own: list[Path]) -> dict[str, Any] | None:
+    for folder in own:
+        try:
+            return read_trainer(folder).get("began_from")
+        except CheckpointError:  # damaged; it will be said when it is looked at
+            continue
+    return None
+
+
 _PARAMETERS_ALONE = (
     "take the parameters alone into a new run (resume_weights_only): moments, learning rate, step count and the place "
     "in the data begin anew"
@@ -50,7 +138,7 @@ _PARAMETERS_ALONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """What a run continues from."""
+    """State that a run continues from."""
 
     folder: Path
     trainer: dict[str, Any]
@@ -59,9 +147,9 @@ class Resumed:
     weights_only: bool
     """Only the parameters were taken: the run begins at step 0."""
     began_from: dict[str, Any] | None
-    """What the run was begun from, for its own checkpoints: see `choice.origin`."""
+    """Origin of the run, for its own checkpoints: see `origin`."""
     frozen: FrozenSource
-    """Where its frozen parameters are that it does not hold."""
+    """Source of its frozen parameters that it does not hold."""
     lines: list[str]
     """To log: what was skipped, taken, not recorded, changed."""
 
@@ -317,21 +405,21 @@ def _refuse_other_state(live: list[StateTensor], reader: CheckpointReader, ranks
             f"{_PARAMETERS_ALONE}."
         )
     if unwanted or missing:
-        texts = [f"it holds {_named(unwanted)}, which this run does not train"] if unwanted else []
-        texts += [f"it lacks {_named(missing)}, which this run trains"] if missing else []
+        texts = [f"it holds {_listed(unwanted)}, which this run does not train"] if unwanted else []
+        texts += [f"it lacks {_listed(missing)}, which this run trains"] if missing else []
         raise CheckpointError(
             f"{reader.folder}: {'; '.join(texts)}. Train the same parameters with the same optimizer, or "
             f"{_PARAMETERS_ALONE}."
         )
 
 
-def _named(keys: list[Key]) -> str:
+def _listed(keys: list[Key]) -> str:
     shown = ", ".join(f"{kind} of {name}" for kind, name in keys[:3])
     return shown if len(keys) <= 3 else f"{shown} ({len(keys)} in all)"
 
 
 def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> CheckpointError:
-    """Why tensors are not as the manifest says: the files that hold them are read again, by all ranks together."""
+    """The reason why tensors differ from the manifest: the files that hold them are read again, by all ranks."""
     files = {
         name
         for name, entry in reader.manifest.files.items()
@@ -342,7 +430,7 @@ def _mismatch(reader: CheckpointReader, bad: list[Key], ranks: Ranks) -> Checkpo
     mine = problems(reader.folder, reader.manifest, names)
     changed = wrong_frozen(reader.manifest.frozen, [name for kind, name in bad if kind == PARAM])
     shares = from_all(ranks, (mine, changed))
-    differs = f"{_named(bad)} differs from the manifest after loading"
+    differs = f"{_listed(bad)} differs from the manifest after loading"
     if found := _joined([texts for texts, _ in shares]):
         return DamagedCheckpoint(f"{'; '.join(found)} ({differs})")
     if source_errors := [error for _, error in shares if error]:

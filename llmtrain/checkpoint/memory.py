@@ -1,4 +1,4 @@
-"""How much host memory there is to take."""
+"""Free host memory."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def memory_available() -> int:
 
 
 def boot_id() -> str:
-    """The same for all processes that share this host's memory, and on no other host."""
+    """An id that all processes on this host share, and those of no other host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""What a conversion writes: streamed, restartable after a kill, there as a whole or not at all."""
+"""Output of a conversion: streamed, restartable after a kill, there as a whole or not at all."""
 
 from __future__ import annotations
 

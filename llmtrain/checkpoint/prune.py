@@ -18,7 +18,7 @@ from llmtrain.checkpoint.verify import verify, verify_frozen
 
 @dataclass(frozen=True)
 class Pruned:
-    """What `prune` did, or would do."""
+    """Result of `prune`, done or planned."""
 
     lines: list[str]
     failed: bool
@@ -70,7 +70,7 @@ def prune(run: Path, keep: int, dry_run: bool) -> Pruned:
 
 
 def _frozen_of(folder: Path) -> FrozenSource | None:
-    """Where its frozen parameters are; None where the checkpoint does not tell."""
+    """Source of its frozen parameters; None where the checkpoint has no record."""
     try:
         return Manifest.read(folder).frozen
     except CheckpointError:
@@ -79,7 +79,7 @@ def _frozen_of(folder: Path) -> FrozenSource | None:
 
 @contextlib.contextmanager
 def _leftovers(checkpoints: Path) -> Iterator[list[Path]]:
-    """What killed processes left in the folder, if no launch is live that may be writing there."""
+    """Folders that killed processes left, if no launch is live that may be writing there."""
     with contextlib.ExitStack() as locks:
         free = lock(checkpoints.parent, locks) and lock(checkpoints, locks)
         yield locks.enter_context(leftovers(checkpoints)) if free else []

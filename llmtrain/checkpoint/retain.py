@@ -1,4 +1,4 @@
-"""Which checkpoints of a run may go. No torch: the writer process calls it after each save."""
+"""Retention: the checkpoints of a run that may go. No torch: the writer process calls it after each save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.checkpoint.format import Manifest, complete_checkpoints, problems,
 
 
 def looks_good(folder: Path) -> bool:
-    """Whether the manifest is whole and every file of this host is there at its size. Reads the manifest only."""
+    """True if the manifest is whole and every file of this host is there at its size. Reads the manifest only."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError:
@@ -77,7 +77,7 @@ def keep_newest(checkpoints: Path, keep: int, complain: Callable[[str], None] = 
 
 @contextlib.contextmanager
 def leftovers(checkpoints: Path) -> Iterator[list[Path]]:
-    """What killed saves, deletions and conversions left; nobody can begin to use it before the end of this context."""
+    """Folders that killed saves, deletions and conversions left; locked until this context ends."""
     with contextlib.ExitStack() as locks:
         yield [folder for folder in stale_folders(checkpoints) if lock(folder, locks)]
 

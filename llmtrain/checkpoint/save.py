@@ -13,6 +13,8 @@ import contextlib
 import json
 import math
 import secrets
+import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,14 +27,13 @@ import torch.distributed as dist
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint import space
+from llmtrain.base.units import size
 from llmtrain.checkpoint.durable import DurableFile, remove_tree
 from llmtrain.checkpoint.folder import CheckpointFolder
-from llmtrain.checkpoint.format import HOSTS, MANIFEST, step_folder
+from llmtrain.checkpoint.format import HOSTS, MANIFEST, complete_checkpoints, step_folder
 from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
-from llmtrain.checkpoint.host_copy import HostCopy
 from llmtrain.checkpoint.memory import boot_id, memory_available
-from llmtrain.checkpoint.snapshot import RankFile, Snapshot, WriterDied, write_piece
+from llmtrain.checkpoint.snapshot import HostImage, RankFile, Snapshot, WriterDied, WriterProcess, write_piece
 from llmtrain.checkpoint.writer import perform
 from llmtrain.config.run import CheckpointConfig
 from llmtrain.config.topology import Mix
@@ -40,6 +41,118 @@ from llmtrain.engine.api import Engine, StateTensor
 from llmtrain.engine.dist.control import from_all, from_rank_0
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.optim.optimizers import PARAM
+
+# Whether a disk has room for checkpoints, told when a run begins and before each save.
+
+
+_HEADROOM = 64 << 20  # headers, the manifest, what else the run writes meanwhile
+
+
+def lacks(checkpoints: Path, bytes_each: int) -> str | None:
+    """Why one more checkpoint has no room there. Raises OSError."""
+    free = shutil.disk_usage(checkpoints).free
+    if free >= bytes_each + _HEADROOM:
+        return None
+    old = complete_checkpoints(checkpoints)[1:]
+    could = sum(file.stat().st_size for folder in old for file in folder.iterdir())
+    remedy = (
+        f"`llmtrain checkpoint prune {checkpoints.parent} --keep 1` would free {units.size(could)}"
+        if old
+        else "There is no older checkpoint that could go"
+    )
+    return (
+        f"no space for a checkpoint in {checkpoints}: it takes {units.size(bytes_each)}, {units.size(_HEADROOM)} must "
+        f"stay free for logs and whatever else the run writes, and {units.size(free)} are free. {remedy}."
+    )
+
+
+def will_lack(checkpoints: Path, bytes_each: int, keep: int) -> str | None:
+    """The reason why a run that saves often will run out of space: `keep` checkpoints stay while one is written."""
+    try:
+        free = shutil.disk_usage(checkpoints).free
+        to_come = max(1, max(1, keep) + 1 - len(complete_checkpoints(checkpoints)))
+    except OSError:  # the save will tell
+        return None
+    if free >= to_come * bytes_each + _HEADROOM:
+        return None
+    return (
+        f"{checkpoints} will run out of space: this run writes {to_come} checkpoints of {units.size(bytes_each)} "
+        f"before one is deleted (checkpoint.keep {keep}, and the one that is written), {units.size(_HEADROOM)} must "
+        f"stay free for logs and whatever else the run writes, and {units.size(free)} are free. "
+        "Make room, or set checkpoint.dir to a larger disk or checkpoint.keep lower."
+    )
+
+
+# The host memory for asynchronous saves and the process that writes it to disk, got while training begins.
+
+
+class HostCopy:
+    """An image of a rank's file with its writer. Getting and page-locking 15 GB takes seconds: a thread does it.
+
+    The thread stays until `close`: when the one that started the writer ends, the kernel takes the writer's parent for
+    dead (PR_SET_PDEATHSIG) and kills it.
+    """
+
+    def __init__(self, plan: RankFile, table: dict[str, Any], device: torch.device) -> None:
+        """`table`: what the writer must know (`writer.perform`)."""
+        self._plan, self._table, self._device = plan, table, device
+        self._image: HostImage | None = None
+        self._writer: WriterProcess | None = None
+        self._problem: str | None = None
+        self._done, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._get, name="checkpoint-memory", daemon=True)
+        self._thread.start()
+
+    def _get(self) -> None:
+        cuda = self._device.type == "cuda"
+        try:
+            if cuda:
+                torch.cuda.set_device(self._device)
+            self._image = HostImage(self._plan, cuda=cuda)
+            self._writer = WriterProcess(self._image, self._table)
+        except Exception as problem:  # whatever it is, the other ranks have to hear of it
+            self._problem = f"a copy takes {size(self._plan.bytes)} of host memory and a process: {problem}"
+        finally:
+            self._done.set()
+        self._closing.wait()
+
+    def problem(self) -> str | None:
+        """Wait until both are there; why they are not."""
+        self._done.wait()
+        return self._problem
+
+    @property
+    def image(self) -> HostImage:
+        """After `problem` was None."""
+        assert self._image is not None
+        return self._image
+
+    def writer(self) -> WriterProcess:
+        """The process, or a new one after `drop_writer`. Raises OSError, WriterDied."""
+        if self._writer is None:
+            self._writer = WriterProcess(self.image, self._table)
+        return self._writer
+
+    def answer(self) -> dict[str, Any] | None:
+        """The writer's next answer, or None as long as there is none. Raises WriterDied."""
+        return None if self._writer is None else self._writer.answer()
+
+    def drop_writer(self) -> None:
+        """It cannot be used any more."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def close(self) -> None:
+        """Give both back."""
+        self._done.wait()
+        self.drop_writer()
+        self._closing.set()
+        self._thread.join()
+        if self._image is not None:
+            self._image.close()
+            self._image = None
+
 
 _POLL_S = 0.01
 
@@ -56,14 +169,14 @@ class _Stage(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a save ended."""
+    """Result of a save."""
 
     step: int
     path: Path | None
     """The complete checkpoint, or None when the save failed."""
     error: str | None
     seconds: float
-    """From the step boundary until it was durable."""
+    """Seconds from the step boundary until it was durable."""
     blocked_s: float
     """The part of it that training stood still for."""
 
@@ -103,11 +216,11 @@ class Saver:
         self._snapshot = Snapshot(ranks.device)
         self._stage = _Stage.IDLE
         self._table: dict[str, Any] = {}
-        """What a writer knows beforehand: the pieces of its file; a leader's: those of all files and the shapes."""
+        """Facts for the writer: the pieces of its file; a leader's: those of all files and the shapes."""
         self._need_bytes = 0
-        """What a checkpoint takes in this rank's folder."""
+        """Bytes of a checkpoint in this rank's folder."""
         self._answer: dict[str, Any] | None = None
-        """What this rank's part of the stage came to, {"error"} or the writer's answer; None while it is at work."""
+        """Result of this rank's part of the stage: {"error"} or the writer's answer; None while it is at work."""
         self._trainer = ""
         self._errors: list[str] = []
 
@@ -155,8 +268,8 @@ class Saver:
         none = few = None
         if self._folder.leads:
             with contextlib.suppress(OSError):  # the save will tell
-                none = space.lacks(self._folder.path, self._need_bytes)
-            few = space.will_lack(self._folder.path, self._need_bytes, keep)
+                none = lacks(self._folder.path, self._need_bytes)
+            few = will_lack(self._folder.path, self._need_bytes, keep)
         said = from_all(self._ranks, (none, few))
         if reason := next((none for none, _ in said if none), None):
             raise CheckpointError(f"{reason} Make room, or set checkpoint.dir to a larger disk. Nothing was trained.")
@@ -249,7 +362,7 @@ class Saver:
         return None
 
     def _pieces(self) -> list[StateTensor]:
-        """What this rank writes, in the order of its file: the largest elements first, so that each is aligned."""
+        """Pieces that this rank writes, in the order of its file: largest elements first, so that each is aligned."""
         held = [piece for piece in (*self._engine.state(), *self._more()) if piece.own.stop > piece.own.start]
         found = [piece for piece in held if piece.kind != PARAM or piece.name not in self._frozen.parts]
         return sorted(found, key=lambda piece: -piece.dtype.itemsize)
@@ -277,12 +390,12 @@ class Saver:
             self._copy = HostCopy(self._plan, self._table, self._ranks.device)
 
     def _await_memory(self) -> None:
-        """From here on every rank has its copy's memory, or all save without."""
+        """Wait until every rank has its copy's memory, or all save without."""
         if self._copy is not None and not self._has_copy:
             self._has_copy = not self._fall_back(from_all(self._ranks, self._copy.problem()))
 
     def _fall_back(self, errors: list[str | None]) -> bool:
-        """Whether there is one, so that saves have to do without a copy."""
+        """True if any rank has an error: saves then go without a copy."""
         if not any(errors):
             return False
         log.warn(f"checkpoint.mode async: {next(e for e in errors if e)}. Saving without a copy: training waits.")
@@ -295,7 +408,7 @@ class Saver:
         checkpoints = self._folder.path
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
-            if reason := space.lacks(checkpoints, self._need_bytes):
+            if reason := lacks(checkpoints, self._need_bytes):
                 return reason
             (checkpoints / name).mkdir()
         except OSError as problem:
@@ -382,7 +495,7 @@ class Saver:
         return [f"rank {rank} could not {what}: {a['error']}" for rank, a in enumerate(answers) if a and "error" in a]
 
     def _lead(self, message: dict[str, Any]) -> None:
-        """On a leader: have it done."""
+        """On the folder's leader, send this message to the writer."""
         if not self._folder.leads:
             return
         if self.asynchronous:

@@ -35,7 +35,7 @@ _RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class RankFile:
-    """How a rank's pieces lie in its file: a safetensors header, then the part of each that it owns, one by one."""
+    """Layout of a rank's file: a safetensors header, then the part of each that it owns, one by one."""
 
     def __init__(self, pieces: Sequence[StateTensor]) -> None:
         self.pieces = _entries(pieces)
@@ -55,7 +55,7 @@ class RankFile:
         self.bytes = end
 
     def holds(self, pieces: Sequence[StateTensor]) -> bool:
-        """Whether these are the pieces that it was laid out for."""
+        """True if it was laid out for these pieces."""
         return _entries(pieces) == self.pieces
 
 

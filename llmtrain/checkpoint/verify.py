@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what its manifest says, byte by byte; and where it is not. No torch."""
+"""Verification of a checkpoint against its manifest, byte by byte. No torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _RANK_FILE = re.compile(r"rank-([0-9]+)\.safetensors")
 
 
 def verify(folder: Path, *, whole: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, one line each; nothing when it is intact. Reads every byte, on all cores.
+    """Faults of a checkpoint, one line each; none when it is intact. Reads every byte, on all cores.
 
     Frozen parameters that it leaves out are none of its bytes: see `verify_frozen`.
     Not `whole`: files that other hosts have in folders of their own may be missing.
@@ -64,7 +64,7 @@ def verify(folder: Path, *, whole: bool = True) -> list[str]:
 
 
 def verify_frozen(folder: Path) -> list[str]:
-    """What is wrong with the frozen parameters that a checkpoint leaves out, in their folder; reads all their bytes.
+    """Faults of the frozen parameters that a checkpoint leaves out, in their folder; reads all their bytes.
 
     Of a manifest that cannot be read `verify` tells.
     """
@@ -76,7 +76,7 @@ def verify_frozen(folder: Path) -> list[str]:
 
 
 def wrong_frozen(source: FrozenSource, names: Iterable[str] | None = None) -> FrozenSourceError | None:
-    """What is wrong with a checkpoint's frozen parameters (those of `names`) in their folder. Reads all their bytes."""
+    """The first fault of a checkpoint's frozen parameters (those of `names`) in their folder. Reads all their bytes."""
     some = source.only(source.parts.keys() if names is None else set(names))
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
@@ -108,7 +108,7 @@ def _label(file: str) -> str:
 
 
 def _verify_file(folder: Path, name: str, manifest: Manifest, advance: Callable[[int], None]) -> str:
-    """What is wrong with a file; empty when nothing is."""
+    """The fault of a file; empty when it has none."""
     entry = manifest.files[name]
     found = problems(folder, manifest, [name], contents=False)
     if found:

@@ -25,8 +25,7 @@ from llmtrain.engine.dist.local_ranks import RankError, Ranks, ending_on_sigterm
 from llmtrain.parity.plan import Wanted, degrees_text, resolve_in, small_run, usual_ranks, wanted
 
 if TYPE_CHECKING:  # torch is for those who compare: --help and a misspelt word are answered without it
-    from llmtrain.parity.compare import Difference, Verdict
-    from llmtrain.parity.trace import Trace
+    from llmtrain.parity.compare import Difference, Trace, Verdict
 
 DESCRIPTION = """\
 Train a small copy of the run's model under the run's own DeepSpeed JSON, on a few ranks of this machine, and compare
@@ -108,9 +107,8 @@ def _check(folder: Path, user: Wanted, plans: dict[str, ResolvedRun], steps: int
     """One world size: SAME, PARTS or NO_ANSWER. Start the ranks, make the references meanwhile, compare."""
     import torch
 
+    from llmtrain.parity.compare import COUNT, Trace
     from llmtrain.parity.reference import nudged, orders, train_plainly
-    from llmtrain.parity.ties import COUNT
-    from llmtrain.parity.trace import Trace
     from llmtrain.parity.worker import PLAN
 
     one = next(iter(plans.values()))
@@ -161,9 +159,8 @@ def _tell(
     clip_norm: float,
 ) -> int:
     """One comparison, printed: SAME, PARTS or NO_ANSWER. `more`: references of other roundings, up to a step."""
-    from llmtrain.parity.compare import compare
-    from llmtrain.parity.hints import hint
-    from llmtrain.parity.ties import tie
+    from llmtrain.parity.compare import compare, tie
+    from llmtrain.parity.diagnosis import hint
 
     verdict = compare(got, want, fp32=name == "fp32", split=split)
     instead = (

@@ -14,7 +14,7 @@ from llmtrain.config.in_use import refuse_if_in_use
 from llmtrain.config.load import load
 from llmtrain.config.pinned import with_base
 from llmtrain.config.run import FaultConfig
-from llmtrain.engine.garbage import none_while_importing
+from llmtrain.engine.process_memory import none_while_importing
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""What an engine does for a run: it computes, updates, and shows its state. No engine is named here.
+"""The engine of a run: it computes, updates, and shows its state. No engine is named here.
 
 A run drives it in this order: `forward_backward` with the micro-batches of one step, `update`, and so on;
 `evaluate` between steps. Whatever reads or writes the optimizer's state (checkpoints, initial weights, comparison of
@@ -32,7 +32,7 @@ class StateTensor:
     kind: str
     """PARAM, or the optimizer's name of a moment."""
     region: Region
-    """Which elements of the flat Hugging Face tensor."""
+    """Elements of the flat Hugging Face tensor."""
     own: slice
     """The part of the piece that this rank writes to checkpoints: replicas share the work, every element has one
     owner."""
@@ -47,7 +47,7 @@ class StateTensor:
 
     @property
     def own_region(self) -> Region:
-        """Which elements of the flat tensor this rank writes."""
+        """Elements of the flat tensor that this rank writes."""
         return self.region.part(self.own.start, self.own.stop)
 
 
@@ -58,7 +58,7 @@ class ForwardCopy:
     name: str
     """Hugging Face name of the parameter."""
     region: Region
-    """Which elements of the flat Hugging Face tensor."""
+    """Elements of the flat Hugging Face tensor."""
     values: Tensor
     """[region.numel]."""
     replica: tuple[int, int]
@@ -69,7 +69,7 @@ class ForwardCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What an optimizer step did. Reading a tensor here waits for the device: do it at log points only."""
+    """Result of an optimizer step. Reading a tensor here waits for the device: do it at log points only."""
 
     skipped: bool
     """The gradient (or the loss) was not finite: the parameters were left alone."""
@@ -122,11 +122,11 @@ class Engine(Protocol):
         ...
 
     def means(self, sums: Tensor, weight: int) -> list[float]:
-        """Of this rank's sums [figures] over a global batch of that weight, over all ranks. Waits for the device."""
+        """Means over all ranks of their sums [figures], for a global batch of that weight. Waits for the device."""
         ...
 
     def routing(self) -> RoutingFigures | None:
-        """What the routers of a mixture of experts did since the last call; None without experts."""
+        """Statistics of the routers of a mixture of experts since the last call; None without experts."""
         ...
 
     def check_head(self, inputs: Tensor) -> None:

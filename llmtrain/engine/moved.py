@@ -1,4 +1,4 @@
-"""Which parameters have been reached by a gradient, as the optimizer's moments tell it."""
+"""Parameters that a gradient has reached, by the optimizer's moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the device does and what torch.compile does, told to the watch.
+"""Reports of the device's and torch.compile's work to the watch.
 
 A rank that waits for its device polls (cudaStreamSynchronize does, and NCCL's threads): a busy processor is no sign of
 progress there. So an event goes into the device's queue with every micro-batch, and a thread beats when the device has

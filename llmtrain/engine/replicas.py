@@ -32,14 +32,14 @@ _SHOWN = 80  # characters of a value
 
 @dataclass(frozen=True)
 class Difference:
-    """What is not the same on all ranks that hold it."""
+    """A fact or tensor that differs among the ranks that hold it."""
 
     name: str
     """Hugging Face name of a parameter, or the name of a fact."""
     groups: tuple[tuple[int, ...], ...]
     """Ranks that agree with each other, the largest group first."""
     shown: tuple[str, ...]
-    """What each group holds; empty strings for a parameter."""
+    """Value of each group; empty strings for a parameter."""
 
     @property
     def odd(self) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class Replicas:
         """Row of the message by key, of what two ranks or more hold."""
 
     def differences(self, facts: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> list[Difference]:
-        """What is not the same, the same list on all ranks: facts first, then parameters.
+        """All differences, the same list on all ranks: facts first, then parameters.
 
         Costs one pass over the parameters on the device, one wait for it, and one all-reduce on the host.
 

@@ -253,7 +253,7 @@ def differing_tensors(
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank holds of a replica of a tensor."""
+    """A rank's part of a replica of a tensor."""
 
     key: Key
     replica: tuple[int, int]

@@ -15,7 +15,7 @@ from llmtrain.config.run import AdapterConfig
 from llmtrain.models.adapter import ALL, MAGNITUDE, AdaptedSource, B
 from llmtrain.models.source import ParameterSource
 from llmtrain.models.spec import ModelSpec
-from llmtrain.parity.start import LoudSource, noise
+from llmtrain.parity.small import LoudSource, noise
 
 
 class LoudAdapter(AdaptedSource):
@@ -31,7 +31,7 @@ class LoudAdapter(AdaptedSource):
 
 
 def loud_source(spec: ModelSpec, seed: int) -> ParameterSource:
-    """What both sides of a comparison begin with."""
+    """Initial values of both sides of a comparison."""
     base = LoudSource(spec, seed, torch.device("cpu"))
     return base if spec.adapter.r is None else LoudAdapter(base, spec.adapter_shapes, seed)
 
@@ -68,7 +68,7 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 
 
 def in_four_bits(weight: Tensor) -> Tensor:
-    """What is left of a weight in NF4: each 64 elements in a row have a scale, their largest absolute value, and each
+    """A weight rounded to NF4: each 64 elements in a row have a scale, their largest absolute value, and each
     element becomes the nearest of NF4 times it."""
     flat = weight.detach().float().reshape(-1)
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % 64)).view(-1, 64)

@@ -112,7 +112,7 @@ def divergence(model: Any, answers: Answers, windows: list[int], base: Any = Non
 
 
 def _log_prob(model: Any, tokens: Tensor, begin: int) -> Tensor:
-    """Of the tokens from `begin` on, after those before."""
+    """Log-probability of the tokens from `begin` on, given those before."""
     logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].float()
     return -F.cross_entropy(logits[begin - 1 :], tokens[begin:], reduction="sum")
 

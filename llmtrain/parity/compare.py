@@ -4,13 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, groupby
 
 import torch
 from torch import Tensor
 
-from llmtrain.parity.trace import Trace
+
+@dataclass
+class Trace:
+    """Losses and gradient norms of each step, and all parameters after each."""
+
+    losses: list[float] = field(default_factory=list)
+    """Mean loss over the counted tokens of the global batch, in nats, before the step's update."""
+    norms: list[float] = field(default_factory=list)
+    """Global gradient norm before clipping. Empty in a reference whose run reports another (Muon)."""
+    parameters: list[dict[str, Tensor]] = field(default_factory=list)
+    """fp32 values by Hugging Face name: at the start, after step 1, after step 2, ..."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """AdamW's and Lion's first moment after step 1: (1 - beta) x the clipped gradient. Muon's matrices have none."""
+    by_sign: bool = False
+    """The optimizer steps by a sign: two orders of summation part by a whole step where a gradient is all rounding."""
+    skipped: list[int] = field(default_factory=list)
+    """Steps whose update the engine left out."""
+
+    def until(self, step: int) -> Trace:
+        """Its first steps."""
+        return replace(self, losses=self.losses[:step], norms=self.norms[:step], parameters=self.parameters[: step + 1])
+
+    def save(self, path: str) -> None:
+        torch.save(vars(self), path)
+
+    @classmethod
+    def load(cls, path: str) -> Trace:
+        return cls(**torch.load(path, weights_only=True))
+
 
 NORM = 1e-4  # relative
 PARAMETER = 5e-5
@@ -62,7 +90,7 @@ class Verdict:
     worst: dict[str, Difference]
     """By kind: the difference that came nearest to its tolerance, or went farthest beyond."""
     first: list[Difference] = field(default_factory=list)
-    """What failed at the first step at which something failed: in the order of KINDS, then in the model's order."""
+    """Failures of the first step that has any: in the order of KINDS, then in the model's order."""
     blunt: Difference | None = None
     """In fp32: the first value whose tolerance is above its ceiling."""
 
@@ -186,3 +214,59 @@ def _largest(a: Tensor, b: Tensor) -> float:
 
 def _root_mean_square(a: Tensor, b: Tensor) -> float:
     return float(torch.sqrt((a - b).square().mean()))
+
+
+# Is a difference of the ranks' making, or does rounding decide there?
+#
+# AdamW divides a gradient by its own size: one that is nothing but rounding moves a weight by the whole learning
+# rate. And a router sends a token to the experts with the largest scores: where the last one chosen and the first
+# one not chosen differ by less than rounding, two right trainings part by a whole token.
+
+
+COUNT = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tie:
+    """A comparison in which rounding decides from a step on."""
+
+    step: int
+    largest: float
+    """Largest difference (nats) among losses of trainings that differ by rounding only."""
+    verdict: Verdict
+    """Verdict on the ranks, with those trainings among the references."""
+
+    proves: bool
+    """Before rounding decided, loss and gradients of step 1 at least have been compared."""
+
+    def line(self) -> str:
+        """For the report."""
+        return (
+            f"from step {self.step} on rounding decides: {COUNT} more trainings in one process, whose weights differ "
+            f"in the last place, part as far; in the loss by {self.largest:.1e} (a gradient that nearly cancels, or "
+            "two experts with equal scores)"
+        )
+
+
+def tie(
+    got: Trace, want: list[Trace], verdict: Verdict, nudged: Callable[[int], list[Trace]], *, split: bool
+) -> Tie | None:
+    """The tie that explains a failed comparison in fp32: plain trainings diverge by rounding as far as the ranks do.
+
+    They are more orders of summation, and the tolerance is made of all of them. `nudged`: from a number of steps to
+    COUNT of them. None: the ranks still part by more.
+    """
+    first, steps = verdict.first[0].step, len(got.losses)
+    if first == 0:
+        return None
+    for until in dict.fromkeys((first, steps)):  # what no rounding explains is mostly seen in few steps
+        known = [trace.until(until) for trace in want]
+        others = nudged(until)
+        wider = compare(got.until(until), [*known, *others], fp32=True, split=split)
+        if not wider.passed:
+            return None
+    failed = [one.first[0] for one in (compare(other, want, fp32=True, split=split) for other in others) if one.first]
+    begin = min([first, *(one.step for one in failed if one.step > 0)])
+    largest = max(abs(a - b) for other in others for a, b in zip(other.losses, want[0].losses, strict=True))
+    proves = begin > 1 or {one.kind for one in verdict.first} <= {"movement", "parameter"}
+    return Tie(step=begin, largest=largest, verdict=wider, proves=proves)

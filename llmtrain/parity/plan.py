@@ -1,4 +1,4 @@
-"""From the user's run to small runs that compute in the same way. No torch."""
+"""Small runs that compute in the way of the user's run. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llmtrain.config.run import DataConfig, ResolvedRun, RunConfig
 from llmtrain.config.topology import Degrees
 
 LR = 3e-4
-"""Of every parity check: what a rounding error becomes in AdamW is proportional to it, and so the tolerances."""
+"""Learning rate of every parity check: the effect of rounding in AdamW is proportional to it, and so the tolerances."""
 _LENGTH = 32
 _MICRO_BATCH = 2
 _ACCUMULATION = 4

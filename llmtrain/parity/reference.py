@@ -29,9 +29,9 @@ from llmtrain.optim.optimizers import OPTIMIZERS
 from llmtrain.optim.schedules import Constant, Cosine, Falling, Schedule, Wsd
 from llmtrain.parity.adapter import adapt_plainly, base_of, frozen_beside, loud_source, pack_plainly
 from llmtrain.parity.answers import Answers, divergence, plain_loss
+from llmtrain.parity.compare import Trace
 from llmtrain.parity.teacher import PlainTeacher
 from llmtrain.parity.tokens import Tokens
-from llmtrain.parity.trace import Trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -83,7 +83,7 @@ def _kind(config: PreTrainedConfig) -> Any:
 
 
 def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch.device) -> Trace:
-    """The same training in the run's precision: fp32 masters, model and gradients in that precision."""
+    """Plain training in the run's precision: fp32 masters, model and gradients in that precision."""
     run, optim = resolved.run, resolved.optim
     config = load_config(run.model)
     model = _kind(config).from_config(config, attn_implementation=order.attention, dtype=torch.float32).to(device)
@@ -133,7 +133,7 @@ def train_plainly(resolved: ResolvedRun, steps: int, order: Order, device: torch
 
 
 def newton_schulz_dtype(optimizer: str, precision: str) -> torch.dtype:
-    """Of Muon's iteration: fp32 in an fp32 run; else DeepSpeed's choice for this device, which it tells."""
+    """Precision of Muon's iteration: fp32 in an fp32 run; else DeepSpeed's choice for this device, which it tells."""
     if optimizer != "muon" or precision == "fp32":
         return torch.float32
     from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
@@ -147,13 +147,13 @@ def _value(source: ParameterSource, name: str) -> Tensor:
 
 
 def _trains(name: str, model: ModelConfig) -> bool:
-    """Whether the run says so of a parameter with this name."""
+    """True if a parameter of this name trains in the run."""
     named = any(fnmatchcase(name, pattern) for pattern in model.train_only or model.freeze)
     return named == bool(model.train_only)
 
 
 def _frozen(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """What the model's file holds and no optimizer has: parameters without a gradient, and buffers."""
+    """Tensors of the model's file that no optimizer has: parameters without a gradient, and buffers."""
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     state = model.state_dict(keep_vars=True)
     return {name: state[name] for name in names if name not in trained}
@@ -254,7 +254,7 @@ def _rows(tokens: Tokens, rows: list[int]) -> list[Tensor]:
 
 
 def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
-    """What the peak learning rate is multiplied with at optimizer step `number` of `steps` (1 is the first).
+    """Factor on the peak learning rate at optimizer step `number` of `steps` (1 is the first).
 
     From 0 before the first step a line reaches 1 with the step after the warm-up's; min_ratio is reached with the last
     step: from the warm-up's end by half a cosine or a line, or in the last decay_steps by a line (wsd).
@@ -274,7 +274,7 @@ def rate_of_step(schedule: Schedule, number: int, steps: int) -> float:
 
 
 def _balance_coefficient(config: PreTrainedConfig) -> float:
-    """Of the load-balancing loss of a mixture of experts, if the configuration asks for one."""
+    """Coefficient of the load-balancing loss of a mixture of experts; 0 if the configuration asks for none."""
     return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
 
 
@@ -286,7 +286,7 @@ def _balance(model: Any, passes: list[tuple[Tensor, ...]]) -> Tensor:
 
 
 def _documents(parts: tuple[Tensor, ...], tokens: Tokens) -> Iterator[tuple[Tensor, ...]]:
-    """What goes through the model at once, of `_rows`. With data.isolate_documents each document goes alone, as a
+    """Parts of `_rows` that go through the model at once. With data.isolate_documents each document goes alone, as a
     sequence of its own: no mask and no position has to be right for that."""
     if not tokens.isolate_documents:
         yield parts

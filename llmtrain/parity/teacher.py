@@ -17,8 +17,7 @@ from llmtrain.config.topology import Degrees
 from llmtrain.models.build import load_config
 from llmtrain.models.spec import ModelSpec
 from llmtrain.models.teacher import KEY, teacher_model
-from llmtrain.parity.small import small_model
-from llmtrain.parity.start import LoudSource
+from llmtrain.parity.small import LoudSource, small_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

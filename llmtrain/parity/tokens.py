@@ -39,7 +39,7 @@ class Tokens(TrainData):
         return inputs, labels
 
     def window_at(self, index: int) -> Window:
-        """The same with positions."""
+        """Window number `index`, with positions."""
         inputs, labels = self.sequence(index)
         isolated = self.isolate_documents
         window = Window(inputs, labels, positions_of(inputs[None], self.separator_id)[0] if isolated else None)
@@ -49,7 +49,7 @@ class Tokens(TrainData):
         return window._replace(words=words, logs=logs)
 
     def column(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """What a column of the data says of each place: (words, int64 [T, k], no word twice in a place; logarithms of
+        """A teacher column's entries for each place: (words, int64 [T, k], no word twice in a place; logarithms of
         their probabilities and of the mass of all others, fp32 [T, k + 1])"""
         assert self.top_k is not None
         draw = np.random.default_rng((SEED, index, self.top_k))

@@ -25,8 +25,8 @@ from llmtrain.models.spec import ModelSpec
 from llmtrain.optim.optimizers import PARAM
 from llmtrain.parity.adapter import loud_source
 from llmtrain.parity.answers import Answers
+from llmtrain.parity.compare import Trace
 from llmtrain.parity.tokens import Tokens
-from llmtrain.parity.trace import Trace
 from llmtrain.training.examine import Checked
 from llmtrain.training.setup import Setup
 

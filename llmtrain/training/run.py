@@ -21,7 +21,7 @@ from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.control import AgreedError, StopRequests, together
 from llmtrain.engine.dist.device import use_deterministic_kernels
 from llmtrain.engine.dist.rendezvous import describe, introduce, leave_all
-from llmtrain.engine.garbage import collected_by_hand
+from llmtrain.engine.process_memory import collected_by_hand
 from llmtrain.optim.optimizers import norm_of
 from llmtrain.tracking.tracker import Status, Tracker
 from llmtrain.training.begin import announce, write_run_files

@@ -12,7 +12,7 @@ from llmtrain.base.errors import CheckpointError, TrainingStopped
 from llmtrain.checkpoint.folder import CheckpointFolder
 from llmtrain.checkpoint.format import step_folder
 from llmtrain.checkpoint.frozen import NOWHERE, FrozenSource
-from llmtrain.checkpoint.gather import fetch_all
+from llmtrain.checkpoint.host_files import fetch_all
 from llmtrain.checkpoint.retain import keep_newest
 from llmtrain.checkpoint.save import Outcome, Saver
 from llmtrain.cluster import messages

@@ -24,13 +24,12 @@ from llmtrain.config.run import (
     TrainConfig,
 )
 from llmtrain.optim.schedules import Cosine
-from llmtrain.parity.compare import Verdict, compare
-from llmtrain.parity.hints import hint
+from llmtrain.parity.compare import Trace, Verdict, compare
+from llmtrain.parity.diagnosis import hint
 from llmtrain.parity.plan import resolve_in, small_run, wanted
 from llmtrain.parity.reference import orders, train_plainly
 from llmtrain.parity.small import small_model
 from llmtrain.parity.teacher import small_teacher
-from llmtrain.parity.trace import Trace
 from tests.helpers.families import FAMILIES, FROZEN, VARIANTS
 from tests.helpers.processors import fp16, on_device
 

@@ -20,9 +20,8 @@ from llmtrain.checkpoint.load import load_checkpoint
 from llmtrain.checkpoint.native.files import open_files
 from llmtrain.checkpoint.native.importing import import_deepspeed
 from llmtrain.checkpoint.native.names import Target, hf_names, read_names
-from llmtrain.checkpoint.native.state import MOMENTS, State, add_copies
+from llmtrain.checkpoint.native.state import MOMENTS, State, add_copies, add_unnamed
 from llmtrain.checkpoint.native.universal import export_universal
-from llmtrain.checkpoint.native.unnamed import add_unnamed
 from llmtrain.checkpoint.reader import CheckpointReader
 from tests.helpers.deepspeed_peers import make_pipeline, make_plain, pipeline_steps, plain_steps
 from tests.helpers.marks import slow

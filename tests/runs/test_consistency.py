@@ -53,7 +53,7 @@ def test_a_lost_bit_on_one_rank_stops_the_run_and_is_named(small_data, tmp_path)
 
 def by_the_first_order(rank: int) -> None:
     """Masters are looked for where the parameters lay before DeepSpeed has laid them out round robin."""
-    from llmtrain.engine.deepspeed.zero12 import Zero12State
+    from llmtrain.engine.deepspeed.state import Zero12State
 
     plain = Zero12State._partition
 

@@ -169,7 +169,7 @@ def theirs(task: Attempt, *, recompute: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from llmtrain.config.run import ModelConfig
-    from llmtrain.engine.malloc import return_freed_memory
+    from llmtrain.engine.process_memory import return_freed_memory
     from llmtrain.models.spec import ModelSpec
 
     on_gpu = torch.cuda.is_available()

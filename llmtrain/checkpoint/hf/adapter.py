@@ -80,11 +80,11 @@ class Merge:
         self._reader, self._adapter, self._dtype = reader, adapter, dtype
         names = reader.order() if adapter is not None else []
         self.names = {name for name in names if name.endswith((A, B, MAGNITUDE))}
-        """Of the adapter's tensors."""
+        """Names of the adapter's tensors."""
         self.trained = self.names | set(saved)
         """Also the model's own parameters that train beside it."""
         self.paths = [name.removesuffix(A) for name in names if name.endswith(A)]
-        """Of the maps."""
+        """Paths of the linear maps."""
         self._path_of = {f"{path}.weight": path for path in self.paths}
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder: streamed, restartable, proved. No GPU, no torch.distributed."""
+"""Export of a checkpoint to a Hugging Face folder: streamed, restartable, proved. No GPU, no torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, hash_file, problems, read_trainer
 from llmtrain.checkpoint.hf.adapter import Merge, adapter_of, prove_merge, write_peft
-from llmtrain.checkpoint.hf.beside import MARK, SOURCE, copy_beside, run_id, write_mark, write_others
 from llmtrain.checkpoint.hf.proofs import (
     CHUNK,
     Check,
@@ -29,6 +28,7 @@ from llmtrain.checkpoint.hf.proofs import (
     read_back,
 )
 from llmtrain.checkpoint.hf.serving import prove_serving
+from llmtrain.checkpoint.hf.sidecar_files import MARK, SOURCE, copy_beside, run_id, write_mark, write_others
 from llmtrain.checkpoint.hf.weight_files import DTYPES, MAX_SHARD_BYTES, Shard, WeightFiles, as_described, cut
 from llmtrain.checkpoint.output import OutputFolder, stream_tensors
 from llmtrain.checkpoint.reader import CheckpointReader
@@ -109,7 +109,7 @@ def export_hf(
 
 
 def _plan(checkpoint: Path, files: WeightFiles, check: Check, *, merge: bool) -> dict[str, str]:
-    """What an interrupted export has to have been of, for this one to go on with its files."""
+    """Identity of an export: an interrupted one continues if it is equal."""
     shards = json.dumps({name: asdict(shard) for name, shard in files.shards.items()})
     plan = {"to-hf": str(checkpoint.resolve()), "manifest": hash_file(checkpoint / MANIFEST), "check": check}
     return plan | {"files": xxhash.xxh3_64_hexdigest(shards.encode())} | ({"merge": "yes"} if merge else {})

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a checkpoint of parameters alone: streamed, restartable, proved."""
+"""Import of a Hugging Face folder as a checkpoint of parameters alone: streamed, restartable, proved."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.build import build_checkpoint
 from llmtrain.checkpoint.durable import remove_tree, sync
 from llmtrain.checkpoint.format import MANIFEST, read_trainer, step_folder
-from llmtrain.checkpoint.hf.beside import SOURCE, beside_weights, copy_into
 from llmtrain.checkpoint.hf.exporting import layout_of
 from llmtrain.checkpoint.hf.proofs import Check, Report, check_extents, prove_logits, read_back
+from llmtrain.checkpoint.hf.sidecar_files import SOURCE, beside_weights, copy_into
 from llmtrain.checkpoint.hf.weight_files import DTYPES, describe
 from llmtrain.checkpoint.output import claim
 from llmtrain.checkpoint.reader import CheckpointReader

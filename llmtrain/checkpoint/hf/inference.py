@@ -15,8 +15,8 @@ from typing import Any
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import CheckpointError, ModelError, UserError
 from llmtrain.checkpoint.format import MANIFEST, complete_checkpoints, hash_file
-from llmtrain.checkpoint.hf.beside import MARK
 from llmtrain.checkpoint.hf.exporting import export_hf, layout_of
+from llmtrain.checkpoint.hf.sidecar_files import MARK
 from llmtrain.checkpoint.listing import find_checkpoints
 from llmtrain.cluster.watch.explain.device_faults import device_fault
 from llmtrain.config.run import ModelConfig
@@ -34,7 +34,7 @@ _ENDS = ("generation_config.json", "config.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Sampling of the next token."""
 
     max_tokens: int = 128
     """Tokens to generate at most."""
@@ -47,7 +47,7 @@ class Sampling:
     seed: int = 0
 
     def arguments(self) -> dict[str, Any]:
-        """Those of transformers' `generate`."""
+        """Keyword arguments of transformers' `generate`."""
         if self.temperature == 0:
             return {"do_sample": False}
         return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
@@ -58,7 +58,7 @@ class Answerer:
     """A model in memory with its tokenizer."""
 
     model: Any
-    """Of transformers, in evaluation mode."""
+    """A transformers model in evaluation mode."""
     tokenizer: Any
     folder: Path
     adapted: bool
@@ -195,13 +195,13 @@ def _rows(folder: Path, model: Any) -> int:
 
 
 def _scores_beside(folder: Path) -> bool:
-    """Whether it is a PEFT folder of a reward model."""
+    """True if it is a PEFT folder of a reward model."""
     file = folder / CONFIG
     return file.is_file() and untrusted.loads(file.read_bytes()).get("task_type") == "SEQ_CLS"
 
 
 def is_model(folder: Path) -> bool:
-    """Whether it has the configuration of a model, or of an adapter."""
+    """True if it has the configuration of a model or of an adapter."""
     return any((folder / name).is_file() for name in ("config.json", CONFIG))
 
 
@@ -252,7 +252,7 @@ def _hf_folder(path: Path, scratch: Path) -> Path:
 
 
 def _mark(export: Path) -> dict[str, Any] | None:
-    """What an export says of its checkpoint; None when there is no export."""
+    """An export's record of its checkpoint; None when there is no export."""
     if not is_model(export):
         return None
     try:

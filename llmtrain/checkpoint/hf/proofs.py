@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from llmtrain.base import log, units
 from llmtrain.base.errors import CheckpointError, UserError
 from llmtrain.checkpoint.memory import memory_available
-from llmtrain.engine.malloc import return_freed_memory
+from llmtrain.engine.process_memory import return_freed_memory
 from llmtrain.models.build import auto_class, decoder_layers, skeleton
 from llmtrain.models.frozen import freeze, frozen_tensors, named_tensors
 from llmtrain.models.layout import FolderLayout, Part
@@ -27,7 +27,7 @@ from llmtrain.storage.checksum import checksum
 from llmtrain.storage.tensorfile import numel
 
 Check = Literal["auto", "logits", "none"]
-"""How far a conversion proves itself: `none` does not read back what it wrote, `auto` does, and compares logits where
+"""Extent of a conversion's proof: `none` does not read back what it wrote, `auto` does, and compares logits where
 they fit in memory, `logits` insists on them."""
 CHUNK = 4 << 20  # elements in memory at a time
 _READERS = 2
@@ -46,7 +46,7 @@ class ProofError(CheckpointError):
 
 @dataclass
 class Report:
-    """What a conversion did and proved, for people."""
+    """Steps and proofs of a conversion, for people."""
 
     path: Path
     lines: list[str] = field(default_factory=list)

@@ -64,7 +64,7 @@ def ends_of(folders: list[Path]) -> list[int]:
 
 @dataclass
 class _Compared:
-    """What has been compared, and what not."""
+    """Counts of what has been compared, and what not."""
 
     conversations: int = 0
     turns: int = 0
@@ -164,7 +164,7 @@ def _turn(
     stops: set[int],
     found: _Compared,
 ) -> str | None:
-    """What is wrong with a turn; None: a row has its prompt's ids, then the answer's as far as they can be known."""
+    """The fault of a turn; None: a row has its prompt's ids, then the answer's as far as they can be known."""
     try:
         talk = template.fitted(talk)
         prompt, whole = template.ids(talk, turn, prompt=True), template.ids(talk, turn + 1, prompt=False)

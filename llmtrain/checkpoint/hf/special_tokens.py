@@ -1,4 +1,4 @@
-"""Which tokens begin and end a text, in the configuration of an exported model: what its tokenizer says."""
+"""Tokens that begin and end a text, in the configuration of an exported model: what its tokenizer says."""
 
 from __future__ import annotations
 

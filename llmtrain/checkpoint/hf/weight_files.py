@@ -1,4 +1,4 @@
-"""Which weight files a Hugging Face folder has and what stands in each: as `save_pretrained` cuts them, or as given."""
+"""The weight files of a Hugging Face folder and the tensors in each: as `save_pretrained` cuts them, or as given."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class WeightFiles:
     shards: dict[str, Shard]
     """By file name, in the order of writing."""
     parts: dict[str, Part]
-    """What each tensor is."""
+    """Part of the model that each tensor is."""
 
     @property
     def bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(ITEM_BYTES[d] * self.parts[t].numel for s in self.shards.values() for t, d in s.tensors.items())
 
     def dtype_of(self) -> dict[str, str]:
@@ -96,7 +96,7 @@ def _in_order(group: list[str], dtype_of: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe(source: SafetensorsSource) -> tuple[dict[str, Any], list[str]]:
-    """What a checkpoint remembers of the folder that it came from, and the files that cannot come back byte by byte.
+    """A checkpoint's record of the folder that it came from, and the files that cannot come back byte by byte.
 
     Tensors that the model computes itself, and those that repeat a tied weight, are left out.
     """

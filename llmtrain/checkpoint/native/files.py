@@ -1,4 +1,4 @@
-"""Which files a DeepSpeed 0.19.8 checkpoint consists of, and that they are all there and of one step."""
+"""The files of a DeepSpeed 0.19.8 checkpoint, and the check that all are there and of one step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.format import open_file
-from llmtrain.checkpoint.native.pickles import PickleFile
-from llmtrain.checkpoint.native.scan import shown
+from llmtrain.checkpoint.native.pickles import PickleFile, shown
 
 _MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
 _MODEL_3 = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
@@ -59,7 +58,7 @@ class Files:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What all model files say alike: global_steps, ds_config, ..."""
+        """Entries that all model files have alike: global_steps, ds_config, ..."""
         return self.models[0].tree
 
 

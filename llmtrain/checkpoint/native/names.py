@@ -28,11 +28,11 @@ class Target:
 
     model: Any
     shapes: Shapes
-    """Of the parameters, in order; a tied one once."""
+    """Shapes of the parameters, in order; a tied one once."""
     aliases: dict[str, str]
     """A tied parameter's other names -> its name."""
     frozen: set[str]
-    """Those of `shapes` that no optimizer has."""
+    """Names in `shapes` that no optimizer has."""
 
     @classmethod
     def of(cls, config: Path) -> Target:

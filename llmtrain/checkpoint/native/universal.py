@@ -148,7 +148,7 @@ def _read_again(path: Path, expected: int) -> None:
 
 
 def _optimizer_state(trainer: dict[str, Any], count: Tensor) -> dict[str, Any]:
-    """What all ranks share. ZeRO 1 and 2 look at the top, ZeRO 3 one level below."""
+    """Optimizer state that all ranks share. ZeRO 1 and 2 look at the top, ZeRO 3 one level below."""
     groups: list[dict[str, Any]] = [{} for _ in range(_GROUPS)]
     return {
         "ds_version": _VERSION,

@@ -28,7 +28,7 @@ from typing import Any
 
 MARK = "llmtrain-facts "
 BUILD_LOCK = "llmtrain-build.lock"
-"""The lock, in torch's folder of extensions, of a build of ops by llmtrain (engine/deepspeed/op_builds.py)."""
+"""The lock, in torch's folder of extensions, of a build of ops by llmtrain (engine/deepspeed/optimizers.py)."""
 INFINIBAND = "/sys/class/infiniband"
 LIMIT_S = 12.0
 """Limit of all questions together: one that a dead file server holds up is left out and reported."""

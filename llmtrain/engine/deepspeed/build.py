@@ -24,7 +24,7 @@ from llmtrain.engine.deepspeed.optimizers import build_optimizer
 from llmtrain.engine.deepspeed.state import base_optimizer
 from llmtrain.engine.deepspeed.zero_step import choosing_optimizers, shorten_step
 from llmtrain.engine.dist.ranks import Ranks
-from llmtrain.engine.malloc import return_freed_memory
+from llmtrain.engine.process_memory import return_freed_memory
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.parallel.mesh import Mesh
 
@@ -133,7 +133,7 @@ def _total_norm(parameters: list[nn.Parameter], mesh: Mesh) -> torch.Tensor:
 
 
 def _norm_with_shared_experts(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """The same where each rank holds some of the experts."""
+    """Norm of the gradients where each rank holds some of the experts."""
     own = [p for p in parameters if is_moe_param(p)]
     if not own:
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -34,18 +34,18 @@ from llmtrain.objectives.next_token import NEXT_TOKEN, NextToken
 from llmtrain.objectives.objective import Objective
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Which of them there are depends on fp16.loss_scale."""
+"""Fields of the loss scaler; fp16.loss_scale decides which of them exist."""
 
 
 def state_of(engine: DeepSpeedEngine) -> State:
-    """How this engine keeps its optimizer's state. A run imports its own way."""
+    """The class for this engine's way of keeping optimizer state; only that one is imported."""
     stage = engine.zero_optimization_stage()
     if stage == 3:
-        from llmtrain.engine.deepspeed.zero3 import Zero3State
+        from llmtrain.engine.deepspeed.state import Zero3State
 
         return Zero3State(engine)
     if stage > 0:
-        from llmtrain.engine.deepspeed.zero12 import Zero12State
+        from llmtrain.engine.deepspeed.state import Zero12State
 
         return Zero12State(engine)
     return HalfState(engine) if engine.bfloat16_enabled() or engine.fp16_enabled() else PlainState(engine)
@@ -72,7 +72,7 @@ class _LastScore:
 
 
 class _OfLogits(NextToken):
-    """The same of logits in place of the hidden state, by torch."""
+    """The next-token loss of logits in place of the hidden state, by torch."""
 
     def sums(self, head: Head, hidden: Tensor, micro: MicroBatch) -> Tensor:
         logits, labels = (head.own(each).flatten(0, 1) for each in (hidden.float(), micro.labels))
@@ -100,7 +100,7 @@ class ZeroEngine:
         self._varlen = patches.attention_of(self.module.config) == patches.VARLEN
         self.partitions_parameters = self._state.partitions_parameters
         self._must_look = self.partitions_parameters
-        """Whether it is not yet known that ZeRO 3 takes every gradient."""
+        """True until it is known that ZeRO 3 takes every gradient."""
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], weight: Callable[[], int], objective: Objective = NEXT_TOKEN
@@ -178,7 +178,7 @@ class ZeroEngine:
         self.deepspeed.step()
 
     def routing(self) -> RoutingFigures | None:
-        """What the routers of a mixture of experts did since the last call; every rank calls it, at log points."""
+        """Statistics of the routers of a mixture of experts since the last call; every rank calls it, at log points."""
         routing = self.module.routing
         if routing is None:
             return None
@@ -223,7 +223,7 @@ class ZeroEngine:
         return dict(zip(objective.figures, (each / max(1, counted) for each in totals), strict=True)), int(counted)
 
     def means(self, sums: Tensor, weight: int) -> list[float]:
-        """Of this rank's sums over a global batch of that weight. Waits for the device; every rank must call it."""
+        """Means over all ranks of their sums, for a global batch of that weight. Waits for the device; a collective."""
         total = sums.double().cpu() * self._own_sums
         dist.all_reduce(total, group=self._ranks.control)
         return [float(each) / max(1, weight) for each in total]
@@ -312,7 +312,7 @@ class ZeroEngine:
         return self._state.tensors()
 
     def copies(self) -> Iterator[ForwardCopy]:
-        """What the forward pass reads on this rank."""
+        """The values that the forward pass reads on this rank."""
         return self._state.copies()
 
     def reading_instead(

@@ -18,7 +18,7 @@ from llmtrain.engine.deepspeed.patches import apply_group_timeout
 from llmtrain.engine.dist.device import own_device
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.engine.dist.rendezvous import connect_all, meet
-from llmtrain.engine.malloc import keep_freed_memory
+from llmtrain.engine.process_memory import keep_freed_memory
 from llmtrain.models import compiler
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import math
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import compiler as ds_compiler
 
+from llmtrain.base.files import lock_file
 from llmtrain.base.log import warn
+from llmtrain.cluster.doctor.probe import BUILD_LOCK, users_of
 from llmtrain.config.run import ResolvedOptim
 from llmtrain.config.topology import Mix
 from llmtrain.engine.deepspeed.moments import MOMENTS, MOMENTUM, Bf16Moments
@@ -26,13 +31,42 @@ from llmtrain.models.build import decoder_layers
 from llmtrain.models.language import LanguageModel
 from llmtrain.optim.optimizers import OPTIMIZERS
 
+# One build of DeepSpeed's ops at a time, and none that waits for the dead.
+
+
+@contextlib.contextmanager
+def op_build_lock() -> Iterator[None]:
+    """Hold the right to build ops in torch's folder of extensions, on this host and on others that share the folder.
+
+    torch guards a build with a file that a killed process leaves behind; every later run then waits for ever, in
+    silence. Our lock ends with its process: whoever has it knows that nobody else of ours builds. It is on a file, not
+    on the folder, so that a home that many hosts share has one build. A torch lock file that is still there is that of
+    a program which does not know our lock (another DeepSpeed script), which has it open, or stale.
+    """
+    from torch.utils.cpp_extension import _get_build_directory
+
+    folder = Path(_get_build_directory("cpu_adam", verbose=False))
+    handle = lock_file(folder.parent / BUILD_LOCK)
+    try:
+        stale = folder / "lock"
+        with contextlib.suppress(FileNotFoundError):  # the other build is done
+            if users := users_of(str(stale)):
+                warn(f"waiting for the build of process {users[0]}, which has the lock {stale}")
+            else:
+                stale.unlink()
+                warn(f"removed {stale}: a killed process left it behind")
+        yield
+    finally:
+        os.close(handle)
+
+
 _MUON = "deepspeed.runtime.zero.muon"
 
 
 def parameter_groups(
     model: LanguageModel, optim: ResolvedOptim, largest: float = math.inf, moments: torch.dtype = torch.float32
 ) -> list[dict[str, Any]]:
-    """Who decays is `optim.decay`'s choice. With Muon the decoder layers' matrices are groups of their own.
+    """The parameter groups: optim.decay selects which get weight decay; Muon's matrices are groups of their own.
 
     Each group carries `peak_lr`, which the schedule multiplies, and its kinds of `moments`. None has more than
     `largest` elements on this rank, but for a tensor that has more: it is alone.
@@ -83,7 +117,7 @@ def build_optimizer(model: LanguageModel, optim: ResolvedOptim, mix: Mix) -> tor
     groups = parameter_groups(model, optim, LARGEST_GROUP if cuts else math.inf, dtype)
     build, on_host = _BUILDERS[optim.name]
     if mix.offload_optimizer and on_host is not None:
-        from llmtrain.engine.deepspeed.op_builds import op_build_lock  # the only runs that build ops
+        from llmtrain.engine.deepspeed.optimizers import op_build_lock  # the only runs that build ops
 
         with op_build_lock():
             try:
@@ -114,7 +148,7 @@ def _muon(groups: list[dict[str, Any]], precision: str) -> torch.optim.Optimizer
 
 
 def _lion(groups: list[dict[str, Any]], _: str) -> torch.optim.Optimizer:
-    from llmtrain.engine.deepspeed.lion import Lion
+    from llmtrain.engine.deepspeed.moments import Lion
 
     return Lion(groups)
 

@@ -149,7 +149,7 @@ def check() -> None:
 
 
 def _names(text: str, name: str) -> bool:
-    """Whether it stands there as a word. The pattern begins with the name itself: so re looks for that alone."""
+    """True if it stands there as a word. The pattern begins with the name itself: so re looks for that alone."""
     return re.search(rf"{name}(?<!\w{name})\b", text) is not None
 
 

@@ -71,7 +71,7 @@ class PipelineZeroEngine(ZeroEngine):
         return sums or [torch.zeros(len(objective.figures), device=self._ranks.device) for _ in micros]
 
     def _inputs(self, micros: list[MicroBatch], objective: Objective) -> Iterator[tuple[Any, None]]:
-        """What the first stage gets; DeepSpeed would hand labels to the last one."""
+        """Inputs of the first stage; DeepSpeed would hand labels to the last one."""
         for micro in micros:
             heart.beat()
             progress.mark()  # behind what the schedule has handed over of earlier ones

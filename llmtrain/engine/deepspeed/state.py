@@ -20,14 +20,14 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from llmtrain.engine.api import ForwardCopy, StateTensor
-from llmtrain.engine.deepspeed.moments import moments_of
+from llmtrain.engine.deepspeed.moments import MOMENTUM, moments_of
 from llmtrain.models.parameters import LocalParameter, Packed
 from llmtrain.optim.optimizers import PARAM
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where the optimizer keeps a parameter: `flat[offset : offset + numel]` is its local [start, start + numel)."""
+    """Place of a parameter in the optimizer: `flat[offset : offset + numel]` is its local [start, start + numel)."""
 
     held: LocalParameter
     flat: Tensor
@@ -72,14 +72,14 @@ class State(ABC):
 
     @abstractmethod
     def homes(self) -> Iterator[Home]:
-        """Where the masters of what this rank trains lie."""
+        """Places of the masters that this rank trains."""
 
     @abstractmethod
     def refresh(self) -> None:
         """Make the parameters that the forward pass reads equal to the (rounded) fp32 masters."""
 
     def local_parameters(self) -> list[LocalParameter]:
-        """What this rank holds of each tensor of the model."""
+        """This rank's part of each tensor of the model."""
         found: list[LocalParameter] = self.engine.module.local_parameters()
         for held in found:
             here = getattr(held.parameter, "ds_numel", held.parameter.numel())
@@ -110,7 +110,7 @@ class State(ABC):
         return replace(made, dtype=packed.dtype, open=lambda: nullcontext(held.values()), write=packed.write)
 
     def untrained(self, held: LocalParameter) -> Home:
-        """Where the only values of what does not train lie: in the module."""
+        """Place of a frozen parameter's only values: in the module."""
         return Home(held, held.parameter.detach().reshape(-1), 0, 0, held.region.numel, self.replica(held))
 
     def moments(self, flat: Tensor) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ class State(ABC):
         return held.copy[0] * size + dist.get_rank(group), held.copy[1] * size
 
     def copies(self) -> Iterator[ForwardCopy]:
-        """What the forward pass reads on this rank."""
+        """The values that the forward pass reads on this rank."""
         for held in self.local_parameters():
             if held.packed is None:
                 yield self.copy(held)
@@ -206,3 +206,153 @@ class HalfState(State):
         for masters, copies in zip(self.optimizer.fp32_groups, self.optimizer.fp16_groups, strict=True):
             for master, copy in zip(masters, copies, strict=True):
                 copy.data.copy_(master.data)
+
+
+# ZeRO 1 and 2: flat partitions of the masters, in the order in which DeepSpeed has laid the parameters out.
+
+
+_PIECE = 1 << 20  # elements sent at once
+
+
+class Zero12State(State):
+    """The state of DeepSpeed's optimizer of ZeRO 1 and 2."""
+
+    def homes(self) -> Iterator[Home]:
+        here = {id(held.parameter): held for held in self.local_parameters()}
+        for index, flat in enumerate(self.optimizer.single_partition_of_fp32_groups):
+            for parameter, offset, start, numel in self._partition(index):
+                held = here[id(parameter)]
+                yield Home(held, flat, offset, start, numel, held.copy)
+
+    def _partition(self, index: int) -> Iterator[tuple[Tensor, int, int, int]]:
+        """(parameter, offset in this rank's partition, first element, elements) of what lies in it, of a group.
+
+        Read off the flat buffer's own table. The addresses that parameters carry (`_hp_mapping`) are made from the
+        group's first order: with round_robin_gradients, which lays parameters out in another, they are wrong.
+        """
+        optimizer = self.optimizer
+        size = int(optimizer.partition_size[index])
+        begin = size * dist.get_rank(optimizer.real_dp_process_group[index])
+        laid_out = (optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index])
+        for parameter, place in zip(*laid_out, strict=True):
+            low, high = max(place, begin), min(place + parameter.numel(), begin + size)
+            if low < high:
+                yield parameter, low - begin, low - place, high - low
+
+    def moments(self, flat: Tensor) -> dict[str, Tensor]:
+        """Muon's momentum is kept otherwise: see `whole_moments`."""
+        return {} if self.settings(flat).get("use_muon") else super().moments(flat)
+
+    def whole_moments(self) -> Iterator[StateTensor]:
+        """Muon's momentum of every parameter that touches this rank's partition, in full."""
+        optimizer = self.optimizer
+        here = {id(held.parameter): held for held in self.local_parameters()}
+        for index, group in enumerate(self.base.param_groups):
+            parameters = optimizer.params_in_partition[index]
+            if not group.get("use_muon") or not parameters:  # a small group may lie in other ranks' partitions alone
+                continue
+            flat = group["params"][0]
+            state = self.base.state[flat]
+            # Two ranks may hold it: the one with the parameter's first element writes it.
+            writers = {id(parameter) for parameter, _, start, _ in self._partition(index) if start == 0}
+            if MOMENTUM not in state:
+                total = sum(p.numel() for p in parameters)
+                dtype = torch.float32 if optimizer.use_grad_accum_attribute else parameters[0].dtype
+                state[MOMENTUM] = torch.zeros(total, dtype=dtype, device=flat.device)
+            offset = 0
+            for parameter in parameters:
+                view = state[MOMENTUM].narrow(0, offset, parameter.numel())
+                offset += parameter.numel()
+                held = here[id(parameter)]
+                home = Home(held, flat, 0, 0, held.region.numel, held.copy)
+                yield home.tensor(MOMENTUM, view, writes=id(parameter) in writers)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self.engine.device.type == "cpu":
+            self._send_in_pieces()
+        else:
+            self.optimizer.update_lp_params()
+
+    def _send_in_pieces(self) -> None:
+        """DeepSpeed's update_lp_params for gloo, whose all-gather takes the memory of all parameters a second time."""
+        partitioned = self.optimizer.parallel_partitioned_bit16_groups
+        masters, groups = self.optimizer.single_partition_of_fp32_groups, self.optimizer.real_dp_process_group
+        for partitions, master, group in zip(partitioned, masters, groups, strict=True):
+            partitions[dist.get_rank(group)].data.copy_(master.data)
+            for owner, partition in enumerate(partitions):
+                for piece in partition.data.split(_PIECE):
+                    dist.broadcast(piece, group=group, group_src=owner)
+
+
+# ZeRO 3: partitions of the parameters, of the masters flat sub-groups of them, on the device or on the host.
+
+
+class Zero3State(State):
+    """The state of DeepSpeed's optimizer of ZeRO 3."""
+
+    partitions_parameters = True
+
+    def homes(self) -> Iterator[Home]:
+        optimizer = self.optimizer
+        for held in self.local_parameters():
+            if held.trains:
+                group, offset, _ = optimizer.grad_position[optimizer.get_param_id(held.parameter)]
+                start, numel = _partition(held.parameter)
+                yield Home(held, optimizer.fp32_partitioned_groups_flat[group], offset, start, numel, held.copy)
+
+    def untrained(self, held: LocalParameter) -> Home:
+        """A parameter is partitioned, a buffer whole."""
+        parameter: Any = held.parameter
+        if not hasattr(parameter, "ds_tensor"):
+            return super().untrained(held)
+        start, numel = _partition(parameter)
+        return Home(held, parameter.ds_tensor.detach().reshape(-1), 0, start, numel, held.copy)
+
+    def settings(self, flat: Tensor) -> dict[str, Any]:
+        """DeepSpeed takes the flat tensors out of the groups between steps, and knows where each belongs."""
+        optimizer = self.optimizer
+        index = next(i for i, other in enumerate(optimizer.fp32_partitioned_groups_flat) if other is flat)
+        group: dict[str, Any] = self.base.param_groups[optimizer.sub_group_to_group_id[index]]
+        return group
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        self.part()
+        for index in range(len(self.optimizer.fp32_partitioned_groups_flat)):
+            self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        self.gather()
+
+    def part(self) -> None:
+        """Partition the gathered parameters again: DeepSpeed would take a gathered one for up to date."""
+        self.optimizer._partition_all_parameters()
+
+    def gather(self) -> None:
+        """Small parameters stay gathered between steps: the partitions alone would leave them as they were."""
+        persistent = self.optimizer.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+        self.optimizer.invalidate_secondary_tensor()  # hpZ's copies of what the partitions held before
+
+    def copies(self) -> Iterator[ForwardCopy]:
+        for held in self.local_parameters():
+            parameter: Any = held.parameter
+            if hasattr(parameter, "ds_tensor"):
+                start, numel = _partition(parameter)
+                yield ForwardCopy(
+                    name=held.name,
+                    region=held.region.part(start, start + numel),
+                    values=parameter.ds_tensor.detach().reshape(-1)[:numel],
+                    replica=held.copy,
+                    partition=True,
+                )
+                if parameter.data.numel() != parameter.ds_numel:
+                    continue
+            yield self.copy(held)
+
+
+def _partition(parameter: Any) -> tuple[int, int]:
+    """(start, elements without padding) of this rank's partition."""
+    size = parameter.partition_numel()
+    start = size * dist.get_rank(group=parameter.ds_process_group)
+    return start, max(0, min(size, parameter.ds_numel - start))

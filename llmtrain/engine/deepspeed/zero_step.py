@@ -50,7 +50,7 @@ _AROUND = (
     "reduce_ipg_grads",
     "independent_gradient_partition_epilogue",
 )
-"""Who calls them, and whose work they take over."""
+"""DeepSpeed's methods that call these, and those whose work they take over."""
 _KNOWN = {
     "optimizer": "33fba80c5e12cce287076cf7fd7f34d3057001c0ba7311cdb439764437f72392",
     "engine": "fd92e39132a68153677825b76c147cc57c0ebc503073e04e3f3313326a4dc141",
@@ -84,11 +84,11 @@ class OneNormZero(DeepSpeedZeroOptimizer):
 
     @functools.cached_property
     def _places(self) -> dict[Any, int]:
-        """Where a parameter stands in its group's list of sums."""
+        """Index of each parameter in its group's list of sums."""
         return {parameter: place for group in self.params_in_partition for place, parameter in enumerate(group)}
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Whether a gradient of any rank is not finite, where no norm is wanted; else the norm says it."""
+        """True if a gradient of any rank is not finite, where no norm is wanted; else the norm says it."""
         return not self.compute_grad_norm and not math.isfinite(self.scaled_global_norm())
 
     def scaled_global_norm(self, norm_type: int = 2) -> float:

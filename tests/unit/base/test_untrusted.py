@@ -14,7 +14,7 @@ from llmtrain.base import log, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.untrusted import MAX_DEPTH, loads, names_code
 from llmtrain.checkpoint.native.files import Files
-from llmtrain.checkpoint.native.settings import optimizer_lines
+from llmtrain.checkpoint.native.importing import optimizer_lines
 from llmtrain.cli import main
 from llmtrain.data.shards import PreparedSet
 from llmtrain.tracking.local import read_rows

@@ -15,10 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.checkpoint import retain, space
+from llmtrain.checkpoint import retain, save
 from llmtrain.checkpoint.format import MANIFEST, TRAINER, complete_checkpoints, read_trainer
 from llmtrain.checkpoint.listing import layout_words
 from llmtrain.checkpoint.retain import keep_newest, outdated
+from llmtrain.checkpoint.save import will_lack
 from tests.helpers.checkpoints import SHAPES, at, flip, resign, tensors, write_checkpoint
 from tests.helpers.prepared import write_prepared
 
@@ -295,8 +296,8 @@ def test_prune_leaves_alone_what_is_being_written(run: Path, say: Say, whose: st
 def test_a_disk_that_is_too_small_is_known_beforehand(tmp_path, monkeypatch, keep, held, free_mib, short):
     """Checkpoints of 100 MiB, of which `keep` and the next one lie there together; 64 MiB stay free."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free_mib << 20))
-    monkeypatch.setattr(space, "complete_checkpoints", lambda _: [Path("step")] * held)
-    said = space.will_lack(tmp_path / "run" / "checkpoints", 100 << 20, keep)
+    monkeypatch.setattr(save, "complete_checkpoints", lambda _: [Path("step")] * held)
+    said = will_lack(tmp_path / "run" / "checkpoints", 100 << 20, keep)
     assert (said is not None) == bool(short)
     if said is not None:
         assert f"this run writes {short} checkpoints of 100 MiB" in said and "checkpoint.keep 2" in said

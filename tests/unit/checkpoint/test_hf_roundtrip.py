@@ -13,9 +13,9 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint import build
 from llmtrain.checkpoint.format import Manifest
 from llmtrain.checkpoint.hf import importing, proofs
-from llmtrain.checkpoint.hf.beside import MARK
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.hf.importing import import_hf
+from llmtrain.checkpoint.hf.sidecar_files import MARK
 from llmtrain.checkpoint.reader import CheckpointReader
 from tests.helpers.hf_folders import FAMILIES, model_folder, new_model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.base.errors import CheckpointError
-from llmtrain.checkpoint.choice import candidates
+from llmtrain.checkpoint.load import candidates
 from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.config.run import RunConfig
 from tests.helpers.checkpoints import write_checkpoint

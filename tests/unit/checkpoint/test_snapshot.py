@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.checkpoint import host_copy, snapshot
-from llmtrain.checkpoint.host_copy import HostCopy
+from llmtrain.checkpoint import save, snapshot
+from llmtrain.checkpoint.save import HostCopy
 from llmtrain.checkpoint.snapshot import RankFile, Snapshot, lock_pages
 from llmtrain.engine.api import StateTensor
 from llmtrain.optim.optimizers import PARAM
@@ -122,8 +122,8 @@ class SlowImage:
 
 @pytest.mark.parametrize("wanted", [1000, 2000])
 def test_training_begins_while_the_memory_is_got(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
-    monkeypatch.setattr(host_copy, "HostImage", SlowImage)
-    monkeypatch.setattr(host_copy, "WriterProcess", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(save, "HostImage", SlowImage)
+    monkeypatch.setattr(save, "WriterProcess", lambda *_: SimpleNamespace(close=lambda: None))
     began_s = time.monotonic()
     copy = HostCopy(SimpleNamespace(bytes=wanted), {}, torch.device("cpu"))  # type: ignore[arg-type]
     assert time.monotonic() - began_s < 0.2

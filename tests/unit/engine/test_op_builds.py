@@ -32,7 +32,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
 
 
 def test_the_build_of_another_program_keeps_its_lock(build, capsys):
-    from llmtrain.engine.deepspeed.op_builds import op_build_lock
+    from llmtrain.engine.deepspeed.optimizers import op_build_lock
 
     lock, builder = build
     with op_build_lock():

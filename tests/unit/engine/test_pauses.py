@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from llmtrain.config.deepspeed import let_segments_grow
-from llmtrain.engine.garbage import collected_by_hand, none_while_importing
+from llmtrain.engine.process_memory import collected_by_hand, none_while_importing
 
 
 class Node:

@@ -27,12 +27,11 @@ from llmtrain.config.run import DataConfig, OptimConfig, RunConfig, TrainConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.engine.dist.local_ranks import RankError, Ranks
 from llmtrain.optim.schedules import Wsd
-from llmtrain.parity.compare import KINDS, compare
-from llmtrain.parity.hints import hint
+from llmtrain.parity.compare import KINDS, Trace, compare
+from llmtrain.parity.diagnosis import hint
 from llmtrain.parity.plan import Wanted, small_run, small_tree, usual_ranks
 from llmtrain.parity.reference import PlainOptimizer, _rows, newton_schulz_dtype, orthogonalised, train_plainly
 from llmtrain.parity.tokens import Tokens
-from llmtrain.parity.trace import Trace
 from tests.helpers.parity import Form, references, resolved
 from tests.helpers.processors import fp16
 
@@ -201,7 +200,7 @@ def test_the_reference_takes_nothing_from_a_run_but_its_settings_and_its_first_w
         "llmtrain.parity.answers.plain_loss",
         "llmtrain.parity.teacher.PlainTeacher",
         "llmtrain.parity.tokens.Tokens",
-        "llmtrain.parity.trace.Trace",
+        "llmtrain.parity.compare.Trace",
     }
     assert not any(isinstance(node, ast.Import) and "llmtrain" in ast.unparse(node) for node in ast.walk(tree))
 

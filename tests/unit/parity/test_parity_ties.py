@@ -14,9 +14,8 @@ from llmtrain.commands import parity as command
 from llmtrain.config.run import RunConfig
 from llmtrain.config.topology import Degrees
 from llmtrain.parity import reference
+from llmtrain.parity.compare import COUNT, Trace
 from llmtrain.parity.plan import Wanted
-from llmtrain.parity.ties import COUNT
-from llmtrain.parity.trace import Trace
 from tests.helpers.parity import Form, resolved
 
 RUN = resolved(Form(family="mixtral", steps=3))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from llmtrain.checkpoint.coverage import uncovered
+from llmtrain.checkpoint.format import uncovered
 from llmtrain.storage.checksum import checksum, checksum_part, checksum_part_array
 from llmtrain.storage.pieces import pick, put, read_shared
 from llmtrain.storage.region import Region, shard, shared, whole

@@ -1,4 +1,4 @@
-"""What an exported folder has beside its weights: configuration, tokenizer, index, and where it comes from."""
+"""The files of an exported folder beside its weights: configuration, tokenizer, index, and where it comes from."""
 
 from __future__ import annotations
 

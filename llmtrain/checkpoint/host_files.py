@@ -41,15 +41,15 @@ _CHUNK = 16 << 20  # bytes sent at a time
 
 @dataclass(frozen=True)
 class _Offer:
-    """What one folder has of a checkpoint."""
+    """The files that one folder has of a checkpoint."""
 
     manifest: str
     """Its checksum: hosts may have different checkpoints of one step, of which one was never completed."""
     files: frozenset[str]
-    """Those at their size."""
+    """Names of the files that have their size."""
     all_files: frozenset[str]
     hosts: dict[str, str]
-    """Where each file was written."""
+    """Host that each file was written on."""
 
 
 def _offer(folder: Path) -> _Offer | None:
@@ -108,7 +108,7 @@ def whole(mine: list[Path], where: CheckpointFolder, ranks: Ranks) -> tuple[list
 
 
 def _name(path: Path, where: CheckpointFolder) -> str:
-    """The same on all hosts."""
+    """A name that is the same on all hosts."""
     return path.name if path.parent == where.path else str(path)
 
 

@@ -1,4 +1,4 @@
-"""What the pattern of a failed comparison points to. Likely, not certain: the lines above it are the evidence."""
+"""Likely causes of a failed comparison, from its pattern. Likely, not certain: the lines above it are the evidence."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import re
 
 from torch import Tensor
 
-from llmtrain.parity.compare import Verdict
-from llmtrain.parity.trace import Trace
+from llmtrain.parity.compare import Trace, Verdict
 
 _ONE_FACTOR = 1e-3
 """Gradients whose shares differ by less than this are all off by one factor."""
@@ -128,7 +127,7 @@ def _share(mine: Tensor, expected: Tensor) -> float:
 
 
 def _rest(mine: Tensor, expected: Tensor, factor: float) -> float:
-    """What is left of a gradient's difference when the factor is allowed for, relative to the gradient."""
+    """A gradient's difference that the factor does not explain, relative to the gradient."""
     size = float(expected.square().sum())
     return math.sqrt(float((mine - factor * expected).square().sum()) / size) if size else 0.0
 
