@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from llmtrain.data.prepare.lessons import Lesson, lessons, run_tool  # noqa: E402
+from llmtrain.data.prepare.demo import Lesson, lessons, run_tool  # noqa: E402
 
 FAMILIES = ("sums", "calls", "results", "functions")
 CHANCE = {"functions": 0.5}

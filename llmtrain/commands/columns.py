@@ -1,8 +1,8 @@
 """Outputs of the reference or teacher model, computed once for all epochs: the work of `llmtrain reference RUN.yaml`.
 
 A model goes over the run's data with the run's parallelism, and its outputs become a column of the prepared folders.
-For a preference objective it is the model that training starts from, so that the first step's log-ratio is exactly 0
-(data/stream/reference.py); for distillation it is the teacher (data/stream/teacher.py).
+For a preference objective it is the model that training starts from, so that the first step's log-ratio is exactly 0;
+for distillation it is the teacher. The columns' files: data/stream/columns.py.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from llmtrain.config.run import AdapterConfig, DataConfig, ModelConfig, Objectiv
 from llmtrain.config.topology import Place
 from llmtrain.data.manifest import SPLITS, Split
 from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.columns import ColumnWriter, TeacherColumn, numbers, write_reference
 from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch, batches_of
-from llmtrain.data.stream.packing import TrainData
-from llmtrain.data.stream.reference import numbers, write_reference
-from llmtrain.data.stream.teacher import ColumnWriter, TeacherColumn
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.api import Engine
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.control import AgreedError, from_all, to_rank_0, together

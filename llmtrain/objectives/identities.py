@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from llmtrain.base.errors import DataError, ModelError, UserError
 from llmtrain.config.objective import DISTILL, SCORED, UNPAIRED, WITHOUT_REFERENCE, options, wants_column
 from llmtrain.config.run import ObjectiveConfig, RunConfig
+from llmtrain.data.stream.columns import REMEDY
 from llmtrain.data.stream.loader import MicroBatch, UnpairedBatch
-from llmtrain.data.stream.reference import REMEDY
 from llmtrain.data.stream.windows import IGNORED, Window
 from llmtrain.models.adapter import without_adapter
 from llmtrain.models.distillation import TeacherSays

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmtrain.config.objective import SCORED, UNPAIRED, options
 from llmtrain.config.run import ObjectiveConfig, RunConfig
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED, Window
 from llmtrain.parity.tokens import SEED
 

@@ -18,7 +18,7 @@ from llmtrain.base.errors import DataError
 from llmtrain.config.objective import wants_column
 from llmtrain.config.run import RunConfig
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 
 _SEQUENCES, _TOGETHER = 48, 4
 """Sequences that are looked at, and rows of a micro-batch."""

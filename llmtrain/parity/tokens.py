@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmtrain.config.run import DataConfig
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED, Window, labels_of, positions_of
 
 SEED = 20_261_121

@@ -16,7 +16,7 @@ from llmtrain.checkpoint.rundir import RunDirectory
 from llmtrain.cluster import messages
 from llmtrain.cluster.watch import rank_side
 from llmtrain.cluster.watch.heartbeat import count_collectives, heart
-from llmtrain.data.stream.reference import weights_hash
+from llmtrain.data.stream.columns import weights_hash
 from llmtrain.engine.deepspeed.join import join_process_group
 from llmtrain.engine.dist.control import AgreedError, StopRequests, together
 from llmtrain.engine.dist.device import use_deterministic_kernels

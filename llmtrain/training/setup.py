@@ -20,8 +20,8 @@ from llmtrain.base.errors import ConfigError, DataError, ModelError, UserError
 from llmtrain.config.objective import BY_TOKEN, wants_column
 from llmtrain.config.run import ResolvedRun, RunConfig
 from llmtrain.config.topology import Mix, Place
+from llmtrain.data.stream.columns import REMEDY, weights_hash
 from llmtrain.data.stream.loader import TrainData, TrainLoader, batches_of
-from llmtrain.data.stream.reference import REMEDY, weights_hash
 from llmtrain.engine import progress
 from llmtrain.engine.api import Engine, ForwardCopy
 from llmtrain.engine.deepspeed.build import build_engine

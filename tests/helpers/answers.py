@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.stream.loader import TrainLoader
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.engine.dist.ranks import Ranks
 from llmtrain.objectives.objective import Objective
 from llmtrain.optim.schedules import Cosine

@@ -188,7 +188,7 @@ def learnt_from_column(writes: Case, learns: Case, folder: str, top_k: int) -> t
     import torch.distributed as dist
 
     from llmtrain.commands.columns import of_teacher, write_teacher
-    from llmtrain.data.stream.packing import TrainData
+    from llmtrain.data.stream.train_data import TrainData
     from llmtrain.models.teacher import teacher_model
     from llmtrain.objectives.named import objective_of
     from llmtrain.training.setup import taught_by

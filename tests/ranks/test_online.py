@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.config.run import ObjectiveConfig
 from llmtrain.data.stream.loader import validation_batches
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.models.spec import ModelSpec
 from tests.helpers.adapters import plain_adapted
 from tests.helpers.answers import (

@@ -17,8 +17,8 @@ import torch
 from llmtrain.config.run import ModelConfig, ObjectiveConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.packing import TrainData
-from llmtrain.data.stream.reference import write_reference
+from llmtrain.data.stream.columns import write_reference
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.models.spec import ModelSpec
 from tests.helpers.adapters import plain_adapted
 from tests.helpers.answers import Figures, answers_case, plain_steps, trained_answers

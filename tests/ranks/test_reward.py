@@ -20,7 +20,7 @@ from llmtrain.base.errors import CheckpointError
 from llmtrain.checkpoint.hf.exporting import export_hf
 from llmtrain.checkpoint.reader import CheckpointReader
 from llmtrain.config.run import AdapterConfig, ModelConfig, ObjectiveConfig
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.models.spec import ModelSpec
 from tests.helpers.answers import Figures, answers_case, plain_steps, trained_answers
 from tests.helpers.families import FAMILIES

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from llmtrain.config.run import DataConfig
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from tests.helpers.chat import KINDS, expected, write_tokenizer
 from tests.helpers.launching import losses
 from tests.helpers.preference import Plain, preferences

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from llmtrain.config.run import DataConfig
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from tests.helpers.play import write_play
 from tests.helpers.warm import WarmCommands
 

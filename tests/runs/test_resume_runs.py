@@ -165,7 +165,7 @@ def test_a_resume_with_another_global_batch_goes_on_at_the_sample_where_the_run_
     from transformers import AutoModelForCausalLM
 
     from llmtrain.config.run import DataConfig
-    from llmtrain.data.stream.packing import TrainData
+    from llmtrain.data.stream.train_data import TrainData
 
     recipe = write_recipe(tmp_path, small_data)
     plain = (*CONSTANT, "--model.config.attention_dropout", "0.0", "--train.export", "true")

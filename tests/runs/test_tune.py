@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmtrain.data.manifest import SPLITS
-from llmtrain.data.prepare.lessons import lessons, lines
+from llmtrain.data.prepare.demo import lessons, lines
 from llmtrain.data.tokenize import train_bpe
 from tests.helpers.warm import WarmCommands
 

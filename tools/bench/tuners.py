@@ -63,7 +63,7 @@ def steps_of(task: Tuning) -> Iterator[list[Row]]:
 
     from llmtrain.config.run import DataConfig
     from llmtrain.data.shards import PreparedSet
-    from llmtrain.data.stream.packing import TrainData
+    from llmtrain.data.stream.train_data import TrainData
 
     path = str(Path(task.folder) / "data")
     stream = PreparedSet(path).split("train")

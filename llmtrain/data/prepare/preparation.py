@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -23,22 +24,40 @@ import xxhash
 
 from llmtrain.base import log, units
 from llmtrain.base.errors import DataError
-from llmtrain.base.files import replace_file
+from llmtrain.base.files import lock_folder, replace_file
 from llmtrain.data import manifest as manifests
 from llmtrain.data import tokenize
+from llmtrain.data.chat import sample
 from llmtrain.data.chat.encoder import ChatOptions
 from llmtrain.data.chat.sample import CONVERSATIONS, write_sample
 from llmtrain.data.manifest import SPLITS, Manifest, Shard
-from llmtrain.data.prepare import hub, lessons
-from llmtrain.data.prepare.output_folder import REJECTED, already_complete, clear, locked, start_or_continue
-from llmtrain.data.prepare.pool import run_units
-from llmtrain.data.prepare.progress import Progress
+from llmtrain.data.prepare import demo, hub
 from llmtrain.data.prepare.records import Document, Rejection, read_piece
 from llmtrain.data.prepare.settings import PrepareSettings
 from llmtrain.data.prepare.sources import SourceFile, Unit, find_files, plan_units, stat_fingerprint, unit_bytes_for
 from llmtrain.data.prepare.split import cut_above
-from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings, unit_record_path, write_held_out
-from llmtrain.data.shards import rows_path
+from llmtrain.data.prepare.worker import UNFINISHED, WorkerSettings, run_units, unit_record_path, write_held_out
+from llmtrain.data.shards import PreparedSet, rows_path
+
+
+class Progress(log.Progress):
+    """Counts input bytes. Workers report bytes of text, which for compressed input are more than the file's: they
+    are capped at the unit's size until the unit is done."""
+
+    def __init__(self, total_bytes: int, done_bytes: int) -> None:
+        super().__init__("tokenizing", total_bytes, done_bytes)
+        self._finished = done_bytes
+        self._under_way: dict[int, int] = {}
+
+    def under_way(self, unit: Unit, text_bytes: int) -> None:
+        self._under_way[unit.index] = min(unit.bytes, self._under_way.get(unit.index, 0) + text_bytes)
+        self.show(self._finished + sum(self._under_way.values()))
+
+    def finish(self, unit: Unit) -> None:
+        self._under_way.pop(unit.index, None)
+        self._finished += unit.bytes
+        self.show(self._finished + sum(self._under_way.values()))
+
 
 _BPE_SAMPLE_BYTES = 128 << 20  # more text does not change the frequent merges; it only takes time and memory
 _LISTED = 1000  # rejections beyond the allowed number that are still listed before the run stops
@@ -46,7 +65,7 @@ _LISTED = 1000  # rejections beyond the allowed number that are still listed bef
 
 def prepare(settings: PrepareSettings) -> Manifest:
     """Make (or finish, or find complete) the prepared folder `settings.out`; returns its manifest. Raises DataError."""
-    settings = lessons.completed(settings)
+    settings = demo.completed(settings)
     settings.check()
     settings = hub.fetched(settings)
     started = time.monotonic()
@@ -344,3 +363,99 @@ def _summary(out: Path, manifest: Manifest, elapsed_s: float) -> str:
         f"{out}: {splits}{cut}; vocabulary {manifest.vocab_size} ({manifest.dtype}), {manifest.rejected} rejected, "
         f"{units.duration(elapsed_s)}"
     )
+
+
+# --- the output folder: new, unfinished, or complete; one process in it at a time ---
+
+
+REJECTED = "rejected.jsonl"
+_SOON_DONE_AGAIN_BYTES = 64 << 20
+"""Size of finished shards, about a minute's work, that other settings may discard: after a mistake that a record shows,
+the next attempt has other settings, and was refused as if hours were at stake."""
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Only one `prepare` in a folder. The lock is on the folder itself, so a killed process leaves none behind."""
+    existed = out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(out)
+    except BlockingIOError as error:
+        raise DataError(f"--out {out}: another `llmtrain prepare` is at work in it; wait for it") from error
+    except OSError as error:
+        raise DataError(f"--out {out}: cannot be made a folder ({error.strerror}); choose another") from error
+    try:  # from here on, what is unfinished in it is ours
+        yield
+    except OSError as error:
+        raise DataError(
+            f"--out {out}: cannot be written ({error.strerror or error}); make room and run the same command again"
+        ) from error
+    finally:
+        for partial in out.glob("*.tmp"):
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+        for partial in (out / UNFINISHED).glob("*.tmp"):
+            partial.unlink()
+        if not existed and not any(out.iterdir()):
+            out.rmdir()
+        os.close(lock)
+
+
+def already_complete(out: Path, plan: dict[str, Any]) -> Manifest:
+    """The manifest of a complete folder that was prepared as `plan` says. Raises DataError when it was not."""
+    manifest = PreparedSet(out).manifest
+    different = _differences(manifest.settings, plan["settings"])
+    if manifest.source["stat"] != plan["stat"]:
+        different.append("the source files have changed since")
+    if not manifest.tokens["validation"] and plan["settings"]["validation_fraction"]:
+        different.append("an earlier version did not cut long documents, so it has no validation text")
+    if different:
+        raise DataError(
+            f"--out {out}: it already holds data that was prepared differently: {'; '.join(different)}. "
+            "Choose another --out, or delete the folder to prepare it anew"
+        )
+    shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # a kill between manifest and clean-up leaves it
+    log.info(f"{out}: already complete, nothing to do ({units.count(sum(manifest.tokens.values()))} tokens)")
+    return manifest
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        f"{key} was {before.get(key)!r} and is now {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+
+
+def start_or_continue(out: Path, plan: dict[str, Any]) -> dict[str, Any]:
+    """Leave `out` with `unfinished/plan.json` and nothing in it that belongs to another plan. Returns the plan: that
+    of the run that this one continues, with its `moment`, or `plan`."""
+    path = out / UNFINISHED / "plan.json"
+    if path.exists():
+        before = json.loads(path.read_bytes())
+        different = _differences(before["settings"], plan["settings"])
+        done_bytes = sum(shard.stat().st_size for shard in out.glob("*-*.bin"))
+        if different and done_bytes > _SOON_DONE_AGAIN_BYTES:
+            raise DataError(
+                f"--out {out}: an unfinished preparation with other settings lies there, {units.size(done_bytes)} of "
+                f"tokens: {'; '.join(different)}. Repeat its settings to finish it, choose another --out, or delete "
+                "the folder"
+            )
+        if not different and before["stat"] == plan["stat"]:
+            return {**plan, **before}
+        why = "its settings are others than in" if different else "the source files have changed since"
+        log.info(f"{out}: {why} the last, unfinished run: starting over")
+        clear(out)
+    elif any(entry.suffix != ".tmp" and entry.name != UNFINISHED for entry in out.iterdir()):
+        raise DataError(f"--out {out}: the folder is not empty and not made by `llmtrain prepare`; choose another")
+    (out / UNFINISHED).mkdir(exist_ok=True)
+    replace_file(path, json.dumps(plan).encode())
+    return plan
+
+
+def clear(out: Path) -> None:
+    """Delete all that `prepare` has made in the folder."""
+    for leftover in (*out.glob("*-*.bin"), *out.glob("*-*.rows"), out / REJECTED, out / sample.NAME):
+        leftover.unlink(missing_ok=True)
+    for folder in (UNFINISHED, "tokenizer"):
+        shutil.rmtree(out / folder, ignore_errors=True)

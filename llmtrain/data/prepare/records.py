@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from llmtrain.base.errors import DataError
 from llmtrain.base.units import size
 from llmtrain.data.chat.messages import no_repeats
-from llmtrain.data.prepare import lessons
+from llmtrain.data.prepare import demo
 from llmtrain.data.prepare.sources import BOM, Piece
 
 _CHUNK = 1 << 20
@@ -362,7 +362,7 @@ def _next_record(text: str, at: int, *, first: bool) -> tuple[int, int] | str:
 
 
 def _read_made(piece: Piece, field: str | None, max_bytes: int) -> Iterator[Document | Rejection]:
-    for number, line in enumerate(lessons.lines(*lessons.parts(piece.path)), 1):
+    for number, line in enumerate(demo.lines(*demo.parts(piece.path)), 1):
         yield _check(line, piece, "line", number, max_bytes, field)
 
 

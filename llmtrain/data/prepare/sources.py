@@ -20,7 +20,7 @@ import xxhash
 from llmtrain.base import log, untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.units import counted
-from llmtrain.data.prepare import hub, lessons
+from llmtrain.data.prepare import demo, hub
 from llmtrain.storage.hub.fetch import known_files
 from llmtrain.storage.hub.names import leads_out
 
@@ -107,7 +107,7 @@ def find_files(sources: Iterable[str], form: str = "auto", *, option: str = "--s
 def _expand(source: str, form: str, option: str) -> list[SourceFile]:
     if source == STDLIB and not os.path.exists(source):
         return _stdlib_files()
-    if lessons.is_made(source):
+    if demo.is_made(source):
         return [_made(source)]
     if (found := hub.parts_of(source)) is not None:
         return _hub_files(found, form)
@@ -228,7 +228,7 @@ def _stdlib_files() -> list[SourceFile]:
 
 def _made(source: str) -> SourceFile:
     """The records that a source makes, as if they were a file; their time is what they say."""
-    data = "\n".join(lessons.lines(*lessons.parts(source))).encode()
+    data = "\n".join(demo.lines(*demo.parts(source))).encode()
     content = xxhash.xxh3_64_intdigest(data)
     return SourceFile(path=source, label=source, kind="made", bytes=len(data), mtime_ns=content)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmtrain.base.errors import DataError
 from llmtrain.data.shards import TokenStream
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED
 
 _MAX_TRAIN_TOKENS = 16 << 20  # about 2 s and 0.5 GiB; the counts of frequent pairs do not change beyond

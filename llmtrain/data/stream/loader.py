@@ -19,7 +19,7 @@ import torch
 from llmtrain.base.errors import DataError
 from llmtrain.data.manifest import check_vocabulary
 from llmtrain.data.stream.order import rows_of
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.stream.windows import IGNORED, Window
 
 __all__ = [

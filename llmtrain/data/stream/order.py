@@ -1,18 +1,92 @@
-"""The order of the sequences of an epoch: a pure function of (seed, epoch, index) that is never stored; and which of a
-step a rank takes.
+"""The order of a run's sequences, computed and never stored: sets of a mixture, samples of an epoch, rows of a rank.
 
-Method: a Feistel network on the rectangle rows x columns >= n with modular addition, and cycle walking back into
-[0, n) (J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). Any position is found in
-O(1), so that resume is a seek. The keyed round function is xxh3_64, whose values are fixed by its specification.
+The order of an epoch is a pure function of (seed, epoch, index): a Feistel network on the rectangle rows x columns >= n
+with modular addition, and cycle walking back into [0, n) (J. Black and P. Rogaway, "Ciphers with arbitrary finite
+domains", CT-RSA 2002). Any position is found in O(1), so that resume is a seek. The keyed round function is xxh3_64,
+whose values are fixed by its specification.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 
 import xxhash
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Node:
+    left: _Node | int
+    right: _Node | int
+    share: Fraction
+    """Of the sequences that reach this node, what goes left."""
+
+    def left_count(self, k: int) -> int:
+        a, b = self.share.numerator, self.share.denominator
+        return (2 * k * a + b) // (2 * b)
+
+
+class Mixture:
+    """A schedule over sets 0..n-1 with the given positive weights, which need not sum to 1.
+
+    The set of the k-th sequence is a pure function of k, exact over any stretch, in O(log sets). Method: the sets are
+    the leaves of a binary tree (Huffman's, on the weights). At every inner node the first k sequences that reach it are
+    split between its two branches by rounding: the left one gets floor(k * p + 1/2), p its exact share. That count
+    grows by 0 or 1 as k grows by 1, so each sequence goes to one branch, and the counts of all sets for any k follow
+    from the root down without replay. Shares are exact fractions, so nothing drifts: the count of a set among the first
+    k stays within 2 of k times its share for any k (within 1 for two or three sets), because an error made at a node
+    shrinks by the share that each branch below takes of it.
+    """
+
+    def __init__(self, weights: Sequence[float | Fraction]) -> None:
+        # Fraction(str(0.1)) is the 1/10 that the user wrote; Fraction(0.1) would be the nearest binary number.
+        exact = [weight if isinstance(weight, Fraction) else Fraction(str(weight)) for weight in weights]
+        assert exact and all(weight > 0 for weight in exact), weights
+        total = sum(exact, Fraction(0))
+        self.shares = [weight / total for weight in exact]
+        self._root = _huffman(self.shares)
+
+    def locate(self, k: int) -> tuple[int, int]:
+        """The k-th sequence (k >= 0) is the i-th of set j: returns (j, i)."""
+        node = self._root
+        while isinstance(node, _Node):
+            before = node.left_count(k)
+            if node.left_count(k + 1) > before:
+                node, k = node.left, before
+            else:
+                node, k = node.right, k - before
+        return node, k
+
+    def counts(self, k: int) -> list[int]:
+        """How many of the first k sequences come from each set."""
+        counts = [0] * len(self.shares)
+        pending: list[tuple[_Node | int, int]] = [(self._root, k)]
+        while pending:
+            node, reached = pending.pop()
+            if isinstance(node, _Node):
+                left = node.left_count(reached)
+                pending += [(node.left, left), (node.right, reached - left)]
+            else:
+                counts[node] = reached
+        return counts
+
+
+def _huffman(shares: list[Fraction]) -> _Node | int:
+    # The running number breaks ties, so that equal weights give the same tree everywhere.
+    heap: list[tuple[Fraction, int, _Node | int]] = [(share, j, j) for j, share in enumerate(shares)]
+    heapq.heapify(heap)
+    made = len(heap)
+    while len(heap) > 1:
+        small, _, right = heapq.heappop(heap)
+        large, _, left = heapq.heappop(heap)
+        heapq.heappush(heap, (small + large, made, _Node(left=left, right=right, share=large / (small + large))))
+        made += 1
+    return heap[0][2]
+
 
 _ROUNDS = 8  # four would do for statistics on large n; small epochs need more to look shuffled
 

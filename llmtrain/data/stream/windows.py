@@ -7,6 +7,7 @@ A window of conversations holds whole rows, by best fit, each isolated from the 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,10 +17,6 @@ import numpy as np
 from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig
 from llmtrain.data.shards import TokenStream
-from llmtrain.data.stream.bestfit import best_fit
-
-if TYPE_CHECKING:
-    from llmtrain.data.stream.teacher import Taught
 
 IGNORED = -100  # the label that no loss counts; torch's and Hugging Face's default
 
@@ -105,6 +102,56 @@ class Texts:
         return index * self._config.sequence_length + np.flatnonzero(window.labels != IGNORED)
 
 
+def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack whole records into windows: best fit, longest first, the same on every machine.
+
+    Method: best-fit decreasing (D. S. Johnson et al., SIAM J. Comput. 3, 1974), done at once for all records of a
+    length and all windows with the same room: a million records take a fraction of a second, so every rank does it for
+    itself. Returns (records in the order of the windows, int64 [records]; each window's beginning in that order,
+    int64 [windows + 1]).
+
+    Args:
+        lengths: int [records], each from 1 to `capacity`.
+    """
+    order = np.argsort(-lengths.astype(np.int64), kind="stable")
+    sizes, starts = np.unique(-lengths[order].astype(np.int64), return_index=True)
+    window_of = np.empty(len(lengths), dtype=np.int64)
+    rooms: list[int] = []  # ascending; what some window has left
+    windows: dict[int, np.ndarray] = {}
+    made = 0
+
+    def put_back(some: np.ndarray, room: int) -> None:
+        if room and len(some):
+            if room not in windows:
+                insort(rooms, room)
+            windows[room] = np.concatenate([windows.get(room, some[:0]), some])
+
+    for size, records in zip((-sizes).tolist(), np.split(order, starts)[1:], strict=True):
+        while len(records):
+            at = bisect_left(rooms, size)
+            if at < len(rooms):
+                room = rooms.pop(at)
+                free = windows.pop(room)
+            else:
+                room, new = capacity, -(-len(records) // (capacity // size))
+                free = np.arange(made, made + new)
+                made += new
+            each = room // size
+            taken = min(len(free), -(-len(records) // each))
+            count = min(len(records), taken * each)
+            window_of[records[:count]] = np.repeat(free[:taken], each)[:count]
+            put_back(free[: taken - 1], room - each * size)
+            put_back(free[taken - 1 : taken], room - (count - (taken - 1) * each) * size)
+            put_back(free[taken:], room)
+            records = records[count:]
+    in_windows = np.argsort(window_of, kind="stable")
+    return in_windows, np.searchsorted(window_of[in_windows], np.arange(made + 1))
+
+
+if TYPE_CHECKING:
+    from llmtrain.data.stream.columns import Taught
+
+
 class Conversations:
     """Windows of whole rows; the separator fills what no row does."""
 
@@ -134,7 +181,7 @@ class Conversations:
 
     @cached_property
     def _places(self) -> np.ndarray:
-        from llmtrain.data.stream.teacher import row_places
+        from llmtrain.data.stream.columns import row_places
 
         return row_places(self.stream, self._lengths)
 
@@ -181,6 +228,21 @@ class Preferences(Conversations):
         )
 
 
+def partners(prompts: np.ndarray) -> np.ndarray | None:
+    """For each row the row whose answer its prompt meets: of another prompt, and each answer once. int64 [rows].
+
+    A function of the hashes [rows] alone. None: more than half of the rows have the same prompt.
+    """
+    order = np.argsort(prompts, kind="stable")
+    _, counts = np.unique(prompts, return_counts=True)
+    most = int(counts.max(initial=0))
+    if 2 * most > len(prompts):
+        return None
+    found = np.empty(len(prompts), dtype=np.int64)
+    found[order] = np.roll(order, -most)  # rows of a prompt are neighbours in `order`, and no prompt has more of them
+    return found
+
+
 class Unpaired(Conversations):
     """Windows of answers judged alone; beside each, a window of the same prompts with answers to others."""
 
@@ -190,8 +252,6 @@ class Unpaired(Conversations):
     def _sizes(self) -> np.ndarray:
         judged = self.stream.judged()
         self._begins, self._desirable = judged["begin"].astype(np.int64), judged["desirable"].astype(bool)
-        from llmtrain.data.stream.unpaired import partners
-
         found = partners(judged["prompt"])
         if found is None:
             raise DataError(

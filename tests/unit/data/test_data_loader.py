@@ -18,7 +18,7 @@ from llmtrain.config.run import DataConfig
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.baseline import ngram_baselines
 from llmtrain.data.stream.loader import MicroBatch, TrainLoader, check_vocabulary, validation_batches
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from tests.helpers.prepared import random_shards, write_prepared
 
 T = 16

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data.stream.mixture import Mixture
-from llmtrain.data.stream.order import permute
+from llmtrain.data.stream.order import Mixture, permute
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 97, 1000, 4099])

@@ -15,7 +15,7 @@ from llmtrain.config.run import DataConfig
 from llmtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from llmtrain.data.chat.messages import RefusedError
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.data.tokenize import stop_tokens
 from tests.helpers.chat import CHATML, KINDS, Kind, expected, write_tokenizer
 

@@ -15,7 +15,7 @@ from llmtrain.config.problems import Problems
 from llmtrain.config.run import DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainConfig
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.stream.loader import AnswerBatch, batches_of
-from llmtrain.data.stream.packing import TrainData
+from llmtrain.data.stream.train_data import TrainData
 from llmtrain.models.source import SafetensorsSource, refuse_other_shapes
 from llmtrain.models.spec import ModelSpec
 from llmtrain.objectives.reward import last_tokens

@@ -17,10 +17,10 @@ from llmtrain.config.objective import filled
 from llmtrain.config.run import DataConfig, ObjectiveConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
+from llmtrain.data.stream.columns import write_reference
 from llmtrain.data.stream.loader import AnswerBatch, MicroBatch, UnpairedBatch, batches_of
-from llmtrain.data.stream.packing import TrainData
-from llmtrain.data.stream.reference import write_reference
-from llmtrain.data.stream.unpaired import partners
+from llmtrain.data.stream.train_data import TrainData
+from llmtrain.data.stream.windows import partners
 from llmtrain.models.distillation import Terms, distilled_sums
 from llmtrain.models.language import LanguageModel
 from llmtrain.models.loss import HeadForm

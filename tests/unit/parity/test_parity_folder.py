@@ -11,8 +11,8 @@ import pytest
 from llmtrain.config.run import DataConfig, ObjectiveConfig, RunConfig
 from llmtrain.data.manifest import SPLITS
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream import packing, unpaired, windows
-from llmtrain.data.stream.reference import numbers, write_reference
+from llmtrain.data.stream import train_data, windows
+from llmtrain.data.stream.columns import numbers, write_reference
 from llmtrain.parity.folder import differences, told
 from tests.helpers.preference import prepared_preferences, prepared_unpaired
 
@@ -47,14 +47,14 @@ def test_the_rows_of_a_run_are_those_of_its_files(folders: dict[str, str], name:
 
 
 def late_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = packing.read_reference
+    right = train_data.read_reference
     monkeypatch.setattr(
-        packing, "read_reference", lambda *a: (right(*a)[0], {s: np.roll(c, 1) for s, c in right(*a)[1].items()})
+        train_data, "read_reference", lambda *a: (right(*a)[0], {s: np.roll(c, 1) for s, c in right(*a)[1].items()})
     )
 
 
 def own_partner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpaired, "partners", lambda prompts: np.arange(len(prompts)))
+    monkeypatch.setattr(windows, "partners", lambda prompts: np.arange(len(prompts)))
 
 
 def late_mask(monkeypatch: pytest.MonkeyPatch) -> None:

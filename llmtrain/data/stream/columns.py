@@ -1,19 +1,25 @@
-"""A column of prepared data: of each token that the loss counts, a teacher's k likeliest words before it.
+"""Columns of prepared data: numbers from another model, which `llmtrain reference` writes once, beside the shards.
 
-`llmtrain reference` writes it once, beside the shards. teacher-SPLIT.f32 has, for each place, k + 1 little-endian fp32:
-the natural logarithms of the words' probabilities at a temperature, likeliest first, and of the mass of all others;
-teacher-SPLIT.words has the k words, uint16 where the teacher's vocabulary allows it, else uint32. teacher.json, written
-last, says of which weights, which data, which k and which temperature.
+A reference's column, for preferences: reference-SPLIT.f32 has a little-endian fp32 number, an answer's log-probability
+in nats, for each row. For unpaired answers as many numbers follow: for each row's prompt with its partner's answer
+(`windows.partners`). reference.json, written last, names the weights, the data and the precision.
 
-Places of conversations are their counted tokens that follow another token of their row, row by row. A text's token is
-predicted from its window alone, so places of texts are the labels of the windows, of one sequence length.
+A teacher's column, for distillation: for each token that the loss counts, the k entries of the vocabulary which the
+teacher finds likeliest in its place. teacher-SPLIT.f32 has k + 1 little-endian fp32 for each: the natural logarithms of
+their probabilities at a temperature, likeliest first, and of the mass of all others; teacher-SPLIT.words has the k ids,
+uint16 where the teacher's vocabulary allows it, else uint32. teacher.json, written last, names the weights, the data, k
+and the temperature. Places of conversations are their counted tokens that follow another token of their row, row by
+row. A text's token is predicted from its window alone, so places of texts are the labels of the windows, of one
+sequence length.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +30,75 @@ import xxhash
 from llmtrain.base import untrusted
 from llmtrain.base.errors import DataError
 from llmtrain.base.files import replace_file
-from llmtrain.data.manifest import SPLITS, Split
+from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.shards import PreparedSet, TokenStream
-from llmtrain.data.stream.reference import REMEDY
 
-NAME = "teacher.json"
-_AT_ONCE = 1 << 22
-"""Tokens, or bytes."""
+REMEDY = "run `llmtrain reference RUN.yaml`, which writes it anew"
+_REFERENCE, _TEACHER = "reference.json", "teacher.json"
+_AT_ONCE = 1 << 22  # tokens whose bits of the mask are read at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What a column belongs to."""
+
+    weights: str
+    """`weights_hash` of the reference's parameters."""
+    data: str
+    """The manifest's data_fingerprint: tokens, masks and so the template."""
+    precision: str
+    """fp32, bf16 or fp16."""
+    files: dict[str, str]
+    """Split -> xxh3_64 of its file."""
+
+
+def numbers(manifest: Manifest, split: Split) -> int:
+    """How many the column of a split has."""
+    return manifest.documents[split] * (2 if (manifest.chat or {}).get("unpaired") else 1)
+
+
+def weights_hash(checksums: Mapping[str, int]) -> str:
+    """Of the checksums of all parameters by name."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(checksums.items())).encode())
+
+
+def write_reference(folder: PreparedSet, weights: str, precision: str, columns: Mapping[Split, np.ndarray]) -> None:
+    """`columns`: fp32 [numbers] of each split. Raises DataError when the folder cannot be written."""
+    files: dict[str, str] = {}
+    try:
+        (folder.folder / _REFERENCE).unlink(missing_ok=True)
+        for split in SPLITS:
+            data = columns[split].astype("<f4").tobytes()
+            replace_file(folder.folder / f"reference-{split}.f32", data)
+            files[split] = xxhash.xxh3_64_hexdigest(data)
+        made = Reference(weights=weights, data=folder.manifest.data_fingerprint, precision=precision, files=files)
+        replace_file(folder.folder / _REFERENCE, json.dumps(asdict(made), indent=1).encode() + b"\n")
+    except OSError as error:
+        raise DataError(f"{folder.folder}: the column cannot be written ({error.strerror}); make room in it") from error
+
+
+def read_reference(folder: PreparedSet, precision: str) -> tuple[Reference, dict[Split, np.ndarray]]:
+    """The column, fp32 [numbers] of each split. Raises DataError when it is not there, damaged, or of other data."""
+    path = folder.folder / _REFERENCE
+    if not path.is_file():
+        raise DataError(f"{folder.folder}: has no log-probabilities of the reference; {REMEDY}")
+    try:
+        found = Reference(**untrusted.loads(path.read_bytes()))
+        data = {split: (folder.folder / f"reference-{split}.f32").read_bytes() for split in SPLITS}
+        damaged = [split for split in SPLITS if xxhash.xxh3_64_hexdigest(data[split]) != found.files[split]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); {REMEDY}") from error
+    if found.data != folder.manifest.data_fingerprint:
+        raise DataError(f"{path}: is of other data than the folder holds now; {REMEDY}")
+    if found.precision != precision:
+        raise DataError(f"{path}: was computed in {found.precision}, and this run computes in {precision}; {REMEDY}")
+    damaged += [split for split in SPLITS if len(data[split]) != 4 * numbers(folder.manifest, split)]
+    if damaged:
+        raise DataError(f"{path}: the numbers of the {damaged[0]} split are not those that it tells of; {REMEDY}")
+    return found, {split: np.frombuffer(data[split], dtype="<f4") for split in SPLITS}
+
+
+# --- a teacher's column ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +186,7 @@ class ColumnWriter:
         size = sum(column.places.values()) * column.bytes_a_place
         try:
             # The former one goes first: its room is wanted, and it would be of other numbers.
-            for path in [self._folder / NAME, *(path for files in self._files.values() for path in files)]:
+            for path in [self._folder / _TEACHER, *(path for files in self._files.values() for path in files)]:
                 path.unlink(missing_ok=True)
             free = shutil.disk_usage(self._folder).free
             if size > free:
@@ -148,7 +216,7 @@ class ColumnWriter:
                     made[path.name] = _hash(_partial(path))
                     os.replace(_partial(path), path)
             column = asdict(replace(self._column, files=made))
-            replace_file(self._folder / NAME, json.dumps(column, indent=1).encode() + b"\n")
+            replace_file(self._folder / _TEACHER, json.dumps(column, indent=1).encode() + b"\n")
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -176,11 +244,8 @@ def _made(path: Path, dtype: Any, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _hash(path: Path) -> str:
-    state = xxhash.xxh3_64()
     with open(path, "rb") as file:
-        while piece := file.read(_AT_ONCE):
-            state.update(piece)
-    return state.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColumn, dict[Split, Taught]]:
@@ -188,7 +253,7 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
 
     Raises DataError when it is not there, damaged, or another's.
     """
-    path = folder.folder / NAME
+    path = folder.folder / _TEACHER
     if not path.is_file():
         raise DataError(f"{folder.folder}: has no column of the teacher's likeliest words; {REMEDY}")
     try:
@@ -207,7 +272,7 @@ def read_column(folder: PreparedSet, wanted: TeacherColumn) -> tuple[TeacherColu
         for file, (dtype, width) in _parts(folder.folder, split, found).items():
             size = found.places[split] * width * dtype.itemsize
             if not file.is_file() or file.stat().st_size != size:
-                raise DataError(f"{file}: has not the {size:,} bytes that {NAME} tells of; {REMEDY}")
+                raise DataError(f"{file}: has not the {size:,} bytes that {_TEACHER} tells of; {REMEDY}")
     return found, {split: _taught(folder.folder, split, found) for split in SPLITS}
 
 
@@ -226,4 +291,4 @@ def _taught(folder: Path, split: Split, column: TeacherColumn) -> Taught:
         np.memmap(path, dtype=dtype, mode="r", shape=(count, width)) if count else np.empty((0, width), dtype=dtype)
         for path, (dtype, width) in _parts(folder, split, column).items()
     )
-    return Taught(path=folder / NAME, words=words, logs=logs, vocabulary=column.vocabulary)
+    return Taught(path=folder / _TEACHER, words=words, logs=logs, vocabulary=column.vocabulary)

@@ -14,9 +14,9 @@ from llmtrain.base.errors import DataError
 from llmtrain.config.run import DataConfig, ObjectiveConfig
 from llmtrain.data.manifest import Split
 from llmtrain.data.shards import PreparedSet
-from llmtrain.data.stream import teacher
-from llmtrain.data.stream.packing import TrainData
-from llmtrain.data.stream.teacher import ColumnWriter
+from llmtrain.data.stream import columns
+from llmtrain.data.stream.columns import ColumnWriter
+from llmtrain.data.stream.train_data import TrainData
 from tests.helpers.chat import KINDS, write_tokenizer
 from tests.helpers.preference import preferences
 
@@ -76,7 +76,7 @@ def write(config: DataConfig, vocabulary: int = WORDS) -> TrainData:
 @pytest.mark.parametrize("vocabulary", [WORDS, 70_000])
 def test_each_label_finds_its_own_words(config: DataConfig, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another order than they were written in, of rows also in other sequences; rows are read a few at a time."""
-    monkeypatch.setattr(teacher, "_AT_ONCE", 64)
+    monkeypatch.setattr(columns, "_AT_ONCE", 64)
     places = [data.places(split, index) for data in [write(config, vocabulary)] for split, index, _ in windows(data)]
     assert all(len(each) for each in places)
     texts = PreparedSet(str(config.path)).manifest.chat is None  # rows may lie in longer sequences, texts may not
@@ -142,7 +142,7 @@ def test_no_room_and_no_half_column(config: DataConfig, monkeypatch: pytest.Monk
     data, folder = TrainData(config), Path(str(config.path))
     [column] = data.teacher_columns(DISTILL, WORDS, "fp32")
     with monkeypatch.context() as full:
-        full.setattr(teacher.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100}))
+        full.setattr(columns.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100}))
         with pytest.raises(DataError, match=r"bytes, and 100 are free; make room, or set objective\.top_k lower"):
             ColumnWriter(PreparedSet(folder), column)
     before = {path.name for path in folder.iterdir()}

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 
 from llmtrain.commands.prepare import main
 from llmtrain.data.manifest import SPLITS
-from llmtrain.data.prepare import lessons as made
-from llmtrain.data.prepare.lessons import SOURCES, Lesson, lessons, lines
+from llmtrain.data.prepare import demo as made
+from llmtrain.data.prepare.demo import SOURCES, Lesson, lessons, lines
 from llmtrain.data.shards import PreparedSet
 from llmtrain.data.tokenize import SEPARATOR, TURNS, Encoder, train_bpe
 
@@ -37,7 +37,7 @@ def of(source: str) -> list[Lesson]:
 
 HASHES = """
 import hashlib
-from llmtrain.data.prepare.lessons import SOURCES, lines
+from llmtrain.data.prepare.demo import SOURCES, lines
 from llmtrain.data.manifest import SPLITS
 for source in SOURCES:
     for split in SPLITS:

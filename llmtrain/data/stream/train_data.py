@@ -15,13 +15,12 @@ from llmtrain.config.objective import options
 from llmtrain.config.run import DataConfig, ObjectiveConfig
 from llmtrain.data.manifest import SPLITS, Manifest, Split
 from llmtrain.data.shards import FileSum, PreparedSet, TokenStream
-from llmtrain.data.stream.mixture import Mixture
-from llmtrain.data.stream.order import permute
-from llmtrain.data.stream.reference import read_reference
+from llmtrain.data.stream.columns import read_reference
+from llmtrain.data.stream.order import Mixture, permute
 from llmtrain.data.stream.windows import IGNORED, Conversations, Preferences, Texts, Unpaired, Window, kind_of
 
 if TYPE_CHECKING:
-    from llmtrain.data.stream.teacher import TeacherColumn
+    from llmtrain.data.stream.columns import TeacherColumn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,7 @@ class TrainData:
         self, objective: ObjectiveConfig, vocabulary: int, precision: str, weights: str = ""
     ) -> list[TeacherColumn]:
         """What the teacher's column of each set is to be; its files are not known. Raises DataError: k is too large."""
-        from llmtrain.data.stream.teacher import TeacherColumn
+        from llmtrain.data.stream.columns import TeacherColumn
 
         assert objective.top_k is not None
         if objective.top_k > vocabulary:
@@ -120,7 +119,7 @@ class TrainData:
     def take_teacher(self, columns: list[TeacherColumn]) -> list[str]:
         """From now on windows have the teacher's likeliest words. `columns`: `teacher_columns`. Returns the hash of the
         weights that each set's are of. Raises DataError when a set has none, or they are not what they are to be."""
-        from llmtrain.data.stream.teacher import read_column
+        from llmtrain.data.stream.columns import read_column
 
         hashes = []
         for member, wanted in zip(self._members, columns, strict=True):
